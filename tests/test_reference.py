@@ -173,10 +173,6 @@ def test_the_keys_of_the_other_commands_are_explained(job: Path) -> None:
     assert set(status) == keys_below(page, "## status --json")
     assert set(status["tasks"][0]) == keys_below(page, "### tasks")
     assert set(advice) == keys_below(page, "## advise --json")
-    compared = json.loads(batchrun("compare", run, run, "--json").stdout)
-    assert set(compared) == keys_below(page, "## compare --json")
-    assert set(compared["runs"][0]) == keys_below(page, "### runs")
-    assert set(compared["runs"][0]["figures"]) == keys_below(page, "### figures")
     assert set(advice["reading"]) == keys_below(page, "### reading")
     assert set(advice["thresholds"]) <= set(KEY.findall(MADE["advice-rules.md"]))
 

@@ -1,4 +1,4 @@
-"""Commands that read runs: status, merge, export, report, compare, advise."""
+"""Commands that read runs: status, merge, export, report, advise."""
 
 from typing import Annotated
 
@@ -105,24 +105,6 @@ def report(
     show({"page": place} if as_json else [place])
     if in_browser:
         typer.launch(page)
-
-
-def compare(
-    runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="Output paths of two or more runs of one job.")
-    ],
-    as_json: JsonOption = False,
-) -> None:
-    """Show what differs between runs of one job, and what that did.
-
-    The others are compared with the first. A run may be over, at work or killed.
-
-    Example: batchrun compare out/before out/after
-    """
-    from batchrunner.report.compare.comparison import compare_runs  # noqa: PLC0415
-
-    found = compare_runs(runs)
-    show(found.as_dict() if as_json else found.lines())
 
 
 def advise(

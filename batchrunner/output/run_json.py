@@ -116,32 +116,6 @@ def check_same_run(
         )
 
 
-def different_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Return why two fingerprints are of different work, in words; None where runs of both can be compared.
-
-    The work is the input, by its content, with its filter, and the prompt. One run may have a part of the
-    other's rows only.
-    """
-    difference = None
-    for before, after in zip(one["files"], other["files"], strict=False):
-        if before["digest"] != after["digest"]:
-            difference = f"its input {after['path']} has other content than {before['path']}"
-            break
-    for name in ("filter", "prompt"):
-        before, after = (_in_any_order(found[name]) for found in (one, other))
-        if difference is None and before != after:
-            difference = _difference(name, before, after)
-    return difference
-
-
-def _in_any_order(part: Any) -> Any:
-    """Return a part of a fingerprint without the order of a prompt's fields, which is no other question."""
-    fields = part.get("fields") if isinstance(part, dict) else None
-    if not isinstance(fields, dict) or not isinstance(fields.get("columns"), list):
-        return part
-    return {**part, "fields": sorted(map(str, fields["columns"]))}
-
-
 def known_fields(found: Mapping[str, Any]) -> list[str] | None:
     """Return the columns of `prompt.fields` in the order of a run, by its fingerprint; None without any."""
     fields = found["prompt"].get("fields")

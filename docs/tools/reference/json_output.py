@@ -5,7 +5,6 @@ import inspect
 from batchrunner.advise.rules.rule import Advice
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.input.sort.decide import OrderDecision
-from batchrunner.report.compare.comparison import FIGURES
 from batchrunner.report.report import Report
 from batchrunner.runner.check import Check
 from batchrunner.tune.measurement import TrialSigns
@@ -112,20 +111,6 @@ READING = {
     "retractions": "Number of retractions.",
     "retractions_per_min": "Retractions per minute.",
 }
-COMPARE = {
-    "changed": "What differs between the runs, by name: the value in each run, null where it has none. Names "
-    "begin with `job.` (a field), `flag.` (an argument of the server), `engine.` or `version.`.",
-    "runs": "The runs, in the order in which they were given.",
-    "notes": "What to know before one believes the figures.",
-}
-COMPARED_RUN = {
-    "path": "Output path of the run.",
-    "figures": "What it did; null where that is not known.",
-    "ratios": "The same divided by the first run's; null where that is 0 or not known.",
-    "steady_s": "Seconds of steady time.",
-    "steady": "Rates in steady time, by name: the `mean`, its `ratio` to the first run's, and the `interval` "
-    "of the ratio, [low, high] with 95 % confidence; null for too few samples.",
-}
 TRIAL = {
     "args": "Flags that differ from the job's.",
     "tokens_per_s": "Output tokens per second of each trial with these flags.",
@@ -196,9 +181,6 @@ def page() -> str:
         "## advise --json": _keys(ADVISE),
         "### reading": _keys(READING),
         "### advice": field_table(Advice),
-        "## compare --json": _keys(COMPARE),
-        "### runs": _keys(COMPARED_RUN),
-        "### figures": _keys({name: f"{figure.meaning}." for name, figure in FIGURES.items()}),
         "## tune --json": field_table(TuningSummary),
         "### trials": _keys(TRIAL),
         "### signs": field_table(TrialSigns),
