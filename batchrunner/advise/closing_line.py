@@ -9,7 +9,7 @@ from batchrunner.advise.advise import advise_run
 from batchrunner.advise.rules.rule import Advice
 from batchrunner.advise.rules.table import BY_NAME
 
-LAUNCHED = frozenset({"server", "gateway", "inprocess"})
+LAUNCHED = frozenset({"server", "gateway"})
 """Kinds of engines whose flags are in the job."""
 
 log = logging.getLogger(__name__)

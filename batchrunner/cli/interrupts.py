@@ -8,7 +8,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
-from batchrunner.core.child_processes import kill_children
 from batchrunner.core.console import tell_failure, wants_json
 from batchrunner.core.errors import interrupted
 from batchrunner.core.timing import TIMING
@@ -57,5 +56,4 @@ def _after(seconds: float, act: Callable[[], None]) -> None:
 
 def _end_process() -> None:
     """End the process, whatever its threads do; every file becomes visible whole."""
-    kill_children()
     os._exit(tell_failure(interrupted(), as_json=wants_json(sys.argv[1:])))

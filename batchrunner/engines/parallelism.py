@@ -15,7 +15,7 @@ from batchrunner.engines.flags import name_in
 from batchrunner.engines.model_files import UnknownShapeError, read_config, shape_of
 from batchrunner.engines.model_kinds import has_latent_attention
 from batchrunner.engines.recovery.fits import cards_of, split_over, weights_of
-from batchrunner.job.engine import GatewayEngine, InprocessEngine, ServerEngine
+from batchrunner.job.engine import GatewayEngine, ServerEngine
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ UNKNOWN_POOL_SHARE = 0.25
 MOST_CARDS = 64
 """Cards up to which the error says how many would be needed."""
 
-_Spec = TypeVar("_Spec", bound=ServerEngine | GatewayEngine | InprocessEngine)
+_Spec = TypeVar("_Spec", bound=ServerEngine | GatewayEngine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def with_tp(spec: _Spec) -> _Spec:
     return cast("_Spec", spec.model_copy(update={"tp": tp, "args": args}))
 
 
-def _argument(spec: ServerEngine | GatewayEngine | InprocessEngine, tp: int) -> dict[str, int]:
+def _argument(spec: ServerEngine | GatewayEngine, tp: int) -> dict[str, int]:
     return {} if isinstance(spec, GatewayEngine) else {"tp-size": tp}  # a gateway's replicas get it in argv
 
 
@@ -154,7 +154,7 @@ def _kv_of(config: Mapping[str, Any], args: Mapping[str, Any]) -> tuple[int, flo
     return shape.kv_heads, shape.kv_bytes(width)
 
 
-def _decided(spec: ServerEngine | GatewayEngine | InprocessEngine) -> int:
+def _decided(spec: ServerEngine | GatewayEngine) -> int:
     assert spec.model is not None
     if on_cpu(spec.device):
         return 1
@@ -172,13 +172,12 @@ def _decided(spec: ServerEngine | GatewayEngine | InprocessEngine) -> int:
     return tp
 
 
-def _cards_for(spec: ServerEngine | GatewayEngine | InprocessEngine) -> CardMemory | None:
+def _cards_for(spec: ServerEngine | GatewayEngine) -> CardMemory | None:
     """Return the cards that one replica may have; None where they are not known."""
     found = cards()
     if not found:
         return None
-    env = {} if isinstance(spec, InprocessEngine) else spec.env
-    count = len(gpus(env)) or len(found)
+    count = len(gpus(spec.env)) or len(found)
     if isinstance(spec, GatewayEngine) and isinstance(spec.replicas, int):
         count //= spec.replicas
     smallest = min(found, key=lambda card: card.memory_bytes)

@@ -13,7 +13,6 @@ from batchrunner.job.engine import (
     AttachEngine,
     EngineSpec,
     GatewayEngine,
-    InprocessEngine,
     LaunchedEngine,
     ServerEngine,
     SimulatedEngine,
@@ -51,10 +50,6 @@ def make_engine(
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
             return LaunchedFleet(spec, log_dir=log_dir, limits=limits, detokenizer=detokenizer, task=task)
-        case InprocessEngine():
-            from batchrunner.engines.inprocess import InprocessSGLang  # noqa: PLC0415
-
-            return InprocessSGLang(spec, request_timeout_s=limits.request_timeout, task=task)
         case SimulatedEngine():
             from batchrunner.engines.simulated import Simulator  # noqa: PLC0415
 
@@ -66,12 +61,12 @@ def make_engine(
 def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     """Return the engine with the arguments that a model which it loads needs for a task, below the job's."""
     kind, model = TASKS.get(task), launched_model(spec)
-    if kind is None or model is None or not isinstance(spec, (LaunchedEngine, InprocessEngine)):
+    if kind is None or model is None or not isinstance(spec, LaunchedEngine):
         return spec
     config = read_config(model)
     check_architecture(task, config.get("architectures"), f"engine.model: {model}")
     args = {**kind.server_args(config, cpu=on_cpu(spec.device)), **spec.args}
-    if isinstance(spec, InprocessEngine) or not takes_mean(model):
+    if not takes_mean(model):
         return spec.model_copy(update={"args": args})
     return spec.model_copy(update={"args": args, "env": {**MEAN_POOLING, **spec.env}})
 
@@ -86,7 +81,7 @@ def model_of(spec: EngineSpec) -> str | None:
 
 def launched_model(spec: EngineSpec) -> str | None:
     """Return the model that the run loads itself, by the job's name for it; None if it loads none."""
-    return spec.model if isinstance(spec, (ServerEngine, InprocessEngine, GatewayEngine)) else None
+    return spec.model if isinstance(spec, LaunchedEngine) else None
 
 
 def _api_key(spec: AttachEngine | GatewayEngine) -> str | None:

@@ -14,7 +14,7 @@ from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import JobError
 from batchrunner.core.jsonfile import read_json
 from batchrunner.engines.model_files import model_directory, read_config
-from batchrunner.job.engine import EngineSpec, InprocessEngine, LaunchedEngine
+from batchrunner.job.engine import EngineSpec, LaunchedEngine
 from batchrunner.job.spec import Job
 
 MATRYOSHKA = ("is_matryoshka", "matryoshka_dimensions")
@@ -68,7 +68,7 @@ def config_of_launched(spec: EngineSpec) -> dict[str, Any]:
 
     Empty where it is not known.
     """
-    if not isinstance(spec, (LaunchedEngine, InprocessEngine)) or spec.model is None:
+    if not isinstance(spec, LaunchedEngine) or spec.model is None:
         return {}
     config = read_config(spec.model)
     given = spec.args.get(OVERRIDES)

@@ -39,18 +39,6 @@ class AttachEngine(Spec):
     """Name of the environment variable with the servers' API key; if it is unset, no key is sent."""
 
 
-class _LocalEngine(Spec):
-    args: dict[str, Any] = {}
-    """Arguments of the SGLang server, such as `{mem-fraction-static: 0.88, enable-metrics: true}`."""
-    device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto` uses the GPU if there is one, else SGLang's CPU engine, which is for trials and tests."""
-
-    @field_validator("args")
-    @classmethod
-    def _reserved_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
-        return _checked_args(args, ("model-path", "model", "host", "port", "api-key", "device"), "args")
-
-
 def _checked_args(args: Mapping[str, Any], reserved: tuple[str, ...], field: str) -> dict[str, Any]:
     """Return arguments by their command-line names without `--`; raises ValueError for a reserved one."""
     clean = {name.lstrip("-").replace("_", "-"): user_paths(value) for name, value in args.items()}
@@ -71,9 +59,13 @@ def _one_tp(args: Mapping[str, Any], why: str) -> None:
             raise ValueError(f"say engine.tp instead of --{name}: {why}")
 
 
-class LaunchedEngine(_LocalEngine):
+class LaunchedEngine(Spec):
     """Base class of engines whose servers the run starts."""
 
+    args: dict[str, Any] = {}
+    """Arguments of the SGLang server, such as `{mem-fraction-static: 0.88, enable-metrics: true}`."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto` uses the GPU if there is one, else SGLang's CPU engine, which is for trials and tests."""
     python: UserPath | None = None
     """Path of the Python interpreter that has SGLang installed; by default the one that runs batchrunner."""
     env: dict[str, str] = {}
@@ -83,6 +75,11 @@ class LaunchedEngine(_LocalEngine):
     heal: bool = True
     """Whether a server that dies out of memory is restarted with safer arguments. Later runs with this model,
     GPU and version of SGLang begin with them. `false` uses `args` unchanged."""
+
+    @field_validator("args")
+    @classmethod
+    def _reserved_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
+        return _checked_args(args, ("model-path", "model", "host", "port", "api-key", "device"), "args")
 
     @field_validator("env")
     @classmethod
@@ -165,23 +162,6 @@ GATEWAY_DROPS: dict[str, frozenset[str]] = {
 `structural_tag` in a chat. Requests with these parameters must not pass through it."""
 
 
-class InprocessEngine(_LocalEngine):
-    """The Python class `sglang.Engine`, in batchrunner's own process."""
-
-    kind: Literal["inprocess"]
-    """`inprocess`: the Python class `sglang.Engine` in batchrunner's own process."""
-    model: ModelName
-    """Model directory, or a model name that SGLang can load."""
-    tp: Tp | None = None
-    """GPUs that the weights are split over, as for kind `server`."""
-
-    @model_validator(mode="after")
-    def _one_number(self) -> InprocessEngine:
-        if self.tp is not None:
-            _one_tp(self.args, "both say the same")
-        return self
-
-
 class SimulatedEngine(Spec):
     """No engine: invented answers at a simulated speed, for demonstrations and tests. Results are marked."""
 
@@ -205,8 +185,8 @@ def _with_short_forms(schema: dict[str, Any]) -> None:
 
 
 EngineSpec: TypeAlias = Annotated[
-    AttachEngine | ServerEngine | GatewayEngine | InprocessEngine | SimulatedEngine,
+    AttachEngine | ServerEngine | GatewayEngine | SimulatedEngine,
     Field(discriminator="kind", json_schema_extra=_with_short_forms),
 ]
-ENGINE_KINDS = ("attach", "gateway", "inprocess", "server")
+ENGINE_KINDS = ("attach", "gateway", "server")
 """Kinds of engines that need more than their name."""

@@ -118,7 +118,7 @@ class Job(Spec):
     storage: StorageSpec = StorageSpec()
     """How object stores (`s3://`, `gs://`, `az://`) are reached."""
     engine: EngineSpec
-    """Engine that answers. `kind` is attach, server, gateway, inprocess or simulated."""
+    """Engine that answers. `kind` is attach, server, gateway or simulated."""
     check: CheckSpec = CheckSpec()
     """When an answer is good. One that is not is asked for again, and then fails its row, which keeps it."""
     on_length: OnLength | None = None

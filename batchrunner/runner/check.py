@@ -33,7 +33,6 @@ ROWS_WITH_FILES_OPENED = 100
 """Rows whose files are opened at most, to see whether they are whole."""
 _FAR = ("http://", "https://")
 CHARACTERS_SHOWN = 2000
-_WITHOUT_JSON = {"inprocess", "simulated"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +181,7 @@ def _refusal(request: Request, engine: str) -> str | None:
         wire.refuse_deadly(request, None)
         if request.kind == "body":
             return None
-        # SGLang in this process ignores unknown parts of a message, whatever their type
-        wire.bytes_of(wire.body_of(request), default=str if engine in _WITHOUT_JSON else None)
+        wire.bytes_of(wire.body_of(request), default=str if engine == "simulated" else None)
     except RowRefusedError as failure:
         return str(failure)
     return None

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
-from batchrunner.core.child_processes import kill_children
 from batchrunner.core.console import tell_failure, wants_json
 from batchrunner.core.errors import BatchrunError
 from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
@@ -98,7 +97,6 @@ class RunSignals:
         else:
             ended = BatchrunError("interrupted: ended without waiting for its threads")
             ended.exit_code = stopped.exit_code
-        kill_children()  # SGLang's, of an engine in this process
         os._exit(tell_failure(ended, as_json=wants_json(sys.argv[1:])))
 
     def _after(self, seconds: float, act: Callable[..., None], *arguments: str) -> None:

@@ -19,7 +19,7 @@ from batchrunner.core.open_files import need_files_of_loop
 from batchrunner.engines.device import gpus
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.parallelism import with_tp
-from batchrunner.job.engine import GatewayEngine, InprocessEngine, ServerEngine
+from batchrunner.job.engine import GatewayEngine, ServerEngine
 from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
@@ -146,8 +146,6 @@ def engine_to_tune(job: Job) -> ServerEngine:
     match job.engine:
         case ServerEngine():
             return _with_args_only(with_tp(job.engine))
-        case InprocessEngine(model=model, device=device):
-            return ServerEngine(kind="server", model=model, args=with_tp(job.engine).args, device=device)
         case GatewayEngine(model=str(model)):
             tp = int(with_tp(job.engine).tp)
             found = gpus(job.engine.env)

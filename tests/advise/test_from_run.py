@@ -92,7 +92,6 @@ def test_what_in_the_client_is_too_slow(
         ("server", {}, "`engine: {kind: gateway}`: servers with a front process each"),
         ("server", {"tokenizer_worker_num": 4}, "`engine: {kind: gateway}`"),
         ("server", {"tokenizer_worker_num": 1, "device": "cpu"}, "a machine with more cores"),
-        ("inprocess", {"tokenizer_worker_num": 1}, "`engine: {kind: gateway}`"),
     ],
 )
 def test_the_front_process_may_be_too_slow(

@@ -12,7 +12,7 @@ from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import refusal, told
 
 
-@pytest.mark.parametrize("kind", ["server", "inprocess"])
+@pytest.mark.parametrize("kind", ["server", "gateway"])
 @pytest.mark.parametrize("model", ["/no/such/model", "./no-such-model", "~/no-such-model"])
 def test_no_such_model(tmp_path: Path, kind: str, model: str) -> None:
     """A model path that is not there is refused before an engine is started for it."""

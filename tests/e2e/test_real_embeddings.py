@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
 from tests.conftest import ROOT, require_modules, skip_without
-from tests.support.engine_processes import START_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -107,19 +104,3 @@ def test_dimensions_are_refused(minilm: batchrunner.OpenEngine) -> None:
     assert minilm.info.vector_lengths == ()
     with pytest.raises(batchrunner.JobError, match="makes vectors of its own length only"):
         batchrunner.embed(["a", "b"], engine=minilm, dimensions=64, limits={"max_failed_rows": 2})
-
-
-def test_an_engine_in_the_process(tmp_path: Path) -> None:
-    """`sglang.Engine` makes the vectors of transformers too, in lists, and ends with its run."""
-    out, path = tmp_path / "run", tmp_path / "texts.parquet"
-    pq.write_table(pa.table({"text": TEXTS[:6]}), path)
-    engine = f"engine={{kind: inprocess, model: {MODEL}, device: cpu}}"
-    prompt, bundle, columns = "prompt={text: text}", "bundle=4", "input.columns=[]"
-    overrides = [engine, prompt, bundle, columns, f"input.path={path}", f"output.path={out}"]
-    command = [sys.executable, "-m", "batchrunner", str(ROOT / "jobs" / "embed.yaml")]
-    command += [word for override in overrides for word in ("--set", override)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((out / "report.json").read_text())["bundles"]["most_rows"] > 1
-    found = matrix_of(pq.read_table(out / "parts").sort_by("row"))
-    assert ((found * mean_pooling(TEXTS[:6])).sum(axis=1) >= 0.999).all()

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +17,6 @@ import pytest
 
 import batchrunner
 from tests.conftest import ROOT, SMALL_MODEL, batchrun, require_engine
-from tests.support.engine_processes import START_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -235,52 +231,6 @@ def test_a_batch_file(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
     failed = [json.loads(line) for line in errors.read_text().splitlines()]
     assert [line["custom_id"] for line in failed] == ["wrong", "odd"]
     assert [line["response"]["status_code"] for line in failed] == [400, 400]
-
-
-LOGPROBS = "output.columns=[logprobs]"
-
-
-def test_inprocess_engine_agrees_with_the_server(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
-    """`sglang.Engine` in this process gives the same prompts, token for token, as the HTTP server.
-
-    It also tells how probable the tokens are that the server wrote (`task: score`).
-    """
-    out = tmp_path / "inprocess"
-    written = batchrunner.generate(
-        TEXTS,
-        prompt={"text": "text"},
-        engine=smollm,
-        sampling={"max_new_tokens": 1, "temperature": 0},
-        answers=["output_ids", "logprobs"],
-    )
-    first = [ids[0] for ids in written["output_ids"].to_pylist()]
-    labels = [*dict.fromkeys(first)]
-    pq.write_table(pa.table({"text": TEXTS}), tmp_path / "texts.parquet")
-    engine = f"engine={{kind: inprocess, model: {SMALL_MODEL}, device: cpu}}"
-    overrides = ["input.limit=4", "sampling.max_new_tokens=12", f"output.path={out}", "bundle=2", LOGPROBS]
-    scoring = {
-        "task": "score", "labels": labels, "input": {"path": str(tmp_path / "texts.parquet")},
-        "prompt": {"text": "text"}, "output": {"path": str(tmp_path / "scores")},
-        "engine": {"kind": "inprocess", "model": str(SMALL_MODEL), "device": "cpu"},
-    }  # fmt: skip
-    (tmp_path / "score.yaml").write_text(json.dumps(scoring))
-    command = [sys.executable, "-m", "tests.support.inprocess_jobs", str(JOBS / "summarize.yaml"), engine]
-    command += [*overrides, "--", str(tmp_path / "score.yaml")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((out / "report.json").read_text())["bundles"]["most_rows"] == 2
-    inside = pq.read_table(out / "parts").sort_by("row")
-    _, outside = _run_job(
-        "summarize.yaml", smollm, tmp_path / "server", "input.limit=4", "sampling.max_new_tokens=12", LOGPROBS
-    )
-    assert inside["prompt_tokens"].to_pylist() == outside["prompt_tokens"].to_pylist()
-    assert inside["output"].to_pylist() == outside["output"].to_pylist()
-    for one, other in zip(inside["logprobs"].to_pylist(), outside["logprobs"].to_pylist(), strict=True):
-        assert [token["token"] for token in one] == [token["token"] for token in other]
-    scores = pq.read_table(tmp_path / "scores" / "parts").sort_by("row")["scores"].to_pylist()
-    for label, (token,), row in zip(first, written["logprobs"].to_pylist(), scores, strict=True):
-        assert row[labels.index(label)] == pytest.approx(math.exp(token["logprob"]), rel=2e-3)
-        assert sum(row) < 1 + 1e-6
 
 
 TEXTS = ["The capital of France is", "1, 2, 3, 4,", "def add(a, b):\n    return", "Zürich liegt in der"]

@@ -180,7 +180,7 @@ def test_a_cpu_is_one_device(tmp_path: Path) -> None:
     assert engine_to_tune(load_job(job_of(tmp_path, engine), environ={})).args["tp-size"] == 1
 
 
-@pytest.mark.parametrize("kind", ["server", "gateway", "inprocess"])
+@pytest.mark.parametrize("kind", ["server", "gateway"])
 def test_the_number_stands_once(kind: str, tmp_path: Path) -> None:
     """`engine.tp` and an argument of the server for the same are refused together."""
     engine = {"kind": kind, "model": "org/name", "tp": 2, "args": {"tp_size": 2}}

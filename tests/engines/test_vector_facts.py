@@ -124,7 +124,6 @@ def test_more_dimensions_than_the_model_of_a_server_has(tmp_path: Path, size: in
     assert bool(server.sent) == (code == 0)
 
 
-@pytest.mark.parametrize("kind", ["server", "inprocess"])
 @pytest.mark.parametrize(
     ("config", "args", "message"),
     [
@@ -140,11 +139,9 @@ def test_more_dimensions_than_the_model_of_a_server_has(tmp_path: Path, size: in
         ({}, {"json-model-override-args": "{odd"}, None),
     ],
 )
-def test_dimensions_of_a_model_to_load(
-    tmp_path: Path, kind: str, config: Any, args: Any, message: str | None
-) -> None:
+def test_dimensions_of_a_model_to_load(tmp_path: Path, config: Any, args: Any, message: str | None) -> None:
     """The model's files say it before a server is started; `check` says so too."""
-    engine = {"kind": kind, "model": model_in(tmp_path / "model", **config), "args": args}
+    engine = {"kind": "server", "model": model_in(tmp_path / "model", **config), "args": args}
     path = write_job(job_of(tmp_path, engine, task="embed", output={"dimensions": 32}), tmp_path)
     checked = batchrun("check", path)
     assert checked.exit_code == (0 if message is None else 2), checked.stderr

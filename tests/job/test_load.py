@@ -247,7 +247,6 @@ def test_unknown_keys_name_all_where_none_is_near() -> None:
     [
         ("kind: server, model: m, ep: 2", "ep-size: 2"),
         ("kind: server, model: m, mem_fraction_static: 0.8", "mem-fraction-static: 0.8"),
-        ("kind: inprocess, model: m, dp: 4", "dp-size: 4"),
         ("kind: gateway, model: m, chunked-prefill-size: 512", "chunked-prefill-size: 512"),
     ],
 )

@@ -12,7 +12,7 @@ from batchrunner.engines.model_files import check_model
 from batchrunner.job.load import parse_engine
 from tests.conftest import batchrun
 
-KINDS = ("server", "gateway", "inprocess")
+KINDS = ("server", "gateway")
 NAMES = [
     "gpt2",
     "Qwen/Qwen3-8B",

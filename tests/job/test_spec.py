@@ -89,7 +89,6 @@ engines = st.one_of(
             "start_timeout": st.sampled_from([1, "90s", "2h30m", "1d"]),
         },
     ),
-    st.fixed_dictionaries({"kind": st.just("inprocess"), "model": models}),
     st.fixed_dictionaries({"kind": st.just("simulated")}, optional={"step_s": st.floats(0, 1)}),
 )
 limits = st.fixed_dictionaries(

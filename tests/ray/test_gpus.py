@@ -24,7 +24,7 @@ pytestmark = pytest.mark.ray
         ({"kind": "server", "model": "m", "device": "cpu"}, [8], 0),
         ({"kind": "server", "model": "m", "tp": 4}, [0, 8], 4),
         ({"kind": "server", "model": "m", "args": {"tp-size": 2, "dp-size": 2}}, [8], 4),
-        ({"kind": "inprocess", "model": "m", "args": {"pp-size": 2}, "tp": 2}, [8], 4),
+        ({"kind": "server", "model": "m", "args": {"pp-size": 2}, "tp": 2}, [8], 4),
         ({"kind": "gateway", "model": "m", "tp": 2, "replicas": 3}, [8], 6),
     ],
 )

@@ -65,8 +65,6 @@ def test_check_says_what_json_cannot_hold(tmp_path: Path, server: FakeSGLang) ->
         shown = batchrun("check", file)
         assert "1 of the first 2 rows cannot be sent" in shown.stdout
         found = json.loads(batchrun("check", file, "--json").stdout)["prompts"]
-        inside = batchrun("check", file, "--set", "engine={kind: inprocess, model: a/b}").stdout
-        assert ("the job is fine" in inside) is (bad == 0)  # it takes any value beside a message's text
         batchrunner.run(job)
         errors = [row["error"] for row in results_of(job)]
         assert [prompt["error"] for prompt in found] == errors

@@ -19,15 +19,13 @@ if TYPE_CHECKING:
 
 
 def test_what_is_launched_for_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One replica of a gateway is tuned, with its own cards; an in-process engine is tuned as a server."""
+    """One replica of a gateway is tuned, with its own cards; one that is not launched is not tuned."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     args = {"mem-fraction-static": 0.8}
     gateway = {"kind": "gateway", "model": "org/name", "tp": 2, "args": args, "env": {"A": "b"}}
     replica = engine_to_tune(load_job(job_of(tmp_path, gateway), environ={}))
     assert replica.args == {**args, "tp-size": 2}
     assert replica.env == {"A": "b", "CUDA_VISIBLE_DEVICES": "4,5"}
-    inside = {"kind": "inprocess", "model": "org/name", "args": args}
-    assert engine_to_tune(load_job(job_of(tmp_path, inside), environ={})).args == args
     found = {"kind": "gateway", "url": "http://127.0.0.1:9"}
     with pytest.raises(
         JobError,

@@ -61,9 +61,8 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
 
 def _more_workers(s: Situation, flags: Flags) -> dict[str, Any]:
     """Return the flag for more tokenizer workers, if the server has a front process with few of them."""
-    has_front = s.client is not None and s.client.kind != "inprocess"
     few = (s.facts.number("tokenizer_worker_num") or 1) < TOKENIZERS
-    helps = has_front and few and not s.facts.on_cpu
+    helps = s.client is not None and few and not s.facts.on_cpu
     return flags.setting("tokenizer-worker-num", TOKENIZERS) if helps else {}
 
 

@@ -198,7 +198,7 @@ def plan_array(
         overrides=overrides,
         preamble=_text_or_file(preamble),
         no_python=no_python,
-        launches=loaded.engine.kind in {"server", "gateway", "inprocess"},
+        launches=loaded.engine.kind in {"server", "gateway"},
         **options,
     )
 

@@ -157,7 +157,6 @@ COMPANIONS = {
     "server": "{kind: server, model: Qwen/Qwen3-8B}",
     "gateway": "{kind: gateway, model: Qwen/Qwen3-8B}",
     "engine.url": "{kind: gateway}",
-    "inprocess": "{kind: inprocess, model: Qwen/Qwen3-8B}",
     "simulated": "{kind: simulated}",
 }
 """What an example's section must have besides, as YAML: by the field's path, the engine's kind or the "

@@ -77,7 +77,7 @@ def _whole(title: str, text: str) -> str:
 
 def _engines(schema: dict[str, Any]) -> list[str]:
     parts = []
-    for kind in ("attach", "server", "gateway", "inprocess", "simulated"):
+    for kind in ("attach", "server", "gateway", "simulated"):
         section = _resolved(
             {"$ref": schema["properties"]["engine"]["discriminator"]["mapping"][kind]}, schema
         )
