@@ -11,19 +11,13 @@ import pyarrow as pa
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.types import LEFT_OUT, Completion, ForwardTask, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
+from batchrunner.job.arrow_types import PLAIN_TYPES, arrow_type, kind_of_schema
 from batchrunner.job.output import OF_TEXTS, PARSED, RESPONSE, RESULT_COLUMNS, SAMPLE
 from batchrunner.job.tasks.embed import VECTOR, WIDTHS
 from batchrunner.output.arrow_arrays import arrow_array
-from batchrunner.output.json_shape import shape_of
 
 _NONE = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
 """Stands for the answer of a row without one."""
-_PARSED_TYPES = {
-    "string": pa.string(), "bool": pa.bool_(), "int32": pa.int32(), "int64": pa.int64(),
-    "float16": pa.float16(), "float32": pa.float32(), "float64": pa.float64(), "binary": pa.binary(),
-    "date": pa.date32(), "timestamp": pa.timestamp("us"), "json": pa.string(),
-}  # fmt: skip
-"""Types of columns that a Python function makes, by their names."""
 _TOKEN = pa.struct([("id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())])
 _FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
 ANSWER_TYPES: dict[str, pa.DataType] = {
@@ -98,9 +92,9 @@ def result_schema(
         fields.append(pa.field(name, kind if name in OF_THE_PROMPT else each(kind), metadata=FURTHER))
     for name, kind in parsed:
         if kind[0] != VECTOR:
-            fields.append(pa.field(name, each(parsed_type(kind))))
+            fields.append(pa.field(name, each(arrow_type(kind))))
         elif vector is not None:
-            fields.append(pa.field(name, pa.list_(_PARSED_TYPES[kind[1]], vector), metadata=FURTHER))
+            fields.append(pa.field(name, pa.list_(PLAIN_TYPES[kind[1]], vector), metadata=FURTHER))
     return pa.schema(fields, metadata=metadata)
 
 
@@ -108,7 +102,7 @@ def schema_of_run(
     carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str], vector: int | None = None
 ) -> pa.Schema:
     """Return the schema of the parts that this start of a run writes; `vector` is as in `result_schema`."""
-    json_type = None if plan.schema is None else shape_of(plan.schema).type
+    json_type = None if plan.schema is None else arrow_type(kind_of_schema(plan.schema))
     told = {**metadata, EXPLODED: "true"} if plan.explode else metadata
     if plan.task is not None:
         told = {**told, TASK: plan.task.name}
@@ -159,16 +153,6 @@ class RunSchema:
         return None
 
 
-def parsed_type(kind: ColumnKind) -> pa.DataType:
-    """Return the type of a column that a Python function makes."""
-    if isinstance(kind, str):
-        return _PARSED_TYPES[kind]
-    name, inner = kind
-    if name == "list":
-        return pa.list_(parsed_type(inner))
-    return pa.struct([(field, parsed_type(below)) for field, below in inner])
-
-
 def may_be_missing(field: pa.Field) -> bool:
     """Tell whether a column of a part may be missing in others of the run."""
     return b"batchrunner" in (field.metadata or {})
@@ -182,7 +166,7 @@ def with_vectors(schema: pa.Schema) -> pa.Schema:
     told = (schema.metadata or {}).get(VECTORS.encode(), b"").decode().split()
     for name, dtype in zip(told[::2], told[1::2], strict=True):
         if name not in schema.names:
-            schema = schema.append(pa.field(name, pa.list_(_PARSED_TYPES[dtype]), metadata=FURTHER))
+            schema = schema.append(pa.field(name, pa.list_(PLAIN_TYPES[dtype]), metadata=FURTHER))
     return schema
 
 

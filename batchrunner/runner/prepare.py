@@ -14,9 +14,9 @@ from batchrunner.input.field_sample import decide_fields
 from batchrunner.input.files import join_paths
 from batchrunner.input.render import Renderer
 from batchrunner.job.answers import AnswerPlan, plan_answers
+from batchrunner.job.arrow_types import arrow_type
 from batchrunner.job.python_functions import MEDIA, open_functions
 from batchrunner.job.spec import Job
-from batchrunner.output.columns import parsed_type
 from batchrunner.output.opened import open_run
 from batchrunner.output.resume import DoneRows, read_done, schema_of_results
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
@@ -213,7 +213,7 @@ def facts_of_functions(functions: HookPool | None) -> dict[str, Any]:
 
 
 def _types_of(columns: Sequence[tuple[str, ColumnKind]]) -> dict[str, str]:
-    return {name: str(parsed_type(kind)) for name, kind in columns}
+    return {name: str(arrow_type(kind)) for name, kind in columns}
 
 
 def _check_functions(old: Mapping[str, Any], prepared: PreparedJob) -> None:

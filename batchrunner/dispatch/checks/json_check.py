@@ -15,7 +15,7 @@ from batchrunner.core.json_pointer import part_at
 from batchrunner.dispatch.checks.patterns import Pattern
 from batchrunner.dispatch.checks.schema_circles import circle_in
 from batchrunner.dispatch.checks.unevaluated import note, noting
-from batchrunner.output.json_shape import JsonShape, ShapeError, TextShape, shape_of
+from batchrunner.job.arrow_types import fit, kind_of_schema
 
 FENCE = "```"
 KEPT_SCHEMAS = 256
@@ -47,7 +47,7 @@ class JsonCheck:
         """
         self._by_row = by_row
         self._validator = None if schema is None else _validator(schema, where)
-        self._shape: JsonShape = TextShape() if schema is None else shape_of(schema)
+        self._kind = kind_of_schema(schema)
 
     def parse(self, text: str, own_schema: Any = None) -> ParsedText:
         """Return an answer as JSON; `own_schema` is that of its row, as JSON text or a mapping."""
@@ -72,8 +72,8 @@ class JsonCheck:
             told = f"{at} {_short(wrong.message)}".lstrip()
             return ParsedText(value, None, f"the answer does not satisfy its schema: {told}")
         try:
-            return ParsedText(value, self._shape.fit(value), None)
-        except ShapeError as failure:
+            return ParsedText(value, fit(value, self._kind), None)
+        except ValueError as failure:
             return ParsedText(value, None, f"the answer does not fit its column: {_short(str(failure))}")
 
 

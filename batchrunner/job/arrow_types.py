@@ -1,0 +1,177 @@
+"""Types of columns that answers and Python functions make: from JSON Schemas, pydantic's too, to Arrow's.
+
+A ColumnKind is the name of a plain type (PLAIN_TYPES), ("list", kind), or ("struct", ((name, kind), …)). What
+Arrow has no type for is of the kind "json", a JSON text: values of several types, objects without named
+properties, schemas that contain themselves.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pyarrow as pa
+
+from batchrunner.core.exact_json import write_exactly
+from batchrunner.core.hooks.functions import ColumnKind
+from batchrunner.core.json_pointer import part_at
+
+PLAIN_TYPES: dict[str, pa.DataType] = {
+    "string": pa.string(), "bool": pa.bool_(), "int32": pa.int32(), "int64": pa.int64(),
+    "float16": pa.float16(), "float32": pa.float32(), "float64": pa.float64(), "binary": pa.binary(),
+    "date": pa.date32(), "timestamp": pa.timestamp("us"), "json": pa.string(),
+}  # fmt: skip
+_WORDS = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64"}
+"""Kinds by the words of JSON Schema for scalars."""
+_FORMATS = {"date": "date", "date-time": "timestamp", "binary": "binary"}
+"""Kinds by pydantic's formats of texts."""
+_KINDS_OF_VALUES: dict[type, str] = {bool: "bool", str: "string", int: "int64", float: "float64"}
+
+
+def arrow_type(kind: ColumnKind) -> pa.DataType:
+    """Return the Arrow type of a column."""
+    if isinstance(kind, str):
+        return PLAIN_TYPES[kind]
+    name, inner = kind
+    if name == "list":
+        return pa.list_(arrow_type(inner))
+    return pa.struct([(field, arrow_type(below)) for field, below in inner])
+
+
+def kind_of_schema(schema: Any, *, formats: bool = False) -> ColumnKind:
+    """Return the kind of column for the values of a JSON Schema.
+
+    With `formats` texts that pydantic calls a date, a time or bytes are of these types; else they stay texts.
+    """
+    return _SchemaReader(schema, formats).kind_of(schema)
+
+
+class _SchemaReader:
+    def __init__(self, root: Any, formats: bool) -> None:
+        self._root = root
+        self._formats = _FORMATS if formats else {}
+        self._open: set[str] = set()  # references that lead to what is read
+
+    def kind_of(self, schema: Any) -> ColumnKind:
+        if not isinstance(schema, dict):
+            return "json"
+        if "$ref" in schema:
+            return self._referred(schema["$ref"])
+        choices = next((schema[name] for name in ("anyOf", "oneOf", "allOf") if name in schema), None)
+        if choices is not None:
+            is_plain = isinstance(choices, list) and "properties" not in schema
+            others = [each for each in choices if each != {"type": "null"}] if is_plain else []
+            return _common(map(self.kind_of, others))
+        if "enum" in schema or "const" in schema:
+            values = schema["enum"] if "enum" in schema else [schema["const"]]
+            return _common(_KINDS_OF_VALUES.get(type(each), "json") for each in values if each is not None)
+        given = schema.get("type", "object" if "properties" in schema else None)
+        types = [word for word in (given if isinstance(given, list) else [given]) if word != "null"]
+        return self._of_type(types[0], schema) if len(types) == 1 else "json"
+
+    def _of_type(self, word: Any, schema: dict[str, Any]) -> ColumnKind:
+        properties = schema.get("properties")
+        if word == "object" and properties:
+            return "struct", tuple((name, self.kind_of(part)) for name, part in properties.items())
+        if word == "array":
+            fixed = schema.get("prefixItems")
+            if fixed and schema.get("maxItems") == len(fixed):  # a tuple
+                inner = _common(map(self.kind_of, fixed))
+            else:
+                inner = self.kind_of(None if fixed else schema.get("items"))
+            return ("list", inner) if schema.get("items") or inner != "json" else "json"
+        if word == "string":
+            return self._formats.get(schema.get("format", ""), "string")
+        return _WORDS.get(word, "json")
+
+    def _referred(self, reference: Any) -> ColumnKind:
+        if reference in self._open or not str(reference).startswith("#/"):
+            return "json"
+        try:
+            found = part_at(self._root, reference)
+        except LookupError:
+            return "json"
+        self._open.add(reference)
+        kind = self.kind_of(found)
+        self._open.discard(reference)
+        return kind
+
+
+def _common(kinds: Iterable[ColumnKind]) -> ColumnKind:
+    """Return the kind that holds values of all these."""
+    found = set(kinds)
+    if len(found) == 1:
+        return found.pop()
+    return "float64" if found == {"int64", "float64"} else "json"
+
+
+def fit(value: Any, kind: ColumnKind) -> Any:
+    """Return a value as a column of a kind holds it, None as null; raises ValueError, in words.
+
+    An object's properties that are no fields are left out. Dates and times may be ISO texts.
+    """
+    if value is None:
+        return None
+    if isinstance(kind, str):
+        return _FITTED[kind](value)
+    name, inner = kind
+    if name == "list":
+        return [fit(item, inner) for item in _instance(value, "list", list, tuple)]
+    given = _instance(value, "object", dict)
+    return {field: fit(given.get(field), below) for field, below in inner}
+
+
+def _instance(value: Any, name: str, *classes: type) -> Any:
+    if not isinstance(value, classes):
+        raise ValueError(f"{str(value)[:50]!r} is no {name}")  # noqa: TRY004 - as for all that does not fit
+    return value
+
+
+def _json_text(value: Any) -> str:
+    try:
+        return write_exactly(value)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _whole_number(value: Any, bits: int) -> int:
+    """Return a whole number, such as 1.0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
+        raise ValueError(f"{value!r} is no whole number")
+    if not -(1 << bits - 1) <= value < 1 << bits - 1:
+        raise ValueError(f"{value!r} has more than {bits} bits")
+    return int(value)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r} is no number")  # noqa: TRY004
+    try:
+        found = float(value)
+    except OverflowError:  # of a whole number
+        found = math.inf
+    if not math.isfinite(found):
+        raise ValueError("a number of more than 1.8e308 is too large")
+    return found
+
+
+def _time(value: Any) -> dt.datetime:
+    """Return a time without a zone; one with a zone becomes UTC."""
+    time = value if isinstance(value, dt.datetime) else dt.datetime.fromisoformat(value)
+    return time if time.tzinfo is None else time.astimezone(dt.UTC).replace(tzinfo=None)
+
+
+_FITTED: dict[str, Callable[[Any], Any]] = {
+    "string": lambda value: _instance(value, "string", str),
+    "bool": lambda value: _instance(value, "boolean", bool),
+    "binary": lambda value: _instance(value, "bytes", bytes),
+    "int32": lambda value: _whole_number(value, 32),
+    "int64": lambda value: _whole_number(value, 64),
+    "float32": _number,
+    "float64": _number,
+    "date": lambda value: value if isinstance(value, dt.date) else dt.date.fromisoformat(value),
+    "timestamp": _time,
+    "json": _json_text,
+}
