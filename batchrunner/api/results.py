@@ -60,6 +60,6 @@ def _no_results(job: Job, dataset: Dataset) -> pa.Table:
         renderer = Renderer(
             dataset, job.input, job.prompt, job.sampling, functions=functions, task=job.forward
         )
-        plan = plan_answers(job, functions=functions)
+        plan = plan_answers(job, functions)
         AnswerChecker(job, plan, dataset.schema.names)  # raises what is wrong with the checks
     return schema_of_run(renderer.carried_schema, plan, {}, job.output.dimensions or 0).empty_table()

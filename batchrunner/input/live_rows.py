@@ -129,7 +129,7 @@ class LiveRenderer:
             job.prompt,
             job.first_sampling,
             render_s=job.limits.render,
-            asks=plan_answers(job, functions=self._functions).asks,
+            asks=plan_answers(job, self._functions).asks,
             functions=self._functions,
             expression=job.check.expression,
             task=job.forward,

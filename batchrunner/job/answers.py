@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.hooks.pool import HookPool
@@ -23,16 +22,6 @@ from batchrunner.job.output import (
 from batchrunner.job.python_functions import PARSE
 from batchrunner.job.sampling import FromColumn
 from batchrunner.job.spec import Job
-
-BY_ITSELF = {REASONING, PARSED}
-"""Columns that any run may have without being asked for them."""
-
-
-class EarlierAnswers(NamedTuple):
-    """What earlier starts of a run had."""
-
-    columns: Sequence[str] = ()
-    checks_json: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +71,8 @@ class AnswerPlan:
         )
 
 
-def plan_answers(
-    job: Job, earlier: EarlierAnswers | None = None, functions: HookPool | None = None
-) -> AnswerPlan:
-    """Return the plan of a run; `earlier` is what its starts before had, None for a run that begins anew.
-
-    `functions` are the job's Python functions.
-    """
+def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
+    """Return the plan of a run; `functions` are the job's Python functions."""
     if (task := job.forward) is not None:
         return AnswerPlan((), parsed=task.columns, task=task)
     if job.prompt.batch is not None:
@@ -96,15 +80,11 @@ def plan_answers(
     parsed = functions.facts[PARSE].columns if functions and PARSE in functions.facts else ()
     given = job.sampling.json_schema
     has_schema = given is not None or isinstance(job.check.json_, dict)
-    by_itself = has_schema and (earlier is None or earlier.checks_json or job.has_check)
-    checks_json = by_itself if job.check.json_ is None else bool(job.check.json_)
+    checks_json = has_schema if job.check.json_ is None else bool(job.check.json_)
     names = {*job.output.asked}
-    if earlier is not None:
-        names |= by_itself_of(job).intersection(earlier.columns)
-    else:
-        names |= {REASONING} if job.prompt.is_chat else set()
-        names |= {PARSED} if has_schema else set()
-        names |= {TOOL_CALLS} if job.prompt.tools is not None else set()
+    names |= {REASONING} if job.prompt.is_chat else set()
+    names |= {PARSED} if has_schema else set()
+    names |= {TOOL_CALLS} if job.prompt.tools is not None else set()
     names -= {*job.input.carried_names}
     names -= {name for name, _ in parsed}
     on_length = job.on_length or ("fail" if checks_json and has_schema else "keep")
@@ -121,11 +101,6 @@ def plan_answers(
         (job.check.tries or TRIES) if job.has_check else 1,
         checks_json or job.check.has_condition or on_length != "keep" or PARSED in names,
     )
-
-
-def by_itself_of(job: Job) -> set[str]:
-    """Return the columns that a run may have without being asked for them, and keeps in later starts."""
-    return BY_ITSELF | ({TOOL_CALLS} if job.prompt.tools is not None else set())
 
 
 def _fixed_schema(job: Job) -> dict[str, Any] | None:

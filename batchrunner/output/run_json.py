@@ -15,7 +15,6 @@ from batchrunner.core.errors import OutputError, ResumeError
 from batchrunner.core.hooks.functions import name_of
 from batchrunner.core.regular_files import read_regular
 from batchrunner.core.types import InputFile
-from batchrunner.job.answers import EarlierAnswers
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks.table import GENERATE, TASKS
 from batchrunner.output.files import create_file, write_json, writing
@@ -187,19 +186,6 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
         f"{run_dir.run_json}: not a run file of this version: {problem}",
         hint=f"take another output.path, or {DISCARD}",
     )
-
-
-def earlier_answers(run_dir: RunDir) -> EarlierAnswers | None:
-    """Return what the last start of a run had besides the columns of every result; None where there was none.
-
-    Raises ResumeError as `read_run_json`.
-    """
-    found = read_run_json(run_dir)
-    if found is None:
-        return None
-    columns = found.get("columns")
-    known = [name for name in columns if isinstance(name, str)] if isinstance(columns, list) else []
-    return EarlierAnswers(known, checks_json=found.get("checks_json") is True)
 
 
 def require_run_json(run_dir: RunDir) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class BlockStream:
             if functions is not None:
                 stack.enter_context(closing(functions))
             renderer = LiveRenderer(job, columns, functions)
-            self._plan = plan_answers(job, functions=functions)
+            self._plan = plan_answers(job, functions)
             self._schema = RunSchema(pa.schema([]), self._plan, {})
             call.check_names(columns, self._plan)
             self._outlet = BlockOutlet(self._schema)

@@ -23,7 +23,6 @@ from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import (
     DISCARD,
     check_same_run,
-    earlier_answers,
     fingerprint,
     holds_run,
     known_fields,
@@ -59,7 +58,7 @@ def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = Fal
         run_dir.store.check_sharing()
     functions = open_functions(job)
     try:
-        answers = plan_answers(job, None if fresh else earlier_answers(run_dir), functions)
+        answers = plan_answers(job, functions)
         renderer = _renderer(job, dataset, answers, functions)
         job, renderer = _with_field_order(job, renderer, dataset, answers, None if fresh else run_dir)
         AnswerChecker(job, answers, dataset.schema.names)  # raises what is wrong with the checks

@@ -272,8 +272,6 @@ class Run:
             job,
             fingerprint=mine,
             rows_total=total,
-            columns=self.prepared.answers.columns,
-            checks_json=self.prepared.answers.checks_json,
             engine=asdict(self.info),
             versions=versions(self.info),
             functions=facts_of_functions(self.prepared.functions),

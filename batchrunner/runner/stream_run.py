@@ -67,7 +67,7 @@ async def send_stream(
             began = time.monotonic()
             windows = await open_windows(job, engine, info, unsent=rows.unread, now=began)
             counter = FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share)
-            answers = plan_answers(job, functions=functions)
+            answers = plan_answers(job, functions)
             results = parsing(GivenResults(outlet, counter, answers), functions)
             sending = build_sending(
                 job, kind, rows, DoneRows(), engine, info, windows, results, counts, events, control, display,

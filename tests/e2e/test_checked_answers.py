@@ -430,27 +430,6 @@ def test_joined_tasks_check_too(tmp_path: Path, server: FakeSGLang) -> None:
     assert (merged["rows_mended"], merged["asked_again"]) == (20, 20)
 
 
-def test_a_run_that_began_without_the_check_of_schemas(tmp_path: Path, server: FakeSGLang) -> None:
-    """It goes on as it began; begun anew, its answers are checked."""
-    server.script = script("no JSON")
-    job = schema_job(tmp_path, server, rows=3, input={"limit": 1}, check={"json": False})
-    assert batchrunner.run(job).exit_code == 0
-    run = tmp_path / "run"
-    facts = json.loads((run / "run.json").read_text())
-    del facts["columns"], facts["checks_json"], facts["fingerprint"]["check"]  # as earlier versions write it
-    (run / "run.json").write_text(json.dumps(facts))
-    for part in run.glob("parts/*.parquet"):
-        pq.write_table(pq.read_table(part).drop_columns(["parsed"]), part)
-    del job["check"]
-    assert batchrunner.run(job, overrides=["input.limit=2"]).exit_code == 0
-    assert "parsed" not in pq.read_table(batchrun_merge(run)).column_names
-    # a job that now says how often rows are asked wants its answers checked
-    asking = {**job, "input": {**job["input"], "limit": 3}, "check": {"tries": 2}}
-    report = batchrunner.run(asking)
-    assert (report.rows_ok, report.rows_failed, report.checks["asked_again"]) == (2, 1, 1)
-    assert batchrunner.run(job, fresh=True).exit_code == 3
-
-
 def test_the_conditions_do_not_change_within_a_run(tmp_path: Path, server: FakeSGLang) -> None:
     """How often a row is asked may."""
     job = job_of(tmp_path, server, rows=2, check={"regex": "answer"}, input={"limit": 1})

@@ -205,25 +205,6 @@ def test_a_carried_column_called_reasoning_stays(tmp_path: Path, server: FakeSGL
         batchrunner.run(job, overrides=["output.columns=[reasoning]"])
 
 
-def test_a_run_that_began_without_reasoning_goes_on_without(tmp_path: Path, server: FakeSGLang) -> None:
-    """Its answers are parted no more than before; a run that is begun anew has the column."""
-    server.script = lambda _: says("<think>a</think>b")
-    job = job_of(tmp_path, server, rows=4, prompt=CHAT, input={"limit": 2})
-    batchrunner.run(job)
-    run = tmp_path / "run"
-    facts = json.loads((run / "run.json").read_text())
-    del facts["columns"]  # as earlier versions write it
-    (run / "run.json").write_text(json.dumps(facts))
-    for part in run.glob("parts/*.parquet"):
-        pq.write_table(pq.read_table(part).drop_columns(["reasoning"]), part)
-    batchrunner.run(job, overrides=["input.limit=4"])
-    merged = pq.read_table(batchrun_merge(run))
-    assert "reasoning" not in merged.column_names
-    assert merged["output"].to_pylist()[2:] == ["<think>a</think>b"] * 2
-    batchrunner.run(job, fresh=True)
-    assert [row["reasoning"] for row in results_of(job)] == ["a"] * 2
-
-
 def test_columns_that_stand_in_any_result(tmp_path: Path, server: FakeSGLang) -> None:
     """To ask for them changes nothing."""
     job = job_of(tmp_path, server, rows=2, output={"columns": ["finish_reason", "output_ids", "error"]})
