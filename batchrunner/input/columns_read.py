@@ -11,8 +11,14 @@ from jinja2.sandbox import SandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from batchrunner.core.errors import JobError
-from batchrunner.input.sandbox import PRINTING
 
+FILTERS_TO_TEXT = (
+    "string", "upper", "lower", "trim", "title", "capitalize", "replace", "center", "truncate", "wordwrap",
+    "indent", "striptags", "escape", "e", "forceescape", "urlize", "wordcount",
+)  # fmt: skip
+"""Filters of jinja2 that would turn a null into the text "None", and bytes into "b'…'"."""
+PRINTING = frozenset({*FILTERS_TO_TEXT, "default", "d", "safe", "tojson"})
+"""Filters whose result shows the value that they are given."""
 ROW = "row"
 """Name of the mapping of all columns in a template, unless a column has this name."""
 _ALL_COLUMNS = "_batchrunner_columns"

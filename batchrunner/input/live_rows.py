@@ -128,7 +128,6 @@ class LiveRenderer:
             job.input,
             job.prompt,
             job.first_sampling,
-            render_s=job.limits.render,
             asks=plan_answers(job, self._functions).asks,
             functions=self._functions,
             expression=job.check.expression,

@@ -10,7 +10,6 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.input.render_limit import RenderLimit
 from batchrunner.input.templates import Template
 from batchrunner.job.prompt import MessageTemplate
 
@@ -152,13 +151,10 @@ def _part(part: Any) -> dict[str, Any] | None:
 class MessageTemplates:
     """Makes conversations of templates, one for each message."""
 
-    def __init__(
-        self, messages: Sequence[tuple[str, str, str]], available: Collection[str], limit: RenderLimit
-    ) -> None:
+    def __init__(self, messages: Sequence[tuple[str, str, str]], available: Collection[str]) -> None:
         """`messages` are the place in the job, the role and the template of each; raises JobError."""
         self._messages = [
-            (role, Template(source, where=where, available=available, limit=limit))
-            for where, role, source in messages
+            (role, Template(source, where=where, available=available)) for where, role, source in messages
         ]
         self.columns = sorted({name for _, template in self._messages for name in template.columns})
         self.templates = {

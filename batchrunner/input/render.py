@@ -23,7 +23,6 @@ from batchrunner.core.types import (
     RequestBody,
     RowRef,
 )
-from batchrunner.input.answer_expression import AnswerExpression
 from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.columns_read import written
 from batchrunner.input.fields_block import FieldsBlock, names_made, not_shown, with_block
@@ -33,12 +32,11 @@ from batchrunner.input.messages import WANTED as MESSAGES_WANTED
 from batchrunner.input.messages import MessagesColumn, MessageTemplates, from_list, holds_messages
 from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_list, is_text
 from batchrunner.input.python_prompts import PythonPrompts
-from batchrunner.input.render_limit import LIMIT_S, RenderLimit
 from batchrunner.input.request_bodies import RequestBodies
 from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.row_tools import RowTools
 from batchrunner.input.row_values import Row, UnreadableValue, rows_of
-from batchrunner.input.templates import Predicate, Template, is_template
+from batchrunner.input.templates import AnswerExpression, Predicate, Template, is_template
 from batchrunner.job.input import InputSpec
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec
@@ -63,14 +61,13 @@ class Renderer:
         prompt: PromptSpec,
         sampling: SamplingSpec,
         *,
-        render_s: float = LIMIT_S,
         asks: AskedColumns | None = None,
         functions: HookPool | None = None,
         expression: str | None = None,
         task: ForwardTask | None = None,
         first_temperature: float | None = None,
     ) -> None:
-        """Compile the templates and check the columns; a row is rendered in `render_s` of CPU time.
+        """Compile the templates and check the columns.
 
         `asks` is what its answer is asked for besides the text; `functions` are the job's Python functions,
         for a job with `prompt.python`; `expression` is the condition of good answers, whose columns go along
@@ -78,9 +75,8 @@ class Renderer:
         `first_temperature` is that of rows to which `sampling` gives none. Raises JobError for a bad
         template, InputError for a missing column or one of a wrong type.
         """
-        limit = RenderLimit(render_s)
         self._python = PythonPrompts(functions, dataset) if prompt.python and functions else None
-        made = _prompt_source(prompt, dataset, limit, self._python)
+        made = _prompt_source(prompt, dataset, self._python)
         self.kind, self._prompt_of, used = made.kind, made.prompt_of, made.columns
         self._media: MediaPrompts | None = None
         if prompt.has_media:
@@ -103,9 +99,7 @@ class Renderer:
         if isinstance(self._lora, FromColumn):
             names.add(self._lora.column)
         if source.filter is not None:
-            self.predicate = Predicate(
-                source.filter, where="input.filter", available=dataset.schema.names, limit=limit
-            )
+            self.predicate = Predicate(source.filter, where="input.filter", available=dataset.schema.names)
             names |= set(self.predicate.columns)
         self._for_check = AnswerExpression(expression, dataset.schema.names).columns if expression else []
         names |= {*self._for_check}
@@ -205,15 +199,13 @@ class PromptSource(NamedTuple):
     """Columns of them that a template shows as they are."""
 
 
-def _prompt_source(
-    prompt: PromptSpec, dataset: ColumnSource, limit: RenderLimit, python: PythonPrompts | None
-) -> PromptSource:
+def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, python: PythonPrompts | None) -> PromptSource:
     if python is not None:
         return PromptSource(None, dict, python.columns)  # the row stands for its prompt until it is filled in
     block = FieldsBlock(prompt.fields, dataset) if prompt.fields else None
     available = [*dataset.schema.names, *names_made(block)]
     if prompt.user is not None or isinstance(prompt.messages, list):
-        templates = MessageTemplates(_templates_of(prompt), available, limit)
+        templates = MessageTemplates(_templates_of(prompt), available)
         for where, each in templates.templates.items():
             _refuse_bytes(each, dataset, where, [*prompt.media_columns, *names_made(block)])
         printed = frozenset(name for each in templates.templates.values() for name in each.printed)
@@ -231,7 +223,7 @@ def _prompt_source(
         requests = RequestBodies()
         return PromptSource("body", requests.prompt, list(requests.columns))
     if prompt.text is not None and is_template(prompt.text):
-        template = Template(prompt.text, where="prompt.text", available=available, limit=limit)
+        template = Template(prompt.text, where="prompt.text", available=available)
         _refuse_bytes(template, dataset, "prompt.text", [*prompt.media_columns, *names_made(block)])
         make, columns = with_block(block, template.render, template.columns)
         return PromptSource("text", make, columns, frozenset(template.printed))

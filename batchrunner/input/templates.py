@@ -1,29 +1,34 @@
-"""Jinja2 templates and filter expressions over the columns of a row, in a sandbox and in limited time."""
+"""Jinja2 templates and filter expressions over the columns of a row, in Jinja2's immutable sandbox.
 
+Whoever writes the job may compute what they like. What is refused is a prompt that nobody means: one with a
+null or bytes in it, which would read "None" or "b'…'".
+"""
+
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, wraps
 from typing import Any
 
 import jinja2
+import jinja2.filters
 import jinja2.nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.exceptions import SecurityError
 from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchrunner.core.errors import JobError, RowRefusedError
-from batchrunner.input.columns_read import ColumnsRead, odd_names
-from batchrunner.input.made_text import Parts, TooLargeError, begin_row
-from batchrunner.input.render_limit import RenderLimit
-from batchrunner.input.sandbox import (
-    BytesValueError,
-    NullValueError,
-    TemplateEnvironment,
-    filter_environment,
-    is_about_null,
-    text_environment,
-)
+from batchrunner.input.columns_read import FILTERS_TO_TEXT, ColumnsRead, odd_names
 
+LONGEST_PROMPT = 64 << 20
+"""Most characters that a template makes: far more than any model reads."""
 LINE_SHOWN = 100
 """Characters of a template's line that an error shows at most."""
+ANSWER_NAMES = ("output", "parsed", "reasoning", "finish_reason")
+"""Names of what `check.expression` knows of an answer; it cannot read a column of such a name."""
+_ABOUT_NULL = re.compile(r"\bNone(Type)?\b")
+"""What Python's and jinja2's errors about a null have in common."""
 _OF_JINJA = {"=": "==", "AND": "and", "OR": "or", "NOT": "not", "IN": "in", "IS": "is none"}
 """Words of SQL and how Jinja2 writes them."""
 _RESULT = "batchrunner_value"
@@ -38,59 +43,43 @@ def is_template(text: str) -> bool:
 class Template:
     """A template of a text; `columns` are the input columns that it reads."""
 
-    def __init__(
-        self, source: str, *, where: str, available: Collection[str], limit: RenderLimit | None = None
-    ) -> None:
+    def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
         """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
-        template, self._read = _compiled(_text_tree, source, text_environment(), where, available)
+        template, self._read = _compiled(_environment().parse, source, where, available)
         self.columns = self._read.names
         self.printed = self._read.printed
         """Columns of them that are shown as they are."""
         self._globals = dict(template.globals)
         self._new_context, self._parts = template.new_context, template.root_render_func
-        self._limit = limit or RenderLimit()
 
     def render(self, row: Mapping[str, Any]) -> str:
         """Return the text for a row; raises RowRefusedError where the template fails on its values."""
         try:
-            text: str = self._limit.call(self._text, row)
-        except NullValueError:
-            nulls = ", ".join(name for name in self.columns if row[name] is None)
-            raise RowRefusedError(f"template: a value is null (null columns: {nulls or 'none'})") from None
-        except BytesValueError:
-            held = ", ".join(name for name in self.columns if isinstance(row[name], bytes))
+            # like jinja2's render, which merges the globals again for each row and takes twice as long
+            context = self._new_context({**self._globals, **self._read.variables(row)}, shared=True)
+            text = "".join(self._parts(context))
+        except NotTextError as failure:
+            held = [name for name in self.columns if isinstance(row[name], failure.kind)]
+            names = ", ".join(held) or "none"
             raise RowRefusedError(
-                f"template: a value is bytes (columns of bytes: {held or 'none'})"
+                f"template: a value is {failure.what} ({failure.what} columns: {names})"
             ) from None
-        except (SecurityError, TooLargeError) as failure:
+        except SecurityError as failure:
             raise RowRefusedError(f"template: not allowed: {failure}") from None
-        except RowRefusedError as failure:
-            raise RowRefusedError(f"template: {failure}") from None
         except Exception as failure:  # noqa: BLE001 - templates run user data through any operator
             raise RowRefusedError(f"template: {_told(failure, self.columns, row)}") from None
+        if len(text) > LONGEST_PROMPT:
+            raise RowRefusedError(f"template: a prompt of {len(text)} characters is too long")
         return text
-
-    def _text(self, row: Mapping[str, Any]) -> str:
-        # like jinja2's render, which merges the globals again for each row and takes twice as long
-        context = self._new_context({**self._globals, **self._read.variables(row)}, shared=True)
-        begin_row()
-        texts = Parts()
-        texts.extend(self._parts(context))
-        return texts.text()
 
 
 class Predicate:
     """A boolean expression; `columns` are the input columns that it reads."""
 
-    def __init__(
-        self, source: str, *, where: str, available: Collection[str], limit: RenderLimit | None = None
-    ) -> None:
+    def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
         """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
-        self._template, self._read = _compiled(
-            _expression_tree, source, filter_environment(), where, available
-        )
+        self._template, self._read = _compiled(_expression_tree, source, where, available)
         self.columns = self._read.names
-        self._limit = limit or RenderLimit()
 
     def __call__(self, row: Mapping[str, Any]) -> bool:
         """Return the expression's truth for a row; one that fails on a null is false.
@@ -98,20 +87,144 @@ class Predicate:
         Raises RowRefusedError where it fails otherwise.
         """
         try:
-            return bool(self._limit.call(self._value, row))
-        except RowRefusedError as failure:
-            raise RowRefusedError(f"filter: {failure}") from None
+            context = self._template.new_context(dict(self._read.variables(row)))
+            for _ in self._template.root_render_func(context):
+                pass
+            return bool(context.vars[_RESULT])
         except Exception as failure:  # noqa: BLE001 - expressions run user data through any operator
-            if is_about_null(failure):
+            if _ABOUT_NULL.search(str(failure)):
                 return False
             raise RowRefusedError(f"filter: {_told(failure, self.columns, row)}") from None
 
-    def _value(self, row: Mapping[str, Any]) -> bool:
-        begin_row()
-        context = self._template.new_context(dict(self._read.variables(row)))
-        for _ in self._template.root_render_func(context):
-            pass
-        return bool(context.vars[_RESULT])
+
+class AnswerExpression:
+    """The job's `check.expression` over an answer and its row; `columns` are the row's that it reads."""
+
+    def __init__(self, source: str, columns: Collection[str]) -> None:
+        """Compile the expression for rows with these columns; raises JobError."""
+        self._source = source
+        available = [*ANSWER_NAMES, *(name for name in columns if name not in ANSWER_NAMES)]
+        self._predicate = Predicate(source, where="check.expression", available=available)
+        self.columns = [name for name in self._predicate.columns if name not in ANSWER_NAMES]
+
+    def reads(self, name: str) -> bool:
+        """Tell whether the expression reads one of ANSWER_NAMES."""
+        return name in self._predicate.columns
+
+    def complaint(self, values: Mapping[str, Any]) -> str | None:
+        """Say what is wrong with an answer, in a sentence; None for nothing."""
+        try:
+            is_good = self._predicate(values)
+        except RowRefusedError as failure:
+            return f"check.expression fails: {str(failure).removeprefix('filter: ')}"
+        return None if is_good else f"check.expression is not true: {self._source}"
+
+
+class NotTextError(ValueError):
+    """A template prints a null, or bytes."""
+
+    def __init__(self, value: bytes | None) -> None:
+        super().__init__("None is no text" if value is None else "bytes are no text")
+        self.what = "null" if value is None else "bytes"
+        self.kind = type(value)
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, in which a struct's field goes before a method of the same name, such as `items`."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Return the field, else what jinja2 returns."""
+        if isinstance(obj, dict) and attribute in obj:
+            return obj[attribute]
+        return super().getattr(obj, attribute)
+
+    def joined(self, *values: Any) -> str:
+        """Return what `~` makes of its operands."""
+        return "".join([str(as_text(value)) for value in values])
+
+    def unless_null(self, operand: Callable[[], Any]) -> Any:
+        """Return the value of an operand; None where it fails on a null."""
+        try:
+            return operand()
+        except Exception as failure:
+            if _ABOUT_NULL.search(str(failure)):
+                return None
+            raise
+
+
+class _Code(CodeGenerator):
+    """Compiles `~` so that it refuses nulls, and `or` so that its left side may fail on one."""
+
+    def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
+        """Write the call that joins the operands."""
+        self.write("environment.joined(")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")")
+
+    def visit_Or(self, node: jinja2.nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
+        """Write `left or right`."""
+        self.write("(environment.unless_null(lambda: ")
+        self.visit(node.left, frame)
+        self.write(") or ")
+        self.visit(node.right, frame)
+        self.write(")")
+
+
+@cache
+def _environment() -> _Environment:
+    environment = _Environment(undefined=jinja2.StrictUndefined, finalize=_printed)
+    environment.code_generator_class = _Code
+    filters = environment.filters
+    for name in FILTERS_TO_TEXT:
+        filters[name] = _guarded(filters[name], as_text)
+    filters["join"] = _guarded(filters["join"], lambda values: [*map(as_text, values)])
+    filters["format"] = _format
+    filters["tojson"] = _tojson  # jinja2's own escapes < > & ' for HTML
+    return environment
+
+
+def _guarded(text_of: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a filter that passes its value through `check` first."""
+    first = 1 if hasattr(text_of, "jinja_pass_arg") else 0  # jinja2 may pass an argument of its own first
+
+    @wraps(text_of)
+    def guarded(*args: Any, **named: Any) -> Any:
+        return text_of(*args[:first], check(args[first]), *args[first + 1 :], **named)
+
+    return guarded
+
+
+def _format(text: str, *values: Any, **named: Any) -> str:
+    checked = {name: as_text(value) for name, value in named.items()}
+    return jinja2.filters.do_format(text, *map(as_text, values), **checked)
+
+
+def _tojson(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=lambda item: str(_printed(item)))
+
+
+def as_text(value: Any) -> Any:
+    """Return a value that stands in a text; raises NotTextError for a null, bytes and what holds bytes."""
+    if isinstance(value, str):
+        return value
+    if value is None or isinstance(value, bytes):
+        raise NotTextError(value)
+    if isinstance(value, (list, tuple, dict)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            if inner is not None:
+                as_text(inner)
+    return value
+
+
+def _printed(value: Any) -> Any:
+    """Return a value that is printed; raises for a function too, whose text means nothing."""
+    if isinstance(value, jinja2.Undefined):  # which is callable, too
+        str(value)  # raises an error that names the field
+    if callable(value):
+        raise TypeError(f"{getattr(value, '__name__', 'it')!r} is a function, not a value")
+    return as_text(value)
 
 
 def _told(failure: Exception, columns: Sequence[str], row: Mapping[str, Any]) -> str:
@@ -128,16 +241,9 @@ def _told(failure: Exception, columns: Sequence[str], row: Mapping[str, Any]) ->
     return f"{told}: {what} text: write a text beside it, or give it a type in input.types"
 
 
-TreeMaker = Callable[[TemplateEnvironment, str], jinja2.nodes.Template]
-
-
-def _text_tree(environment: TemplateEnvironment, source: str) -> jinja2.nodes.Template:
-    return environment.parse(source)
-
-
-def _expression_tree(environment: TemplateEnvironment, source: str) -> jinja2.nodes.Template:
+def _expression_tree(source: str) -> jinja2.nodes.Template:
     """Return the syntax tree of an expression, as jinja2's `compile_expression` makes it."""
-    parser = Parser(environment, source, state="variable")
+    parser = Parser(_environment(), source, state="variable")
     value = parser.parse_expression()
     if not parser.stream.eos:
         found = parser.stream.current
@@ -147,33 +253,24 @@ def _expression_tree(environment: TemplateEnvironment, source: str) -> jinja2.no
         raise jinja2.TemplateSyntaxError(problem, found.lineno)
     target = jinja2.nodes.Name(_RESULT, "store", lineno=1)
     tree = jinja2.nodes.Template([jinja2.nodes.Assign(target, value, lineno=1)], lineno=1)
-    tree.set_environment(environment)
+    tree.set_environment(_environment())
     return tree
 
 
-def _syntax_problem(failure: jinja2.TemplateSyntaxError, source: str) -> str:
-    """Return what is wrong in a template, with the line of it."""
-    lines = source.splitlines()[failure.lineno - 1 : failure.lineno]
-    problem = (failure.message or "is no template").removesuffix(".")
-    return f"{problem}, in {lines[0].strip()[:LINE_SHOWN]!r}" if lines else problem
-
-
 def _compiled(
-    tree_of: TreeMaker, source: str, environment: TemplateEnvironment, where: str, available: Collection[str]
+    tree_of: Callable[[str], jinja2.nodes.Template], source: str, where: str, available: Collection[str]
 ) -> tuple[jinja2.Template, ColumnsRead]:
     try:
-        read = ColumnsRead(tree_of(environment, source), environment, where, available)
-        return environment.from_string(read.tree), read
+        read = ColumnsRead(tree_of(source), _environment(), where, available)
+        return _environment().from_string(read.tree), read
     except JobError:
         raise
     except jinja2.TemplateSyntaxError as failure:
-        raise JobError(
-            f"{where}: line {failure.lineno}: {_syntax_problem(failure, source)}",
-            hint=odd_names(available),
-            mark=";",
-        ) from None
-    except RecursionError:
-        raise JobError(f"{where}: cannot be compiled: it is nested too deeply") from None
+        problem = (failure.message or "is no template").removesuffix(".")
+        for line in source.splitlines()[failure.lineno - 1 : failure.lineno]:
+            problem += f", in {line.strip()[:LINE_SHOWN]!r}"
+        problem = f"{where}: line {failure.lineno}: {problem}"
+        raise JobError(problem, hint=odd_names(available), mark=";") from None
     except Exception as failure:  # noqa: BLE001 - of jinja2, and of Python, which compiles what jinja2 writes
         problem = str(failure).partition("\n")[0] or type(failure).__name__
         raise JobError(f"{where}: cannot be compiled: {problem}") from None

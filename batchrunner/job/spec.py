@@ -60,9 +60,6 @@ class LimitsSpec(Spec):
     100. Rows that cannot be sent, such as those with a null prompt, do not count here."""
     max_attempts: Annotated[int, Field(ge=1)] = 5
     """Most tries of a row whose tries fail possibly because of the row itself."""
-    render: Duration = 5.0
-    """CPU time in which the templates of a row are rendered, and in which one of its answers is checked by
-    `check.expression`, a regular expression or a JSON Schema. A row that takes more fails."""
     python: Duration = 30.0
     """Time of one call of a Python function (`prompt.python`, `parse`, `check.python`), and of reading the
     files of a row. A row whose call takes longer fails."""

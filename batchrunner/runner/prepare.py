@@ -75,7 +75,6 @@ def _renderer(job: Job, dataset: Dataset, answers: AnswerPlan, functions: HookPo
         job.input,
         job.prompt,
         job.first_sampling,
-        render_s=job.limits.render,
         asks=answers.asks,
         functions=functions,
         expression=job.check.expression,

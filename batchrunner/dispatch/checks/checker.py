@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import Completion, Request
 from batchrunner.dispatch.checks.json_check import JsonCheck, ParsedText
 from batchrunner.dispatch.checks.patterns import LONGEST_S, Pattern, PatternTimeoutError
-from batchrunner.input.answer_expression import AnswerExpression
-from batchrunner.input.render_limit import RenderLimit
+from batchrunner.input.templates import AnswerExpression
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.output import CUT, PARSED, REASONING
 from batchrunner.job.spec import Job
@@ -44,7 +42,6 @@ class AnswerChecker:
             self._json = JsonCheck(plan.schema, by_row=plan.schema_by_row, where=where)
         self._schema_by_row = plan.schema_by_row
         self._pattern = None if job.check.regex is None else Pattern(job.check.regex)
-        self._limit = RenderLimit(job.limits.render, "checking the answer")
         self.is_quick = (
             self._expression is None
             and (self._pattern is None or self._pattern.is_linear)
@@ -54,22 +51,7 @@ class AnswerChecker:
         """Whether a check takes no longer than reading the answer does, whatever the answer."""
 
     def look_at(self, request: Request, completion: Completion) -> Checked:
-        """Check an answer; of several samples each must be good, and the first complaint is told.
-
-        One that is not quick has a limit of CPU time.
-        """
-        if self.is_quick:
-            return self._look_at(request, completion)
-        try:
-            found: Checked = self._limit.call(self._look_at, request, completion)
-        except RowRefusedError as failure:
-            if self._adds_parsed:
-                nothing = [None] * len(completion.texts)
-                completion = completion._replace(columns={**completion.columns, PARSED: nothing})
-            return Checked(completion, str(failure), CUT in completion.finish_reasons)
-        return found
-
-    def _look_at(self, request: Request, completion: Completion) -> Checked:
+        """Check an answer; of several samples each must be good, and the first complaint is told."""
         first: str | None = None
         fitted: list[Any] = []
         for number, text in enumerate(completion.texts):

@@ -97,7 +97,6 @@ EXAMPLES = {
     "limits.max_failed_rows": "1%",
     "limits.abort_failed_share": "20%",
     "limits.max_attempts": "3",
-    "limits.render": "20s",
     "limits.python": "2m",
     "limits.python_memory_gb": "8",
     "limits.python_processes": "4",
