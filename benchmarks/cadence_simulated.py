@@ -13,9 +13,8 @@ import sys
 from dataclasses import asdict, replace
 from typing import Any
 
-from batchrunner.engines.simulation.config import SchedulerConfig
-from batchrunner.engines.simulation.cost import H100_8B, CostModel
-from batchrunner.engines.simulation.steady import RowLengths, steady_work
+from batchrunner.engines.simulation.replica import H100_8B, CostModel, RowLengths, steady_work
+from batchrunner.engines.simulation.request import SchedulerConfig
 from benchmarks.measure import save
 
 SEED = 23

@@ -26,10 +26,8 @@ from batchrunner.dispatch.concurrency.corners import GOOD_USAGE
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row
 from batchrunner.dispatch.slots import Slots
-from batchrunner.engines.simulation.config import SchedulerConfig
-from batchrunner.engines.simulation.cost import H100_8B
-from batchrunner.engines.simulation.replica import Replica
-from batchrunner.engines.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.replica import H100_8B, Replica
+from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
 from batchrunner.job.queue_band import QueueBand
 from benchmarks.engine import lognormal
 from benchmarks.measure import save

@@ -30,8 +30,7 @@ from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
 from batchrunner.dispatch.prefix_order.reorder import PrimeTask, Reorderer
-from batchrunner.engines.simulation.config import SchedulerConfig
-from batchrunner.engines.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet
 from benchmarks.engine import lognormal
 from benchmarks.measure import save

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from batchrunner.engines.simulation.config import CLIP_TOKENS, SchedulerConfig
-from batchrunner.engines.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.request import CLIP_TOKENS, SchedulerConfig, SimulatedRequest
 from batchrunner.engines.simulation.scheduler import Scheduler
 from benchmarks.engine import KEY_VARIABLE, VOCABULARY, flush, serve
 from benchmarks.measure import save

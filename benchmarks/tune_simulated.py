@@ -18,7 +18,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.engines.simulation.steady import RowLengths, steady_work
+from batchrunner.engines.simulation.replica import RowLengths, steady_work
 from batchrunner.tune.measurement import Incumbent
 from batchrunner.tune.race import margin_to_stop, trial_noise
 from batchrunner.tune.search import Search, TrialRequest

@@ -15,8 +15,7 @@ from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import InputError
 from batchrunner.core.open_files import need_files_of_loop
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.http.server_info import limit_in_effect, scheduler_states
-from batchrunner.engines.http.status import (
+from batchrunner.engines.http.loads import (
     KEY_REFUSED,
     LOADS,
     METRICS,
@@ -28,6 +27,7 @@ from batchrunner.engines.http.status import (
     counters_in,
     from_metrics,
 )
+from batchrunner.engines.http.server_info import limit_in_effect, scheduler_states
 from batchrunner.engines.logs.facts import Facts, number
 from batchrunner.engines.logs.records import ServerReady
 from batchrunner.engines.logs.series import LoadSample, Series, spread

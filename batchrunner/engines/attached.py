@@ -11,8 +11,7 @@ from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.hang_detector import HangDetector, progress_of
-from batchrunner.engines.http.client import GATEWAY_ROUTE, SGLangClient
-from batchrunner.engines.http.engine import HttpEngine
+from batchrunner.engines.http.client import GATEWAY_ROUTE, HttpEngine, SGLangClient
 from batchrunner.engines.http.model_guard import ModelGuard
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.job.spec import LimitsSpec

@@ -6,7 +6,7 @@ from typing import assert_never
 
 from batchrunner.engines.base import Engine
 from batchrunner.engines.device import MEAN_POOLING, on_cpu
-from batchrunner.engines.http.questions import check_architecture
+from batchrunner.engines.http.server_info import check_architecture
 from batchrunner.engines.model_files import model_identity, read_config, takes_mean
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.engine import (

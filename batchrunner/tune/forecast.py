@@ -4,9 +4,8 @@ The simulation says which passes a setting makes; the trials' logs say what pass
 settings before a trial is spent on them. It is no verdict: the trial is.
 """
 
-from batchrunner.engines.simulation.config import CLIP_TOKENS, SchedulerConfig
-from batchrunner.engines.simulation.cost import CostModel, fit_spans
-from batchrunner.engines.simulation.steady import PassWork, RowLengths, steady_work
+from batchrunner.engines.simulation.replica import CostModel, PassWork, RowLengths, fit_spans, steady_work
+from batchrunner.engines.simulation.request import CLIP_TOKENS, SchedulerConfig
 from batchrunner.tune.measurement import PassSpan, TrialResult
 from batchrunner.tune.space import TuningState
 from batchrunner.tune.variables import CLIP

@@ -13,8 +13,8 @@ from typing import Any
 
 from batchrunner.advise.rules.passes import LARGEST_CHUNK
 from batchrunner.engines.recovery.safer_args import LESS_CONSERVATIVE, NORMAL
-from batchrunner.engines.simulation.config import CLIP_TOKENS, SchedulerConfig
-from batchrunner.engines.simulation.steady import RowLengths
+from batchrunner.engines.simulation.replica import RowLengths
+from batchrunner.engines.simulation.request import CLIP_TOKENS, SchedulerConfig
 from batchrunner.tune.forecast import Forecast, config_of
 from batchrunner.tune.machine import Machine
 from batchrunner.tune.race import WORTH

@@ -7,7 +7,7 @@ from typing import Any
 
 from batchrunner.engines.logs.lines import clean, origin_of, record_in
 from batchrunner.engines.logs.records import Arguments, LoggedBatch, ServerReady, WeightsLoaded
-from batchrunner.engines.simulation.steady import PassWork
+from batchrunner.engines.simulation.replica import PassWork
 from batchrunner.tune.measurement import PassSpan
 
 LOG_INTERVAL = 10

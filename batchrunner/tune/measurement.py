@@ -13,7 +13,7 @@ from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.core.wording import counted
 from batchrunner.engines.logs.thresholds import Thresholds
-from batchrunner.engines.simulation.steady import PassWork, RowLengths
+from batchrunner.engines.simulation.replica import PassWork, RowLengths
 
 MOST_STEADY_S = 120.0
 """Seconds of steady time that a trial is measured at most, for slow rows."""

@@ -24,11 +24,11 @@ from batchrunner.core.errors import (
 from batchrunner.core.types import Completion, Outcome, Request, RowRef
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.engines.base import PlacedRequest
-from batchrunner.engines.http import replies, status
-from batchrunner.engines.http.bundles import BundleAnswer
-from batchrunner.engines.http.endpoint import Endpoint
+from batchrunner.engines.http import replies
+from batchrunner.engines.http.client import BundleAnswer, Endpoint
+from batchrunner.engines.http.loads import LOADS, METRICS, counters_in, load_in
 from batchrunner.engines.http.model_guard import ModelGuard, common_model, model_in
-from batchrunner.engines.http.reply_errors import error_of
+from batchrunner.engines.http.replies import error_of
 from batchrunner.engines.http.server_info import describe
 from batchrunner.engines.http.worker_list import urls_in
 from batchrunner.job.queue_band import QueueBand
@@ -110,14 +110,14 @@ def check_error(code: int, body: bytes, retry_after: str | None) -> None:
 def check_load(reply: bytes) -> bool:
     """Read a load, steer by it and write it down; tell whether it is one."""
     found: list[list[SchedulerLoad]] = []
-    for path in (status.LOADS, status.METRICS):
+    for path in (LOADS, METRICS):
         with contextlib.suppress(ValueError):
-            found.append(status.load_in(path, reply, URL))
+            found.append(load_in(path, reply, URL))
     for loads in filter(None, found):
         orjson.dumps([asdict(load) for load in loads])
         steer(loads)
     with contextlib.suppress(ValueError):
-        orjson.dumps(status.counters_in(reply.decode(errors="replace")))
+        orjson.dumps(counters_in(reply.decode(errors="replace")))
     return any(found)
 
 

@@ -10,11 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.engines.flags import Flags
-from batchrunner.engines.simulation.config import SchedulerConfig
-from batchrunner.engines.simulation.cost import CostModel
-from batchrunner.engines.simulation.replica import Replica
-from batchrunner.engines.simulation.sample import SimulatedRequest
-from batchrunner.engines.simulation.steady import PassWork
+from batchrunner.engines.simulation.replica import CostModel, PassWork, Replica
+from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
 from batchrunner.tune.machine import Machine
 from batchrunner.tune.measurement import PassSpan, TrialProgress, TrialResult, TrialWatch
 from batchrunner.tune.variables import CLIP

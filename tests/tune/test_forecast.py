@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchrunner.engines.simulation.config import SchedulerConfig
+from batchrunner.engines.simulation.request import SchedulerConfig
 from batchrunner.tune.forecast import Forecast, config_of
 from batchrunner.tune.measurement import TrialSigns
 from batchrunner.tune.search import TrialRequest

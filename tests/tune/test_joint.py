@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from batchrunner.engines.simulation.config import SchedulerConfig
-from batchrunner.engines.simulation.steady import RowLengths
+from batchrunner.engines.simulation.replica import RowLengths
+from batchrunner.engines.simulation.request import SchedulerConfig
 from batchrunner.tune.forecast import Forecast
 from batchrunner.tune.joint import JointMoves, arguments_of, clips
 from batchrunner.tune.search import TrialRequest

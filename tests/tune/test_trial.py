@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from batchrunner.core.errors import JobError
-from batchrunner.engines.simulation.steady import PassWork
+from batchrunner.engines.simulation.replica import PassWork
 from batchrunner.job.load import load_job
 from batchrunner.tune.log_stats import LOG_INTERVAL, output_rate, signs_at_start, signs_of_passes, spans_of
 from batchrunner.tune.tuner import engine_to_tune

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from batchrunner.engines.simulation.steady import PassWork, RowLengths
+from batchrunner.engines.simulation.replica import PassWork, RowLengths
 from batchrunner.tune.measurement import PassSpan, TrialResult, TrialSigns
 from batchrunner.tune.tuner import TrialHistory
 

@@ -3,48 +3,432 @@
 Whatever bytes come, reading them ends in a completion or in a RequestError of the row.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import orjson
 
+from batchrunner.core.endpoints import CHAT_PATH, EMBEDDINGS_PATH
 from batchrunner.core.errors import (
     AttemptFailedError,
+    EngineBusyError,
+    EngineDownError,
     RequestError,
+    RowRefusedError,
 )
-from batchrunner.core.types import NO_COLUMNS, Completion, Request
-from batchrunner.engines.http.answer_columns import (
-    NO_REASONING,
-    TAGS,
-    Thoughts,
-    columns_of_choices,
-    columns_of_samples,
-    part,
-)
-from batchrunner.engines.http.reply_errors import error_of, short
-from batchrunner.engines.http.reply_shapes import (
-    ChatReply,
-    Choice,
-    EndOfRow,
-    FullChatReply,
-    FullSample,
-    IdsSample,
-    Meta,
-    Reason,
-    Sample,
-    read_chat,
-    read_end_of_row,
-    read_full_chat,
-    read_full_generate,
-    read_generate,
-    read_ids,
-    read_tokens,
-)
+from batchrunner.core.types import NO_COLUMNS, AskedColumns, Completion, Request, RequestBody
+from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.input.tokenize.detokenizer import Detokenizer
-from batchrunner.job.output import REASONING
+from batchrunner.job.output import IDS_TO_CONTINUE, REASONING, RESPONSE
+from batchrunner.job.tasks.embed import check_embeddings
+
+MOST_COUNT = (1 << 31) - 1
+"""Largest count of tokens, and largest token id: the columns of the results have 32 bits."""
+REASON_CHARACTERS = 100
+"""Most characters of a finish reason; SGLang's have ten."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
+Word = Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS)]
+TokenLogprob = tuple[float | None, Count, str | None]
+"""A token: the logarithm of its probability, its id and its text."""
+
+
+class Reason(msgspec.Struct):
+    """Why an output ended."""
+
+    type: Word
+    matched: Any = None
+    message: Any = None
+    status_code: Any = None
+
+
+class Meta(msgspec.Struct):
+    """The `meta_info` of a sample."""
+
+    finish_reason: Reason | Word | None = None
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    cached_tokens: Count | None = None
+    num_retractions: Count | None = None
+    weight_version: Any = None
+
+
+class FullMeta(Meta):
+    """A Meta with what is known of each token."""
+
+    output_token_logprobs: list[TokenLogprob] | None = None
+    output_top_logprobs: list[list[TokenLogprob] | None] | None = None
+    input_token_logprobs: list[TokenLogprob] | None = None
+
+
+class Sample(msgspec.Struct):
+    """An answer of `/generate`."""
+
+    text: str
+    meta_info: Meta
+
+
+class EndOfRow(Sample):
+    """The event with which a row of a bundle ends: a sample with the row's index."""
+
+    index: int
+    error: None = None
+
+
+class FullSample(msgspec.Struct):
+    """A Sample with its tokens."""
+
+    text: str
+    meta_info: FullMeta
+    output_ids: list[Count] | None = None
+
+
+class IdsSample(msgspec.Struct):
+    """An answer of a server without a tokenizer."""
+
+    output_ids: list[Count]
+    meta_info: FullMeta
+
+
+class Function(msgspec.Struct):
+    """The function that a model calls."""
+
+    name: str | None = None
+    arguments: Any = None
+
+
+class ToolCall(msgspec.Struct):
+    """A call of a tool."""
+
+    id: str | None = None
+    type: str | None = None
+    function: Function | None = None
+
+
+class Message(msgspec.Struct):
+    """The answer of a chat."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Any = None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is an answer besides the text: thoughts, or calls of tools."""
+        return bool(self.reasoning_content or self.tool_calls)
+
+
+class Choice(msgspec.Struct):
+    """A sample of a chat."""
+
+    message: Message
+    index: int | None = None
+    finish_reason: Word | None = None
+    meta_info: Meta | None = None
+    matched_stop: Any = None
+
+
+class ChatToken(msgspec.Struct):
+    """A token of a chat in OpenAI's form, which has no ids."""
+
+    token: str | None = None
+    logprob: float | None = None
+    top_logprobs: list[ChatToken] | None = None
+
+
+class ChatLogprobs(msgspec.Struct):
+    """The tokens of a chat."""
+
+    content: list[ChatToken] | None = None
+
+
+class FullChoice(Choice):
+    """A Choice with what is known of each token."""
+
+    meta_info: FullMeta | None = None
+    logprobs: ChatLogprobs | None = None
+
+
+class CachedTokens(msgspec.Struct):
+    """The details of a chat's prompt."""
+
+    cached_tokens: Count | None = None
+
+
+class Usage(msgspec.Struct):
+    """The counts of a chat."""
+
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+    prompt_tokens_details: CachedTokens | None = None
+
+
+class ChatReply(msgspec.Struct):
+    """The answer to a chat."""
+
+    choices: Annotated[list[Choice], msgspec.Meta(min_length=1)]
+    usage: Usage
+
+
+class ChatTokens(msgspec.Struct):
+    """What SGLang adds to a chat."""
+
+    output_ids: list[list[Count]] | None = None
+
+
+class FullChatReply(msgspec.Struct):
+    """A ChatReply with its tokens."""
+
+    choices: Annotated[list[FullChoice], msgspec.Meta(min_length=1)]
+    usage: Usage
+    sglext: ChatTokens | None = None
+
+
+class TokensReply(msgspec.Struct):
+    """The answer of `/v1/tokenize`."""
+
+    tokens: list[Count]
+
+
+GenerateReply = Sample | Annotated[list[Sample], msgspec.Meta(min_length=1)]
+FullGenerateReply = FullSample | Annotated[list[FullSample], msgspec.Meta(min_length=1)]
+IdsReply = IdsSample | Annotated[list[IdsSample], msgspec.Meta(min_length=1)]
+read_chat = msgspec.json.Decoder(ChatReply)
+read_full_chat = msgspec.json.Decoder(FullChatReply)
+read_generate = msgspec.json.Decoder(GenerateReply)
+read_full_generate = msgspec.json.Decoder(FullGenerateReply)
+read_end_of_row = msgspec.json.Decoder(EndOfRow)
+read_ids = msgspec.json.Decoder(IdsReply)
+read_tokens = msgspec.json.Decoder(TokensReply)
+
+
+ERROR_CHARACTERS = 500
+"""Most characters of an error message in a result row."""
+_BUSY = {429, 502, 503, 504}
+_REFUSED = {400, 404, 413, 422}
+_REPLICA_DOWN = (
+    "call_upstream_",
+    "read_response_",
+    "no_workers",
+    "no_available_workers",
+    "no_healthy_workers",
+)
+"""Beginnings of a gateway's error codes where no replica took the row, or where the replica ended before the
+answer was complete. sglang_router 0.3.2 gives them with status 500."""
+
+
+def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
+    """Return the error that a reply with another status means for the row."""
+    try:
+        code, said = _code_of(body), _message_of(body)
+    except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
+        code, said = "", short(body.decode(errors="replace"))
+    error = _error_of_status(status, code, f"{status}: {said}", retry_after)
+    error.body = body
+    return error
+
+
+def _error_of_status(status: int, code: str, message: str, retry_after: str | None) -> RequestError:
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR and code.startswith(_REPLICA_DOWN):
+        return EngineDownError(message)
+    if status == HTTPStatus.UNAUTHORIZED:  # it would be so for any row
+        return EngineDownError(f"refuses the API key ({message}): see engine.api_key_env")
+    if status in _BUSY:
+        return EngineBusyError(message, _seconds(retry_after))
+    if status in _REFUSED:
+        return RowRefusedError(message)
+    return AttemptFailedError(message)
+
+
+def _seconds(retry_after: str | None) -> float | None:
+    """Return the pause that a `Retry-After` asks for; None without one, or for a date."""
+    if retry_after is None or not (retry_after.isascii() and retry_after.isdigit()):
+        return None
+    return float(retry_after)
+
+
+def _code_of(body: bytes) -> str:
+    """Return the gateway's code of an error; empty where the body is not a gateway's."""
+    try:
+        return str(orjson.loads(body)["error"]["code"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return ""
+
+
+def _message_of(body: bytes) -> str:
+    """Return the sentence in an error body, of which SGLang has several formats."""
+    try:
+        found: Any = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return short(body.decode(errors="replace")) or "no explanation"
+    for key in ("error", "message", "detail"):
+        if isinstance(found, dict) and found.get(key):
+            found = found[key]
+    return short(found if isinstance(found, str) else orjson.dumps(found).decode())
+
+
+def short(text: str) -> str:
+    """Return the first paragraph as one line, cut to 500 characters: a stack trace may follow it."""
+    line = " ".join(text.strip().split("\n\n")[0].split())
+    return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"
+
+
+BEGIN, END = "<think>", "</think>"
+"""What models write around their reasoning, unless their template writes the first."""
+TAGS = "think>"
+"""What both have in common: a text without it has no reasoning."""
+NO_REASONING: Mapping[str, list[Any]] = MappingProxyType({"reasoning": [None]})
+_END_ON_A_LINE = re.compile(r"(?:^|\n)[ \t]*</think>[ \t]*(?:\n|$)")
+"""The end of reasoning whose beginning the template wrote: a line of its own, since an answer may name it."""
+
+
+class Thoughts(NamedTuple):
+    """A text, parted."""
+
+    reasoning: str | None
+    """What came before the answer; None where there was nothing."""
+    answer: str
+
+
+def part(text: str) -> Thoughts:
+    """Part a text into reasoning and answer; reasoning without an end is reasoning to the end of the text.
+
+    As SGLang's reasoning parsers do it, the parts are stripped. A text without reasoning is left as it is.
+    """
+    if text.lstrip().startswith(BEGIN):
+        reasoning, _, answer = text.lstrip().removeprefix(BEGIN).partition(END)
+        return Thoughts(reasoning.strip() or None, answer.strip())
+    end = _END_ON_A_LINE.search(text) if END in text and BEGIN not in text else None
+    if end is None:
+        return Thoughts(None, text)
+    return Thoughts(text[: end.start()].strip() or None, text[end.end() :].strip())
+
+
+def columns_of_samples(
+    asked: AskedColumns, samples: Sequence[Sample | FullSample], thoughts: Sequence[Thoughts]
+) -> Mapping[str, list[Any]]:
+    """Return the columns of answers of `/generate`.
+
+    Raises AttemptFailedError where a token's id or probability was asked for and did not come.
+    """
+    found: dict[str, list[Any]] = {}
+    names = asked.names
+    if "reasoning" in names:
+        found["reasoning"] = [thought.reasoning for thought in thoughts]
+    if "tool_calls" in names:
+        found["tool_calls"] = [None] * len(samples)
+    if "matched_stop" in names:
+        found["matched_stop"] = [_matched(_reason_of(sample.meta_info)) for sample in samples]
+    if IDS_TO_CONTINUE in names:
+        found[IDS_TO_CONTINUE] = [s.output_ids if isinstance(s, FullSample) else None for s in samples]
+    if asked.of_tokens:
+        full = [sample for sample in samples if isinstance(sample, FullSample)]
+        if "output_ids" in names:
+            found["output_ids"] = [_there(sample.output_ids, "output_ids") for sample in full]
+        found |= _logprobs(names, [sample.meta_info for sample in full])
+    return found
+
+
+def columns_of_choices(
+    asked: AskedColumns,
+    choices: Sequence[Choice],
+    thoughts: Sequence[Thoughts],
+    ids: Sequence[list[int]] | None,
+) -> Mapping[str, list[Any]]:
+    """Return the columns of the answers of a chat, whose token ids are `ids`; raises AttemptFailedError."""
+    found: dict[str, list[Any]] = {}
+    names = asked.names
+    if "reasoning" in names:
+        given = [choice.message.reasoning_content for choice in choices]
+        found["reasoning"] = [g or t.reasoning for g, t in zip(given, thoughts, strict=True)]
+    if "tool_calls" in names:
+        found["tool_calls"] = [_calls(choice.message.tool_calls) for choice in choices]
+    if "matched_stop" in names:
+        found["matched_stop"] = [_matched(choice.matched_stop) for choice in choices]
+    if asked.of_tokens:
+        if "output_ids" in names:
+            if ids is None or len(ids) != len(choices):
+                raise _missing("output_ids")
+            found["output_ids"] = [ids[choice.index or 0] for choice in choices]
+        full = [choice for choice in choices if isinstance(choice, FullChoice)]
+        found |= _logprobs(names, [_meta_of(choice) for choice in full])
+    return found
+
+
+def _reason_of(meta: Meta) -> Any:
+    return meta.finish_reason.matched if isinstance(meta.finish_reason, Reason) else None
+
+
+def _matched(matched: Any) -> str | None:
+    return None if matched is None else _text(matched)
+
+
+def _text(value: Any) -> str:
+    """Return a value of JSON as text: a text as it is."""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _calls(calls: Any) -> list[dict[str, Any]] | None:
+    """Return calls of tools in OpenAI's form, with the arguments as JSON text."""
+    if not calls:
+        return None
+    found = []
+    for call in msgspec.convert(calls, list[ToolCall]):
+        named = call.function.name if call.function else None
+        given = call.function.arguments if call.function else None
+        arguments = None if given is None else _text(given)
+        function = {"name": named, "arguments": arguments}
+        found.append({"id": call.id, "type": call.type, "function": function})
+    return found
+
+
+def _logprobs(names: frozenset[str], metas: Sequence[FullMeta]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    if "logprobs" in names:
+        found["logprobs"] = [_tokens(_there(meta.output_token_logprobs, "logprobs")) for meta in metas]
+    if "top_logprobs" in names:
+        tops = [_there(meta.output_top_logprobs, "top_logprobs") for meta in metas]
+        found["top_logprobs"] = [[_tokens(tokens or []) for tokens in top] for top in tops]
+    if "prompt_logprobs" in names:  # all samples have the same prompt
+        found["prompt_logprobs"] = [_tokens(_there(metas[0].input_token_logprobs, "prompt_logprobs"))]
+    return found
+
+
+def _tokens(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    return [{"id": number, "token": text, "logprob": logprob} for logprob, number, text in tokens]
+
+
+def _meta_of(choice: FullChoice) -> FullMeta:
+    """Return what is known of a choice's tokens; a gateway gives it in OpenAI's form, which has no ids."""
+    meta = choice.meta_info or FullMeta()
+    content = choice.logprobs.content if choice.logprobs else None
+    if meta.output_token_logprobs is None and content is not None:
+        return FullMeta(
+            output_token_logprobs=[_triple(token) for token in content],
+            output_top_logprobs=[[_triple(top) for top in token.top_logprobs or []] for token in content],
+        )
+    return meta
+
+
+def _triple(token: ChatToken) -> Any:
+    return token.logprob, None, token.token
+
+
+def _there(value: Any, name: str) -> Any:
+    if value is None:
+        raise _missing(name)
+    return value
+
+
+def _missing(name: str) -> AttemptFailedError:
+    return AttemptFailedError(f"the answer came without {name}, which output.columns asks for")
+
 
 ENDED = "stop"
 """The finish reason of an answer that the model ended, at its end token or at a stop text."""
@@ -149,7 +533,7 @@ def _samples_of_ids(
     samples: list[IdsSample] = found if isinstance(found, list) else [found]
     return [
         FullSample(
-            detokenizer.text(request, sample.output_ids, _matched(sample.meta_info)),
+            detokenizer.text(request, sample.output_ids, _stopped_at(sample.meta_info)),
             sample.meta_info,
             sample.output_ids,
         )
@@ -274,7 +658,7 @@ def _check(completion: Completion, *, has_more: bool = False) -> None:
         raise AttemptFailedError("empty answer")
 
 
-def _matched(meta: Meta) -> Any:
+def _stopped_at(meta: Meta) -> Any:
     reason = meta.finish_reason
     return reason.matched if isinstance(reason, Reason) else None
 
@@ -283,3 +667,110 @@ def _weights(meta: Meta) -> str | None:
     """Return the version of the weights that made an answer, where the server tells it."""
     version = meta.weight_version
     return version if isinstance(version, str) else None
+
+
+class _BodyMessage(msgspec.Struct):
+    content: str | None = None
+
+
+class _BodyChoice(msgspec.Struct):
+    text: str | None = None
+    message: _BodyMessage | None = None
+    finish_reason: Word | None = None
+
+
+class _Metadata(msgspec.Struct):
+    weight_version: Any = None
+
+
+class _BodyReply(msgspec.Struct):
+    choices: Annotated[list[_BodyChoice], msgspec.Meta(min_length=1)]
+    usage: Usage | None = None
+    metadata: _Metadata | None = None
+
+
+_read_reply = msgspec.json.Decoder(_BodyReply)
+_read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def completion_of_body(body: RequestBody, reply: bytes) -> Completion:
+    """Read a reply with status 200 to a whole request; the name of its model becomes that of the request.
+
+    Raises AttemptFailedError where it is an abort or no answer.
+    """
+    if body.path == EMBEDDINGS_PATH:
+        return _vectors(body, reply)
+    try:
+        found = decoded(_read_reply, reply)
+        _check_choices(body, found.choices)
+        kept = _as_line(decoded(_read_fields, reply), body.model)
+    except RequestError:
+        raise
+    except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
+        raise unreadable(failure, reply) from None
+    first, usage = found.choices[0], found.usage or Usage()
+    details = usage.prompt_tokens_details
+    weights = found.metadata.weight_version if found.metadata else None
+    return Completion(
+        texts=[(first.message.content if first.message else first.text) or ""],
+        finish_reasons=[first.finish_reason],
+        completion_tokens=[usage.completion_tokens],
+        prompt_tokens=usage.prompt_tokens,
+        cached_tokens=details.cached_tokens if details else None,
+        weights=weights if isinstance(weights, str) else None,
+        columns={RESPONSE: [kept]},
+    )
+
+
+def _vectors(body: RequestBody, reply: bytes) -> Completion:
+    """Read a reply with vectors; raises RequestError where it is none, or one of them has no use."""
+    try:
+        prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
+        kept = _as_line(decoded(_read_fields, reply), body.model)
+    except RequestError:
+        raise
+    except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
+        raise unreadable(failure, reply) from None
+    return Completion([""], ["stop"], [0], prompt_tokens, None, columns={RESPONSE: [kept]})
+
+
+def _check_choices(body: RequestBody, choices: list[_BodyChoice]) -> None:
+    if any(choice.finish_reason == "abort" for choice in choices):
+        raise AttemptFailedError("aborted by the engine")
+    is_chat = body.path == CHAT_PATH
+    if any((choice.message if is_chat else choice.text) is None for choice in choices):
+        raise AttemptFailedError(f"not an answer of {body.path}: a choice has no text")
+    wanted = fields_of(body.content).get("n") if is_chat else None
+    asked = len(choices) if wanted is None else msgspec.json.decode(wanted)
+    if isinstance(asked, (int, float)) and asked != len(choices):
+        raise AttemptFailedError(f"{len(choices)} choices came, and {asked} were asked for (n)")
+
+
+def _as_line(fields: dict[str, msgspec.Raw], model: str | None) -> str:
+    """Return the fields as JSON on one line, each value as it came; `model` is the request's, or None."""
+    if model is not None and "model" in fields:
+        fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+    content = msgspec.json.encode(fields)
+    if b"\n" in content or b"\r" in content:
+        content = msgspec.json.format(content, indent=-1)
+    return content.decode()
+
+
+def answer_of(request: Request, reply: bytes) -> Completion:
+    """Read a reply to one request of a task without decoding; raises RequestError where it has no answer."""
+    (result,) = answers_of([request], reply)
+    if isinstance(result, RequestError):
+        raise result
+    return result
+
+
+def answers_of(requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
+    """Read a reply to requests of one task without decoding; raises RequestError where it is none to them."""
+    task = requests[0].task
+    assert task is not None
+    try:
+        return task.answers(requests, reply)
+    except RequestError:
+        raise
+    except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
+        raise unreadable(failure, reply) from None

@@ -16,12 +16,10 @@ from batchrunner.engines.base import Conservativeness, IncidentQueue, RowAnswers
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import wire
-from batchrunner.engines.http.client import SGLangClient
+from batchrunner.engines.http.client import Endpoint, HttpEngine, SGLangClient
 from batchrunner.engines.http.connections import raise_file_limit
-from batchrunner.engines.http.endpoint import Endpoint
-from batchrunner.engines.http.engine import HttpEngine
-from batchrunner.engines.http.failures import FailureClassifier
 from batchrunner.engines.http.internal_state import set_conservativeness
+from batchrunner.engines.http.loads import FailureClassifier
 from batchrunner.engines.launched.gateway import GatewayProcess
 from batchrunner.engines.launched.sglang_server import SGLangServer
 from batchrunner.engines.launched.supervisor import ServerSupervisor, Supervised

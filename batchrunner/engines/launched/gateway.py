@@ -12,8 +12,8 @@ from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.device import program_environment
 from batchrunner.engines.hang_detector import HangDetector
+from batchrunner.engines.http.client import Endpoint
 from batchrunner.engines.http.connections import free_port
-from batchrunner.engines.http.endpoint import Endpoint
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.launched.process import LaunchedProcess, to_argv
 from batchrunner.engines.launched.supervisor import ServerSupervisor, Supervised

@@ -1,13 +1,186 @@
 """A server in virtual time: a scheduler, the time that its passes take, and gauges as late as real ones."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Literal, NamedTuple
 
-from batchrunner.engines.simulation.config import SchedulerConfig
-from batchrunner.engines.simulation.cost import CostModel
-from batchrunner.engines.simulation.sample import SimulatedRequest
+from batchrunner.engines.least_squares import LeastSquares
+from batchrunner.engines.simulation.request import DECAY_STEPS, SchedulerConfig, SimulatedRequest
 from batchrunner.engines.simulation.scheduler import Scheduler, StepResult
+
+WAITING = 50
+"""Samples that wait behind those that run."""
+GENERATIONS = 2
+"""Generations that are counted, after one that warms up; a generation is as many samples as run at once."""
+FEWEST_ENDS = 500
+"""Samples that end in steady time at least: fewer are too few lengths to stand for all."""
+PREFIX = "shared"
+
+
+class RowLengths(NamedTuple):
+    """A row as the scheduler sees it, in tokens."""
+
+    prompt: int
+    cached: int
+    """Tokens of the prompt that the cache had."""
+    output: int
+    asked: int
+    """`max_new_tokens`."""
+    fixed: bool = False
+    """Whether it ignores the end of the text (`ignore_eos`)."""
+
+
+class PassWork(NamedTuple):
+    """The content of some forward passes."""
+
+    decodes: int = 0
+    prefills: int = 0
+    samples: float = 0.0
+    """Sum over passes of the samples in them."""
+    kv_tokens: float = 0.0
+    """Sum over passes of the context tokens that attention reads."""
+    prefill_tokens: float = 0.0
+    """Prompt tokens that are computed."""
+    tokens: float = 0.0
+    """Output tokens."""
+
+    def plus(self, step: StepResult, tokens: int) -> "PassWork":
+        """Add a step that put out `tokens`."""
+        is_prefill = step.kind == "prefill"
+        samples = step.admitted + step.decoded if is_prefill else step.running
+        return PassWork(
+            self.decodes + (0 if is_prefill else step.steps),
+            self.prefills + (step.steps if is_prefill else 0),
+            self.samples + step.steps * samples,
+            self.kv_tokens + step.steps * step.kv_tokens,
+            self.prefill_tokens + step.prefill_tokens,
+            self.tokens + tokens,
+        )
+
+
+def steady_work(config: SchedulerConfig, rows: Sequence[RowLengths]) -> PassWork:
+    """Return the work of steady time, with the rows sent again and again.
+
+    It begins once a generation has ended and the scheduler's new-token ratio has had the passes to fall.
+    Raises ValueError where a row does not fit into the pool.
+    """
+    scheduler = Scheduler(config)
+    coming = cycle(rows)
+    work = PassWork()
+    peak = ended = 0
+    end: int | None = None
+    while end is None or ended < end:
+        while scheduler.queue < WAITING:
+            scheduler.submit(_sample(next(coming)))
+        before = scheduler.generated_tokens
+        step = scheduler.step()
+        assert step is not None, "samples wait"
+        ended += len(step.finished)
+        peak = max(peak, scheduler.running)
+        if end is not None:
+            work = work.plus(step, scheduler.generated_tokens - before)
+        elif ended >= peak > 0 and scheduler.passes >= DECAY_STEPS:
+            end = ended + max(GENERATIONS * peak, FEWEST_ENDS)
+    return work
+
+
+def _sample(row: RowLengths) -> SimulatedRequest:
+    prefix = ((PREFIX, row.cached),) if row.cached else ()
+    return SimulatedRequest(row.prompt, row.output, row.asked, ignore_eos=row.fixed, prefix=prefix)
+
+
+PARTS = 5
+"""Parts of a model."""
+RIDGE = 1e-3
+"""Weight against large parts when a model is fitted to stretches of passes, which are much alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Seconds of a forward pass, linear in its content."""
+
+    base_s: float
+    """Seconds to read the weights, launch the kernels and run the scheduler."""
+    sample_s: float
+    """Seconds for each sample: its row in the matrix products, sampling, and the scheduler's bookkeeping."""
+    kv_token_s: float
+    """Seconds for each context token that attention reads."""
+    prefill_token_s: float
+    """Seconds for each prompt token that is computed."""
+    prefill_base_s: float = 0.0
+    """Seconds by which a pass with prompt tokens takes longer than one without, whatever its content: its
+    kernels are launched one by one, where a decode pass replays a CUDA graph."""
+
+    def pass_s(self, samples: float, kv_tokens: float, prefill_tokens: float) -> float:
+        """Return the seconds of one pass."""
+        return (
+            self.base_s
+            + self.sample_s * samples
+            + self.kv_token_s * kv_tokens
+            + self.prefill_token_s * prefill_tokens
+        )
+
+    def step_s(self, step: StepResult) -> float:
+        """Return the seconds of all passes of a scheduler's step."""
+        samples = step.admitted + step.decoded if step.kind == "prefill" else step.running
+        extra_s = self.prefill_base_s if step.kind == "prefill" else 0.0
+        return step.steps * (extra_s + self.pass_s(samples, step.kv_tokens, step.prefill_tokens))
+
+    def work_s(self, work: PassWork) -> float:
+        """Return the seconds of several passes."""
+        return (
+            self.base_s * (work.decodes + work.prefills)
+            + self.sample_s * work.samples
+            + self.kv_token_s * work.kv_tokens
+            + self.prefill_token_s * work.prefill_tokens
+            + self.prefill_base_s * work.prefills
+        )
+
+    def steps_within(self, seconds: float, samples: int, kv_tokens: int) -> int:
+        """Return how many decode passes end within `seconds`; each reads `samples` tokens more than the last.
+
+        `kv_tokens` is the context before the first of them.
+        """
+        if seconds <= 0:
+            return 0
+        low, high = 0, int(seconds / max(self.pass_s(samples, kv_tokens + samples, 0), 1e-9))
+        while low < high:  # later passes take longer, so `high` is an upper bound
+            middle = (low + high + 1) // 2
+            mean_kv_tokens = kv_tokens + samples * (middle + 1) / 2
+            if middle * self.pass_s(samples, mean_kv_tokens, 0) <= seconds:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+
+H100_8B = CostModel(base_s=6.0e-3, sample_s=1.6e-5, kv_token_s=4.9e-8, prefill_token_s=2.9e-5)
+"""Llama-3.1-8B in bf16 on one H100 SXM: an estimate from data sheets, not a measurement.
+
+The card: 3.35 TB/s of HBM3, 989 TFLOP/s dense bf16 (NVIDIA's H100 data sheet). The model: 8.03e9 parameters,
+32 layers, 8 key-value heads of 128 (its config.json).
+- base: 16.06 GB of weights / 3.35 TB/s = 4.8 ms, read at four fifths of the peak.
+- sample: 2 · 8.03e9 FLOP / 989 TFLOP/s = 16 µs. The weights' read hides it in small batches.
+- context token: 2 · 32 · 8 · 128 · 2 B = 131,072 B / 3.35 TB/s = 39 ns, read at four fifths of the peak.
+- prefilled token: the sample's 16 µs at 55 % of the peak.
+"""
+
+
+def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
+    """Fit a model without negative parts to the work and the seconds of stretches of passes.
+
+    Parts that the stretches cannot tell apart share what they cost together, so the model is good for work
+    that is not too unlike theirs. None where there are fewer stretches than parts.
+    """
+    if len(spans) < PARTS:
+        return None
+    rows = [
+        (float(w.decodes + w.prefills), w.samples, w.kv_tokens, w.prefill_tokens, float(w.prefills))
+        for w, _ in spans
+    ]
+    return CostModel(*LeastSquares(rows, [seconds for _, seconds in spans]).parts(ridge=RIDGE))
+
 
 INTERVAL_STEPS: Mapping[str, int] = {"loads": 15, "metrics": 40}
 """Decode passes between two updates of the gauges, which are updated at each prefill too: SGLang's defaults

@@ -9,7 +9,7 @@ from hypothesis import given
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import EngineStartError
-from batchrunner.engines.http.server_info import describe, prefill_tokens
+from batchrunner.engines.http.server_info import describe, media_taken, prefill_tokens
 from tests.support.json_values import json_of, some_odd
 from tests.support.reader_checks import check_description
 
@@ -73,3 +73,37 @@ def test_a_prefill_pass_takes_the_smaller_limit() -> None:
 def test_any_description_can_be_read(found: Any) -> None:
     """Whatever a server says of itself is used where it makes sense."""
     check_description(json_of(found))
+
+
+def _model(*, images: object = None, audio: object = None, architecture: str = "Any") -> dict[str, Any]:
+    return {
+        "has_image_understanding": images,
+        "has_audio_understanding": audio,
+        "architectures": [architecture],
+    }
+
+
+_PIXTRAL = _model(images=True, architecture="PixtralForConditionalGeneration")
+
+
+@pytest.mark.parametrize(
+    ("models", "version", "expected"),
+    [
+        ([_model(images=True, audio=False)], "0.5.23", (True, False, None)),
+        ([_model(images=False, audio=True)], "0.5.23", (False, True, False)),
+        ([_model(images=True, audio=True), _model(images=True, audio=False)], None, (True, False, None)),
+        ([{}], "0.4.0", (None, None, None)),
+        ([_model(images="yes", audio=1)], "0.5.23", (None, None, None)),
+        (
+            [_PIXTRAL],
+            "0.5.23",
+            (True, None, False),
+        ),
+        ([_PIXTRAL], "0.6.0", (True, None, None)),
+        ([_PIXTRAL], "main", (True, None, None)),
+        ([{**_model(images=True), "architectures": None}], "0.5.23", (True, None, None)),
+    ],
+)
+def test_media_taken(models: list[dict[str, Any]], version: str | None, expected: tuple[Any, ...]) -> None:
+    """Each kind as the servers say, in all of them; videos need a part for images, and a reader of videos."""
+    assert media_taken(models, version) == expected

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from batchrunner.engines.simulation.config import SchedulerConfig
-from batchrunner.engines.simulation.cost import H100_8B, CostModel
-from batchrunner.engines.simulation.replica import Replica
-from batchrunner.engines.simulation.sample import SimulatedRequest
+from batchrunner.engines.simulation.replica import H100_8B, PARTS, CostModel, PassWork, Replica, fit_spans
+from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
 
 UNIT = CostModel(1.0, 0.0, 0.0, 0.0)
 """Every pass takes a second."""
@@ -80,3 +78,24 @@ def test_steps_within_counts_whole_passes() -> None:
     assert cost.steps_within(3.5, 1, 0) == 2
     assert cost.steps_within(0.0, 1, 0) == 0
     assert math.isclose(cost.pass_s(3, 4, 5), 3.0)
+
+
+def test_a_fit_tells_the_time_of_like_work() -> None:
+    """Stretches of passes of a known model say how long others take; too few say nothing."""
+    made = random.Random(2)
+    works = [
+        PassWork(
+            decodes=made.randint(10, 100),
+            prefills=made.randint(0, 20),
+            samples=made.randint(1_000, 30_000),
+            kv_tokens=made.randint(10**5, 10**8),
+            prefill_tokens=made.randint(0, 10**5),
+        )
+        for _ in range(60)
+    ]
+    spans = [(work, H100_8B.work_s(work)) for work in works]
+    found = fit_spans(spans[:40])
+    assert found is not None
+    for work, seconds in spans[40:]:
+        assert found.work_s(work) == pytest.approx(seconds, rel=0.1)
+    assert fit_spans(spans[: PARTS - 1]) is None

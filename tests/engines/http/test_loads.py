@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.engines.http.status import counters_in, from_loads, from_metrics
+from batchrunner.engines.http.loads import counters_in, from_loads, from_metrics
 from tests.support.json_values import ANY_JSON, json_of, some_odd
 from tests.support.reader_checks import check_load
 

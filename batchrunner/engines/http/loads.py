@@ -1,14 +1,23 @@
 """GET requests to one SGLang server: its model, its arguments, its counters, its load in every format."""
 
+import asyncio
 import contextlib
+import logging
+import math
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import aiohttp
 import orjson
 
 from batchrunner.core.engine_info import SchedulerLoad
+from batchrunner.core.errors import AttemptFailedError, EngineDiedError, EngineDownError, RequestError
+from batchrunner.core.timing import TIMING
+from batchrunner.engines.http.model_guard import ModelGuard
+
+log = logging.getLogger(__name__)
 
 MODEL_INFO = ("/model_info", "/get_model_info")
 SERVER_INFO = ("/server_info", "/get_server_info")
@@ -205,3 +214,133 @@ def _share(value: Any) -> float:
 def _optional(value: Any) -> float | None:
     """Return a number that a gauge can have, or None."""
     return value if type(value) in {int, float} and 0 <= value <= MOST else None
+
+
+def in_words(failure: Exception) -> str:
+    """Say in one line why a server gave no answer; some of aiohttp's errors do not say it, or in several."""
+    if isinstance(failure, aiohttp.TooManyRedirects):
+        return "its redirects lead in a circle"
+    return " ".join(str(getattr(failure, "os_error", failure)).split()) or type(failure).__name__
+
+
+class Probe(Protocol):
+    """Asks servers whether they are alive."""
+
+    async def is_alive(self, url: str) -> bool:
+        """Tell whether a server answers."""
+
+
+class DeathVerdicts(Protocol):
+    """Knows why servers ended that this run started."""
+
+    async def excuses(self, url: str, sent_at: float) -> bool:
+        """Tell whether a server ended after `sent_at` for a reason that is no row's fault."""
+
+
+class FailureClassifier:
+    """Records which servers are alive, and judges rows that were cut off by that."""
+
+    def __init__(self, probe: Probe, verdicts: DeathVerdicts | None) -> None:
+        """`verdicts` is None for servers that others started: none of their deaths is excused."""
+        self._probe = probe
+        self._verdicts = verdicts
+        self._questions: dict[str, asyncio.Future[bool]] = {}
+        self._dead: set[str] = set()  # servers that did not answer when last asked
+        self._died_at: dict[str, float] = {}
+
+    def record(self, url: str, *, alive: bool) -> None:
+        """Record whether a server is alive now."""
+        if alive:
+            self._dead.discard(url)
+        elif url not in self._dead:
+            self._dead.add(url)
+            self._died_at[url] = time.monotonic()
+
+    async def classify(self, url: str, sent_at: float, what: str) -> RequestError:
+        """Return the error of a row that was sent to a server at `sent_at` and cut off; `what` is its text.
+
+        If the server is alive, the row may be at fault, and the attempt counts against it. If the server
+        died after the row was sent, it may have died of the row, unless the verdict on the death excuses all
+        rows. If it was dead before, no row is at fault.
+        """
+        alive = await self._is_alive(url)
+        if sent_at < self._died_at.get(url, -math.inf):
+            excused = self._verdicts is not None and await self._verdicts.excuses(url, sent_at)
+            return EngineDownError(what) if excused else EngineDiedError(what)
+        return AttemptFailedError(what) if alive else EngineDownError(what)
+
+    async def _is_alive(self, url: str) -> bool:
+        """Ask a server, once for all rows that were cut off together."""
+        question = self._questions.get(url)
+        if question is None:
+            question = self._questions[url] = asyncio.ensure_future(self._probe.is_alive(url))
+            question.add_done_callback(lambda _: self._questions.pop(url, None))
+        alive = await asyncio.shield(question)
+        self.record(url, alive=alive)
+        return alive
+
+
+class LoadPoller:
+    """Asks servers for their load by the path that the first of them has."""
+
+    def __init__(self, guard: ModelGuard, verdicts: DeathVerdicts | None) -> None:
+        self.replicas: list[str] = []
+        """URLs of the servers that are polled; those behind a gateway may change."""
+        self.failures = FailureClassifier(self, verdicts)
+        self._guard = guard
+        self._route: str | None = None
+        self._path: str | None = None
+        self._session: aiohttp.ClientSession | None = None
+
+    async def begin(self, session: aiohttp.ClientSession, route: str | None) -> str:
+        """Find the path at which the first replica reports its load; return a note for the log.
+
+        The `route` is the one that leads to all replicas; None where each has its own.
+        """
+        self._session, self._route = session, route
+        for path in (LOADS, METRICS):
+            if await self._poll(session, self.replicas[0], path):
+                self._path = path
+                return f"load from {path.partition('?')[0]}"
+        return "the server tells no load (no /v1/loads, no /metrics)"
+
+    def end(self) -> None:
+        """Poll no more: the session is about to be closed."""
+        self._session = None
+
+    @property
+    def reports_load(self) -> bool:
+        """Whether the first replica reported its load at the beginning."""
+        return self._path is not None
+
+    async def loads(self) -> list[SchedulerLoad]:
+        """Poll every replica's load; one that does not answer in 2 s is left out."""
+        session, path = self._session, self._path
+        if session is None or path is None:
+            return []
+        polls: Sequence[list[SchedulerLoad]] = await asyncio.gather(
+            *(self._poll(session, url, path) for url in self.replicas)
+        )
+        return [load for loads in polls for load in loads]
+
+    async def is_alive(self, url: str) -> bool:
+        """Tell whether a replica answers within 2 s, with whatever status."""
+        if self._session is None:
+            return False
+        try:
+            await ServerStatus(self._session, url).get(MODEL_INFO[0], TIMING.status_timeout)
+        except NOT_REACHED:
+            return False
+        return True
+
+    async def _poll(self, session: aiohttp.ClientSession, url: str, path: str) -> list[SchedulerLoad]:
+        """Return the loads that one replica reports; empty if it does not answer."""
+        try:
+            loads = await ServerStatus(session, url).load(path, TIMING.status_timeout, self._route)
+        except (*NOT_REACHED, *NOT_SGLANG) as failure:
+            log.debug("the load of %s could not be read: %r", url, failure)
+            if isinstance(failure, NOT_REACHED):
+                self._guard.doubt(url)
+            return []
+        self.failures.record(url, alive=True)
+        return loads
