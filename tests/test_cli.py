@@ -235,11 +235,11 @@ def test_results_on_standard_output(tmp_path: Path) -> None:
         jsonschema.validate({"kind": "simulation"}, engine)
 
 
-def test_export_as_json(tmp_path: Path) -> None:
-    """A script reads where the rows went; with `-` standard output has the rows and nothing else."""
+def test_merge_to_a_file_as_json(tmp_path: Path) -> None:
+    """A script reads where the rows went."""
     batchrun(write_job(job_of(tmp_path), tmp_path))
     file = tmp_path / "all.csv"
-    made = json.loads(batchrun("export", tmp_path / "run", file, "--json").stdout)
+    made = json.loads(batchrun("merge", tmp_path / "run", file, "--json").stdout)
     assert (made["path"], made["rows"], made["rows_missing"]) == (str(file), 10, 0)
-    refused = batchrun("export", tmp_path / "run", file, "--json")
+    refused = batchrun("merge", tmp_path / "run", file, "--json")
     assert json.loads(refused.stdout)["exit_code"] == refused.exit_code == 2

@@ -163,7 +163,7 @@ def test_the_commands_load_no_pandas(tmp_path: Path, samples: int) -> None:
     file, run = str(write_job(job, tmp_path)), str(tmp_path / "run")
     commands = [
         ["check", file], [file, "--set", "input.limit=5"], [file], ["status", run], ["merge", run],
-        ["report", run], ["advise", run], ["export", run, str(tmp_path / "a.csv")],
+        ["report", run], ["advise", run], ["merge", run, str(tmp_path / "a.csv")],
     ]  # fmt: skip
     loaded = loaded_by(
         "import batchrunner.cli, contextlib, io\n"
@@ -186,7 +186,6 @@ def test_the_commands_load_no_pandas(tmp_path: Path, samples: int) -> None:
         "check",
         "status",
         "merge",
-        "export",
         "report",
         "advise",
         "tune",

@@ -41,7 +41,7 @@ def results_of(rows: Data, call: LibraryCall, opened: OpenEngine | None, display
                 f"{report.reason}: {report.rows_left} of {report.rows_total} rows were not sent"
             )
         merged = merge(out)
-        return pa.concat_tables(pq.read_table(file) for file in sorted(merged.glob("*.parquet")))
+        return pa.concat_tables(pq.read_table(file) for file in sorted(merged.path.glob("*.parquet")))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from batchrunner.cli.group import HELP_OPTIONS, CommandGroup
 from batchrunner.cli.jobs import check, init, schema, tune
 from batchrunner.cli.on_ray import ray
 from batchrunner.cli.options import EXIT_CODES
-from batchrunner.cli.results import advise, export, merge, report, status
+from batchrunner.cli.results import advise, merge, report, status
 from batchrunner.cli.running import batch, run, slurm
 from batchrunner.core.console import show
 
@@ -50,7 +50,7 @@ def _main(
 
 
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    run, batch, init, check, tune, slurm, ray, status, merge, export, report, advise, schema,
+    run, batch, init, check, tune, slurm, ray, status, merge, report, advise, schema,
 )  # fmt: skip
 """The commands, in the order in which `--help` lists them."""
 for _each in _COMMANDS:

@@ -1,4 +1,4 @@
-"""Commands that read runs: status, merge, export, report, advise."""
+"""Commands that read runs: status, merge, report, advise."""
 
 from typing import Annotated
 
@@ -25,6 +25,11 @@ def status(run: RunArgument, as_json: JsonOption = False) -> None:
 
 def merge(
     run: RunArgument,
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE", help="The file to write instead of RUN/merged, such as answers.csv."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     push: Annotated[
         str | None,
         typer.Option(
@@ -35,54 +40,21 @@ def merge(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a run's results as one dataset in input order: RUN/merged.
+    """Write a run's results in input order: RUN/merged, or one file.
 
-    The exit code is 1 while rows are missing; then nothing is pushed.
+    RUN/merged is a dataset of Parquet files. FILE is CSV, JSON Lines, Parquet or Arrow, by its ending, also
+    compressed. The exit code is 1 while rows are missing; then nothing is pushed.
 
-    Example: batchrun merge out/summarize
+    Example: batchrun merge out/summarize answers.csv
     """
     from batchrunner.report.merged import merge_run  # noqa: PLC0415
 
     with telling_report(quiet=as_json):
-        merged = merge_run(run, push)
+        merged = merge_run(run, file, push=push, force=force)
     if not as_json:
         tell("\n".join(merged.lines()))
     show(merged.as_dict() if as_json else [merged.path])
     raise typer.Exit(merged.exit_code)
-
-
-def export(
-    run: RunArgument,
-    file: Annotated[
-        str,
-        typer.Argument(metavar="FILE", help="The file to write, such as answers.csv; - is standard output."),
-    ],
-    form: Annotated[
-        str | None,
-        typer.Option(
-            "--format",
-            metavar="ENDING",
-            help="Format, such as csv, jsonl.gz, parquet or arrow; the ending of FILE unless given.",
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Write a run's results in input order to one file.
-
-    The file is CSV, JSON Lines, Parquet or Arrow, by its ending, also compressed. The exit code is 1 while
-    rows are missing.
-
-    Example: batchrun export out/summarize answers.csv
-    """
-    from batchrunner.report.merged import export_run  # noqa: PLC0415
-
-    exported = export_run(run, file, form=form, force=force)
-    if not as_json:
-        tell("\n".join(exported.lines()))
-    if file != "-":  # else standard output has the rows
-        show(exported.as_dict() if as_json else [exported.path])
-    raise typer.Exit(exported.exit_code)
 
 
 def report(

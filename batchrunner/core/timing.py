@@ -48,10 +48,6 @@ class Timing:
     """Longest time of one request to an object store, the transfer of a part included."""
     store_retries: float = 30.0
     """Time in which a request that an object store refuses for now is sent again, up to five times."""
-    hub_first_retry: float = 1.0
-    """Pause before a push to the Hugging Face Hub is tried again; doubles with each further try, up to 60."""
-    hub_retries: float = 300.0
-    """Time in which a push that the Hub refuses for now is tried again."""
     log_upload: float = 30.0
     """Shortest pause between two uploads of a run's logs to an object store."""
     stop_start: float = 1.0

@@ -17,11 +17,9 @@ import pyarrow as pa
 
 from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, StorageError
 from batchrunner.core.file_format import COMPRESSIONS, known_format
-from batchrunner.core.regular_files import is_special
-from batchrunner.job.fields import user_path
 from batchrunner.job.output import RESPONSE
 from batchrunner.output.buckets import release_unused
-from batchrunner.output.files import refuse_uri, whole_file, writing
+from batchrunner.output.files import file_to_write, whole_file, writing
 from batchrunner.output.merge import finished_parts, in_order
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import require_run_json
@@ -66,24 +64,12 @@ def results_path(given: str, option: str) -> Path:
     """Return the path of a file that results can be written to; raises OutputError, naming the `option`."""
     if given == "-":
         raise OutputError(f"{option} -: standard output cannot be published whole", hint="give a file")
-    refuse_uri(given, f"{option} {given}")
     form = known_format(given)
     if form is not None and form.kind != "JSON Lines":
         raise OutputError(
             f"{option} {given}: results are JSON Lines, not {form.kind}", hint="take the ending .jsonl"
         )
-    try:
-        path = Path(user_path(given))
-        if path.is_dir():
-            raise OutputError(f"{option} {given}: is a directory", hint="give a file")
-        if is_special(path):
-            raise OutputError(f"{option} {given}: is a device or a pipe", hint="give a file")
-        if not path.parent.is_dir():
-            raise OutputError(f"{option} {given}: there is no directory {path.parent}", hint="make it first")
-    except (OSError, ValueError) as failure:
-        reason = getattr(failure, "strerror", None) or failure
-        raise OutputError(f"{option} {given}: cannot be written: {reason}") from None
-    return path
+    return file_to_write(given, f"{option} {given}")
 
 
 def publish(run_dir: RunDir, results: Path, errors: Path | None) -> bool:

@@ -12,6 +12,7 @@ import orjson
 from batchrunner.core.errors import BatchrunError, OutputError, StorageError, StoreRequestError
 from batchrunner.core.open_files import RAISE_LIMIT, too_many_files
 from batchrunner.core.uris import is_uri
+from batchrunner.job.fields import user_path
 
 TEMPORARY = ".tmp"
 """Suffix of a file that is not whole yet. Its name also begins with a dot, so readers of Parquet skip it."""
@@ -156,6 +157,29 @@ def refuse_uri(given: str, what: str) -> None:
             f"{what}: is a URI, and this is written to a file on this machine",
             hint="give a path, and copy the file from there",
         )
+
+
+def file_to_write(given: str, what: str = "", *, force: bool = True) -> Path:
+    """Return the path of a file that a user names for a result; raises OutputError, which begins with `what`.
+
+    The file may exist with `force` only.
+    """
+    what = what or given
+    refuse_uri(given, what)
+    try:
+        path = Path(user_path(given))
+        if path.is_dir():
+            raise OutputError(f"{what}: is a directory", hint="give a file")
+        if path.exists() and not path.is_file():
+            raise OutputError(f"{what}: is a device or a pipe", hint="give a file")
+        if not path.parent.is_dir():
+            raise OutputError(f"{what}: there is no directory {path.parent}", hint="make it first")
+        if path.exists() and not force:
+            raise OutputError(f"{what}: exists", hint="take another name, or --force to replace it")
+    except (OSError, ValueError) as failure:
+        reason = getattr(failure, "strerror", None) or failure
+        raise OutputError(f"{what}: cannot be written: {reason}") from None
+    return path
 
 
 def is_for_good(failure: BaseException) -> bool:

@@ -1,20 +1,28 @@
-"""Merges the parts of a run into one dataset in input order, in bounded memory."""
+"""Merges the parts of a run into one dataset or file, in input order and bounded memory."""
 
+import base64
 import contextlib
+import functools
+import secrets
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import pyarrow.types as pt
 
 from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, TaskHeldError
+from batchrunner.core.file_format import COMPRESSIONS, ENDINGS, FileFormat, known_format
+from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets
 from batchrunner.output.check_counts import without_checks
 from batchrunner.output.columns import may_be_missing, with_vectors
-from batchrunner.output.files import cannot_write, sync_directory, writing
+from batchrunner.output.files import cannot_write, file_to_write, sync_directory, whole_file, writing
 from batchrunner.output.holding import hold_task
 from batchrunner.output.opened import look_at_run
 from batchrunner.output.parts import open_part, recover
@@ -28,34 +36,75 @@ BUCKET_BYTES = 128 << 20
 """Approximate bytes of a bucket in memory."""
 SAMPLED_PARTS = 32
 """Parts that are read to estimate the size of a row."""
+CHUNK_ROWS = 1024
+"""Rows that are Python values at once."""
 
 
-def merge(run: str | Path | RunDir) -> Path:
-    """Write the rows of all parts in input order to `merged/*.parquet`; return that directory.
+class Merged(NamedTuple):
+    """What a merge wrote."""
+
+    path: Path
+    """Directory of the dataset, or the file."""
+    rows: int
+    """Rows of the input in it, each with all its samples."""
+
+
+def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = False) -> Merged:
+    """Write the rows of all parts in input order to `merged/*.parquet` of the run, or to a file.
 
     Rows are partitioned into buckets of consecutive ordinals, then each bucket is sorted: two passes over
-    the data with one bucket in memory. Journals of tasks that no process holds become parts first. Raises
-    OutputError where there is nothing to merge or it cannot be written, ResumeError where a part is damaged.
+    the data with one bucket in memory. Journals of tasks that no process holds become parts first. The ending
+    of `file` tells its format; it is whole when it appears, and replaces an existing file with `force` only.
+    Raises OutputError where there is nothing to merge or it cannot be written, ResumeError where a part is
+    damaged.
     """
     run_dir = look_at_run(run)
+    form = _format(file) if file is not None else None
+    target = run_dir.merged if file is None else file_to_write(file, force=force)
     parts = finished_parts(run_dir)
-    work = run_dir.merged.with_name("merged.tmp")
+    work = (
+        run_dir.merged.with_name("merged.tmp")
+        if file is None
+        else run_dir.path / f".merge-{secrets.token_hex(4)}"
+    )
     shutil.rmtree(work, ignore_errors=True)
     try:
         work.mkdir()
-        for index, table in enumerate(in_order(run_dir, parts, work)):
+        tables = in_order(run_dir, parts, work)
+        if form is not None:
+            with whole_file(target, secrets.token_hex(4)) as temporary:
+                return Merged(target, write_tables(tables, temporary, form))
+        rows = 0
+        for index, table in enumerate(tables):
             pq.write_table(table, work / f"merged-{index:06d}.parquet", compression="zstd")
+            rows += _distinct_rows(table)
         shutil.rmtree(run_dir.merged, ignore_errors=True)
         work.rename(run_dir.merged)
         sync_directory(run_dir.path)
         run_dir.store.publish_directory(run_dir.merged)
     except OSError as failure:
-        raise cannot_write(run_dir.merged, failure, OutputError) from None
-    except (KeyError, pa.ArrowException) as failure:  # for example parts of another run
+        raise cannot_write(target, failure, OutputError) from None
+    except (
+        KeyError,
+        ValueError,
+        OverflowError,
+        pa.ArrowException,
+    ) as failure:  # for example parts of another run
         raise ResumeError(f"{run_dir.parts}: cannot be merged: {str(failure).splitlines()[0]}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return run_dir.merged
+    return Merged(target, rows)
+
+
+def _format(file: str) -> FileFormat:
+    found = known_format(file)
+    if found is None:
+        endings, compressions = ", ".join(ENDINGS), ", ".join(COMPRESSIONS)
+        raise OutputError(
+            f"{file}: its ending names no format",
+            hint=f"give one of {endings}; all but .parquet may end with {compressions}",
+        )
+    return found
 
 
 def finished_parts(run_dir: RunDir) -> list[Path]:
@@ -116,7 +165,7 @@ def in_order(
         yield without_checks(table)
 
 
-def distinct_rows(table: pa.Table) -> int:
+def _distinct_rows(table: pa.Table) -> int:
     """Return how many rows of the input a table of results has."""
     return int(pc.count_distinct(table.column("row")).as_py())
 
@@ -179,3 +228,83 @@ def _opened(part: Path) -> Iterator[pq.ParquetFile]:
         raise ResumeError(
             f"{part}: is gone", hint="run the same command again, which does its rows again; then merge again"
         ) from None
+
+
+def write_tables(tables: Iterator[pa.Table], path: Path, form: FileFormat) -> int:
+    """Write tables of one schema to a file; return how many rows of the input they have. Raises OSError."""
+    rows = 0
+    write: Callable[[pa.Table], object] | None = None
+    with contextlib.ExitStack() as stack:
+        stream: Any = stack.enter_context(path.open("wb"))
+        if form.compression:
+            stream = stack.enter_context(
+                pa.CompressedOutputStream(pa.PythonFile(stream, "w"), form.compression)
+            )
+        for table in tables:
+            write = write or stack.enter_context(_writer(form, stream, table.schema))
+            write(table)
+            rows += _distinct_rows(table)
+    return rows
+
+
+@contextlib.contextmanager
+def _writer(form: FileFormat, stream: Any, schema: pa.Schema) -> Iterator[Callable[[pa.Table], object]]:
+    """Give what writes a table in a format."""
+    if form.kind == "Parquet":
+        with pq.ParquetWriter(stream, schema, compression="zstd") as parquet:
+            yield parquet.write_table
+    elif form.kind == "Arrow":
+        new = pa.ipc.new_stream if form.ending == ".arrows" else pa.ipc.new_file
+        with new(stream, schema) as arrow:
+            yield functools.partial(arrow.write_table, max_chunksize=8 * CHUNK_ROWS)
+    elif form.kind == "JSON Lines":
+        yield functools.partial(_write_lines, stream)
+    else:
+        from pyarrow import csv  # noqa: PLC0415 - only for this format
+
+        kinds = pa.schema(
+            [(each.name, each.type if _is_plain(each.type) else pa.string()) for each in schema]
+        )
+        options = csv.WriteOptions(delimiter="\t" if form.ending == ".tsv" else ",")
+        with csv.CSVWriter(stream, kinds, write_options=options) as writer:
+            yield functools.partial(_write_records, writer, kinds)
+
+
+def _write_lines(stream: Any, table: pa.Table) -> None:
+    """Write an object for each row, bytes as Base64."""
+    for batch in table.to_batches(CHUNK_ROWS):
+        stream.write(b"".join(_json(row) + b"\n" for row in batch.to_pylist()))
+
+
+def _write_records(writer: Any, kinds: pa.Schema, table: pa.Table) -> None:
+    """Write a CSV record for each row. Lists and structs are JSON, a null is an empty field."""
+    for batch in table.to_batches(CHUNK_ROWS):
+        columns = [
+            column.cast(field.type)
+            if _is_plain(column.type)
+            else arrow_array([*map(_text, column.to_pylist())], pa.string())
+            for column, field in zip(batch.columns, kinds, strict=True)
+        ]
+        writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=kinds))
+
+
+def _is_plain(kind: pa.DataType) -> bool:
+    """Tell whether pyarrow writes values of a type to CSV as a person expects them."""
+    checks = (pt.is_integer, pt.is_floating, pt.is_boolean, pt.is_string, pt.is_date)
+    return any(check(kind) for check in checks)
+
+
+def _text(value: Any) -> str | None:
+    """Return a value as a text: a text as it is, null as null, a list or struct as JSON."""
+    if value is None or isinstance(value, str):
+        return value
+    written = _json(value).decode()
+    return written if isinstance(value, (list, dict)) else written.strip('"')
+
+
+def _json(value: Any) -> bytes:
+    return orjson.dumps(value, default=_unusual, option=orjson.OPT_NON_STR_KEYS)
+
+
+def _unusual(value: object) -> Any:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)

@@ -1,19 +1,15 @@
-"""`batchrun merge` and `export`: what they wrote, the report of the whole run, and which rows are missing."""
+"""`batchrun merge`: what it wrote, the report of the whole run, and which rows are missing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
-
-import pyarrow.parquet as pq
+from typing import Any
 
 from batchrunner.core.errors import JobError, PushError
 from batchrunner.core.exit_codes import EXIT_DONE, EXIT_STOPPED
 from batchrunner.job.hub import HubFolder, hub_folder
-from batchrunner.job.output import SAMPLE
-from batchrunner.output.export import export
-from batchrunner.output.merge import distinct_rows, merge
+from batchrunner.output.merge import merge
 from batchrunner.output.opened import look_at_run
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import read_run_json
@@ -22,23 +18,19 @@ from batchrunner.report.html.page import leave_page
 from batchrunner.report.report import Report
 from batchrunner.report.totals import report_of_all
 
-_DONE = {"merge": "merged", "export": "exported"}
-
 
 @dataclass(frozen=True, slots=True)
 class MergedRun:
     """What a merge made of a run."""
 
     path: str
-    """Directory of the merged files, or its URI; or the exported file."""
+    """Directory of the merged files, or its URI; or the file."""
     report: Report
     """Report of the whole run."""
     rows: int
     """Rows in these files."""
     is_at_work: bool
     """Whether a task of the run is at work."""
-    command: Literal["merge", "export"] = "merge"
-    """The command that made it."""
     push: str | None = None
     """The data set of the Hub that the run is to be pushed to."""
     pushed: str | None = None
@@ -74,36 +66,40 @@ class MergedRun:
             )
             then = "wait for the run's end" if self.is_at_work else "run the same command again"
             lines.append(
-                f"{_DONE[self.command]}: {self.rows} of {self.report.rows_total} rows, {missing} are missing"
-                f"{journals}: {then}, then {self.command} again"
+                f"merged: {self.rows} of {self.report.rows_total} rows, {missing} are missing"
+                f"{journals}: {then}, then merge again"
             )
             if self.push is not None:
                 lines.append(f"not pushed to {self.push}: rows are missing")
         return [*lines, *([self.told] if self.told else [])]
 
 
-def merge_run(run: str | Path, push: str | None = None) -> MergedRun:
+def merge_run(
+    run: str | Path, file: str | None = None, *, push: str | None = None, force: bool = False
+) -> MergedRun:
     """Merge a run, write its report, and push it once it has all rows.
 
-    `push` is the address on the Hub, by default that of the job. Raises what `merge` does, JobError for a
-    wrong address, or PushError with the report of the run.
+    What goes to a `file` is not pushed. `push` is the address on the Hub, by default that of the job. Raises
+    what `merge` does, JobError for a wrong address, or PushError with the report of the run.
     """
     run_dir = look_at_run(run)
-    target = _push_target(run_dir, push)
-    path = merge(run_dir)
-    rows = sum(map(_input_rows, path.glob("*.parquet")))
+    if file is not None and push is not None:
+        raise JobError("--push: the dataset RUN/merged is pushed", hint="leave FILE out")
+    target = _push_target(run_dir, push) if file is None else None
+    path, rows = merge(run_dir, file, force=force)
     report = report_of_all(run_dir)
-    leave_page(run_dir)
-    place = f"{run_dir.store.uri}/{path.name}" if run_dir.store.uri else str(path)
+    if file is None:
+        leave_page(run_dir)
+    place = f"{run_dir.store.uri}/{path.name}" if file is None and run_dir.store.uri else str(path)
     merged = MergedRun(place, report, rows, _is_at_work(run_dir), push=str(target) if target else None)
     if target is None or merged.exit_code != EXIT_DONE:
         return merged
     try:
-        pushed = _pushing().push_merged(path, target)
+        commit = _pushing().push_merged(path, target)
     except PushError as error:
         error.report = report
         raise
-    return replace(merged, pushed=pushed.commit, told=pushed.line())
+    return replace(merged, pushed=commit, told=f"pushed to {target}: {commit}")
 
 
 def _push_target(run_dir: RunDir, given: str | None) -> HubFolder | None:
@@ -132,23 +128,6 @@ def _pushing() -> Any:
             mark=";",
         ) from None
     return hub_push
-
-
-def _input_rows(file: Path) -> int:
-    """Return how many rows of the input a merged file has: each is in one file, with all its samples."""
-    if SAMPLE not in pq.read_schema(file).names:
-        return int(pq.read_metadata(file).num_rows)
-    with pq.ParquetFile(file) as merged:
-        return distinct_rows(merged.read(columns=["row"]))
-
-
-def export_run(run: str | Path, file: str, *, form: str | None, force: bool) -> MergedRun:
-    """Export a run to a file; raises what `export` does."""
-    run_dir = look_at_run(run)
-    rows = export(run_dir, file, form=form, force=force)
-    report = report_of_all(run_dir)
-    rows = report.rows_total if rows is None else rows
-    return MergedRun(str(Path(file)), report, rows, _is_at_work(run_dir), "export")
 
 
 def _is_at_work(run_dir: RunDir) -> bool:

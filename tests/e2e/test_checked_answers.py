@@ -95,7 +95,7 @@ def test_an_answer_with_a_schema_is_parsed(tmp_path: Path, server: FakeSGLang) -
     (row,) = results_of(job)
     assert row["parsed"] == {"kind": "a", "score": 1.0, "tags": ["x"], "more": '{"y":[1]}'}
     assert json.loads(row["output"]) == GOOD
-    assert batchrun("export", tmp_path / "run", tmp_path / "all.csv").exit_code == 0
+    assert batchrun("merge", tmp_path / "run", tmp_path / "all.csv").exit_code == 0
     assert '""kind"":""a""' in (tmp_path / "all.csv").read_text()
 
 

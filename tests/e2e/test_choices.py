@@ -145,7 +145,7 @@ def test_rows_share_requests(tmp_path: Path, scorer: FakeSGLang) -> None:
 
 
 def test_resumed_joined_merged(tmp_path: Path) -> None:
-    """The simulated engine: resume, join, equal rows, merge and export hold for the lists."""
+    """The simulated engine: resume, join, equal rows, and merge hold for the lists."""
     job = choice_job(tmp_path, INSTANT, [f"row {n % 8}" for n in range(12)], input={"limit": 6})
     assert run(job, tmp_path, "--join").exit_code == 0
     job["input"]["limit"] = 12
@@ -155,7 +155,7 @@ def test_resumed_joined_merged(tmp_path: Path) -> None:
     assert all(math.isfinite(total) and total < 0 for row in rows for total in row["scores"])
     merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
     assert merged.column("scores").to_pylist() == [row["scores"] for row in rows]
-    assert batchrun("export", job["output"]["path"], tmp_path / "out.jsonl").exit_code == 0
+    assert batchrun("merge", job["output"]["path"], tmp_path / "out.jsonl").exit_code == 0
     assert parts_of(job["output"]["path"])[0].schema.names[-3:] == [
         *("scores", "scores_per_token", "scores_per_byte")
     ]

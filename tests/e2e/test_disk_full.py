@@ -213,12 +213,12 @@ def test_errors_of_a_batch_on_a_disk_that_is_full(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", [None, "x.csv", "x.jsonl.gz", "x.parquet", "x.arrow"])
-def test_merged_and_exported_files_that_do_not_fit(tmp_path: Path, file: str | None) -> None:
+def test_merged_files_that_do_not_fit(tmp_path: Path, file: str | None) -> None:
     """One line that says what to do, exit code 2; what an earlier call wrote is as it was."""
     job = job_of(tmp_path, rows=2000)
     assert batchrun(write_job(job, tmp_path), "-q").exit_code == 0
     run, out = tmp_path / "run", tmp_path / (file or "run/merged")
-    command = ("merge", run) if file is None else ("export", run, out, "--force")
+    command = ("merge", run) if file is None else ("merge", run, out, "--force")
     assert batchrun(*command).exit_code == 0
     before = [path.read_bytes() for path in ([out] if file else out.iterdir())]
     ended = limited(4000, *command)
@@ -236,7 +236,7 @@ def test_a_device_is_no_file_to_write(tmp_path: Path) -> None:
     device = tmp_path / "device.jsonl"
     os.mkfifo(device)
     for command in (
-        ("export", tmp_path / "run", device, "--force"),
+        ("merge", tmp_path / "run", device, "--force"),
         ("batch", batch_of(tmp_path), "-o", device, *ENGINE),
         ("batch", batch_of(tmp_path), "-o", tmp_path / "x", "--errors", device, *ENGINE),
     ):

@@ -162,7 +162,7 @@ def test_dtype_normalize_dimensions(tmp_path: Path, embedder: FakeSGLang, as_flo
         assert found == list(struct.unpack("<4e", struct.pack("<4e", *(n / norm for n in whole[:4]))))
 
 
-def test_merged_and_exported(tmp_path: Path, embedder: FakeSGLang) -> None:
+def test_merged_to_any_format(tmp_path: Path, embedder: FakeSGLang) -> None:
     """One dataset of all vectors; JSON Lines, CSV and Arrow have them too."""
     job = ids_job(tmp_path, embedder, output={"dtype": "float16", "part_rows": 16})
     assert run(job, tmp_path).exit_code == 0
@@ -172,7 +172,7 @@ def test_merged_and_exported(tmp_path: Path, embedder: FakeSGLang) -> None:
     assert merged.column("embedding").to_pylist() == expected()
     for ending in ("jsonl", "csv", "arrow"):
         file = tmp_path / f"out.{ending}"
-        result = batchrun("export", job["output"]["path"], file)
+        result = batchrun("merge", job["output"]["path"], file)
         assert result.exit_code == 0, result.stderr
     with pa.ipc.open_file(tmp_path / "out.arrow") as arrow:
         assert arrow.read_all().column("embedding").to_pylist() == expected()

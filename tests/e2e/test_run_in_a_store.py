@@ -76,7 +76,7 @@ def test_a_run(tmp_path: Path, store_bucket: StoreBucket, cache: Path) -> None:
     assert batchrun("report", uri).stdout.strip() == f"{uri}/report.html"
     assert b"<html" in store_bucket.get("out/run/report.html")
     assert batchrun("advise", uri).exit_code == 0
-    exported = batchrun("export", uri, tmp_path / "a.csv")
+    exported = batchrun("merge", uri, tmp_path / "a.csv")
     assert exported.exit_code == 0, exported.stderr
     assert len((tmp_path / "a.csv").read_text().splitlines()) == 21
     assert not any(":" in path.name for path in tmp_path.iterdir())

@@ -55,7 +55,7 @@ FAULTS: list[tuple[Fault, set[str]]] = [
 def test_each_request_fails_once(
     tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy, fault: Fault, methods: set[str]
 ) -> None:
-    """Input, results, lock, logs, `merge` and `export`: what fails once is repeated, and done once."""
+    """Input, results, lock, logs, `merge`: what fails once is repeated, and done once."""
     store_bucket.put("in/a.parquet", write_rows(tmp_path / "a.parquet", 30))
     run = {"path": f"{store_bucket.uri}/run", "durable": 0.2, "part_rows": 10}
     job = job_of(tmp_path, INSTANT, input={"path": f"{store_bucket.uri}/in"}, output=run)
@@ -70,7 +70,7 @@ def test_each_request_fails_once(
     proxy.asked.clear()
     assert batchrun("merge", run["path"]).exit_code == 0
     proxy.asked.clear()
-    assert batchrun("export", run["path"], tmp_path / "all.parquet").exit_code == 0
+    assert batchrun("merge", run["path"], tmp_path / "all.parquet").exit_code == 0
     (key,) = (key for key in store_bucket.keys("run/merged/") if key.endswith(".parquet"))
     for whole in (io.BytesIO(store_bucket.get(key)), tmp_path / "all.parquet"):
         assert pq.read_table(whole).column("row").to_pylist() == list(range(60))

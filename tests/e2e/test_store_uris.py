@@ -62,11 +62,11 @@ def test_compare(tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang) 
         assert [run["path"] for run in compared["runs"]] == list(pair)
 
 
-@pytest.mark.parametrize("command", ["status", "merge", "report", "advise", "compare", "export"])
+@pytest.mark.parametrize("command", ["status", "merge", "report", "advise", "compare"])
 def test_no_run(tmp_path: Path, store_bucket: StoreBucket, run: str, command: str) -> None:
     """A URI without a run is named as it was given."""
     uri = f"{store_bucket.uri}/nothing"
-    more = {"compare": run, "export": str(tmp_path / "a.csv")}.get(command)
+    more = {"compare": run}.get(command)
     told(one_line(command, uri, *([more] if more else [])), uri, "not a run's output path")
 
 
@@ -77,7 +77,7 @@ def test_files_that_are_local(tmp_path: Path, store_bucket: StoreBucket, run: st
     uri = store_bucket.uri.replace("s3", "S3")
     job = write_job(job_of(tmp_path), tmp_path)
     commands: list[list[object]] = [
-        ["export", run, f"{uri}/a.csv"],
+        ["merge", run, f"{uri}/a.csv"],
         ["init", data, "-o", f"{uri}/job.yaml"],
         ["slurm", job, "--array", "0-1", "-o", f"{uri}/a.sh"],
         ["batch", requests, "-o", f"{uri}/a.jsonl", "--model", "simulated"],

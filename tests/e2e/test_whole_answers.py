@@ -215,7 +215,7 @@ def test_columns_that_stand_in_any_result(tmp_path: Path, server: FakeSGLang) ->
 
 
 def test_starts_with_other_columns(tmp_path: Path, server: FakeSGLang) -> None:
-    """Rows of starts without a column have nulls in it, once they are merged or exported."""
+    """Rows of starts without a column have nulls in it, once they are merged."""
     job = asking(tmp_path, server, [], rows=6, input={"limit": 2})
     for limit, columns in ((2, "[]"), (4, "[output_ids]"), (6, "[matched_stop]")):
         overrides = [f"input.limit={limit}", f"output.columns={columns}"]
@@ -224,7 +224,7 @@ def test_starts_with_other_columns(tmp_path: Path, server: FakeSGLang) -> None:
     assert [bool(ids) for ids in merged["output_ids"].to_pylist()] == [False] * 2 + [True] * 2 + [False] * 2
     assert merged["matched_stop"].to_pylist() == [None] * 4 + ["2"] * 2
     assert merged["output_ids"].type == pa.list_(pa.int32())
-    assert batchrun("export", tmp_path / "run", tmp_path / "all.jsonl").exit_code == 0
+    assert batchrun("merge", tmp_path / "run", tmp_path / "all.jsonl").exit_code == 0
     lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
     assert [line["matched_stop"] for line in lines] == [None] * 4 + ["2"] * 2
 
@@ -271,7 +271,7 @@ def test_one_row_a_sample(tmp_path: Path, server: FakeSGLang) -> None:
     assert (merged["rows"], merged["rows_missing"], merged["exit_code"]) == (4, 0, 0)
     assert merged["report"]["output_tokens"] == 45
     assert merged["report"]["finish_reasons"] == {"stop": 9}
-    assert batchrun("export", run, tmp_path / "all.csv").exit_code == 0
+    assert batchrun("merge", run, tmp_path / "all.csv").exit_code == 0
     with (tmp_path / "all.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["output_ids"] for row in rows] == ["[0,1,2,3,4]"] * 3 + [""] + ["[0,1,2,3,4]"] * 6

@@ -75,7 +75,7 @@ def test_a_pipe(tmp_path: Path, job: dict[str, object], name: str) -> None:
     put(run / name, os.mkfifo)
     file = write_job(job, tmp_path)
     commands = [
-        ("merge", run), ("status", run), ("export", run, tmp_path / "x.csv"), ("report", run),
+        ("merge", run), ("status", run), ("merge", run, tmp_path / "x.csv"), ("report", run),
         ("advise", run), ("compare", run, run), (file,), (file, "--join"), ("check", file),
     ]  # fmt: skip
     for command in commands:

@@ -21,7 +21,7 @@ REPO = "owner/rows"
 TOKEN = "hf_of_the_tests"
 BIG = 20_000
 """Bytes from which on a file goes to the storage for large files, before the commit."""
-CommitFault: TypeAlias = Literal["none", "lost reply", "another first"] | int
+CommitFault: TypeAlias = Literal["none"] | int
 """What becomes of a commit: a number is the status that it is refused with."""
 
 
@@ -178,8 +178,6 @@ class HubServer(ServerThread):
         fault = self.faults.pop(0) if self.faults else "none"
         if isinstance(fault, int):
             return _refuse(fault, "", f"This is {fault}.")
-        if fault == "another first":
-            self.replace("of-another.txt", b"of another")
         changes = [json.loads(line) for line in (await request.text()).splitlines()]
         if changes[0]["value"].get("parentCommit", branch.sha) != branch.sha:
             return _refuse(412, "", "A commit has happened since. Please refresh and try again.")
@@ -193,9 +191,6 @@ class HubServer(ServerThread):
                 branch.files[path] = base64.b64decode(change["value"]["content"])
         branch.commit()
         self.commits += 1
-        if fault == "lost reply":
-            assert request.transport is not None
-            request.transport.abort()
         url = f"{self.url}/datasets/{REPO}/commit/{branch.sha}"
         return web.json_response({"success": True, "commitOid": branch.sha, "commitUrl": url})
 

@@ -126,12 +126,12 @@ ERROR = {
     "exit_code": "Exit code of the command.",
 }
 MERGE = {
-    "path": "Directory of the merged files, or the exported file.",
+    "path": "Directory of the merged files, or the file.",
     "rows": "Rows in these files.",
     "rows_missing": "Rows of the run that are not in them.",
     "is_at_work": "Whether a task of the run is at work.",
     "pushed": "URL of the commit on the Hugging Face Hub that has the files; null without `output.push`, "
-    "while rows are missing, and for `export`.",
+    "while rows are missing, and with FILE.",
     "exit_code": "Exit code of the command: 1 while rows are missing.",
     "report": "Report of the whole run, as report.json has it.",
 }
@@ -175,7 +175,7 @@ def page() -> str:
         "### order": field_table(OrderDecision),
         "## status --json": _keys(STATUS),
         "### tasks": _keys(TASK),
-        "## merge --json, export --json": _keys(MERGE),
+        "## merge --json": _keys(MERGE),
         "## report --json": _keys(PAGE),
         "## slurm --json": _keys(SLURM),
         "## advise --json": _keys(ADVISE),
