@@ -20,15 +20,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.core.corner import Corner
-from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
+from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.dispatch.concurrency.corners import GOOD_USAGE
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row
 from batchrunner.dispatch.slots import Slots
 from batchrunner.engines.simulation.replica import H100_8B, Replica
 from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
-from batchrunner.job.queue_band import QueueBand
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
 

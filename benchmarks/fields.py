@@ -23,7 +23,7 @@ from batchrunner.engines.simulation.radix import RadixCache
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.field_sample import decide_fields
 from batchrunner.input.fields_block import field_line
-from batchrunner.job.input import InputSpec
+from batchrunner.job.spec import InputSpec
 from benchmarks.measure import save
 
 if TYPE_CHECKING:

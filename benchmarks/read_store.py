@@ -30,7 +30,7 @@ from aiohttp import web
 from pyroaring import BitMap64
 
 from batchrunner.input.dataset import Dataset
-from batchrunner.job.storage import StorageSpec
+from batchrunner.job.output import StorageSpec
 from batchrunner.output.stores.addresses import StoreAddress
 from batchrunner.output.stores.opening import open_bucket
 from benchmarks.measure import in_fresh_process, interval, save

@@ -32,7 +32,7 @@ import obstore
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.core.exit_codes import EXIT_WRONG
+from batchrunner.core.errors import EXIT_WRONG
 from benchmarks.measure import save
 from tests.support.other_machine import be_another_machine
 from tests.support.store_server import VARIABLES, StoreBucket, new_bucket, store_server

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 import pytest
 
 from batchrunner.cli.options import EXIT_CODES
-from batchrunner.core import errors, exit_codes
+from batchrunner.core import errors
 from batchrunner.core.engine_info import Incident
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.prefix_order.distance import DistanceChange
@@ -202,13 +202,11 @@ def test_no_meaning_is_empty() -> None:
 def test_each_exit_code_is_explained() -> None:
     """Each constant and each error's exit code is on the page, in the command's help and in the README."""
     codes = {
-        value
-        for name, value in vars(exit_codes).items()
-        if name.startswith("EXIT_") and isinstance(value, int)
+        value for name, value in vars(errors).items() if name.startswith("EXIT_") and isinstance(value, int)
     }
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
     codes |= {kind.exit_code for kind in kinds if issubclass(kind, errors.BatchrunError)}
-    assert set(exit_codes.EXIT_MEANINGS) == codes
+    assert set(errors.EXIT_MEANINGS) == codes
     assert set(map(int, re.findall(r"^\| (\d+) \|", MADE["exit-codes.md"], re.MULTILINE))) == codes
     help_text, readme = EXIT_CODES, (ROOT / "README.md").read_text()
     for code in codes:

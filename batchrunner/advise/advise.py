@@ -10,8 +10,8 @@ from batchrunner.advise.from_server import watch_server
 from batchrunner.advise.rules.rule import Advice
 from batchrunner.advise.rules.table import BY_NAME, apply_all
 from batchrunner.advise.situation import Situation
+from batchrunner.core.console import counted
 from batchrunner.core.errors import InputError
-from batchrunner.core.wording import counted
 from batchrunner.engines.flags import Flags, installed, of_arguments
 from batchrunner.engines.logs.facts import KNOWN_CARDS, Facts, architecture_of
 from batchrunner.engines.logs.reader import LogReader

@@ -13,7 +13,7 @@ import aiohttp
 from batchrunner.advise.situation import Situation
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import InputError
-from batchrunner.core.open_files import need_files_of_loop
+from batchrunner.core.processes import need_files_of_loop
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.loads import (
     KEY_REFUSED,

@@ -11,7 +11,7 @@ from batchrunner.engines.registry import make_engine
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import EngineLike, parse_engine
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks.table import GENERATE, TASKS, TaskName
+from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 from batchrunner.runner.open_engine import OpenEngine, open_portal
 
 

@@ -9,9 +9,8 @@ from batchrunner.api.engine import engine_of
 from batchrunner.api.results import results_of
 from batchrunner.input.tables import Data, paths_of
 from batchrunner.job.call import GenerateCall
-from batchrunner.job.check import OnLength
 from batchrunner.job.load import EngineLike
-from batchrunner.job.spec import LimitsSpec
+from batchrunner.job.spec import LimitsSpec, OnLength
 from batchrunner.runner.open_engine import OpenEngine
 from batchrunner.runner.progress_calls import ProgressListener, make_displays
 

@@ -16,7 +16,7 @@ from batchrunner.cli.on_ray import ray
 from batchrunner.cli.options import EXIT_CODES
 from batchrunner.cli.results import advise, merge, report, status
 from batchrunner.cli.running import batch, run, slurm
-from batchrunner.core.console import show
+from batchrunner.core.console import show, version_lines
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -34,8 +34,6 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from batchrunner.core.versions import version_lines  # noqa: PLC0415
-
         show(version_lines())
         raise typer.Exit
 

@@ -9,12 +9,16 @@ from typing import NoReturn
 from typer import Typer
 
 from batchrunner.cli.interrupts import Interrupts
-from batchrunner.core.console import tell, tell_failure, wants_json
-from batchrunner.core.errors import interrupted
-from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_TERMINATED, EXIT_TIME_UP
-from batchrunner.core.signal_watch import SignalWatch
-from batchrunner.core.standard_streams import lost_output, open_standard_streams
-from batchrunner.core.unforeseen import unforeseen
+from batchrunner.core.console import (
+    lost_output,
+    open_standard_streams,
+    tell,
+    tell_failure,
+    unforeseen,
+    wants_json,
+)
+from batchrunner.core.errors import EXIT_INTERRUPTED, EXIT_STOPPED, EXIT_TERMINATED, EXIT_TIME_UP, interrupted
+from batchrunner.core.processes import SignalWatch
 
 _BY_SIGNAL = {EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP}
 """Exit codes after which nothing is waited for."""

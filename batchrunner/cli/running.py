@@ -22,8 +22,8 @@ from batchrunner.cli.options import (
     with_limit,
 )
 from batchrunner.core.console import show, tell
-from batchrunner.core.endpoints import MetricsAddress
 from batchrunner.core.errors import BatchrunError
+from batchrunner.core.types import MetricsAddress
 
 
 @contextlib.contextmanager

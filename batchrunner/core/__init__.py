@@ -1,8 +1,7 @@
-"""Errors, records and small data structures for all other folders; imports nothing from the package.
+"""Errors, records and small things for all other folders; imports nothing from the package.
 
-Data: types (the records that pass between folders: Request, Outcome), engine_info (EngineInfo,
-SchedulerLoad), errors (all exceptions), exit_codes, row_set (sets of row ordinals), corner (`Corner`),
-endpoints (paths of OpenAI's interface), file_format (a file's format by its name), versions. Functions:
-backoff (`pause_before_retry`), jsonfile (`read_json`), json_pointer (`part_at`), timing (`TIMING`, pauses in
-seconds). The command's streams: console, standard_streams, unforeseen. hooks/ runs a job's Python functions.
+Data: types (records that pass between folders: Request, Outcome; sets of row ordinals; endpoints), engine_info
+(EngineInfo, SchedulerLoad, QueueBand), media, errors (all exceptions and exit codes). Functions: timing
+(`TIMING`, `pause_before_retry`), files, exact_json, processes (threads, signals, child processes), console (the
+command's streams). hooks/ runs a job's Python functions.
 """

@@ -1,12 +1,22 @@
 """What the command prints: results on standard output, everything else on standard error."""
 
+import errno
+import functools
+import io
 import json
 import logging
+import os
+import re
 import sys
+import tempfile
+import traceback
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import BatchrunError
+from batchrunner.core.processes import RAISE_LIMIT, too_many_files
 
 DETAIL = {"detail": True}
 """`extra` of a log line that a terminal shows with `--verbose` only."""
@@ -50,3 +60,144 @@ def as_object(failure: BaseException, message: str, hint: str, exit_code: int) -
     """Return an error as `--json` prints it."""
     error = {"type": type(failure).__name__, "message": message, "hint": hint}
     return {"error": error, "exit_code": exit_code}
+
+
+_COUNT = 3
+"""Standard input, output and error are the descriptors 0, 1 and 2."""
+
+
+class StandardStream(io.TextIOWrapper):
+    """Standard output or error that raises no OSError: what cannot be written is dropped.
+
+    `failure` is the first error.
+    """
+
+    def __init__(self, descriptor: int, encoding: str | None) -> None:
+        """Write to a descriptor, which stays open when this stream is closed."""
+        raw = io.FileIO(descriptor, "w", closefd=False)
+        super().__init__(
+            io.BufferedWriter(raw),
+            encoding=encoding or "utf-8",
+            errors="backslashreplace",  # a file name may have bytes that are no UTF-8
+            line_buffering=True,
+        )
+        self.failure: OSError | None = None
+
+    def write(self, text: str, /) -> int:
+        """Write a text, as far as that is possible."""
+        try:
+            return super().write(text)
+        except OSError as failure:
+            self.failure = self.failure or failure
+            return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered, as far as that is possible."""
+        try:
+            super().flush()
+        except OSError as failure:
+            self.failure = self.failure or failure
+
+
+def open_missing_descriptors() -> None:
+    """Open /dev/null on those of the descriptors 0, 1 and 2 that are closed, for child processes too."""
+    for number in range(_COUNT):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+
+
+def open_standard_streams() -> None:
+    """Give the command its three standard streams, whatever it was started with."""
+    open_missing_descriptors()
+    if sys.stdin is None:
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115 - open to the end
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = StandardStream(1, getattr(sys.stdout, "encoding", None))
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = StandardStream(2, getattr(sys.stderr, "encoding", None))
+
+
+def lost_output() -> str | None:
+    """Write what is buffered; return why standard output is incomplete, or None.
+
+    A reader who has closed the pipe has read what it wants: nothing is lost.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    failure = sys.stdout.failure if isinstance(sys.stdout, StandardStream) else None
+    return None if failure is None or failure.errno == errno.EPIPE else failure.strerror or str(failure)
+
+
+def counted(number: int, noun: str, spec: str = "") -> str:
+    """Return a number with its noun, which gets an s unless the number is 1; `spec` is for `format`."""
+    return f"{number:{spec}} {noun}{'' if number == 1 else 's'}"
+
+
+SOURCE_TREE = "from a source tree"
+"""Stands for the version where this package is not installed."""
+
+
+@functools.cache
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package; None where it is not installed, as in a source tree.
+
+    It is looked up once: what this process has imported does not change.
+    """
+    from importlib.metadata import PackageNotFoundError, version  # noqa: PLC0415 - takes 10 ms
+
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def version_lines() -> list[str]:
+    """Return the lines of `batchrun --version`."""
+    from importlib.metadata import requires  # noqa: PLC0415
+
+    own = installed_version("batchrunner")
+    needed = requires("batchrunner") or [] if own else []
+    found = [match[1] for text in needed if (match := re.match(r"sglang==([\w.]+)", text))]
+    lines = [f"batchrun {own or SOURCE_TREE}"]
+    if found:
+        lines.append(f"SGLang {found[0]} (tested); other releases of 0.4 and 0.5 should work")
+    return lines
+
+
+def unforeseen(failure: BaseException) -> BatchrunError:
+    """Write the traceback of an error to a new file; return the error for the user, which says where.
+
+    The limit on open files, which may end a command anywhere, is named without one.
+    """
+    if limit := too_many_files(failure):
+        return BatchrunError(limit, hint=RAISE_LIMIT)
+    what = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
+    try:
+        path = _write_traceback(failure)
+    except OSError as lost:
+        last = traceback.extract_tb(failure.__traceback__)[-1:]
+        at = f" at {Path(last[0].filename).name}:{last[0].lineno}" if last else ""
+        return BatchrunError(
+            f"unforeseen error{at}: {what}: its traceback cannot be written ({lost.strerror or lost})"
+        )
+    return BatchrunError(
+        f"unforeseen error: {what}: its traceback is in {path}",
+        hint="report it with that file; what is on disk is kept, run the same command again",
+    )
+
+
+def _write_traceback(failure: BaseException) -> Path:
+    """Write the traceback to a file of the user's temporary directory that only the user can read."""
+    descriptor, name = tempfile.mkstemp(
+        prefix=f"batchrun-error-{datetime.now(UTC):%Y%m%d-%H%M%S}-", suffix=".txt"
+    )
+    with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"batchrunner {installed_version('batchrunner') or SOURCE_TREE}\n")
+        file.writelines(traceback.format_exception(failure))
+    return Path(name)

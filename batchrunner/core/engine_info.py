@@ -1,4 +1,4 @@
-"""Immutable records of an engine: what it is, its load, and what happens to it.
+"""Immutable records of an engine: what it is, its load and healthy queue, and what happens to it.
 
 The fields of EngineInfo, TokenizerInfo and SchedulerLoad are keys in run.json, report.json and the event log.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 
@@ -139,3 +140,51 @@ class Incident(NamedTuple):
     why: str = ""
     facts: Mapping[str, Any] = {}
     """Further values of the event, such as `kind`, `old` and `new` (arguments)."""
+
+
+class Corner(StrEnum):
+    """Where a scheduler is; the values are in the event log and in report.json."""
+
+    SHORT = "short"
+    FULL = "full"
+    GOOD = "good"
+    FILLING = "filling"
+    HELD = "held"
+
+    @property
+    def words(self) -> str:
+        """The corner in a few words, for the display."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Corner.SHORT: "queue short",
+    Corner.FULL: "KV pool full",
+    Corner.GOOD: "KV pool well used",
+    Corner.FILLING: "KV pool fills up",
+    Corner.HELD: "server holds back",
+}
+
+
+USUAL_MAX_RUNNING = 256
+"""Requests that a scheduler runs at once, from which the band applies as it is; below, it is scaled down."""
+LEAST_LOW = 8
+"""The lower end is not scaled below this many requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueBand:
+    """Healthy `#queue-req` of one scheduler, in requests."""
+
+    low: int
+    high: int
+    why: str = "the job's"
+
+    def scaled(self, max_running: int | None) -> QueueBand:
+        """Return the band for a scheduler that runs at most `max_running` requests at once."""
+        if max_running is None or max_running >= USUAL_MAX_RUNNING:
+            return self
+        share = max_running / USUAL_MAX_RUNNING
+        low = min(self.low, max(LEAST_LOW, round(self.low * share)))
+        high = min(self.high, max(4 * low, round(self.high * share)))
+        return QueueBand(low, high, f"scaled down: the scheduler runs {max_running} at once")

@@ -20,6 +20,8 @@ from batchrunner.core.media import PromptFile, with_labels
 
 if TYPE_CHECKING:
     import pyarrow as pa
+import base64
+from array import array
 
 PromptKind = Literal["messages", "text", "input_ids", "body"]
 """Form of a prompt, named as the key of the job's `prompt`; `body` is a whole request of a batch file."""
@@ -267,3 +269,41 @@ class Lease:
     """Where the rows stand in the order of sending; None for somewhere in the input."""
     copy: Path | None = None
     """The sorted copy that has the rows in the order of sending; None for the input itself."""
+
+
+CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
+EMBEDDINGS_PATH = "/v1/embeddings"
+BATCH_PATHS = (CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH)
+"""Endpoints that the lines of a batch file may be for."""
+
+
+class MetricsAddress(NamedTuple):
+    """Where the metrics of a run are served."""
+
+    port: int
+    """0 is any free one; the log says which."""
+    host: str = "127.0.0.1"
+    """By default only programs of this machine can ask."""
+
+
+def rows_to_text(rows: BitMap64) -> str:
+    """Return rows as base-85 text for a JSON file: a few bytes per consecutive range, 2.5 per single row."""
+    rows = rows.copy()
+    rows.run_optimize()
+    return base64.b85encode(rows.serialize()).decode()
+
+
+def rows_from_text(text: str) -> BitMap64:
+    """Return the rows that `rows_to_text` encoded."""
+    return BitMap64.deserialize(base64.b85decode(text))
+
+
+def rows_of_column(rows: pa.ChunkedArray) -> BitMap64:
+    """Return the rows in a column of whole numbers without nulls.
+
+    The numbers are copied from Arrow's memory; as Python integers they would take five times as much.
+    """
+    numbers = array("Q")
+    for chunk in filter(len, rows.cast("uint64").chunks):
+        numbers.frombytes(chunk.buffers()[1].slice(8 * chunk.offset, 8 * len(chunk)))
+    return BitMap64(numbers)

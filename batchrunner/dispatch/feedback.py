@@ -4,8 +4,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 
-from batchrunner.core.corner import Corner
-from batchrunner.core.engine_info import SchedulerLoad
+from batchrunner.core.engine_info import Corner, SchedulerLoad
 from batchrunner.core.types import Completion
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.concurrency.gauges import QueueGauges

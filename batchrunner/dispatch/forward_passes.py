@@ -5,7 +5,7 @@ A pass takes the rows that wait, in order, until it has its prompt tokens (`--ma
 pass is the unit of work: a request holds up to one, and the queue of each scheduler the next one at least.
 """
 
-from batchrunner.job.queue_band import LEAST_LOW, QueueBand
+from batchrunner.core.engine_info import LEAST_LOW, QueueBand
 
 USUAL_TOKENS = 8192
 """Prompt tokens of a pass where the server does not tell: SGLang's chunk on cards of 80 GB."""

@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 
-from batchrunner.core.corner import Corner
+from batchrunner.core.engine_info import Corner
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.route_totals import RouteTotals
 from batchrunner.engines.base import Engine

@@ -8,7 +8,7 @@ from batchrunner.core.types import Outcome, Request
 from batchrunner.dispatch.tokenize import RowTokenizer, engine_tokens
 from batchrunner.engines.base import Engine
 from batchrunner.engines.model_files import vocabulary_of
-from batchrunner.job.tasks.score import ScoreTask
+from batchrunner.job.scores import ScoreTask
 
 
 class LabelTokenizer:

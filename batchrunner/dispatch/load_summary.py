@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from batchrunner.core.corner import Corner
-from batchrunner.core.engine_info import SchedulerLoad
+from batchrunner.core.engine_info import Corner, SchedulerLoad
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.slots import Slots
 

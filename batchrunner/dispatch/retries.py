@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from batchrunner.core.backoff import pause_before_retry
 from batchrunner.core.errors import (
     AttemptFailedError,
     EngineBusyError,
@@ -13,6 +12,7 @@ from batchrunner.core.errors import (
     EngineLostError,
     RequestError,
 )
+from batchrunner.core.timing import pause_before_retry
 from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.queue import Backlog
 

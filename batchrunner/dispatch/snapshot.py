@@ -5,15 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from batchrunner.core.corner import Corner
-from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.core.wording import counted
+from batchrunner.core.console import counted
+from batchrunner.core.engine_info import Corner, SchedulerLoad
 from batchrunner.dispatch.bundles.totals import BundleTotals
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog
 from batchrunner.dispatch.route_totals import Rates, RouteTotals
 from batchrunner.dispatch.slots import Slots
-from batchrunner.job.tasks.table import GENERATE
+from batchrunner.job.tasks import GENERATE
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.resume import DoneRows
 from batchrunner.report.report import duration

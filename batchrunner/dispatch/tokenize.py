@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
-from batchrunner.core.backoff import pause_before_retry
 from batchrunner.core.console import DETAIL
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import (
@@ -19,7 +18,8 @@ from batchrunner.core.errors import (
     RequestError,
     RowRefusedError,
 )
-from batchrunner.core.jsonfile import read_json
+from batchrunner.core.files import read_json
+from batchrunner.core.timing import pause_before_retry
 from batchrunner.core.types import Outcome, PromptKind, Request
 from batchrunner.engines.base import Engine
 from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS

@@ -9,10 +9,8 @@ from batchrunner.dispatch.label_tokens import LabelTokenizer
 from batchrunner.dispatch.tokenize import PromptTokenizer, RowTokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.engines.model_files import class_names
+from batchrunner.job.scores import ChoiceTask, ClassifyTask, RerankTask, ScoreTask
 from batchrunner.job.spec import Job
-from batchrunner.job.tasks.choices import ChoiceTask
-from batchrunner.job.tasks.pooled import ClassifyTask, RerankTask
-from batchrunner.job.tasks.score import ScoreTask
 from batchrunner.output.events import EventLog
 
 

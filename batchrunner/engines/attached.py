@@ -15,7 +15,7 @@ from batchrunner.engines.http.client import GATEWAY_ROUTE, HttpEngine, SGLangCli
 from batchrunner.engines.http.model_guard import ModelGuard
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks.table import GENERATE, TaskName
+from batchrunner.job.tasks import GENERATE, TaskName
 
 log = logging.getLogger(__name__)
 

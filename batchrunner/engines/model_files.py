@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.core.jsonfile import read_json
+from batchrunner.core.files import read_json
 from batchrunner.engines.model_kinds import chosen_of, experts_of, language_part, of_mistral
-from batchrunner.job.model_name import is_hub_name
+from batchrunner.job.fields import is_hub_name
 
 _SIZES_NEEDED = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size",

@@ -18,7 +18,7 @@ from batchrunner.job.engine import (
     SimulatedEngine,
 )
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks.table import GENERATE, TASKS, TaskName
+from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
 
 def make_engine(

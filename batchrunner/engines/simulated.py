@@ -15,19 +15,26 @@ from zlib import crc32
 import msgspec
 import orjson
 
-from batchrunner.core.endpoints import CHAT_PATH, EMBEDDINGS_PATH
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.json_pointer import part_at
-from batchrunner.core.types import AskedColumns, Completion, Request, RequestBody, RowRef
+from batchrunner.core.exact_json import part_at
+from batchrunner.core.types import (
+    CHAT_PATH,
+    EMBEDDINGS_PATH,
+    AskedColumns,
+    Completion,
+    Request,
+    RequestBody,
+    RowRef,
+)
 from batchrunner.engines.base import Engine
 from batchrunner.engines.http.replies import answer_of
 from batchrunner.engines.simulation.replica import CostModel, Replica
 from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
 from batchrunner.input.request_bodies import fields_of, prompt_of, prompts_in
+from batchrunner.job.embed import MODEL, EmbedTask, reply_of
 from batchrunner.job.engine import SimulatedEngine
 from batchrunner.job.output import CUT, RESPONSE
-from batchrunner.job.tasks.embed import MODEL, EmbedTask, reply_of
 
 MOST_DEPTH = 16
 _WORD = "simulated"

@@ -12,7 +12,7 @@ import orjson
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import JobError
-from batchrunner.core.jsonfile import read_json
+from batchrunner.core.files import read_json
 from batchrunner.engines.model_files import model_directory, read_config
 from batchrunner.job.engine import EngineSpec, LaunchedEngine
 from batchrunner.job.spec import Job

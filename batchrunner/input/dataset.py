@@ -17,7 +17,7 @@ import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import BatchrunError, InputError
-from batchrunner.core.threads import thread_pool
+from batchrunner.core.processes import thread_pool
 from batchrunner.core.types import InputFile
 from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types
@@ -30,7 +30,7 @@ from batchrunner.input.hub_files import without_commit
 from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.schemas import normalize, normalized, not_for_parquet
 from batchrunner.input.source_file import SourceFile
-from batchrunner.job.storage import StorageSpec
+from batchrunner.job.output import StorageSpec
 from batchrunner.output.arrow_arrays import arrow_array, arrow_scalar
 
 READERS = 8

@@ -12,7 +12,7 @@ from batchrunner.input.fields_block import field_line
 from batchrunner.input.row_values import UnreadableValue, rows_of
 from batchrunner.input.sort.decide import STRETCHES, stretches
 from batchrunner.input.templates import Predicate
-from batchrunner.job.input import InputSpec
+from batchrunner.job.spec import InputSpec
 
 SAMPLED_ROWS = 4000
 """Rows that are read at most, in stretches over the whole input. There is no limit of time: tasks that begin

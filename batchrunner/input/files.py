@@ -14,11 +14,10 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from batchrunner.core.errors import InputError
-from batchrunner.core.file_format import ENDINGS, known_format
-from batchrunner.core.open_files import RAISE_LIMIT, too_many_files
-from batchrunner.core.regular_files import is_special
+from batchrunner.core.files import ENDINGS, is_special, known_format
+from batchrunner.core.processes import RAISE_LIMIT, too_many_files
 from batchrunner.input.hub_files import at_commit
-from batchrunner.job.storage import StorageSpec
+from batchrunner.job.output import StorageSpec
 from batchrunner.output.stores.addresses import NEEDS_EXTRA, StoreAddress, has_client, store_address
 
 _SCHEMES = "give a path on this machine, or one that begins with s3://, gs://, az://, hdfs:// or hf://"

@@ -16,7 +16,7 @@ import yaml
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import BatchrunError, InputError, JobError, OutputError
-from batchrunner.core.file_format import format_of
+from batchrunner.core.files import format_of
 from batchrunner.input.columns_read import other_separator, template_of_column
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.messages import holds_messages

@@ -15,7 +15,7 @@ import pyarrow.fs as pafs
 from batchrunner.input.object_state import ObjectState
 from batchrunner.input.read_ahead import BLOCK_BYTES, BlockFile
 from batchrunner.input.small_objects import SmallObjects
-from batchrunner.job.storage import StorageSpec
+from batchrunner.job.output import StorageSpec
 from batchrunner.output.stores.addresses import StoreAddress
 from batchrunner.output.stores.opening import STORE_ERRORS, as_os_error, e_tag_of, open_bucket, read_whole
 

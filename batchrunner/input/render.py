@@ -37,9 +37,9 @@ from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.row_tools import RowTools
 from batchrunner.input.row_values import Row, UnreadableValue, rows_of
 from batchrunner.input.templates import AnswerExpression, Predicate, Template, is_template
-from batchrunner.job.input import InputSpec
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec
+from batchrunner.job.spec import InputSpec
 
 _WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
 _NUMBERS = {

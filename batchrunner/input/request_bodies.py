@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from batchrunner.core.endpoints import COMPLETIONS_PATH, EMBEDDINGS_PATH
-from batchrunner.core.types import RequestBody
+from batchrunner.core.types import COMPLETIONS_PATH, EMBEDDINGS_PATH, RequestBody
 from batchrunner.input.formats.batch_lines import BODY, URL
 
 log = logging.getLogger(__name__)

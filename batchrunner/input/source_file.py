@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from batchrunner.core.errors import InputChangedError, InputError, StoreRequestError
-from batchrunner.core.file_format import COMPRESSIONS, ENDINGS, FileFormat, format_of, known_format
-from batchrunner.core.open_files import too_many_files
+from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, known_format
+from batchrunner.core.processes import too_many_files
 from batchrunner.input.files import first_line, read_errors
 from batchrunner.input.formats.arrow import ArrowContent
 from batchrunner.input.formats.base import READ_BUFFER_BYTES, Content, OpenContent

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 
-from batchrunner.core.cache import cache_directory
+from batchrunner.core.files import cache_directory
 
 SPOOL_BYTES = 2 << 30
 """Most bytes of all objects that are kept, and at most a quarter of the free space."""

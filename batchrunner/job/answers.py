@@ -9,7 +9,6 @@ from typing import Any
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import AskedColumns, ForwardTask
-from batchrunner.job.check import TRIES, OnLength
 from batchrunner.job.output import (
     ANSWER_COLUMNS,
     IDS_TO_CONTINUE,
@@ -21,7 +20,7 @@ from batchrunner.job.output import (
 )
 from batchrunner.job.python_functions import PARSE
 from batchrunner.job.sampling import FromColumn
-from batchrunner.job.spec import Job
+from batchrunner.job.spec import TRIES, Job, OnLength
 
 
 @dataclass(frozen=True, slots=True)

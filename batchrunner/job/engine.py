@@ -10,8 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from batchrunner.core.errors import WrongValueError
-from batchrunner.job.fields import Duration, Spec, UserPath, user_paths
-from batchrunner.job.model_name import ModelName
+from batchrunner.job.fields import Duration, ModelName, Spec, UserPath, user_paths
 
 
 def _checked_url(url: str) -> str:

@@ -1,17 +1,69 @@
-"""The `output` part of a job: where the results are written, and which columns they have."""
+"""The `output` and `storage` parts of a job: where results are written, how object stores are reached."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from batchrunner.core.errors import WrongValueError
+from batchrunner.core.errors import JobError, WrongValueError
 from batchrunner.core.types import ForwardTask
+from batchrunner.job.embed import Dtype
 from batchrunner.job.fields import Duration, Spec, UserPath
-from batchrunner.job.hub import HubAddress
-from batchrunner.job.tasks.embed import Dtype
+
+_NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
+"""A part of the name of a data set, by the rules of the Hub: at most 96 characters."""
+_ADDRESS = re.compile(
+    rf"hf://datasets/(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[^/@\s]+))?(?:/(?P<folder>[^\s].*?))?/*",
+    re.ASCII,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HubFolder:
+    """A folder of a data set on the Hub."""
+
+    repo: str
+    """OWNER/NAME."""
+    revision: str | None
+    """Branch; None for `main`."""
+    folder: str
+    """Path in the data set; "" for its root."""
+
+    def __str__(self) -> str:
+        branch = f"@{self.revision}" if self.revision else ""
+        return f"hf://datasets/{self.repo}{branch}/{self.folder}".rstrip("/")
+
+    def file(self, name: str) -> str:
+        """Return the path in the data set of a file of the folder."""
+        return f"{self.folder}/{name}" if self.folder else name
+
+
+def hub_folder(given: str) -> HubFolder:
+    """Return the folder that an address names; raises ValueError. A slash in a branch's name is `%2F`."""
+    found = _ADDRESS.fullmatch(given)
+    folder = (found["folder"] or "").split("/") if found else []
+    if found is None or (folder != [""] and {"", ".", ".."} & {*folder}):
+        raise WrongValueError(
+            f"{given!r} is no data set of the Hugging Face Hub",
+            hint="write it as hf://datasets/OWNER/NAME or hf://datasets/OWNER/NAME/FOLDER",
+        )
+    revision = found["revision"]
+    return HubFolder(found["repo"], revision and revision.replace("%2F", "/"), found["folder"] or "")
+
+
+def _checked(given: str) -> str:
+    hub_folder(given)
+    return given
+
+
+HubAddress: TypeAlias = Annotated[str, AfterValidator(_checked)]
+"""`hf://datasets/OWNER/NAME[@BRANCH][/FOLDER]`."""
+
 
 RESULT_COLUMNS = {
     "row": "Position of the row in the input, from 0.",
@@ -140,3 +192,63 @@ def name_clash(names: Mapping[str, str], taken: str) -> WrongValueError:
         hint=f"carry yours under another name: input.rename: {{{names[taken]}: input_{taken}}}",
         mark=";",
     )
+
+
+Secret: TypeAlias = Literal[
+    "access_key_id", "secret_access_key", "session_token", "account_key", "sas_token", "service_account_key"
+]
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+_ENDPOINT = re.compile(r"https?://[^/\s]+.*")
+
+
+class StorageSpec(Spec):
+    """How object stores are reached. What is left out is found as the cloud's own tools find it."""
+
+    endpoint: str | None = None
+    """Address of a store that is not the cloud's own, such as MinIO's: `http://host:9000`."""
+    region: str | None = None
+    """Region of the bucket, such as `eu-central-1`."""
+    anonymous: bool = False
+    """Whether requests go without credentials, as public buckets allow."""
+    account: Annotated[str, Field(min_length=1)] | None = None
+    """Account of an Azure store; by default that of the variable `AZURE_STORAGE_ACCOUNT_NAME`."""
+    secrets: dict[Secret, Annotated[str, Field(min_length=1)]] = {}
+    """Names of the environment variables that hold credentials, by what they are: `access_key_id`,
+    `secret_access_key` and `session_token` of S3, `account_key` or `sas_token` of Azure,
+    `service_account_key` of Google (its JSON). The job file holds no secret itself."""
+
+    copies: UserPath | None = None
+    """Directory for the working copy of a run whose `output.path` is in a store, as large as its results; by
+    default the cache directory. Keep it: rows that a killed run had not uploaded are there."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_an_address(cls, endpoint: str | None) -> str | None:
+        if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+            raise ValueError(f"an address starts with http:// or https:// (got {endpoint!r})")
+        return endpoint
+
+    @model_validator(mode="after")
+    def _one_way(self) -> StorageSpec:
+        if self.anonymous and self.secrets:
+            raise WrongValueError(
+                "storage.anonymous goes without credentials, and storage.secrets names some",
+                hint="leave one of them out",
+                mark=";",
+            )
+        return self
+
+    def secret_values(self) -> dict[str, str]:
+        """Return the credentials; raises JobError where a variable is not set."""
+        found: dict[str, str] = {}
+        for name, variable in self.secrets.items():
+            if not _VARIABLE.fullmatch(variable):  # most likely the secret itself, which no message shows
+                raise JobError(
+                    f"storage.secrets.{name}: this is no name of an environment variable",
+                    hint="export the secret as a variable, and give the variable's name",
+                )
+            value = os.environ.get(variable)
+            if not value:
+                raise JobError(f"storage.secrets.{name}: the environment variable {variable} is not set")
+            found[name] = value
+        return found

@@ -6,14 +6,16 @@ current directory; a leading `~`, `~user` or `$HOME` is a home directory.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Collection
 from operator import attrgetter
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from batchrunner.core.errors import WrongValueError
+from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.types import ForwardTask
-from batchrunner.job.check import CheckSpec, OnLength
 from batchrunner.job.engine import GATEWAY_DROPS, EngineSpec, GatewayEngine
 from batchrunner.job.fields import (
     CountOrShare,
@@ -24,13 +26,227 @@ from batchrunner.job.fields import (
     UserPath,
     refuse_equal,
 )
-from batchrunner.job.input import ColumnType, InputSpec
-from batchrunner.job.output import RESPONSE, SAMPLE, OutputSpec, name_clash, result_columns
+from batchrunner.job.output import RESPONSE, SAMPLE, OutputSpec, StorageSpec, name_clash, result_columns
 from batchrunner.job.prompt import PromptSpec
-from batchrunner.job.sampling import SamplingSpec
-from batchrunner.job.storage import StorageSpec
-from batchrunner.job.task_fields import check_task_fields, given_fields
-from batchrunner.job.tasks.table import TASKS, TaskName, goes_past_gateways, last_part, task_of
+from batchrunner.job.sampling import SamplingSpec, check_regex
+from batchrunner.job.scores import RerankTask, ScoreTask
+from batchrunner.job.tasks import GENERATE, TASKS, TaskName, goes_past_gateways, last_part, task_of
+
+OF_DECODING = (
+    "sampling", "parse", "check", "on_length", "output.columns", "output.explode", "output.top_logprobs",
+)  # fmt: skip
+"""Fields about texts that a model writes; of a section, all fields in it."""
+OF_CHATS = (
+    "prompt.user",
+    "prompt.system",
+    "prompt.messages",
+    "prompt.continue",
+    "prompt.chat_template_kwargs",
+)
+"""Fields of prompts that a chat template makes."""
+OF_MEDIA = {f"prompt.{field}": kind.field for field, kind in KIND_OF_FIELD.items()}
+"""Fields that bring files, which no task without decoding takes yet, and what they bring."""
+KEPT = {"sampling.lora_path"}
+"""Fields of these that every task takes."""
+CHOICES = "prompt.choices"
+DOCUMENTS = "prompt.documents"
+_PAIR = "the engine tokenizes query and document as a pair: give prompt.text alone"
+_TOGETHER = "give prompt.text: a choice is tokenized together with its prompt"
+_NOT_WITH_CHOICES = {
+    "output.softmax": "it is about labels: leave it out",
+    "prompt.input_ids": _TOGETHER,
+    "prompt.python": _TOGETHER,
+    "prompt.truncate": "a choice goes on after the end of its prompt: cut the prompts in their template",
+}
+"""Fields that have no place beside choices, and what to do instead."""
+OF_TASKS = sorted({field for kind in TASKS.values() for field in kind.takes})
+"""Fields that only tasks without decoding have."""
+
+
+def given_fields(job: BaseModel) -> list[str]:
+    """Return the fields that a job gives, in two levels, such as `sampling.n`."""
+    found = []
+    for name in _given(job):
+        found.append(name)
+        section = getattr(job, name)
+        if isinstance(section, BaseModel):
+            fields = type(section).model_fields
+            found += [f"{name}.{fields[key].alias or key}" for key in _given(section)]
+    return found
+
+
+def _given(section: BaseModel) -> list[str]:
+    """Return the fields that a section gives and that are not as without them."""
+    fields = type(section).model_fields
+    return [
+        name
+        for name in fields
+        if name in section.model_fields_set
+        and getattr(section, name) != fields[name].get_default(call_default_factory=True)
+    ]
+
+
+def check_task_fields(task: TaskName, given: Collection[str]) -> None:
+    """Raise WrongValueError where a field has no effect on the task, or one that it needs is missing."""
+    kind = TASKS.get(task)
+    for field in given:
+        if field in OF_TASKS and (kind is None or field not in kind.takes):
+            names = " or ".join(name for name, other in TASKS.items() if field in other.takes)
+            raise WrongValueError(
+                f"{field}: goes with task: {names}", hint=f"leave it out, or set task (it is {task})"
+            )
+    if kind is None:
+        return
+    for field in given:
+        if field in OF_CHATS:
+            raise WrongValueError(
+                f"{field}: task: {task} takes no chat",
+                hint="give prompt.text, a template or a column, or prompt.input_ids",
+            )
+        if field in OF_MEDIA:
+            raise WrongValueError(f"{field}: task: {task} takes no {OF_MEDIA[field]}", hint="leave it out")
+        if field == "prompt.batch":
+            raise WrongValueError(
+                f"prompt.batch: the requests of a batch file go as they are, and task is {task}",
+                hint=f"leave out the task ({GENERATE})",
+            )
+        section = field.partition(".")[0]
+        has_parts = any(other.startswith(f"{field}.") for other in given)
+        if field not in KEPT and not has_parts and (field in OF_DECODING or section in OF_DECODING):
+            raise WrongValueError(f"{field}: task: {task} writes no text", hint="leave it out")
+    if task in _CHECKS:
+        _CHECKS[task](given)
+
+
+def _check_rerank_fields(given: Collection[str]) -> None:
+    """Raise WrongValueError where a job does not say which documents, or its query cannot stand in a pair."""
+    if DOCUMENTS not in given:
+        raise WrongValueError(
+            f"task: rerank: {DOCUMENTS} is missing", hint="name the column with the documents of each query"
+        )
+    for field in ("prompt.input_ids", "prompt.python", "prompt.truncate", "tokenize"):
+        if field in given:
+            raise WrongValueError(f"{field}: does not go with {DOCUMENTS}", hint=_PAIR)
+
+
+def _check_score_fields(given: Collection[str]) -> None:
+    """Raise WrongValueError where a job does not say what is scored, or says it twice."""
+    if ("labels" in given) == (CHOICES in given):
+        both = "got both" if CHOICES in given else "got neither"
+        raise WrongValueError(
+            f"task: score: takes either labels or {CHOICES} ({both})",
+            hint='give one: labels, such as [" yes", " no"], are single tokens',
+        )
+    if CHOICES not in given:
+        return
+    for field, hint in _NOT_WITH_CHOICES.items():
+        if field in given:
+            raise WrongValueError(f"{field}: does not go with {CHOICES}", hint=hint)
+
+
+_CHECKS = {ScoreTask.name: _check_score_fields, RerankTask.name: _check_rerank_fields}
+"""What a task needs besides, by its name."""
+
+
+OnLength: TypeAlias = Literal["keep", "fail", "continue"]
+_Temperature: TypeAlias = Annotated[float, Field(ge=0)]
+
+
+class CheckSpec(Spec):
+    """When an answer is good. One that is not is asked for again, and then fails its row, which keeps it."""
+
+    json_: Annotated[bool | dict[str, Any] | None, Field(alias="json")] = None
+    """Whether an answer must be JSON: `true`, or a JSON Schema that it must satisfy. Where
+    `sampling.json_schema` is set, an answer must satisfy that by itself; `false` lets any answer pass."""
+    regex: str | None = None
+    """Regular expression that an answer must contain; `^` and `$` stand for its beginning and end."""
+    expression: str | None = None
+    """Jinja2 expression that must be true, over `output` (the text), `parsed` (its JSON, else null),
+    `reasoning`, `finish_reason`, and the columns of the row."""
+    python: PythonFunction | None = None
+    """Python function that judges an answer, as `module:function`. It is called with the answer, a text, or
+    with the answer and the row, a dict of `input.columns`, and returns true, false, or a text that says what
+    is wrong. It runs in processes of its own."""
+    tries: Annotated[int, Field(ge=1, le=100)] | None = None
+    """Most answers of a row that are checked, the first included; then the row fails, with the last one. By
+    default 3, and 1 where the job has no section `check`."""
+    temperature: _Temperature | Annotated[list[_Temperature], Field(min_length=1)] | None = None
+    """Temperature of each try, the last one also for all further tries; or that of all tries but the first.
+    Unset: a row that was sampled at a lower one is tried again at 0.4, then at 0.8. Where
+    `sampling.temperature` is a column, that says the first try's, and the list the others'; a null in it
+    stands for the first of the list."""
+    feedback: bool = False
+    """Whether a chat is told what was wrong: the answer and the complaint stand in the next try's
+    conversation."""
+
+    @field_validator("json_")
+    @classmethod
+    def _is_a_schema(cls, value: object) -> object:
+        return json.loads(json.dumps(value)) if isinstance(value, dict) else value
+
+    @field_validator("regex")
+    @classmethod
+    def _compiles(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_regex(value)
+        return value
+
+    @property
+    def has_condition(self) -> bool:
+        """Whether the section itself says what an answer must be."""
+        given = (self.regex, self.expression, self.python)
+        return bool(self.json_) or any(condition is not None for condition in given)
+
+    @property
+    def first_temperature(self) -> float | None:
+        """Temperature of the first try; None where `sampling` says it."""
+        return self.temperature[0] if isinstance(self.temperature, list) else None
+
+    def temperature_of(self, number: int, sampled: float | None) -> float | None:
+        """Return the temperature of try `number`, from 1 on, of a row that `sampling` gives one, or none."""
+        if isinstance(self.temperature, list):
+            return self.temperature[min(number, len(self.temperature) - 1)]
+        if self.temperature is not None:
+            return self.temperature
+        least = RISING[min(number, len(RISING)) - 1]
+        return sampled if sampled is None else max(sampled, least)
+
+
+TRIES = 3
+"""Answers of a row that are checked unless the job says otherwise."""
+RISING = (0.4, 0.8)
+"""Least temperatures of the second and of all further tries: at 0 the same answer would come again."""
+
+
+ColumnType: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "date", "timestamp"]
+
+
+class InputSpec(Spec):
+    """Where the rows come from."""
+
+    path: UserPath | Annotated[list[UserPath], Field(min_length=1)]
+    """A file, a directory, a glob, or a list of these. Files are Parquet, or by their ending CSV (`.csv`,
+    `.tsv`), JSON Lines (`.jsonl`, `.ndjson`, `.json`) or Arrow (`.arrow`, `.feather`, `.ipc`), which may be
+    compressed (`.gz`, `.zst`). Directory names such as `year=2024` become
+    columns, unless the files have a column of that name. Paths are local, or URIs of object stores (s3://,
+    gs://, az://) or of what else pyarrow can open (hdfs://), whose globs may contain `*` and `**/`."""
+    columns: list[str] = []
+    """Input columns that are copied to the results."""
+    types: dict[str, ColumnType] = {}
+    """Types of columns of CSV and JSON Lines files. In CSV any other column is a text, as it stands in the
+    file; in JSON Lines it has the type of its values. A value that does not fit fails its row."""
+    rename: dict[str, str] = {}
+    """New names for copied columns: `{input_name: output_name}`."""
+    filter: str | None = None
+    """Jinja2 expression over the columns of a row; only rows for which it is true are sent."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """Number of rows to send, counted after `filter`; by default all."""
+
+    @property
+    def carried_names(self) -> list[str]:
+        """Names of the copied columns in the results, in the order of `columns`."""
+        return [self.rename.get(name, name) for name in self.columns]
+
 
 ParsedType: TypeAlias = ColumnType | Literal["json"]
 

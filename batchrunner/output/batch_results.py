@@ -16,7 +16,7 @@ import msgspec
 import pyarrow as pa
 
 from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, StorageError
-from batchrunner.core.file_format import COMPRESSIONS, known_format
+from batchrunner.core.files import COMPRESSIONS, known_format
 from batchrunner.job.output import RESPONSE
 from batchrunner.output.buckets import release_unused
 from batchrunner.output.files import file_to_write, whole_file, writing

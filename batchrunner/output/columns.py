@@ -12,8 +12,8 @@ from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.types import LEFT_OUT, Completion, ForwardTask, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.arrow_types import PLAIN_TYPES, arrow_type, kind_of_schema
+from batchrunner.job.embed import VECTOR, WIDTHS
 from batchrunner.job.output import OF_TEXTS, PARSED, RESPONSE, RESULT_COLUMNS, SAMPLE
-from batchrunner.job.tasks.embed import VECTOR, WIDTHS
 from batchrunner.output.arrow_arrays import arrow_array
 
 _NONE = Completion([None], [None], [None], None, None)  # type: ignore[list-item]

@@ -10,8 +10,8 @@ from pathlib import Path
 import orjson
 
 from batchrunner.core.errors import BatchrunError, OutputError, StorageError, StoreRequestError
-from batchrunner.core.open_files import RAISE_LIMIT, too_many_files
-from batchrunner.core.uris import is_uri
+from batchrunner.core.files import is_uri
+from batchrunner.core.processes import RAISE_LIMIT, too_many_files
 from batchrunner.job.fields import user_path
 
 TEMPORARY = ".tmp"

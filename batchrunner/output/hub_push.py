@@ -12,7 +12,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ge
 from huggingface_hub import errors as hub_errors
 
 from batchrunner.core.errors import PushError
-from batchrunner.job.hub import HubFolder
+from batchrunner.job.output import HubFolder
 
 _OURS = re.compile(r"merged-\d{6}\.parquet")
 """Names of merged files; those of an earlier push that are not among the new ones are deleted."""

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, TaskHeldError
-from batchrunner.core.file_format import COMPRESSIONS, ENDINGS, FileFormat, known_format
+from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, known_format
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets
 from batchrunner.output.check_counts import without_checks

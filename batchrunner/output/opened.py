@@ -12,10 +12,9 @@ from typing import Any
 
 import orjson
 
-from batchrunner.core.cache import cache_directory
 from batchrunner.core.errors import OutputError
-from batchrunner.core.jsonfile import read_json
-from batchrunner.job.storage import StorageSpec
+from batchrunner.core.files import cache_directory, read_json
+from batchrunner.job.output import StorageSpec
 from batchrunner.output.files import make_directory
 from batchrunner.output.owner_object import parse_owner
 from batchrunner.output.run_dir import MAIN_TASK, OWNER, RunDir

@@ -13,8 +13,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
-from batchrunner.core.row_set import from_column
-from batchrunner.core.threads import thread_pool
+from batchrunner.core.processes import thread_pool
+from batchrunner.core.types import rows_of_column
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.check_counts import checks_in, with_checks_of_ok
 from batchrunner.output.counts import RowCounts, counted_columns
@@ -46,7 +46,7 @@ class DoneRows:
             self.counts.checks += checks_in(results.schema, without_failed=without_failed)
         if without_failed:
             results = results.filter(pc.is_null(results.column("error")))
-        self.rows |= from_column(results.column("row"))
+        self.rows |= rows_of_column(results.column("row"))
         self.counts.add_table(results)
 
     def include(self, other: DoneRows) -> None:

@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from batchrunner.core.errors import OutputError
-from batchrunner.core.uris import is_uri
+from batchrunner.core.files import is_uri
 from batchrunner.output.files import TEMPORARY
 from batchrunner.output.stores.store import LOCAL, Store
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from batchrunner.core.errors import ResumeError
-from batchrunner.core.regular_files import is_special
+from batchrunner.core.files import is_special
 
 _FILES = re.compile(
     r"run\.json|report\.(json|html)|events\.jsonl|engine[^/]*\.log|parts/part-.+\.parquet|leases/.+"

@@ -12,11 +12,11 @@ from typing import Any
 import orjson
 
 from batchrunner.core.errors import OutputError, ResumeError
+from batchrunner.core.files import read_regular
 from batchrunner.core.hooks.functions import name_of
-from batchrunner.core.regular_files import read_regular
 from batchrunner.core.types import InputFile
 from batchrunner.job.spec import Job
-from batchrunner.job.tasks.table import GENERATE, TASKS
+from batchrunner.job.tasks import GENERATE, TASKS
 from batchrunner.output.files import create_file, write_json, writing
 from batchrunner.output.run_dir import OWNER, TUNE, RunDir
 from batchrunner.output.run_facts import RunFacts, problem_in

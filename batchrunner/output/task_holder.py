@@ -19,7 +19,7 @@ from typing import Any
 
 import orjson
 
-from batchrunner.core.regular_files import read_regular
+from batchrunner.core.files import read_regular
 from batchrunner.core.timing import TIMING
 from batchrunner.output.run_dir import OWNER, RunDir
 from batchrunner.output.stores.store import LOCAL

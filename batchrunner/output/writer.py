@@ -13,9 +13,8 @@ from typing import Any, Protocol
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.row_set import from_column
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Outcome
+from batchrunner.core.types import Outcome, rows_of_column
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.output.check_counts import with_checks
 from batchrunner.output.columns import RunSchema, table_of
@@ -284,7 +283,7 @@ class _PendingPart:
 
     def row_set(self) -> BitMap64:
         """Return the ordinals of its rows."""
-        return from_column(
+        return rows_of_column(
             pa.chunked_array([part for table in self._tables for part in table.column("row").chunks])
         )
 

@@ -11,7 +11,7 @@ from batchrunner.input.live_rows import LiveRenderer
 from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.call import GenerateCall, LibraryCall, TaskCall
 from batchrunner.job.spec import Job
-from batchrunner.job.tasks.table import GENERATE, TaskName
+from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.output.columns import schema_of_run, with_vectors
 
 

@@ -11,14 +11,16 @@ from typing import Any
 
 import ray
 
-from batchrunner.core.errors import BatchrunError, JobError, OutputError
-from batchrunner.core.exit_codes import (
+from batchrunner.core.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
     EXIT_TERMINATED,
     EXIT_TIME_UP,
     EXIT_WRONG,
+    BatchrunError,
+    JobError,
+    OutputError,
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job

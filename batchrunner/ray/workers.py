@@ -15,8 +15,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from batchrunner.core.errors import BatchrunError
-from batchrunner.core.exit_codes import EXIT_WRONG
+from batchrunner.core.errors import EXIT_WRONG, BatchrunError
 from batchrunner.job.spec import Job
 from batchrunner.ray.job_worker import JobWorker
 from batchrunner.ray.shared_path import SharedPath

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from batchrunner.core.errors import JobError, PushError
-from batchrunner.core.exit_codes import EXIT_DONE, EXIT_STOPPED
-from batchrunner.job.hub import HubFolder, hub_folder
+from batchrunner.core.errors import EXIT_DONE, EXIT_STOPPED, JobError, PushError
+from batchrunner.job.output import HubFolder, hub_folder
 from batchrunner.output.merge import merge
 from batchrunner.output.opened import look_at_run
 from batchrunner.output.run_dir import RunDir

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchrunner.core.exit_codes import EXIT_DONE, EXIT_FAILED_ROWS
-from batchrunner.core.wording import counted
-from batchrunner.job.tasks.table import GENERATE
+from batchrunner.core.console import counted
+from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS
+from batchrunner.job.tasks import GENERATE
 from batchrunner.output.files import write_json, writing
 from batchrunner.output.run_dir import RunDir
 

@@ -4,11 +4,11 @@ import platform
 from dataclasses import replace
 from pathlib import Path
 
+from batchrunner.core.console import installed_version
 from batchrunner.core.engine_info import EngineInfo
-from batchrunner.core.exit_codes import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED
-from batchrunner.core.versions import installed_version
+from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks.table import GENERATE
+from batchrunner.job.tasks import GENERATE
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import attempt_spans, attempts_in, union_s
 from batchrunner.output.opened import look_at_run

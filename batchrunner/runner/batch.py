@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchrunner.core.endpoints import MetricsAddress
 from batchrunner.core.errors import BatchrunError, JobError, OutputError
-from batchrunner.job.batch_call import job_of_batch
+from batchrunner.core.types import MetricsAddress
+from batchrunner.job.call import job_of_batch
 from batchrunner.job.spec import Job
 from batchrunner.output.batch_results import publish, results_path
 from batchrunner.output.run_dir import RunDir

@@ -8,11 +8,10 @@ from typing import Any
 
 import orjson
 
-from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.exit_codes import EXIT_DONE, EXIT_FAILED_ROWS
+from batchrunner.core.console import counted
+from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, RowRefusedError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import Outcome, Request, RequestBody
-from batchrunner.core.wording import counted
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.registry import launched_model, model_of

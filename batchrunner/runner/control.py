@@ -5,8 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-from batchrunner.core.errors import BatchrunError
-from batchrunner.core.exit_codes import EXIT_STOPPED, EXIT_TERMINATED, EXIT_TIME_UP
+from batchrunner.core.errors import EXIT_STOPPED, EXIT_TERMINATED, EXIT_TIME_UP, BatchrunError
 from batchrunner.core.timing import TIMING
 
 T = TypeVar("T")

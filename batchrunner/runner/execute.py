@@ -7,16 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from batchrunner.core.engine_info import EngineInfo
-from batchrunner.core.errors import JobError
-from batchrunner.core.exit_codes import EXIT_STOPPED
-from batchrunner.core.jsonfile import read_json
+from batchrunner.core.errors import EXIT_STOPPED, JobError
+from batchrunner.core.files import read_json
 from batchrunner.dispatch.media import check_takes_media
 from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.engines.vector_facts import check_dimensions_of_launched, check_dimensions_of_open
 from batchrunner.job.spec import Job
-from batchrunner.job.tasks.table import TaskName
+from batchrunner.job.tasks import TaskName
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog, attempts_in
 from batchrunner.output.files import writing

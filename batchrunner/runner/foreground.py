@@ -12,10 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import uvloop
 
 from batchrunner.core.console import is_no_detail
-from batchrunner.core.endpoints import MetricsAddress
 from batchrunner.core.errors import JobError
-from batchrunner.core.open_files import need_files_of_loop
-from batchrunner.core.signal_watch import SignalWatch
+from batchrunner.core.processes import SignalWatch, need_files_of_loop
+from batchrunner.core.types import MetricsAddress
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from batchrunner.report.report import Report

@@ -14,8 +14,8 @@ from batchrunner.core.types import LEFT_OUT, Completion, Outcome
 from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.row_values import UnreadableValue, carried_of, rows_of
 from batchrunner.job.answers import AnswerPlan
+from batchrunner.job.embed import VECTOR, numbers_of
 from batchrunner.job.output import SAMPLE
-from batchrunner.job.tasks.embed import VECTOR, numbers_of
 from batchrunner.output.columns import ResultRow, answer_value, result_rows
 from batchrunner.output.parts import open_part
 from batchrunner.output.run_dir import RunDir

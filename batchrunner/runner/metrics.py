@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from batchrunner.core.endpoints import MetricsAddress
 from batchrunner.core.errors import JobError
+from batchrunner.core.types import MetricsAddress
 from batchrunner.dispatch.snapshot import Snapshot
 from batchrunner.runner.screen import Opening
 

@@ -10,14 +10,14 @@ from typing import Any, Generic, TypeVar
 from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from batchrunner.core.console import open_missing_descriptors
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError
-from batchrunner.core.open_files import need_files_of_loop
-from batchrunner.core.standard_streams import open_missing_descriptors
+from batchrunner.core.processes import need_files_of_loop
 from batchrunner.engines.base import Engine
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.spec import Job
-from batchrunner.job.tasks.table import GENERATE, TaskName
+from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.report.report import Report
 from batchrunner.runner.execute import execute
 from batchrunner.runner.prepared_job import other_task

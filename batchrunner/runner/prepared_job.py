@@ -5,15 +5,15 @@ from dataclasses import dataclass
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.endpoints import EMBEDDINGS_PATH
 from batchrunner.core.errors import JobError
 from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.types import EMBEDDINGS_PATH
 from batchrunner.dispatch.checks.python_check import judges_by_row
 from batchrunner.input.formats.batch_lines import URL
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.row_values import rows_of
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.tasks.table import EMBED, GENERATE, TaskName
+from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.output.columns import RunSchema, schema_of_run, with_vectors
 from batchrunner.output.resume import schema_of_results
 from batchrunner.output.run_dir import RunDir

@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass, replace
 
 from batchrunner.core.console import DETAIL
 from batchrunner.core.engine_info import EngineInfo
-from batchrunner.core.errors import BatchrunError, StorageError
-from batchrunner.core.exit_codes import EXIT_STOPPED
+from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, StorageError
 from batchrunner.dispatch.feedback import write_decisions
 from batchrunner.engines.base import Engine
-from batchrunner.job.tasks.table import GENERATE
+from batchrunner.job.tasks import GENERATE
 from batchrunner.output.columns import RunSchema
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.disk_wait import DiskWait

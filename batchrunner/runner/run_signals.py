@@ -10,8 +10,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from batchrunner.core.console import tell_failure, wants_json
-from batchrunner.core.errors import BatchrunError
-from batchrunner.core.exit_codes import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP
+from batchrunner.core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP, BatchrunError
 from batchrunner.core.timing import TIMING
 from batchrunner.runner.control import Control
 

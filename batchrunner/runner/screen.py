@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from batchrunner.dispatch.snapshot import Snapshot, corners_line
-from batchrunner.job.tasks.table import GENERATE
+from batchrunner.job.tasks import GENERATE
 from batchrunner.report.report import duration
 
 RED, PLAIN = "\x1b[31m", "\x1b[0m"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from batchrunner.core.engine_info import EngineInfo
+from batchrunner.core.engine_info import EngineInfo, QueueBand
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import Outcome, PromptKind
 from batchrunner.dispatch.bundles.sender import bundle_senders
@@ -48,7 +48,6 @@ from batchrunner.dispatch.source import RowSource
 from batchrunner.dispatch.tokenizers import make_tokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.queue_band import QueueBand
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from batchrunner.core.console import counted
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
-from batchrunner.core.wording import counted
 from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.engines.simulation.replica import PassWork, RowLengths
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from statistics import fmean
 from typing import Literal
 
-from batchrunner.core.wording import counted
+from batchrunner.core.console import counted
 from batchrunner.tune.measurement import TrialSigns
 
 GUESS, GUESS_WEIGHT = 0.05, 4

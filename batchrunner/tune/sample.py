@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
+from batchrunner.core.console import counted
 from batchrunner.core.types import Request
-from batchrunner.core.wording import counted
 from batchrunner.input.prefixes import prompt_bytes
 from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.sort.plan import decide_order, open_order, prepare_order, remove_sorted_copies

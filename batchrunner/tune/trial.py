@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Protocol
 
 from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
-from batchrunner.core.errors import BatchrunError, EngineLostError, EngineStartError, RequestError
-from batchrunner.core.exit_codes import EXIT_STOPPED
+from batchrunner.core.errors import (
+    EXIT_STOPPED,
+    BatchrunError,
+    EngineLostError,
+    EngineStartError,
+    RequestError,
+)
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Conservativeness, Engine, RowAnswers
 from batchrunner.engines.flags import name_in
 from batchrunner.engines.registry import make_engine
-from batchrunner.job.check import CheckSpec
 from batchrunner.job.engine import ServerEngine
-from batchrunner.job.input import InputSpec
-from batchrunner.job.spec import Job
+from batchrunner.job.spec import CheckSpec, InputSpec, Job
 from batchrunner.runner.control import Control
 from batchrunner.runner.execute import execute
 from batchrunner.tune.log_stats import LOG_INTERVAL, output_rate, signs_at_start, signs_of_passes, spans_of

@@ -15,7 +15,7 @@ import uvloop
 from pydantic import TypeAdapter, ValidationError
 
 from batchrunner.core.errors import JobError
-from batchrunner.core.open_files import need_files_of_loop
+from batchrunner.core.processes import need_files_of_loop
 from batchrunner.engines.device import gpus
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.parallelism import with_tp

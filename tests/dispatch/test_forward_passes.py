@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.forward_passes import FIRST_ROW_TOKENS, USUAL_TOKENS, ForwardPasses
-from batchrunner.job.queue_band import QueueBand
 
 URL = "http://server"
 HALF_MINUTE = 120

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
-from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.held_back import HoldingBack
 from batchrunner.dispatch.route_totals import RouteTotals
 from batchrunner.engines.base import Conservativeness
 from batchrunner.engines.simulated import Simulator
 from batchrunner.job.engine import SimulatedEngine
-from batchrunner.job.queue_band import QueueBand
 from batchrunner.output.events import EventLog
 
 if TYPE_CHECKING:

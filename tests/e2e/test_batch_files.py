@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import batchrunner
-from batchrunner.job.batch_call import job_of_batch
+from batchrunner.job.call import job_of_batch
 from batchrunner.output.parts import write_part
 from tests.conftest import batchrun, eventually, require_modules, started
 from tests.support.fake_sglang import FakeSGLang, Sent

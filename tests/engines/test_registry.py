@@ -12,7 +12,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.engines.registry import for_task, model_of
 from batchrunner.job.load import parse_engine
-from batchrunner.job.tasks.table import TaskName
+from batchrunner.job.tasks import TaskName
 from tests.conftest import (
     batchrun,
     job_of,

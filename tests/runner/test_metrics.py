@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from batchrunner.core.endpoints import MetricsAddress
 from batchrunner.core.engine_info import SchedulerLoad
+from batchrunner.core.types import MetricsAddress
 from batchrunner.dispatch.snapshot import Snapshot
 from batchrunner.engines.http.connections import free_port
 from batchrunner.runner.metrics import OF_RUN, OF_SCHEDULER, PREFIX, SCHEDULER, metrics_server

@@ -13,7 +13,7 @@ from dataclasses import asdict
 import orjson
 import pyarrow as pa
 
-from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.errors import (
     AnotherModelError,
     AttemptFailedError,
@@ -31,7 +31,6 @@ from batchrunner.engines.http.model_guard import ModelGuard, common_model, model
 from batchrunner.engines.http.replies import error_of
 from batchrunner.engines.http.server_info import describe
 from batchrunner.engines.http.worker_list import urls_in
-from batchrunner.job.queue_band import QueueBand
 from batchrunner.output.columns import result_schema, table_of
 from batchrunner.output.counts import RowCounts
 

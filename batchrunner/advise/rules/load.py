@@ -6,7 +6,8 @@ from typing import Any
 from batchrunner.advise.rules import gains
 from batchrunner.advise.rules.rule import Certainty, Finding
 from batchrunner.advise.situation import ClientActivity, Situation
-from batchrunner.core.wording import counted
+from batchrunner.core.console import counted
+from batchrunner.core.engine_info import QueueBand
 from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.recovery.safer_args import (
     LESS_CONSERVATIVE,
@@ -15,7 +16,6 @@ from batchrunner.engines.recovery.safer_args import (
     as_flag,
     in_effect,
 )
-from batchrunner.job.queue_band import QueueBand
 
 CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 """Environment variable: most tokens that SGLang reserves for the output of a request (schedule_policy)."""

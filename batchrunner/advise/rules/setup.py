@@ -7,7 +7,7 @@ import re
 
 from batchrunner.advise.rules.rule import Finding
 from batchrunner.advise.situation import Situation
-from batchrunner.core.wording import counted
+from batchrunner.core.console import counted
 from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.logs.facts import FP8, Architecture, Facts
 

@@ -19,9 +19,9 @@ from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
-from batchrunner.core.child_processes import STOP_SIGNALS
 from batchrunner.core.hooks.functions import HookResult, HookSetup
 from batchrunner.core.hooks.loading import HookLoadError, LoadedFunction, failure_text, load, place_of
+from batchrunner.core.processes import STOP_SIGNALS
 
 BEGUN, ENDED, EXPIRED = range(3)
 """Numbers in the shared memory: calls that began and that ended, and the call that takes too long."""

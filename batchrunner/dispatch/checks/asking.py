@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 from batchrunner.core.types import Completion, Request
-from batchrunner.job.check import CheckSpec
 from batchrunner.job.output import IDS_TO_CONTINUE, REASONING, TOOL_CALLS
 from batchrunner.job.sampling import GRAMMARS
+from batchrunner.job.spec import CheckSpec
 from batchrunner.output.columns import OF_THE_PROMPT
 
 SEED_STEP = 1_000_003

@@ -19,7 +19,7 @@ from batchrunner.dispatch.checks.python_check import PythonCheck
 from batchrunner.dispatch.pending_row import Asking, PendingRow
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.check import CheckSpec
+from batchrunner.job.spec import CheckSpec
 from batchrunner.output.check_counts import ASKED_AGAIN, AskedAgain, Rejected
 
 MOST_CONTINUED = 3

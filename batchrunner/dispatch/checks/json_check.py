@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from batchrunner.core.errors import JobError
-from batchrunner.core.exact_json import read_exactly
-from batchrunner.core.json_pointer import part_at
+from batchrunner.core.exact_json import part_at, read_exactly
 from batchrunner.dispatch.checks.patterns import Pattern
 from batchrunner.dispatch.checks.schema_circles import circle_in
 from batchrunner.dispatch.checks.unevaluated import note, noting

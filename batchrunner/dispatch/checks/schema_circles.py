@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from batchrunner.core.json_pointer import part_at
+from batchrunner.core.exact_json import part_at
 
 
 def circle_in(schema: Mapping[str, Any]) -> str | None:

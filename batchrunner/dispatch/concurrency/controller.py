@@ -46,11 +46,10 @@ control with dead time, K·τ ≤ 1/e; BBR (throughput's plateau, for `probe`).
 
 from dataclasses import dataclass
 
-from batchrunner.core.corner import Corner
+from batchrunner.core.engine_info import Corner, QueueBand
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.concurrency.corners import CornerChange, CornerWatch
 from batchrunner.dispatch.concurrency.reading import Reading
-from batchrunner.job.queue_band import QueueBand
 
 GAIN = 0.37
 """Share of the error that one step corrects: 1/e, the largest that does not overshoot with a delay."""

@@ -16,10 +16,9 @@ scheduler with a queue and an unused pool is in no corner before that, nor is on
 
 from dataclasses import dataclass
 
-from batchrunner.core.corner import Corner
+from batchrunner.core.engine_info import Corner, QueueBand
 from batchrunner.dispatch.concurrency.filling import Filling
 from batchrunner.dispatch.concurrency.reading import Reading
-from batchrunner.job.queue_band import QueueBand
 
 GOOD_USAGE = 0.9
 """Token usage from which the KV pool is well used (SGLang's tuning guides)."""

@@ -19,8 +19,7 @@ The gauge is believed again when its queue is back in the band.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.job.queue_band import QueueBand
+from batchrunner.core.engine_info import QueueBand, SchedulerLoad
 
 MOST_REQUESTS = 1_000_000
 """Most requests at one scheduler: sixteen times as many as one address has ports."""

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from batchrunner.core.corner import Corner
-from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
+from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.dispatch.concurrency.controller import Controller, Decision
 from batchrunner.dispatch.concurrency.corners import CornerChange
 from batchrunner.dispatch.concurrency.row_tokens import RowTokens
@@ -18,7 +17,6 @@ from batchrunner.dispatch.concurrency.schedulers import KnownScheduler, KnownSch
 from batchrunner.dispatch.concurrency.sharing import Shares
 from batchrunner.dispatch.concurrency.window import first_window
 from batchrunner.dispatch.forward_passes import ForwardPasses
-from batchrunner.job.queue_band import QueueBand
 
 
 @dataclass(slots=True)

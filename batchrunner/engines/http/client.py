@@ -46,7 +46,7 @@ from batchrunner.engines.model_files import vocabulary_of
 from batchrunner.engines.vector_facts import pooling_note
 from batchrunner.input.request_bodies import with_model
 from batchrunner.input.tokenize.detokenizer import Detokenizer
-from batchrunner.job.tasks.table import EMBED, GENERATE, TaskName
+from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 
 log = logging.getLogger(__name__)
 

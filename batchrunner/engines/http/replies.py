@@ -14,7 +14,6 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import orjson
 
-from batchrunner.core.endpoints import CHAT_PATH, EMBEDDINGS_PATH
 from batchrunner.core.errors import (
     AttemptFailedError,
     EngineBusyError,
@@ -22,11 +21,19 @@ from batchrunner.core.errors import (
     RequestError,
     RowRefusedError,
 )
-from batchrunner.core.types import NO_COLUMNS, AskedColumns, Completion, Request, RequestBody
+from batchrunner.core.types import (
+    CHAT_PATH,
+    EMBEDDINGS_PATH,
+    NO_COLUMNS,
+    AskedColumns,
+    Completion,
+    Request,
+    RequestBody,
+)
 from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.input.tokenize.detokenizer import Detokenizer
+from batchrunner.job.embed import check_embeddings
 from batchrunner.job.output import IDS_TO_CONTINUE, REASONING, RESPONSE
-from batchrunner.job.tasks.embed import check_embeddings
 
 MOST_COUNT = (1 << 31) - 1
 """Largest count of tokens, and largest token id: the columns of the results have 32 bits."""

@@ -24,7 +24,7 @@ from batchrunner.engines.http.model_guard import Model, ModelQuestion, model_in
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.model_files import model_identity
 from batchrunner.engines.vector_facts import lengths_told
-from batchrunner.job.tasks.table import GENERATE, TASKS, TaskName
+from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
 log = logging.getLogger(__name__)
 

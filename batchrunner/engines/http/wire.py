@@ -7,15 +7,14 @@ from typing import Any
 
 import orjson
 
-from batchrunner.core.endpoints import BATCH_PATHS, CHAT_PATH
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.media import PromptFile, file_of_part
-from batchrunner.core.types import AskedColumns, Request, RequestBody
+from batchrunner.core.types import BATCH_PATHS, CHAT_PATH, AskedColumns, Request, RequestBody
 from batchrunner.input.media.containers import media_type_of
 from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.job.engine import GATEWAY_DROPS
 from batchrunner.job.output import OF_TOKENS
-from batchrunner.job.tasks.table import TASKS
+from batchrunner.job.tasks import TASKS
 
 # /generate's name → /v1/chat/completions' name, where they differ
 _CHAT_NAMES = {

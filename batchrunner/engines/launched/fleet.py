@@ -31,7 +31,7 @@ from batchrunner.engines.recovery.healer import Healer, healer_for
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.engine import GatewayEngine, ServerEngine
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks.table import GENERATE, TaskName, goes_past_gateways
+from batchrunner.job.tasks import GENERATE, TaskName, goes_past_gateways
 
 KEEP_ALIVE_S = 120
 """Seconds for which replicas keep the gateway's idle connections; the gateway drops them after 90 s. With

@@ -47,7 +47,7 @@ KILL_S = 10.0
 CHUNK_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 1 << 20
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that stop a run; see `batchrunner.core.child_processes`."""
+"""Signals that stop a run; see `batchrunner.core.processes`."""
 
 # From <linux/prctl.h>.
 PR_SET_PDEATHSIG = 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, Self
 
-from batchrunner.core.wording import counted
+from batchrunner.core.console import counted
 from batchrunner.engines.logs.pass_times import STEPS_A_LINE, PassClock, PassTimes, fit_pass_times
 from batchrunner.engines.logs.prefills import Prefills
 from batchrunner.engines.logs.thinned import Thinned

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from batchrunner.core.cache import cache_directory
 from batchrunner.core.errors import BatchrunError
+from batchrunner.core.files import cache_directory
 from batchrunner.output.files import write_json
 
 log = logging.getLogger(__name__)

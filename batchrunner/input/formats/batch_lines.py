@@ -12,8 +12,8 @@ import msgspec
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.endpoints import BATCH_PATHS, EMBEDDINGS_PATH
 from batchrunner.core.errors import InputError
+from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
 from batchrunner.input.formats.base import PROBLEM
 from batchrunner.input.formats.text import Lines
 from batchrunner.input.formats.unique_ids import UniqueIds

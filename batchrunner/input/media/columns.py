@@ -14,12 +14,11 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
-from batchrunner.core.media import KIND_OF_FIELD, MediaRules, PromptFile
-from batchrunner.core.pages import page_ranges
+from batchrunner.core.media import KIND_OF_FIELD, MediaRules, PromptFile, page_ranges
 from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.media.estimates import tokens_of, tokens_of_file
 from batchrunner.input.prompt_types import is_bytes, is_list, is_text
-from batchrunner.job.media import ImagesSpec, MediaSpec, PdfSpec
+from batchrunner.job.prompt import ImagesSpec, MediaSpec, PdfSpec
 
 PAGE_INCHES = 8.5 * 11
 _USUAL_PAGES, _MOST_PAGES = 8, 64

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from batchrunner.core.pages import page_ranges
+from batchrunner.core.media import page_ranges
 from batchrunner.input.media.bad_file import BadFileError
 from batchrunner.input.media.pictures import MOST_PIXELS, encoded, scale_to
 

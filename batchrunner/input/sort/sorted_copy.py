@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError
-from batchrunner.core.row_set import from_column
+from batchrunner.core.types import rows_of_column
 from batchrunner.input.files import first_line
 from batchrunner.input.formats.base import READ_BUFFER_BYTES, batch_rows
 from batchrunner.input.row_reader import RowBatch
@@ -85,7 +85,7 @@ class SortedCopy:
 
     def _rows_of(self, group: int) -> BitMap64:
         names = self._file.schema_arrow.names[-1:]
-        return from_column(self._file.read_row_group(group, names, use_threads=False).column(0))
+        return rows_of_column(self._file.read_row_group(group, names, use_threads=False).column(0))
 
     def _read_group(self, group: int, wanted: BitMap64) -> Iterator[RowBatch]:
         metadata = self._file.metadata.row_group(group)

@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchrunner.core.errors import CannotTokenizeError, RowRefusedError
-from batchrunner.core.jsonfile import read_json
+from batchrunner.core.files import read_json
 from batchrunner.input.tokenize.tokenizer_files import token_text
 
 RESERVED_ARGUMENTS = frozenset(

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import CannotTokenizeError
-from batchrunner.core.jsonfile import read_json
+from batchrunner.core.files import read_json
 from batchrunner.core.types import Request
 from batchrunner.input.tokenize.tokenizer_files import load_tokenizer, token_text
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from batchrunner.job.storage import StorageSpec
+from batchrunner.job.output import StorageSpec
 
 _STORE = re.compile(r"(s3|gs|az)://([^/?#]+)/?(.*)", re.DOTALL | re.IGNORECASE)
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")

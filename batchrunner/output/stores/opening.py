@@ -16,7 +16,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_expo
 
 from batchrunner.core.errors import JobError, StoreRequestError
 from batchrunner.core.timing import TIMING
-from batchrunner.job.storage import StorageSpec
+from batchrunner.job.output import StorageSpec
 from batchrunner.output.stores.addresses import StoreAddress, endpoint_of
 
 STORE_ERRORS = (BaseError, OSError, ValueError)

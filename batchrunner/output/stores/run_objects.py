@@ -11,7 +11,7 @@ from typing import Any
 import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 
-from batchrunner.job.storage import StorageSpec
+from batchrunner.job.output import StorageSpec
 from batchrunner.output.stores.addresses import StoreAddress
 from batchrunner.output.stores.opening import STORE_ERRORS, as_os_error, e_tag_of, open_bucket, read_whole
 

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Collection
 from pathlib import Path
 
-from batchrunner.core.jsonfile import read_json
-from batchrunner.core.threads import thread_pool
+from batchrunner.core.files import read_json
+from batchrunner.core.processes import thread_pool
 from batchrunner.output.files import make_directory, whole_file, write_json
 from batchrunner.output.stores.copy_places import CopyPlaces
 from batchrunner.output.stores.run_objects import RunObjects, StoredObject

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import NamedTuple
 
-from batchrunner.core.wording import counted
+from batchrunner.core.console import counted
 from batchrunner.report.html.timeline import GridValue, Line, Timeline
 
 WIDTH, HEIGHT = 1000.0, 100.0

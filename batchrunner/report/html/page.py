@@ -19,9 +19,9 @@ from markupsafe import Markup
 from batchrunner.advise import roofline as formulas
 from batchrunner.advise.advise import advise_run
 from batchrunner.advise.roofline import UnknownLimitError
-from batchrunner.core.corner import Corner
-from batchrunner.core.jsonfile import read_json
-from batchrunner.core.wording import counted
+from batchrunner.core.console import counted
+from batchrunner.core.engine_info import Corner
+from batchrunner.core.files import read_json
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.events import last_sample, read_events
 from batchrunner.output.files import whole_file, writing

@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 from pyroaring import BitMap64
 
-from batchrunner.core.row_set import from_text, to_text
+from batchrunner.core.types import rows_from_text, rows_to_text
 from batchrunner.input.sort.sorted_copy import SortedCopy
 from batchrunner.output.files import create_file, make_directory
 from batchrunner.output.stores.store import LOCAL, Store
@@ -67,7 +67,7 @@ class LeaseFiles:
         """Write a plan, unless another task has written one with this number."""
         make_directory(self.directory)
         text = {
-            "rows": to_text(plan.rows),
+            "rows": rows_to_text(plan.rows),
             "cuts": plan.cuts,
             "rows_total": plan.rows_total,
             "fingerprint": plan.fingerprint,
@@ -79,7 +79,7 @@ class LeaseFiles:
     def read_plan(self, number: int) -> LeasePlan:
         """Read a plan."""
         found = orjson.loads(self._read(self._plan_path(number)))
-        return LeasePlan(**{**found, "rows": from_text(found["rows"])})
+        return LeasePlan(**{**found, "rows": rows_from_text(found["rows"])})
 
     def take(self, number: int, turn: int) -> bool:
         """Write that this task took a lease; tell whether it was the first to do so."""
@@ -90,7 +90,7 @@ class LeaseFiles:
 
     def end(self, number: int, turn: int, left: BitMap64) -> None:
         """Write that a lease has ended, and which rows are left."""
-        content = orjson.dumps({"left": to_text(left)}) if left else b""
+        content = orjson.dumps({"left": rows_to_text(left)}) if left else b""
         create_file(self._end_path(number, turn), content, self._task, self._store.claim)
 
     def holder(self, number: int, turn: int) -> str:
@@ -106,7 +106,9 @@ class LeaseFiles:
         if key not in self._lefts:
             end = self._end_path(number, turn)
             has_rows = self._store.size(end) > 0
-            self._lefts[key] = from_text(orjson.loads(self._read(end))["left"]) if has_rows else BitMap64()
+            self._lefts[key] = (
+                rows_from_text(orjson.loads(self._read(end))["left"]) if has_rows else BitMap64()
+            )
         return self._lefts[key]
 
     def sorted_copy(self, name: str) -> SortedCopy:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchrunner.core.errors import JobError, OutputError, SubmitError
-from batchrunner.core.exit_codes import EXIT_TIME_UP
+from batchrunner.core.errors import EXIT_TIME_UP, JobError, OutputError, SubmitError
 from batchrunner.job.load import load_job
 from batchrunner.output.files import refuse_uri
 from batchrunner.output.stores.addresses import store_address

@@ -2,7 +2,7 @@
 
 from batchrunner import __all__ as public
 from batchrunner.core import errors
-from batchrunner.core.exit_codes import EXIT_MEANINGS
+from batchrunner.core.errors import EXIT_MEANINGS
 from docs.tools.reference.markdown import paragraphs, table
 
 HEAD = """# Exit codes

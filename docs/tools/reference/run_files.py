@@ -4,8 +4,8 @@ import pyarrow as pa
 
 from batchrunner.core.types import ForwardTask
 from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS, SAMPLE, SAMPLE_COLUMN
-from batchrunner.job.tasks.choices import ChoiceTask
-from batchrunner.job.tasks.table import TASKS
+from batchrunner.job.scores import ChoiceTask
+from batchrunner.job.tasks import TASKS
 from batchrunner.output.columns import ANSWER_TYPES, result_schema
 from batchrunner.output.event_kinds import EVENTS, EVERY_EVENT
 from docs.tools.reference.markdown import table

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchrunner.core.engine_info import QueueBand
 from batchrunner.dispatch.concurrency.controller import BACK_OFF, Controller
 from batchrunner.dispatch.concurrency.reading import Reading
-from batchrunner.job.queue_band import QueueBand
 from tests.support.examples import examples
 from tests.support.plant import Plant
 

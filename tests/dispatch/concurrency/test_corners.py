@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from batchrunner.core.corner import Corner
+from batchrunner.core.engine_info import Corner, QueueBand
 from batchrunner.dispatch.concurrency.controller import Controller
 from batchrunner.dispatch.concurrency.corners import HELD_AFTER_S, TOLD_AFTER_S
 from batchrunner.dispatch.concurrency.reading import Reading
-from batchrunner.job.queue_band import QueueBand
 
 BAND = QueueBand(100, 2000)
 

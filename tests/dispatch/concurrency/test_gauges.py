@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.dispatch.concurrency.gauges import GaugeVerdict, QueueGauges
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.job.queue_band import QueueBand
 
 URL = "http://127.0.0.1:30000"
 LOAD = SchedulerLoad(URL, "loads", 0, 0, 0.1, 100, 10**6, 64, URL)

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.sharing import PRIOR_ROWS, Shares
-from batchrunner.job.queue_band import QueueBand
 
 ROUTES = ("a", "b", "c")
 

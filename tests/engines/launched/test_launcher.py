@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import batchrunner
-from batchrunner.core.child_processes import STOP_SIGNALS
+from batchrunner.core.processes import STOP_SIGNALS
 from tests.support.engine_processes import deaf_to
 from tests.support.server_thread import PATIENCE_S
 

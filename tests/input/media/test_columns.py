@@ -12,7 +12,7 @@ from batchrunner.core.media import PromptFile
 from batchrunner.input.live_rows import LiveColumns
 from batchrunner.input.media.columns import FileColumn
 from batchrunner.input.media.estimates import USUAL_TOKENS
-from batchrunner.job.media import ImagesSpec, PdfSpec
+from batchrunner.job.prompt import ImagesSpec, PdfSpec
 from batchrunner.job.sampling import FromColumn
 from tests.support.pictures import document, picture
 

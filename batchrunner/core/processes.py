@@ -1,12 +1,21 @@
-"""Signals are told to a listener in a thread of its own, so that a busy main thread delays none of them."""
+"""Processes, threads, signals and open files of this process."""
+
+from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import signal
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Protocol, Self
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that stop a run. Slurm, systemd and `timeout` send them to all of its processes, but only the run
+takes them: it waits for its rows in flight, which need those processes."""
 
 
 class SignalListener(Protocol):
@@ -66,3 +75,50 @@ class SignalWatch:
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:
     """Handle a signal: whoever listens does."""
+
+
+@contextlib.contextmanager
+def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Open a pool of threads and wait for their end, but not after a Ctrl-C: a mount may never answer."""
+    pool = ThreadPoolExecutor(threads)
+    try:
+        yield pool
+    except KeyboardInterrupt:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+LOOP_FILES = 10
+"""Files that an event loop opens when it begins, at most."""
+RAISE_LIMIT = "raise the limit, such as with `ulimit -n 1024`, and run the same command again"
+
+
+def too_many_files(failure: BaseException) -> str | None:
+    """Return what is wrong if an error comes from the limit on open files; else None.
+
+    Errors that were raised while another one was handled count as that one.
+    """
+    at: BaseException | None = failure
+    seen: set[int] = set()  # the chain may be a circle
+    while at is not None and id(at) not in seen:
+        if isinstance(at, OSError) and at.errno == errno.EMFILE:
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            return f"too many open files: this process may open {most}"
+        seen.add(id(at))
+        at = at.__cause__ or at.__context__
+    return None
+
+
+def need_files_of_loop() -> None:
+    """Raise OSError where an event loop could not open its files: one that begins in part is not undone."""
+    opened: list[int] = []
+    try:
+        while len(opened) < LOOP_FILES:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)

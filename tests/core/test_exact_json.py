@@ -2,7 +2,7 @@
 
 import pytest
 
-from batchrunner.core.json_pointer import part_at
+from batchrunner.core.exact_json import part_at
 
 SCHEMA = {"$defs": {"a b": 1, "c/d": 2, "e~f": 3, "ü": 4}, "anyOf": [{"type": "null"}, {"type": "integer"}]}
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from batchrunner.core.threads import thread_pool
+from batchrunner.core.processes import thread_pool
 
 
 def test_an_interrupt_waits_for_no_thread() -> None:

@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from batchrunner.core.types import ForwardTask
-from batchrunner.job.tasks.choices import ChoiceTask
-from batchrunner.job.tasks.embed import EmbedTask
-from batchrunner.job.tasks.pooled import ClassifyTask, RerankTask, RewardTask
-from batchrunner.job.tasks.score import ScoreTask
+from batchrunner.job.embed import EmbedTask
+from batchrunner.job.scores import ChoiceTask, ClassifyTask, RerankTask, RewardTask, ScoreTask
 
 TaskName: TypeAlias = Literal["generate", "embed", "score", "rerank", "reward", "classify"]
 """`task` of a job."""

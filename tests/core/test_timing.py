@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.core.backoff import pause_before_retry
 from batchrunner.core.errors import AttemptFailedError, EngineBusyError, RequestError, RowRefusedError
-from batchrunner.core.timing import TIMING
+from batchrunner.core.timing import TIMING, pause_before_retry
 
 counts = st.integers(1, 10) | st.integers(1, 10_000)  # small ones are where pauses still grow
 lucks = st.floats(0, 1, exclude_max=True)

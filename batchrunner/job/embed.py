@@ -24,7 +24,7 @@ import msgspec
 from batchrunner.core.errors import AttemptFailedError, RequestError, RowRefusedError
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.types import Completion, ForwardTask, Request
-from batchrunner.job.tasks.pooling_args import pooling_args
+from batchrunner.job.native import pooling_args
 
 VECTOR = "vector"
 """Kind of a column whose values are all of one length, which the first of them tells: (VECTOR, dtype)."""
