@@ -1,7 +1,7 @@
 """Errors, records and small things for all other folders; imports nothing from the package.
 
-Data: types (records that pass between folders: Request, Outcome; sets of row ordinals; endpoints), engine_info
-(EngineInfo, SchedulerLoad, QueueBand), media, errors (all exceptions and exit codes). Functions: timing
-(`TIMING`, `pause_before_retry`), files, exact_json, processes (threads, signals, child processes), console (the
-command's streams). hooks/ runs a job's Python functions.
+Data: types (records that pass between folders: Request, Outcome; sets of row ordinals; endpoints),
+engine_info (EngineInfo, SchedulerLoad, QueueBand), media, errors (all exceptions and exit codes). Functions:
+timing (`TIMING`, `pause_before_retry`), files, exact_json, processes (threads, signals, child processes),
+console (the command's streams). hooks/ runs a job's Python functions.
 """
