@@ -47,5 +47,5 @@ class LoadLoop:
             self._backlog.wake_dispatcher()
             for observer in self._observers:
                 observer.polled(loads, now)
-            await self._holding_back.follow(now)
+            self._holding_back.follow()
             await asyncio.sleep(TIMING.load_poll)

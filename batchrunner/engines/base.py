@@ -16,15 +16,6 @@ class PlacedRequest(NamedTuple):
     request: Request
 
 
-class Conservativeness(NamedTuple):
-    """How carefully an engine's servers admit requests, after a change."""
-
-    value: float
-    """`--schedule-conservativeness`."""
-    at_once: bool
-    """Whether the servers that run now do so; else those that are started later."""
-
-
 class RowAnswers(Protocol):
     """Takes the answers to the rows of a bundle."""
 
@@ -82,12 +73,11 @@ class Engine(Protocol):
         A poll that fails raises nothing: the schedulers that it was for are left out.
         """
 
-    async def admit_more(self) -> Conservativeness | None:
-        """Let servers that hold requests back admit more; None where that is not ours to say."""
-        return None
+    def admit_more(self) -> float | None:
+        """Let servers that hold requests back admit more from their next start on.
 
-    async def admit_as_before(self) -> Conservativeness | None:
-        """Take `admit_more` back; None where there is nothing to take back."""
+        Return their `--schedule-conservativeness` of then; None where that is not ours to say.
+        """
         return None
 
     def incidents(self) -> list[Incident]:

@@ -81,11 +81,8 @@ EVENTS = {
         },
     ),
     "conservativeness": EventKind(
-        "Launched servers are to admit more requests, since they hold them back, or as many as before.",
-        {
-            "new": "Value of `--schedule-conservativeness`.",
-            "at_once": "Whether the running servers took it; else it is for the next start and the next run.",
-        },
+        "Launched servers are to admit more requests from their next start on, since they hold them back.",
+        {"new": "Value of `--schedule-conservativeness` at the next start and in the next run."},
     ),
     "gauge": EventKind(
         "The load that a scheduler tells is not believed from now on, since it cannot be right, or is again.",

@@ -211,7 +211,7 @@ def build_sending(
     incidents = IncidentLog(engine, events)
     progress = ProgressLog(monitor, incidents, display, events, now=began)
     stop_rules = StopRules(results, control, job.limits.deadline, now=began)
-    holding_back = HoldingBack(engine, limits, totals, events, helps=job.sampling.ignore_eos is not True)
+    holding_back = HoldingBack(engine, limits, events, helps=job.sampling.ignore_eos is not True)
     load_loop = LoadLoop(engine, feedback, backlog, holding_back, [summary, progress, stop_rules])
     return Sending(
         feeder=feeder,

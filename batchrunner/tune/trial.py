@@ -16,7 +16,7 @@ from batchrunner.core.errors import (
     RequestError,
 )
 from batchrunner.core.types import Completion, Request
-from batchrunner.engines.base import Conservativeness, Engine, RowAnswers
+from batchrunner.engines.base import Engine, RowAnswers
 from batchrunner.engines.flags import name_in
 from batchrunner.engines.registry import make_engine
 from batchrunner.job.engine import ServerEngine
@@ -204,12 +204,8 @@ class MeasuringEngine:
             self.stop(("cut", "the time for tuning was over"))
         return loads
 
-    async def admit_more(self) -> Conservativeness | None:
+    def admit_more(self) -> float | None:
         """Change nothing during a trial, which is of the arguments that it began with."""
-        return None
-
-    async def admit_as_before(self) -> Conservativeness | None:
-        """Change nothing during a trial."""
         return None
 
     def incidents(self) -> list[Incident]:

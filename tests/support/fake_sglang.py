@@ -111,9 +111,6 @@ class FakeSGLang(ServerThread):
         """Tokens of the KV pool that are in use, of 20,000."""
         self.load: Callable[[], bytes] | None = None
         """What /v1/loads answers in place of the load."""
-        self.internal_state: Literal["refuses", "takes", "takes on each rank", "nonsense"] = "refuses"
-        """What /set_internal_state does with a conservativeness; SGLang 0.5.23 refuses it."""
-        self.conservativeness = 1.0
         self.vector: Callable[[Sent], list[float]] = vector_of
         """What becomes of a prompt for an embedding."""
         self.logprob: Callable[[str, int], float | None] = logprob_for
@@ -186,7 +183,6 @@ class FakeSGLang(ServerThread):
             app.router.add_get("/v1/loads", self._loads)
             app.router.add_get("/metrics", self._tell_metrics)
             app.router.add_post("/v1/tokenize", self._tokens)
-            app.router.add_post("/set_internal_state", self._set_internal_state)
             app.router.add_post("/generate", self._generate)
             app.router.add_post("/v1/chat/completions", self._generate)
             app.router.add_post("/v1/completions", self._generate)
@@ -241,18 +237,6 @@ class FakeSGLang(ServerThread):
                 **self.arguments,
             }
         )
-
-    async def _set_internal_state(self, request: web.Request) -> web.Response:
-        if locked := self._locked(request):
-            return locked
-        wanted = (await request.json())["server_args"]
-        if self.internal_state == "nonsense":
-            return web.Response(text="done")
-        if self.internal_state == "refuses" or list(wanted) != ["schedule_conservativeness"]:
-            return web.json_response({"updated": False})
-        self.conservativeness = wanted["schedule_conservativeness"]
-        each = {"updated": True}
-        return web.json_response([each, each] if self.internal_state == "takes on each rank" else each)
 
     async def _tell_metrics(self, request: web.Request) -> web.Response:
         if self.metrics is None:

@@ -12,13 +12,12 @@ from typing import Any
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.types import Completion, Request
-from batchrunner.engines.base import Conservativeness, IncidentQueue, RowAnswers
+from batchrunner.engines.base import IncidentQueue, RowAnswers
 from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.client import Endpoint, HttpEngine, SGLangClient
 from batchrunner.engines.http.connections import raise_file_limit
-from batchrunner.engines.http.internal_state import set_conservativeness
 from batchrunner.engines.http.loads import FailureClassifier
 from batchrunner.engines.launched.gateway import GatewayProcess
 from batchrunner.engines.launched.sglang_server import SGLangServer
@@ -210,19 +209,9 @@ class LaunchedFleet(HttpEngine):
                 self._gateway.poll(loads, endpoint, now, idle=idle)
         return loads
 
-    async def admit_more(self) -> Conservativeness | None:
-        """Schedule less carefully, now if the servers can; see `Engine.admit_more`."""
-        return await self._schedule(self._healer.admit_more()) if self._healer else None
-
-    async def admit_as_before(self) -> Conservativeness | None:
-        """Schedule as the servers do by default; see `Engine.admit_as_before`."""
-        return await self._schedule(self._healer.admit_as_before()) if self._healer else None
-
-    async def _schedule(self, value: float | None) -> Conservativeness | None:
-        if value is None:
-            return None
-        asked = [set_conservativeness(url, self._key, value) for url in self._replicas]
-        return Conservativeness(value, at_once=all(await asyncio.gather(*asked)))
+    def admit_more(self) -> float | None:
+        """Start servers less careful from now on; see `Engine.admit_more`."""
+        return self._healer.admit_more() if self._healer else None
 
     async def excuses(self, url: str, sent_at: float) -> bool:
         """Tell whether a server ended after `sent_at` for a reason that is no row's fault."""

@@ -34,10 +34,6 @@ LEAST_SPAN_S = 300.0
 """Seconds of work that it takes to judge how often requests are retracted."""
 _DP_ATTENTION = ("enable-dp-attention", "attn-dp-size")
 """Arguments with which SGLang itself multiplies the conservativeness by 0.3."""
-_WHY_PACE = {
-    LESS_CONSERVATIVE: "requests that waited though the KV pool had room",
-    NORMAL: "retractions at a lower conservativeness",
-}
 _HOPELESS = {
     "killed": "the machine, or our cgroup on it, has too little memory",
     "load": "take more cards (tp-size), quantise (quantization: fp8), or take a larger card",
@@ -116,13 +112,6 @@ class Healer:
         self._pace = {CONSERVATIVENESS: LESS_CONSERVATIVE}
         return LESS_CONSERVATIVE
 
-    def admit_as_before(self) -> float | None:
-        """Take `admit_more` back, for later runs too; return the conservativeness."""
-        if self._pace != {CONSERVATIVENESS: LESS_CONSERVATIVE}:
-            return None
-        self._pace = {CONSERVATIVENESS: NORMAL}
-        return NORMAL
-
     def outlived(self, server: EndedServer) -> None:
         """Write down the arguments of a server that still runs when the run ends, for the next run."""
         if not self._had_all(server):
@@ -130,8 +119,8 @@ class Healer:
         log_reader, _ = _read(server)
         args = self._calmer(log_reader)
         why = f"{log_reader.series.retractions_per_min:.1f} retractions a minute"
-        if self._pace and (not args or self._pace[CONSERVATIVENESS] == NORMAL):
-            args, why = self._pace, _WHY_PACE[self._pace[CONSERVATIVENESS]]
+        if self._pace and not args:
+            args, why = self._pace, "requests that waited though the KV pool had room"
         if args:
             self._learn(args, why)
             log.info("%s: the next run has %s (%s)", self._why, _shown(args), self._memory.path)

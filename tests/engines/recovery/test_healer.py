@@ -49,18 +49,6 @@ def test_a_server_that_holds_back_starts_less_careful_the_next_time(memory: Reme
     assert next_run(memory).next_args == {NAME: 0.3}
 
 
-def test_it_is_taken_back_for_good(memory: Remembered) -> None:
-    """Once taken back, it is 1.0 in later runs, which do not try it again."""
-    healer = next_run(memory)
-    healer.admit_more()
-    assert healer.admit_as_before() == 1.0
-    assert healer.admit_as_before() is None
-    healer.outlived(EndedServer(retracting(10)))
-    later = next_run(memory)
-    assert later.next_args == {NAME: 1.0}
-    assert later.admit_more() is None
-
-
 def test_a_run_that_begins_with_it_takes_it_back_at_the_first_costs(memory: Remembered) -> None:
     """Two minutes of retractions are enough there; a server without it is judged by five."""
     healer = next_run(memory)
@@ -85,4 +73,3 @@ def test_what_the_job_sets_is_not_changed(memory: Remembered, given: dict[str, A
     healer = next_run(memory, given)
     assert healer.admit_more() is None
     assert healer.next_args == {}
-    assert healer.admit_as_before() is None
