@@ -38,7 +38,6 @@ MADE = pages()
 KEY = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 NO_VARIABLES = {
     "BATCHRUN__": "the beginning of BATCHRUN__A__B",
-    "SLURM_ARRAY_TASK_": "the beginning of several",
     "CUBLAS_STATUS_ALLOC_FAILED": "a line in a log",
     "RTX_6000_ADA": "the name of a card",
     "LABEL_": "the beginning of the name of a class",

@@ -12,7 +12,6 @@ from batchrunner.report.report import Report
 from batchrunner.runner.execute import execute
 from batchrunner.runner.open_engine import OpenEngine, cancelled_once, open_portal
 from batchrunner.runner.progress_calls import ProgressListener, make_displays
-from batchrunner.runner.shard import new_join_task
 
 JobSource = Job | Mapping[str, Any] | str | Path
 
@@ -38,9 +37,8 @@ def run(
     raised.
     """
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
-    part = new_join_task() if join else None
     display = make_displays(progress=progress, on_progress=on_progress)
-    return run_blocking(loaded, engine, fresh=fresh, retry_failed=retry_failed, part=part, display=display)
+    return run_blocking(loaded, engine, fresh=fresh, retry_failed=retry_failed, join=join, display=display)
 
 
 async def arun(
@@ -56,10 +54,9 @@ async def arun(
 ) -> Report:
     """Do what `run` does, in the running event loop; cancelling it keeps the finished rows."""
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
-    part = new_join_task() if join else None
     display = make_displays(progress=progress, on_progress=on_progress)
     start = execute if engine is None else engine.acall
-    return await start(loaded, fresh=fresh, retry_failed=retry_failed, part=part, display=display)
+    return await start(loaded, fresh=fresh, retry_failed=retry_failed, join=join, display=display)
 
 
 def run_blocking(job: Job, engine: OpenEngine | None, **options: Any) -> Report:

@@ -58,14 +58,6 @@ def run(
     limit: LimitOption = None,
     fresh: FreshOption = False,
     retry_failed: RetryFailedOption = False,
-    shard: Annotated[
-        str | None,
-        typer.Option(
-            metavar="I/N",
-            help="Do one of N fixed shares of the rows, such as 3/16 (0/16 to 15/16); "
-            "`slurm` takes the number of the array task.",
-        ),
-    ] = None,
     join: Annotated[
         bool,
         typer.Option(
@@ -92,7 +84,6 @@ def run(
             with_limit(overrides, limit),
             fresh=fresh,
             retry_failed=retry_failed,
-            shard=shard,
             join=join,
             no_python=no_python,
             metrics=_metrics(metrics_port, metrics_host),
@@ -105,7 +96,7 @@ def run(
         tell("\n".join(done.lines()))
     if not as_json and not quiet:
         sent = done.rows_ok + done.rows_failed > done.rows_resumed
-        if sent and not (done.simulated or shard or join):  # of several tasks none knows which is the last
+        if sent and not (done.simulated or join):  # of several tasks none knows which is the last
             _tell_advice(done.results)
         show([done.results])
     raise typer.Exit(done.exit_code)
@@ -236,12 +227,6 @@ def slurm(
         str,
         typer.Option(metavar="TEXT|FILE", help="Shell lines that come first, such as 'module load cuda'."),
     ] = "",
-    static: Annotated[
-        bool,
-        typer.Option(
-            "--static", help="Each task does a fixed share, by its number, instead of what is left."
-        ),
-    ] = False,
     submit: Annotated[
         bool,
         typer.Option("--submit", help="Submit the script, and a job that merges and reports after it."),
@@ -275,7 +260,6 @@ def slurm(
         time=time,
         sbatch=sbatch or [],
         grace_s=grace,
-        static=static,
     )
     script = planned.script()
     if output is not None:

@@ -4,7 +4,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from batchrunner.core.errors import OutputError
@@ -22,18 +21,17 @@ def hold_task(
     *,
     directory: Path | None = None,
     dead_owner: bytes | None = None,
-    rows: int = 0,
 ) -> Iterator[TaskLock]:
     """Hold the lock of `directory`, the task's own by default, with a thread that writes the heartbeat.
 
     `sleep` is called between polls of a holder on another machine; it may raise to end the wait.
-    `dead_owner` is as for `TaskLock.acquire`; `rows` is the number of rows in our input.
+    `dead_owner` is as for `TaskLock.acquire`.
     Raises TaskHeldError where a running process holds the lock, OutputError where nothing can be written.
     Directories that were created for the lock and stayed empty are deleted at the end.
     """
     directory = directory or run_dir.task_directory
     created = [p for p in (directory, *directory.parents) if not p.exists()]
-    me = replace(this_process(), rows=rows)
+    me = this_process()
     objects = run_dir.store.objects
     lock = (
         TaskLock(directory, me, sleep=sleep)

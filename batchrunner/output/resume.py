@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -76,21 +76,8 @@ def read_done(run_dir: RunDir, *, without_failed: bool = False) -> DoneRows:
 def done_by_all(run_dir: RunDir) -> DoneRows:
     """Return the rows that all tasks of the run have done; raises ResumeError."""
     run_dir.bring_results()
-    return _done_by(run_dir.all_tasks())
-
-
-def rows_of_others(run_dir: RunDir) -> BitMap64:
-    """Return the rows that the run's other tasks have done; raises ResumeError.
-
-    They may lie in this task's shard, since shards change when the input grows.
-    """
-    run_dir.bring_results()
-    return _done_by(run_dir.other_tasks()).rows
-
-
-def _done_by(tasks: Iterable[RunDir]) -> DoneRows:
     done = DoneRows()
-    for task in tasks:
+    for task in run_dir.all_tasks():
         done.include(read_done(task))
     return done
 

@@ -25,7 +25,7 @@ MOST_DEPTH = 3
 """Levels of directories below output.path that are searched for other runs."""
 FORMAT = 1
 """Version of the format of run.json."""
-DISCARD = "--fresh (with --join or --shard: delete the directory)"
+DISCARD = "--fresh (with --join: delete the directory)"
 """What a user types to discard a run, for error messages."""
 RUN_ID = "run_id"
 """Key in run.json of a run in an object store: a random name, by which a working copy is recognised."""

@@ -36,7 +36,7 @@ def has_ended(holder: LockHolder, observer: LockHolder) -> bool | None:
 
     None where the process `observer` cannot tell.
     """
-    is_ours = replace(holder, token="", rows=0) == replace(observer, token="", rows=0)
+    is_ours = replace(holder, token="") == replace(observer, token="")
     return True if is_ours and holder.token not in _HELD_HERE else holder.is_dead(observer)
 
 

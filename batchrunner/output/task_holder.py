@@ -61,8 +61,6 @@ class LockHolder:
     """Start time of the process in kernel ticks: process IDs are reused."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     """Random name of this holder, part of the names of its files."""
-    rows: int = 0
-    """Rows in the input as the holder found it, which decide its shard; 0 where there are no shards."""
 
     def __str__(self) -> str:
         """Name it for a person."""

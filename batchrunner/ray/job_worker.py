@@ -6,7 +6,6 @@ from batchrunner.report.report import Report
 from batchrunner.runner.control import Control
 from batchrunner.runner.execute import execute
 from batchrunner.runner.foreground import log_to_stderr
-from batchrunner.runner.shard import new_join_task
 
 
 class JobWorker:
@@ -19,7 +18,7 @@ class JobWorker:
         """Do rows until none is free, and return the report; raises BatchrunError."""
         log_to_stderr(quiet=quiet)
         shared.enter()
-        return await execute(job, part=new_join_task(), control=self._control, page=False)
+        return await execute(job, join=True, control=self._control, page=False)
 
     async def stop(self, reason: str, exit_code: int) -> None:
         """Send no more rows; those in flight end."""

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import ResumeError
 from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.input.sort.plan import find_sorted_copy, prepare_order
 from batchrunner.output.counts import RowCounts
@@ -12,17 +11,14 @@ from batchrunner.output.events import EventLog
 from batchrunner.output.files import refresh_listing, writing
 from batchrunner.output.holding import hold_task
 from batchrunner.output.parts import recover
-from batchrunner.output.resume import DoneRows, done_by_all, rows_of_others
+from batchrunner.output.resume import DoneRows, done_by_all
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.task_holder import POLL_S
 from batchrunner.output.task_lock import TaskLock
-from batchrunner.output.watching import watch
 from batchrunner.runner.cluster.join import join
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.control import Sleeper
 from batchrunner.runner.prepare import find_done
 from batchrunner.runner.prepared_job import PreparedJob
-from batchrunner.runner.shard import JoinTask, Shard
 from batchrunner.runner.task_rows import FixedRows
 
 
@@ -60,27 +56,22 @@ def plan_attempt(
     with writing(run_dir.path):
         for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
             refresh_listing(directory)
-        if isinstance(prepared.part, JoinTask):
+        if prepared.joins:
             find_done(prepared, model)
             return _plan_joined(prepared, sleeper, counts, events, retry_failed=retry_failed)
-        done, by_others = DoneRows(), BitMap64()
+        done = DoneRows()
         if fresh:
             check_nobody_works(run_dir, sleeper)
         else:
             done = find_done(prepared, model, without_failed=retry_failed)
-            if isinstance(prepared.part, Shard):
-                _check_shares(prepared, sleeper)
             recover(run_dir, lock, prepared.results_schema)
-            by_others = rows_of_others(run_dir)
         selected = prepared.selected(sleeper.check)
-        todo = prepared.share_of(selected) - by_others
-        total = len(todo | done.rows)
-        todo -= done.rows
+        todo = selected - done.rows
         place = run_dir.task_directory
         copy, order = find_sorted_copy(prepared, todo, place) or prepare_order(
             prepared, todo, place, lock.token, sleeper.check
         )
-        return Attempt(FixedRows(prepared, todo, total, copy), done, len(selected), order)
+        return Attempt(FixedRows(prepared, todo, len(selected | done.rows), copy), done, len(selected), order)
 
 
 def _plan_joined(
@@ -92,30 +83,6 @@ def _plan_joined(
     nothing = FixedRows(prepared, BitMap64(), rows_of_run, None)
     held, _ = rows.held_elsewhere()  # before the done rows are counted: what is held may end meanwhile
     return Attempt(nothing, done_by_all(prepared.run_dir), rows_of_run, order, held)
-
-
-def _check_shares(prepared: PreparedJob, sleeper: Sleeper) -> None:
-    """Raise ResumeError if a task is at work that found other files: its share may overlap with this one.
-
-    Each task looks at the others after it has written its own number of rows: of two, at least one sees the
-    other.
-    """
-    run_dir, rows = prepared.run_dir, prepared.dataset.total_rows
-    others = {task.task: watch(task) for task in run_dir.other_tasks()}
-    while others:
-        for task, monitor in list(others.items()):
-            lives = monitor.poll()
-            theirs = monitor.holder.rows if monitor.holder else 0
-            if lives is False or theirs in {0, rows}:
-                del others[task]
-            elif lives:
-                raise ResumeError(
-                    f"{run_dir.name}: files were added: the input has {rows} rows, and {theirs} for {task}, "
-                    "which is still at work",
-                    hint="wait for its end",
-                )
-        if others:  # on other machines: only time tells whether they live
-            sleeper.sleep(POLL_S)
 
 
 def check_nobody_works(run_dir: RunDir, sleeper: Sleeper) -> None:

@@ -14,7 +14,7 @@ from batchrunner.runner.cluster.join import join
 from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.execute import leave
 from batchrunner.runner.prepare import prepare
-from batchrunner.runner.shard import new_join_task
+from batchrunner.runner.prepared_job import new_task
 
 
 def discard_run(job: Job) -> None:
@@ -27,7 +27,7 @@ def discard_run(job: Job) -> None:
 
 def plan_failed_rows(job: Job) -> None:
     """Plan the failed rows again, as the first of several tasks; raises BatchrunError."""
-    prepared = prepare(job, new_join_task())
+    prepared = prepare(job, new_task())
     try:
         with hold_task(prepared.run_dir):
             events = EventLog(prepared.run_dir.events)

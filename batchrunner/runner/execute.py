@@ -22,8 +22,8 @@ from batchrunner.output.files import writing
 from batchrunner.output.holding import hold_task
 from batchrunner.output.log_upload import uploading_logs
 from batchrunner.output.resume import drop_failed
-from batchrunner.output.run_dir import RunDir
-from batchrunner.output.run_json import fingerprint, raise_total, read_run_json, write_limits
+from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.output.run_json import read_run_json, write_limits
 from batchrunner.output.starting import engine_starting
 from batchrunner.report.html.page import leave_page
 from batchrunner.report.report import Report, save_report
@@ -32,10 +32,9 @@ from batchrunner.runner.attempt import Attempt, check_nobody_works, plan_attempt
 from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.handover import Handover
 from batchrunner.runner.prepare import check_resumes, check_same_weights, prepare
-from batchrunner.runner.prepared_job import PreparedJob
+from batchrunner.runner.prepared_job import PreparedJob, new_task
 from batchrunner.runner.progress import Display, NoDisplay
 from batchrunner.runner.run import build_run, give_back
-from batchrunner.runner.shard import JoinTask, Shard
 
 GC_THRESHOLD = 10_000
 """New objects between two searches for garbage cycles. Python's 700 means a search every few rows, through
@@ -49,7 +48,7 @@ async def execute(
     info: EngineInfo | None = None,
     fresh: bool = False,
     retry_failed: bool = False,
-    part: Shard | JoinTask | None = None,
+    join: bool = False,
     display: Display | None = None,
     control: Control | None = None,
     page: bool = True,
@@ -59,15 +58,15 @@ async def execute(
     """Run a job to its end and return the report, which is also in report.json, and report.html (`page`).
 
     `engine` is an open engine, with its `info`, and the task that it was `opened_for` (None for any); without
-    one the job's own is opened and closed. `part` says which rows this task does of a run that several tasks
-    do; without it, all. `handover` gets every row, those that earlier attempts ended first. Raises
+    one the job's own is opened and closed. With `join` this task shares the rows with all others that do.
+    `handover` gets every row, those that earlier attempts ended first. Raises
     BatchrunError if the run could not start or go on; finished rows are kept.
     """
-    if part and fresh:
+    if join and fresh:
         raise JobError(
             "--fresh would discard what other tasks have done", hint="delete the directory instead"
         )
-    prepared = await asyncio.to_thread(prepare, job, part, fresh=fresh)
+    prepared = await asyncio.to_thread(prepare, job, new_task() if join else MAIN_TASK, fresh=fresh)
     run_dir = prepared.run_dir
     control, display = control or Control(), display or NoDisplay()
     counts, events = RowCounts(), EventLog(run_dir.events)
@@ -77,7 +76,7 @@ async def execute(
         stack.enter_context(contextlib.closing(display))
         stack.enter_context(_rare_garbage_collection())
         sleeper = Sleeper(control)
-        holding = hold_task(run_dir, sleeper.sleep, rows=prepared.dataset.total_rows)
+        holding = hold_task(run_dir, sleeper.sleep)
         lock = await sleeper.run(lambda: stack.enter_context(holding))
         model = info.model if info else model_of(job.engine)
         attempt = await sleeper.run(
@@ -128,7 +127,7 @@ async def execute(
 def leave(prepared: PreparedJob) -> None:
     """Close what is open, and delete the working copy of a task whose name no later start will have."""
     prepared.close()
-    if isinstance(prepared.part, JoinTask) and not prepared.run_dir.journals():
+    if prepared.joins and not prepared.run_dir.journals():
         prepared.run_dir.store.discard_copy(prepared.run_dir.task)
 
 
@@ -161,7 +160,6 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
     elif report.rows_left:
         reason = "nothing is free: other tasks do the rest"
     else:
-        _raise_total(prepared, attempt)
         write_limits(prepared.run_dir, prepared.job)
     starts, wall_s = attempts_in(prepared.run_dir.events)
     old = read_run_json(prepared.run_dir) or {}
@@ -170,7 +168,7 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
         report, exit_code=exit_code, reason=reason, starts=starts, wall_s_all_starts=round(wall_s, 3),
         engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
     )  # fmt: skip
-    if not isinstance(prepared.part, JoinTask):
+    if not prepared.joins:
         last = read_json(prepared.run_dir.report_json)  # it says more than these zeros
         verdict = {"exit_code": exit_code, "reason": reason}
         if not last:
@@ -178,14 +176,6 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
         elif not (report.rows_left or verdict.items() <= last.items()):  # by other limits
             save_report(prepared.run_dir, {**last, **verdict})
     return report
-
-
-def _raise_total(prepared: PreparedJob, attempt: Attempt) -> None:
-    """Write the total of an attempt that found all its rows done: other shards may have new ones to do."""
-    old = read_run_json(prepared.run_dir)
-    if old is not None and attempt.rows_of_run > old["rows_total"]:
-        new = fingerprint(prepared.job, prepared.dataset.files, "")
-        raise_total(prepared.run_dir, attempt.rows_of_run, new)
 
 
 async def _leave_page(run_dir: RunDir, control: Control) -> None:

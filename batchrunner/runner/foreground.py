@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 import uvloop
 
 from batchrunner.core.console import is_no_detail
-from batchrunner.core.errors import JobError
 from batchrunner.core.processes import SignalWatch, need_files_of_loop
 from batchrunner.core.types import MetricsAddress
 from batchrunner.job.load import load_job
@@ -25,7 +24,6 @@ from batchrunner.runner.metrics import metrics_server
 from batchrunner.runner.progress import Display, ProgressBar, make_display
 from batchrunner.runner.progress_calls import Displays
 from batchrunner.runner.run_signals import SIGNALS, RunSignals
-from batchrunner.runner.shard import JoinTask, Shard, new_join_task, parse_shard
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +40,6 @@ def run_in_foreground(
     retry_failed: bool,
     quiet: bool,
     as_json: bool,
-    shard: str | None = None,
     join: bool = False,
     no_python: bool = False,
     metrics: MetricsAddress | None = None,
@@ -52,7 +49,6 @@ def run_in_foreground(
     `no_python` refuses a job that runs Python functions. `metrics` is where its metrics are served.
     """
     loaded = load_job(job, overrides=overrides, no_python=no_python)
-    part = _part_of(shard, join=join)
     control = Control()
 
     async def supervised() -> Report:
@@ -63,7 +59,7 @@ def run_in_foreground(
                 loaded,
                 fresh=fresh,
                 retry_failed=retry_failed,
-                part=part,
+                join=join,
                 display=Displays([display, *pages]),
                 control=control,
             )
@@ -95,14 +91,6 @@ def log_to_stderr(*, quiet: bool, details: bool = True) -> None:
         handler.addFilter(is_no_detail)
     ours.addHandler(handler)
     ours.propagate = False
-
-
-def _part_of(shard: str | None, *, join: bool) -> Shard | JoinTask | None:
-    if shard and join:
-        raise JobError("--shard and --join: a task has a share of its own or takes what is left, not both")
-    if join:
-        return new_join_task()
-    return parse_shard(shard, os.environ) if shard else None
 
 
 def _log_above(display: Display) -> contextlib.AbstractContextManager[None]:

@@ -32,7 +32,6 @@ from batchrunner.output.run_json import (
 from batchrunner.output.watching import is_task_held
 from batchrunner.runner.cluster.leases import Leases
 from batchrunner.runner.prepared_job import PreparedJob
-from batchrunner.runner.shard import JoinTask, Shard, split_option
 
 log = logging.getLogger(__name__)
 
@@ -42,19 +41,19 @@ RUN_DIRECTORIES = {*RESULT_DIRECTORIES, "tasks", "leases", "merged.tmp"}
 """Directories of a run in which Parquet files may lie."""
 
 
-def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = False) -> PreparedJob:
-    """Check everything that can be checked without an engine, for one task of several or for all.
+def prepare(job: Job, task: str = MAIN_TASK, *, fresh: bool = False) -> PreparedJob:
+    """Check everything that can be checked without an engine, for a task of this name.
 
     Where it begins `fresh`, what an earlier run left there does not matter. The caller closes what is
     returned. Raises JobError, InputError or OutputError, each one clear line.
     """
-    run_dir = open_run(job.output.path, part.task if part else MAIN_TASK, job.storage)
+    run_dir = open_run(job.output.path, task, job.storage)
     dataset = _open_dataset(job, run_dir)
     if not dataset.total_rows:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
     run_dir.check_writable()
     refuse_nesting(run_dir)
-    if part:
+    if task != MAIN_TASK:
         run_dir.store.check_sharing()
     functions = open_functions(job)
     try:
@@ -66,7 +65,7 @@ def prepare(job: Job, part: Shard | JoinTask | None = None, *, fresh: bool = Fal
         if functions is not None:
             functions.close()
         raise
-    return PreparedJob(job, dataset, renderer, run_dir, answers, part, functions)
+    return PreparedJob(job, dataset, renderer, run_dir, answers, functions)
 
 
 def _renderer(job: Job, dataset: Dataset, answers: AnswerPlan, functions: HookPool | None) -> Renderer:
@@ -152,23 +151,18 @@ def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
             )
 
 
-def _check_split(run_dir: RunDir, *, begun: bool) -> None:
-    """Refuse an attempt that splits the rows in another way than earlier ones: some would be done twice.
+def _check_alone(run_dir: RunDir, *, begun: bool) -> None:
+    """Refuse an attempt without `--join` at a run that tasks share: some rows would be done twice.
 
     `--join` may follow a run of one task: whoever makes the plan waits for that task's end and leaves out
-    what it did. Earlier tasks count if they are at work now or, once run.json exists (`begun`), if they took
-    rows; others failed to start.
+    what it did. Tasks count if they are at work now or, once run.json exists (`begun`), if they took rows;
+    others failed to start.
     """
-    mine = split_option(run_dir.task)
-    for other in run_dir.all_tasks():
-        theirs = split_option(other.task)
-        counts = is_task_held(other) is not False or (
-            begun and (other.events.exists() or other.own_parts() or other.journals())
-        )
-        if theirs != mine and (theirs, mine) != ("", "--join") and counts:
+    for other in run_dir.other_tasks():
+        took_rows = begun and (other.events.exists() or other.own_parts() or other.journals())
+        if took_rows or is_task_held(other) is not False:
             raise ResumeError(
-                f"{run_dir.name}: this run is done with {theirs or 'neither --shard nor --join'}: "
-                "do so too, or take another output.path"
+                f"{run_dir.name}: this run is done with --join: do so too, or take another output.path"
             )
 
 
@@ -186,7 +180,8 @@ def check_resumes(prepared: PreparedJob, model: str | None) -> bool:
     """
     run_dir = prepared.run_dir
     old = read_run_json(run_dir)
-    _check_split(run_dir, begun=old is not None)
+    if not prepared.joins:
+        _check_alone(run_dir, begun=old is not None)
     if old is None:
         if run_dir.all_parts() or run_dir.journals():
             raise ResumeError(

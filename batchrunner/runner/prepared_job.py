@@ -1,5 +1,10 @@
 """A job that was checked, with all that its run needs but an engine."""
 
+import os
+import re
+import secrets
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -16,8 +21,21 @@ from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.output.columns import RunSchema, schema_of_run, with_vectors
 from batchrunner.output.resume import schema_of_results
-from batchrunner.output.run_dir import RunDir
-from batchrunner.runner.shard import JoinTask, Shard
+from batchrunner.output.run_dir import MAIN_TASK, RunDir
+
+
+def new_task() -> str:
+    """Return a new name for a task that joins a run, in this process."""
+    return task_name(socket.gethostname(), secrets.token_hex(3), os.environ)
+
+
+def task_name(host: str, token: str, environ: Mapping[str, str]) -> str:
+    """Name a task by its host and, under Slurm, by job, array task and restart; `token` makes it unique."""
+    job = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID")
+    index = environ.get("SLURM_ARRAY_TASK_ID")
+    restart = environ.get("SLURM_RESTART_COUNT")
+    parts = ["join", host, job, index and f"t{index}", restart and f"r{restart}", token]
+    return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in parts if part)
 
 
 def other_task(opened_for: TaskName, task: TaskName) -> JobError:
@@ -34,9 +52,13 @@ class PreparedJob(JobInput):
 
     run_dir: RunDir
     answers: AnswerPlan
-    part: Shard | JoinTask | None = None
     functions: HookPool | None = None
     """The job's Python functions; None where it has none."""
+
+    @property
+    def joins(self) -> bool:
+        """Whether this task takes leases of a run that it shares with others (`--join`)."""
+        return self.run_dir.task != MAIN_TASK
 
     @property
     def dedupes(self) -> bool:
@@ -79,10 +101,3 @@ class PreparedJob(JobInput):
         """End the processes of the Python functions."""
         if self.functions is not None:
             self.functions.close()
-
-    def share_of(self, selected: BitMap64) -> BitMap64:
-        """Return the selected rows that this task may do: those of its shard, or all."""
-        if not isinstance(self.part, Shard):
-            return selected.copy()
-        rows = self.part.rows(self.dataset.total_rows, self.dataset.row_group_ends())
-        return selected & BitMap64(rows)

@@ -37,7 +37,6 @@ from batchrunner.runner.prepared_job import PreparedJob
 from batchrunner.runner.progress import Display
 from batchrunner.runner.screen import Opening
 from batchrunner.runner.sending import Results, Sending, Windows, build_sending, open_windows
-from batchrunner.runner.shard import JoinTask
 from batchrunner.runner.stop_rules import FailureLimit
 from batchrunner.runner.task_rows import FixedRows
 
@@ -230,7 +229,7 @@ class Run:
                 await self.writer.close()
             except BaseException as error:  # also a second cancellation: rows may be in a journal only
                 rows_on_disk = False
-                if isinstance(self.prepared.part, JoinTask) or self.prepared.run_dir.store.uri:
+                if self.prepared.joins or self.prepared.run_dir.store.uri:
                     self.lock.abandon()
                 if not isinstance(error, BatchrunError):
                     raise

@@ -72,7 +72,7 @@ class TaskRows(ABC):
 
 
 class FixedRows(TaskRows):
-    """Rows that were given to a task at its start, as one lease: all of the run's, or a shard's."""
+    """All rows of a run that one task does, as one lease."""
 
     is_shared = False
 

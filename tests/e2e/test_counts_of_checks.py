@@ -114,8 +114,8 @@ def test_starts_and_tasks(tmp_path: Path, server: FakeSGLang) -> None:
     job = job_of(tmp_path, server, rows=30, check=CHECK, limits={"abort_failed_share": 1.0})
     file = write_job(job, tmp_path)
     for limit in (9, 30):
-        for shard in (0, 1):
-            batchrun(file, "--shard", f"{shard}/2", "--set", f"input.limit={limit}")
+        with started(file, "--join", "--set", f"input.limit={limit}"):
+            batchrun(file, "--join", "--set", f"input.limit={limit}")
     merged = json.loads(batchrun("merge", tmp_path / "run", "--json").stdout)
     assert numbers(merged["report"]["checks"]) == counts_of(30)
 
@@ -184,18 +184,3 @@ def test_tasks_share_checks_functions_and_samples(tmp_path: Path, server: FakeSG
     check_hooked(pq.read_table(merged["path"]).to_pylist(), 600)
     checks = merged["report"]["checks"]
     assert (checks["rows_mended"], checks["asked_again"], checks["causes"][0]["rows"]) == (600, 600, 600)
-
-
-def test_shards_have_checks_functions_and_samples(tmp_path: Path, server: FakeSGLang) -> None:
-    """Fixed shares do what tasks that join do."""
-    write_hooks(tmp_path)
-    write_rows(tmp_path / "input.parquet", 40)
-    job = job_of(
-        tmp_path, server, sampling={"n": 2}, output={"explode": True}, input={"columns": ["id"]}, **HOOKED
-    )
-    file = write_job(job, tmp_path)
-    for shard in (0, 1):
-        assert batchrun(file, "-q", "--shard", f"{shard}/2").exit_code == 0
-    merged = json.loads(batchrun("merge", tmp_path / "run", "--json").stdout)
-    check_hooked(pq.read_table(merged["path"]).to_pylist(), 40)
-    assert merged["report"]["checks"]["rows_mended"] == 40

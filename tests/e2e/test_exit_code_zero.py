@@ -114,23 +114,6 @@ def test_a_task_dies_as_another_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert (result.exit_code, report["rows_left"]) == (0, len(lease.rows))
 
 
-def test_a_shard_that_has_nothing_new_to_do(tmp_path: Path, server: FakeSGLang) -> None:
-    """A file was added, and the first shard's new share was done before: `merge` still misses the rest."""
-    source = tmp_path / "in"
-    write_rows(source / "a.parquet", 100)
-    job = job_of(tmp_path, server, input={"path": str(source)})
-    file = write_job(job, tmp_path)
-    assert [batchrun(file, "--shard", f"{part}/2").exit_code for part in range(2)] == [0, 0]
-    assert merge_code(job) == 0
-    write_rows(source / "b.parquet", 60, first=100)
-    assert batchrun(file, "--shard", "0/2").exit_code == 0
-    assert merge_code(job) == 1
-    assert not status_of(tmp_path / "run")["finished"]
-    assert batchrun(file, "--shard", "1/2").exit_code == 0
-    rows_once(job, 160)
-    assert merge_code(job) == 0
-
-
 def test_a_row_in_the_parts_of_two_tasks_counts_once(tmp_path: Path) -> None:
     """Rows that are there twice do not make up for others that are missing."""
     job = job_of(tmp_path, rows=40, input={"limit": 30})

@@ -122,17 +122,11 @@ def test_every_format(tmp_path: Path, name: str, order: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.jsonl", "a.jsonl.zst", "a.arrow", "a.ipc"])
-def test_filter_limit_and_shards(tmp_path: Path, name: str) -> None:
-    """A filter, a limit and a share of the rows choose the same rows as in Parquet."""
+def test_filter_and_limit(tmp_path: Path, name: str) -> None:
+    """A filter and a limit choose the same rows as in Parquet."""
     job = job_on(tmp_path, name, input={"filter": "id % 1000 == 7", "limit": 2})
     assert batchrunner.run(job).rows_ok == 2
     assert carried(job) == rows_of([7, 1007])
-    job = job_on(tmp_path, name, output={"path": str(tmp_path / "shards")})
-    file = write_job(job, tmp_path)
-    assert batchrun(file, "-q", "--shard", "1/2").exit_code == 0
-    assert 0 < len(carried(job)) < ROWS
-    assert batchrun(file, "-q", "--shard", "0/2").exit_code == 0
-    assert carried(job) == rows_of(list(range(ROWS)))
 
 
 @pytest.mark.parametrize("join", [[], ["--join"]])

@@ -7,10 +7,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import batchrun, batchrun_merge, job_of, write_job
+from tests.conftest import batchrun, job_of, write_job
 from tests.e2e.test_batch_files import SIMULATED, Batch, lines_of, request_of
 from tests.support.raw_answers import OnWire
 from tests.test_cli import batchrun_with
@@ -142,19 +141,6 @@ def test_published_again(tmp_path: Path) -> None:
     batch.results.write_bytes(whole[:100])
     assert batch.do("--skip-bad-lines", "--errors", batch.errors).exit_code == 0
     assert batch.results.read_bytes() + batch.errors.read_bytes() == whole
-
-
-def test_shards_of_a_batch_job(tmp_path: Path, server: FakeSGLang) -> None:
-    """A batch file as the input of a job is shared out like any other; each line is sent once."""
-    batch = Batch(tmp_path, [request_of(number, n=2) for number in range(30)])
-    source = {"path": str(batch.requests), "columns": ["custom_id"]}
-    file = write_job(job_of(tmp_path, server, input=source, prompt={"batch": "strict"}), tmp_path)
-    for shard in (1, 0):
-        assert batchrun(file, "-q", "--shard", f"{shard}/2").exit_code == 0
-    merged = pq.read_table(batchrun_merge(tmp_path / "run")).to_pylist()
-    assert [row["custom_id"] for row in merged] == [f"request-{number}" for number in range(30)]
-    assert {len(json.loads(row["response"])["choices"]) for row in merged} == {2}
-    assert len(server.sent) == 30
 
 
 def test_a_batch_job_is_not_tuned_for(tmp_path: Path) -> None:

@@ -444,17 +444,6 @@ def test_a_joined_run_whose_copy_is_gone(tmp_path: Path, server: FakeSGLang) -> 
     assert [row["row"] for row in results_of(job_of(tmp_path))] == list(range(100))
 
 
-def test_shards_sort_their_own(tmp_path: Path, server: FakeSGLang) -> None:
-    """Each of several tasks with fixed shares sends its share in prefix order."""
-    write_texts(tmp_path / "input.parquet", shuffled(200, 10))
-    file = write_job(sorted_job(tmp_path, server), tmp_path)
-    for shard in ("0/2", "1/2"):
-        server.forget()
-        assert batchrun(file, "--shard", shard).exit_code == 0
-        assert (len(server.sent), stretches(sent_texts(server))) == (100, 10)
-    assert copies_in(tmp_path / "run") == []
-
-
 def test_auto_sorts_where_it_pays(tmp_path: Path, server: FakeSGLang) -> None:
     """With more rows than are looked at together, shuffled ones are sorted; check, log and event say why."""
     write_texts(tmp_path / "input.parquet", shuffled(3000, 400))

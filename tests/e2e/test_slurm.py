@@ -165,7 +165,7 @@ def submit(
 @story
 def a_time_limit(slurm: SlurmCluster, here: Path) -> Submitted:
     # its time is nearly up after 45 s, in which a slow machine has begun
-    limit = ("--static", "--array", "0", "--time", "2", "--grace", "75")
+    limit = ("--array", "0", "--time", "2", "--grace", "75")
     with gated_job(here, 1) as (gate, plan):
         job = submit(slurm, plan, here, *limit)
         slurm.wait_until(lambda: "time is nearly up" in job.log(0))

@@ -228,18 +228,14 @@ def test_a_plan_whose_tasks_failed_to_start(
     assert len(server.sent) == (98 if end == "killed" else 300)
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [
-        (["--fresh"], "--fresh would discard"),
-        (["--shard", "0/2"], "a share of its own or takes what is left"),
-    ],
-)
-def test_what_does_not_go_together(tmp_path: Path, options: list[str], told: str) -> None:
-    """A start that joins can neither begin anew nor have a fixed share."""
-    refused = batchrun(write_job(job_of(tmp_path), tmp_path), "--join", *options)
-    assert refused.exit_code == 2
-    assert told in refused.stderr
+def test_what_does_not_go_together(tmp_path: Path) -> None:
+    """One task of several may not discard what the others have done, nor do all rows without asking them."""
+    file = write_job(job_of(tmp_path), tmp_path)
+    refused = batchrun(file, "--join", "--fresh")
+    assert (refused.exit_code, "--fresh would discard" in refused.stderr) == (2, True)
+    assert batchrun(file, "--join", "-q").exit_code == 0
+    refused = batchrun(file)
+    assert (refused.exit_code, "done with --join" in refused.stderr) == (2, True)
 
 
 def test_one_that_died_while_it_took_over(tmp_path: Path) -> None:
@@ -265,13 +261,12 @@ def test_nothing_is_free_for_an_open_engine_either(tmp_path: Path, server: FakeS
     assert (report.exit_code, report.reason) == (0, "nothing is free: other tasks do the rest")
 
 
-@pytest.mark.parametrize("options", [[], ["--shard", "0/2"]])
-def test_while_the_first_engine_loads(tmp_path: Path, options: list[str]) -> None:
-    """A start that parts the rows in another way is refused even before the run has written what it is."""
+def test_while_the_first_engine_loads(tmp_path: Path) -> None:
+    """A start that does not join is refused even before the run has written what it is."""
     job = job_of(tmp_path)
     task = Task(job, "loads")
     assert not task.run_dir.run_json.exists()
-    refused = batchrun(write_job(job, tmp_path), *options)
+    refused = batchrun(write_job(job, tmp_path))
     assert refused.exit_code == 2
     assert "done with --join" in refused.stderr
 

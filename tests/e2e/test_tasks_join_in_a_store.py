@@ -198,26 +198,6 @@ def test_a_write_that_arrives_late(tmp_path: Path, store_bucket: StoreBucket, wh
 
 
 @pytest.mark.usefixtures("all_live")
-def test_shards(tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang) -> None:
-    """Each does its share, and finds on another machine what it did before."""
-    source = tmp_path / "in"
-    write_rows(source / "a.parquet", 40)
-    job = job_in(tmp_path, store_bucket, server, input={"path": str(source)})
-    for name, shard in (("a", "0/2"), ("b", "1/2"), ("c", "0/2")):
-        with machine(name, job, "--shard", shard) as task:
-            assert task.end() == 0
-    assert len(server.prompts) == 40
-    write_rows(source / "b.parquet", 20, first=40)
-    with machine("a", job, "--shard", "0/2") as one, machine("b", job, "--shard", "1/2") as two:
-        assert {one.end(), two.end()} <= {0, 2}  # one that came first may have found the other at work
-    for shard in ("0/2", "1/2"):
-        assert batchrun(job, "--shard", shard).exit_code == 0
-    assert rows_in(store_bucket) == list(range(60))
-    told(refusal(job.read_text(), tmp_path, "--shard", "0/3"), "--shard i/2")
-    told(refusal(job.read_text(), tmp_path, "--join"), "--shard i/2")
-
-
-@pytest.mark.usefixtures("all_live")
 def test_failed_rows_again(tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang) -> None:
     """A joint attempt with --retry-failed sends what failed, and each row is there once."""
     server.script = lambda sent: "too long" if row_of(sent) % 10 == 3 else "answer"
@@ -238,7 +218,6 @@ def test_a_store_that_cannot_keep_tasks_apart(
     with StoreProxy(store_bucket.endpoint, lambda *_: "no conditions") as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
         job = job_of(tmp_path, server, output={"path": f"{store_bucket.uri}/run"})
-        for option in (["--join"], ["--shard", "0/2"]):
-            told(refusal(job, tmp_path, *option), "the store has no conditional writes", "run one task")
+        told(refusal(job, tmp_path, "--join"), "the store has no conditional writes", "run one task")
     assert store_bucket.keys() == []
     assert not server.sent

@@ -77,15 +77,6 @@ def test_a_resumed_run_keeps_its_order(tmp_path: Path, server: FakeSGLang) -> No
     assert orders(server) == {"key,plot,kind"} or orders(server) == {"key,kind,plot"}
 
 
-def test_tasks_decide_alike(tmp_path: Path, server: FakeSGLang) -> None:
-    """Shards of one run need no word from one another."""
-    write(tmp_path / "in" / "a.parquet", 400)
-    file = write_job(a_job(tmp_path, server), tmp_path)
-    for shard in ("0/2", "1/2"):
-        assert batchrun(file, "--shard", shard).exit_code == 0
-    assert orders(server) == {"plot,kind,key"}
-
-
 def test_tasks_keep_the_order_of_their_plan(tmp_path: Path, server: FakeSGLang) -> None:
     """The first task planned and died before it sent a row: a later one finds more files, and keeps it."""
     write(tmp_path / "in" / "a.parquet", 100)

@@ -21,14 +21,14 @@ from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.cluster.join import join
 from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.prepare import prepare
-from batchrunner.runner.shard import join_task
+from batchrunner.runner.prepared_job import task_name
 
 
 class Task:
     """One task of a run in this process, that does its rows when it is told to."""
 
     def __init__(self, job: dict[str, Any], name: str) -> None:
-        self.prepared = prepare(load_job(job), join_task("host", name, {}))
+        self.prepared = prepare(load_job(job), task_name("host", name, {}))
         self.run_dir = self.prepared.run_dir
         self.run_dir.task_directory.mkdir(parents=True)
         self.lock = TaskLock(self.run_dir.task_directory)

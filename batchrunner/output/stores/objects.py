@@ -73,7 +73,7 @@ class ObjectStore:
                 self.objects.delete([name])
         if not (created and is_kept and is_same and swapped):
             raise JobError(
-                f"output.path {self.uri}: the store has no conditional writes, which --join and --shard need",
+                f"output.path {self.uri}: the store has no conditional writes, which --join needs",
                 hint="run one task, or take another store",
             )
 

@@ -77,14 +77,12 @@ class SlurmArray:
     """Shell lines that come first: modules, a container."""
     no_python: bool = False
     """Whether the tasks refuse a job that runs Python functions, since the file may change."""
-    static: bool = False
-    """Whether each task has a fixed shard (`--shard slurm`) instead of leases (`--join`)."""
     uri: str = ""
     """URI of a run in an object store; `run` is then a directory here, beside which the logs are."""
 
     def __post_init__(self) -> None:
         """Refuse arguments that sbatch accepts or refuses without a clear reason; raises JobError."""
-        _check_array(self.array, static=self.static)
+        _check_array(self.array)
         if self.grace_s <= CLOSING_S:
             raise JobError(
                 f"--grace {self.grace_s}: {CLOSING_S} s of it are needed for closing", hint="give more"
@@ -106,8 +104,7 @@ class SlurmArray:
     def script(self) -> str:
         """Return the script of the tasks."""
         drain_s = self.grace_s - CLOSING_S
-        how = "--shard slurm" if self.static else "--join"
-        how += " --no-python" if self.no_python else ""
+        how = "--join --no-python" if self.no_python else "--join"
         sets = [f"--set {shlex.quote(text)}" for text in (f"limits.drain={drain_s}", *self.overrides)]
         directives = [
             self._log_to("%A_%a"),
@@ -253,15 +250,13 @@ def task_name(environ: Mapping[str, str]) -> str | None:
     return f"{name} restart {restart}" if restart else name
 
 
-def _check_array(text: str, *, static: bool) -> None:
+def _check_array(text: str) -> None:
     numbers, percent, most = text.partition("%")
     ranges = [_RANGE.fullmatch(part) for part in numbers.split(",")]
     if not all(found and int(found[1]) <= int(found[2] or found[1]) for found in ranges) or (
         percent and not re.fullmatch(r"[1-9]\d*", most)
     ):
         raise JobError(f"--array {text}", hint="write it as 0-15, 1,3,7 or 0-15%4 (four at once)")
-    if static and len(ranges) > 1:
-        raise JobError(f"--array {text}: with --static one range, such as 0-15: shares are counted from it")
 
 
 def _check_time(text: str, grace_s: int) -> None:

@@ -43,10 +43,7 @@ READ = {
     "TERM": "Type of the terminal; `dumb` has no colours.",
     "SLURM_JOB_ID": "Set by Slurm: names a task in the log and in the run directory.",
     "SLURM_ARRAY_JOB_ID": "Set by Slurm: the same for a job array.",
-    "SLURM_ARRAY_TASK_ID": "Set by Slurm: number of the task; with `--shard slurm` it chooses the rows.",
-    "SLURM_ARRAY_TASK_MIN": "Set by Slurm, for `--shard slurm`: first number of the array.",
-    "SLURM_ARRAY_TASK_STEP": "Set by Slurm, for `--shard slurm`: step between the numbers of the array.",
-    "SLURM_ARRAY_TASK_COUNT": "Set by Slurm, for `--shard slurm`: number of tasks of the array.",
+    "SLURM_ARRAY_TASK_ID": "Set by Slurm: number of the task, for its name.",
     "SLURM_RESTART_COUNT": "Set by Slurm: how often the task was requeued, for its name.",
     "SLURMD_NODENAME": "Set by Slurm: name of the node, for the log.",
 }

@@ -155,18 +155,20 @@ def shown(run: Path) -> str:
 
 def test_a_run_of_tasks(tmp_path: Path) -> None:
     """Each task leaves its page, that of the whole has all rows and the schedulers of each task."""
-    with FakeSGLang(max_running=32, delay_s=0.05) as server:
-        file = write_job(job_of(tmp_path, server, rows=400), tmp_path)
-        for shard in ("0/2", "1/2"):
-            assert batchrun(file, "-q", "--shard", shard).exit_code == 0
     run = tmp_path / "run"
-    one = page_of(run / "tasks" / "shard-00000-of-00002")
-    assert "200 ok 0 failed, 0 left of 200" in one.text
+    with FakeSGLang(max_running=32, delay_s=0.05) as server:
+        file = write_job(job_of(tmp_path, server, rows=1500), tmp_path)
+        with started(file, "-q", "--join") as other:
+            eventually(lambda: [*run.glob("leases/*.0")])
+            assert batchrun(file, "-q", "--join").exit_code == 0
+            assert other.end() == 0
+    tasks = sorted((run / "tasks").glob("join-*"))
+    assert all(re.search(r"[1-9]\d* ok 0 failed", page_of(task).text) for task in tasks)
     assert batchrun("merge", run).exit_code == 0
     whole = page_of(run)
-    assert "400 ok 0 failed, 0 left of 400" in whole.text
+    assert "1500 ok 0 failed, 0 left of 1500" in whole.text
     assert "2 attempts of 2 tasks" in whole.text
-    assert sum(text.startswith("shard-00001-of-00002 127.0.0.1") for text in whole.texts) >= 3
+    assert sum(text.startswith(f"{tasks[1].name} 127.0.0.1") for text in whole.texts) >= 3
 
 
 def test_several_samples_a_row(tmp_path: Path) -> None:

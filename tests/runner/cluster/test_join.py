@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.runner.cluster.takeover import Takeover
-from batchrunner.runner.shard import join_task
+from batchrunner.runner.prepared_job import task_name
 from tests.conftest import eventually, job_of, parts_of
 from tests.support.examples import examples
 from tests.support.task import Task
@@ -93,9 +93,6 @@ def test_a_task_that_ends_while_it_is_looked_for(tmp_path: Path, monkeypatch: py
 def test_names_of_tasks() -> None:
     """A task's name says host, job, array task and restart, in letters that a file may have."""
     slurm = {"SLURM_ARRAY_JOB_ID": "812", "SLURM_JOB_ID": "815", "SLURM_ARRAY_TASK_ID": "3"}
-    assert join_task("gpu07.hpc", "ab12", slurm).task == "join-gpu07.hpc-812-t3-ab12"
-    assert (
-        join_task("gpu 07", "ab12", {**slurm, "SLURM_RESTART_COUNT": "1"}).task
-        == "join-gpu_07-812-t3-r1-ab12"
-    )
-    assert join_task("laptop", "ab12", {}).task == "join-laptop-ab12"
+    assert task_name("gpu07.hpc", "ab12", slurm) == "join-gpu07.hpc-812-t3-ab12"
+    assert task_name("gpu 07", "ab12", {**slurm, "SLURM_RESTART_COUNT": "1"}) == "join-gpu_07-812-t3-r1-ab12"
+    assert task_name("laptop", "ab12", {}) == "join-laptop-ab12"

@@ -91,10 +91,10 @@ def test_bash_reads_it_as_meant(tmp_path: Path) -> None:
     program = stand_in(tmp_path, "program", f'printf "%s\\n" "$@" > {tmp_path}/arguments')
     value = """prompt.text=it's "$HOME" `id` {{ text }}"""
     preamble = f"set -e\nbatchrun=({program})"
-    script = script_of(here, "--array", "0-1", "--set", value, "--preamble", preamble, "--static")
+    script = script_of(here, "--array", "0-1", "--set", value, "--preamble", preamble)
     subprocess.run(["bash", "-c", script], check=True, timeout=PATIENCE_S)
     told = (tmp_path / "arguments").read_text().splitlines()
-    assert told[:3] == [str(here / "job.yaml"), "--shard", "slurm"]
+    assert told[:2] == [str(here / "job.yaml"), "--join"]
     assert told[-2:] == ["--set", value]
 
 
@@ -175,7 +175,6 @@ def _has_lines(path: Path, number: int) -> bool:
         (["--array", "5-2"], "--array 5-2: write it as 0-15"),
         (["--array", "0-3%0"], "--array 0-3%0: write it as 0-15"),
         (["--array", "a b"], "--array a b: write it as 0-15"),
-        (["--array", "1,3", "--static"], "with --static one range"),
         (["--array", "0-3", "--grace", "20"], "--grace 20: 20 s of it are needed for closing"),
         (["--array", "0-3", "--time", "2"], "--time 2: the last 120 s of it (--grace) are for the end"),
         (["--array", "0-3", "--time", "1:30"], "so that none would ever do a row: give more time"),
