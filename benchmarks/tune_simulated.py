@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.engines.simulation.replica import RowLengths, steady_work
 from batchrunner.tune.measurement import Incumbent
-from batchrunner.tune.race import margin_to_stop, trial_noise
-from batchrunner.tune.search import Search, TrialRequest
+from batchrunner.tune.search import Search, TrialRequest, margin_to_stop, trial_noise
+from batchrunner.tune.space import CLIP
 from batchrunner.tune.tuner import run_search
-from batchrunner.tune.variables import CLIP
 from benchmarks.measure import save
 from tests.support.tuned import Kept
 from tests.support.tuning_lab import CPU, TINY_CPU, Lab

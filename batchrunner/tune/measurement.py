@@ -22,6 +22,8 @@ GENERATIONS = 2
 first is not steady, since its rows began together."""
 WAVE = 0.5
 """Generations by which the rows that ended may lag behind: rows that began together end together."""
+WORTH = 0.02
+"""A smaller gain, as a share, is not worth a further trial."""
 MOST_POINTS = 240
 """Points of a curve that are kept."""
 MOST_ROWS = 600

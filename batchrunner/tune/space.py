@@ -5,24 +5,91 @@ queue comes first in the guides, but is no flag: the runner's own controller hol
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from batchrunner.advise.roofline import UnknownLimitError, model_of_config
 from batchrunner.advise.rules.memory import STEP
 from batchrunner.advise.rules.passes import LARGEST_CHUNK
 from batchrunner.advise.rules.setup import best_backends
 from batchrunner.advise.situation import memory_band
-from batchrunner.engines.flags import name_in
-from batchrunner.engines.logs.facts import FP8, Facts
+from batchrunner.engines.device import cards, gpus, on_cpu
+from batchrunner.engines.flags import Flags, command_line, installed, name_in
+from batchrunner.engines.logs.facts import FP8, Architecture, Facts, architecture_of
+from batchrunner.engines.model_files import read_config
+from batchrunner.engines.model_kinds import has_experts, has_latent_attention
+from batchrunner.engines.recovery.host import free_bytes
 from batchrunner.engines.recovery.safer_args import (
     LESS_CONSERVATIVE,
     MORE_CONSERVATIVE,
     MOST_CONSERVATIVE,
     NORMAL,
 )
-from batchrunner.tune.machine import Machine
+from batchrunner.job.engine import ServerEngine
+from batchrunner.job.spec import Job
 from batchrunner.tune.measurement import GUIDES, TrialSigns
+
+POOL_SHARE = 4
+"""A CPU's KV pool may take one part in this many of the free memory: others use the machine too."""
+FLOAT32_BYTES = 4
+"""Bytes of a number in a CPU's KV pool (`engines.device`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a search may change, and what it has to know of the device."""
+
+    flags: Flags
+    cpu: bool = True
+    cards: int = 0
+    card: str | None = None
+    """Name of the GPU, as `nvidia-smi` prints it."""
+    card_gb: float = 0.0
+    most_pool_tokens: int = 0
+    """Tokens of the largest KV pool that a CPU's memory allows; 0 where that is not known."""
+    ignores_eos: bool = False
+    """Whether the job's outputs have exactly `max_new_tokens`."""
+    allowed: frozenset[str] = frozenset()
+    """What the user allowed of `ALLOWABLE` (space.py)."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The model's config.json; empty where it is not on this machine."""
+    one_of_several: bool = False
+    """Whether the server is one replica of a gateway, which decides how many there are."""
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """The GPU's generation; None where its name is not known."""
+        return architecture_of(self.card or "")
+
+
+def machine_for(job: Job, engine: ServerEngine, allowed: Iterable[str], *, one_of_several: bool) -> Machine:
+    """Describe this machine; asks the installed SGLang for its flags, which takes about 6 s."""
+    cpu = on_cpu(engine.device)
+    card = None if cpu else next(iter(cards()), None)
+    return Machine(
+        flags=installed(engine.python, engine.env),
+        cpu=cpu,
+        cards=0 if cpu else len(gpus(engine.env)),
+        card=card.name if card else None,
+        card_gb=card.memory_bytes / (1 << 30) if card else 0.0,
+        most_pool_tokens=_pool_tokens(engine) if cpu else 0,
+        ignores_eos=job.sampling.ignore_eos is True,
+        allowed=frozenset(allowed),
+        config=read_config(engine.model, engine.args.get("revision")),
+        one_of_several=one_of_several,
+    )
+
+
+def _pool_tokens(engine: ServerEngine) -> int:
+    """Return how many tokens a quarter of the free memory holds; 0 where model or memory are not known."""
+    try:
+        config = read_config(engine.model, engine.args.get("revision"))
+        token_bytes = model_of_config(config).kv_bytes(FLOAT32_BYTES)
+    except UnknownLimitError:
+        return 0
+    return int((free_bytes() or 0) / POOL_SHARE / token_bytes)
+
 
 Args = dict[str, Any]
 QUANTIZATION, TORCH_COMPILE = "quantization", "torch-compile"
@@ -264,3 +331,128 @@ TUNED_FLAGS = (
     TunedFlag("parallelism", _parallel),
 )
 """In the guides' order."""
+
+
+CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
+"""Most output tokens that admission expects of a request; the server has no flag for it."""
+VARIABLES = frozenset({CLIP})
+"""The variables that are tuned."""
+
+
+def arguments_in(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what belongs into `engine.args`."""
+    return {name: value for name, value in args.items() if name not in VARIABLES}
+
+
+def variables_in(args: Mapping[str, Any]) -> dict[str, str]:
+    """Return what belongs into `engine.env`, whose values are texts."""
+    return {name: str(value) for name, value in args.items() if name in VARIABLES}
+
+
+def numbers_in(env: Mapping[str, str]) -> dict[str, int]:
+    """Return the tuned variables that a job sets itself; the server reads each as a number."""
+    return {name: int(value) for name, value in env.items() if name in VARIABLES and value.isdecimal()}
+
+
+def as_typed(args: Mapping[str, Any]) -> str:
+    """Write arguments and variables as a person types them."""
+    variables = [f"{name}={value}" for name, value in variables_in(args).items()]
+    return " ".join([*variables, *([command_line(found)] if (found := arguments_in(args)) else [])])
+
+
+MANY_IN_FLIGHT = 2000
+"""Requests at the server from which its front process spends its time on garbage collection."""
+RARE_COLLECTIONS = [20_000, 50, 50]
+"""Thresholds of Python's garbage collector that leave most of the time to requests."""
+TOKENIZER_WORKERS = 4
+SMALL_PREFILL_TOKENS = 1024
+"""Mean prompt tokens of a prefill pass up to which launching its kernels takes longer than computing them."""
+PAGES = (16, 64)
+"""Values of `--page-size`, in tokens."""
+PAGED_BACKENDS = frozenset({"fa3", "trtllm_mha", "flashinfer"})
+
+
+def _prefill_graph(state: TuningState) -> Candidates:
+    tokens = state.signs.prefill_per_pass
+    if state.machine.cpu or tokens is None:
+        return "no CUDA graphs here" if state.machine.cpu else "the log lacks prefill passes"
+    why = f"prefill passes have {tokens:.0f} tokens"
+    if tokens > SMALL_PREFILL_TOKENS:
+        return f"{why}: computing takes longer than launching"
+    current = state.value("cuda-graph-backend-prefill", None)
+    backends = [name for name in ("breakable", "full") if name != current]
+    return [FlagChange({"cuda-graph-backend-prefill": name}, why) for name in backends]
+
+
+def _page_size(state: TuningState) -> Candidates:
+    if state.machine.cpu or state.signs.attention_backend not in PAGED_BACKENDS:
+        return "not of this backend"
+    if state.signs.cached_share >= GUIDES.shared:
+        return f"{state.signs.cached_share:.0%} of the prompt tokens are shared: pages find fewer of them"
+    current = int(state.value("page-size", 1))
+    return [
+        FlagChange({"page-size": v}, "nothing is shared that pages could miss") for v in PAGES if v > current
+    ]
+
+
+def _host_cache(state: TuningState) -> Candidates:
+    signs = state.signs
+    if state.machine.cpu:
+        return "the pool is in the host's memory already"
+    if signs.cached_share < GUIDES.shared or not signs.full:
+        return f"{signs.cached_share:.0%} of the prompt tokens are shared, at token usage {signs.usage:.2f}"
+    return _switched(state, "enable-hierarchical-cache", "shared prefixes, and a full pool that drops them")
+
+
+def _tokenizers(state: TuningState) -> Candidates:
+    signs = state.signs
+    if state.machine.cpu:
+        return "a CPU's cores are the model's"
+    if signs.waits or signs.at_limit:
+        return "the scheduler is fed: requests wait there, or all slots are taken"
+    if int(state.value("tokenizer-worker-num", 1)) > 1:
+        return "several already"
+    why = f"{signs.running:.0f} of {signs.max_running} run and none waits: the scheduler is not fed"
+    return [FlagChange({"tokenizer-worker-num": TOKENIZER_WORKERS}, why)]
+
+
+def _collections(state: TuningState) -> Candidates:
+    in_flight = state.signs.running + state.signs.queue
+    if in_flight < MANY_IN_FLIGHT or state.value("gc-threshold", None):
+        return f"{in_flight:.0f} requests in flight: garbage collection has little to look at"
+    return [FlagChange({"gc-threshold": RARE_COLLECTIONS}, f"{in_flight:.0f} requests in flight")]
+
+
+def _experts(state: TuningState) -> Candidates:
+    tp = int(state.value("tp-size", 1))
+    if tp < 2 or not has_experts(state.machine.config):  # noqa: PLR2004
+        return "no experts on several GPUs"
+    if int(state.value("ep-size", 1)) > 1:
+        return "on already"
+    return [FlagChange({"ep-size": tp}, f"each expert is split over {tp} GPUs")]
+
+
+def _attention_copies(state: TuningState) -> Candidates:
+    tp = int(state.value("tp-size", 1))
+    if tp < 2 or not has_latent_attention(state.machine.config):  # noqa: PLR2004
+        return "no compressed KV cache on several GPUs"
+    if int(state.value("attn-dp-size", 1)) > 1:
+        return "on already"
+    return [FlagChange({"attn-dp-size": tp}, f"each of {tp} GPUs keeps the same KV cache")]
+
+
+def _switched(state: TuningState, name: str, why: str) -> Candidates:
+    args: Args = {name: True}
+    return "on already" if state.value(name, False) else [FlagChange(args, why)]
+
+
+LEVERS = (
+    TunedFlag("cuda-graph-backend-prefill", _prefill_graph),
+    TunedFlag("page-size", _page_size),
+    TunedFlag("hierarchical-cache", _host_cache),
+    TunedFlag("tokenizer-worker-num", _tokenizers),
+    TunedFlag("gc-threshold", _collections),
+    TunedFlag("expert-parallelism", _experts),
+    TunedFlag("dp-attention", _attention_copies),
+)
+"""Tried after the flags of the tuning guides."""

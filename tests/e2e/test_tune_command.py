@@ -16,7 +16,7 @@ from batchrunner.engines.flags import Flags
 from batchrunner.job.load import load_job
 from batchrunner.output.holding import hold_task
 from batchrunner.output.run_dir import RunDir
-from batchrunner.tune.machine import Machine
+from batchrunner.tune.space import Machine
 from tests.conftest import INSTANT, batchrun, eventually, job_of, started, write_job
 from tests.support.launchable import launchable
 from tests.support.trial_log import LOG

@@ -7,10 +7,9 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from batchrunner.engines.flags import Flags
-from batchrunner.tune.machine import Machine
 from batchrunner.tune.search import Search, key_of
-from batchrunner.tune.summary import TuningSummary, summarize
-from batchrunner.tune.tuner import TrialHistory, run_search
+from batchrunner.tune.space import Machine
+from batchrunner.tune.tuner import TrialHistory, TuningSummary, run_search, summarize
 from tests.support.tuning_lab import CPU, Lab, chat_rows
 
 if TYPE_CHECKING:

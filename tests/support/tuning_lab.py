@@ -12,9 +12,8 @@ from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.simulation.replica import CostModel, PassWork, Replica
 from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
-from batchrunner.tune.machine import Machine
 from batchrunner.tune.measurement import PassSpan, TrialProgress, TrialResult, TrialWatch
-from batchrunner.tune.variables import CLIP
+from batchrunner.tune.space import CLIP, Machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from batchrunner.engines.simulation.request import SchedulerConfig
-from batchrunner.tune.forecast import Forecast, config_of
+from batchrunner.tune.joint import Forecast, config_of
 from batchrunner.tune.measurement import TrialSigns
 from batchrunner.tune.search import TrialRequest
-from batchrunner.tune.space import TuningState
-from batchrunner.tune.variables import CLIP
+from batchrunner.tune.space import CLIP, TuningState
 from tests.support.tuned import ROWS
 from tests.support.tuning_lab import CPU, Lab
 

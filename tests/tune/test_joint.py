@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from batchrunner.engines.simulation.replica import RowLengths
 from batchrunner.engines.simulation.request import SchedulerConfig
-from batchrunner.tune.forecast import Forecast
-from batchrunner.tune.joint import JointMoves, arguments_of, clips
+from batchrunner.tune.joint import Forecast, JointMoves, arguments_of, clips
 from batchrunner.tune.search import TrialRequest
-from batchrunner.tune.space import Args, TuningState
-from batchrunner.tune.variables import CLIP
+from batchrunner.tune.space import CLIP, Args, TuningState
 from tests.support.tuned import tuned
 from tests.support.tuning_lab import CPU, Lab, chat_rows
 
-ROWS = [(row[0] + 500, *row[1:]) for row in chat_rows(3000)]
+ROWS = [(row[0] + 500, *row[1:]) for row in chat_rows(1200)]
 """Prompts long enough for a small chunk to hold a wide batch up."""
 CORNER = {"max-running-requests": 8, "chunked-prefill-size": 128}
 
@@ -23,7 +21,7 @@ def lab(noise: float = 0.0) -> Lab:
 
 def test_two_flags_out_of_a_corner() -> None:
     """Slots and chunk that limit one another are both found, by few trials, also where times are noisy."""
-    found, search = tuned(lab(0.03), CORNER, budget_s=3600)
+    found, search = tuned(lab(0.03), CORNER, budget_s=1500)
     assert search.best.args["max-running-requests"] >= 32
     assert search.best.args["chunked-prefill-size"] >= 512
     true = lab().measure(TrialRequest(search.best.args, "", 0)).tokens_per_s

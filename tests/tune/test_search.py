@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.tune.measurement import Incumbent, TrialResult
-from batchrunner.tune.race import compare, trial_noise
-from batchrunner.tune.search import Search, TrialRequest, key_of
+from batchrunner.tune.search import Search, TrialRequest, compare, key_of, trial_noise
 from batchrunner.tune.space import TUNED_FLAGS, FlagChange, TunedFlag
-from batchrunner.tune.summary import summarize
-from batchrunner.tune.tuner import run_search
+from batchrunner.tune.tuner import run_search, summarize
 from tests.support.examples import examples
 from tests.support.tuned import CARD, ROWS, WRONG, Kept, tuned
 from tests.support.tuning_lab import CPU, Card, Lab, chat_rows
 
 if TYPE_CHECKING:
     from batchrunner.tune.space import Args
+import math
+
+from batchrunner.tune.search import _quantile as quantile
 
 
 def true_speed(args: Args, **options: Any) -> float:
@@ -209,3 +210,21 @@ def test_the_table_names_each_trial_and_reason() -> None:
     assert "engine:\n  args:\n    schedule-conservativeness: 0.1\n    max-running-requests: 256\n" in text
     assert all(f"\n{tuned_flag.name}: " in text for tuned_flag in TUNED_FLAGS)
     assert "--apply writes this" in text
+
+
+@pytest.mark.parametrize("freedom", [*range(4, 15), 20, 40])
+def test_the_interval_is_students(freedom: int) -> None:
+    """One-sided 95 %, by the density's own integral; from 14 degrees of freedom on a little more."""
+    step = quantile(freedom) / 1000
+    scale = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
+    density = [(1 + ((at + 0.5) * step) ** 2 / freedom) ** (-(freedom + 1) / 2) for at in range(1000)]
+    covered = 0.5 + scale * step * sum(density)
+    assert 0.9499 < covered < (0.9501 if freedom < 15 else 0.9575)
+
+
+def test_more_output_a_pass_settles_a_near_tie() -> None:
+    """Where the scheduler's own count says faster, and the times agree, no further trial is spent on it."""
+    spread = trial_noise([])
+    assert compare([103], [100], spread)[0] == "again"
+    assert compare([103], [100], spread, more_per_pass=True)[0] == "faster"
+    assert compare([80], [100], spread, more_per_pass=True)[0] == "no faster"

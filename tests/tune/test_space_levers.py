@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchrunner.tune.measurement import TrialSigns
-from batchrunner.tune.space import TuningState
-from batchrunner.tune.space_levers import LEVERS
+from batchrunner.tune.space import LEVERS, TuningState
 from tests.support.tuned import CARD
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import pytest
 from batchrunner.core.errors import JobError
 from batchrunner.engines.simulation.replica import PassWork
 from batchrunner.job.load import load_job
-from batchrunner.tune.log_stats import LOG_INTERVAL, output_rate, signs_at_start, signs_of_passes, spans_of
+from batchrunner.tune.trial import LOG_INTERVAL, output_rate, signs_at_start, signs_of_passes, spans_of
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import job_of
 from tests.support.trial_log import LOG

@@ -1,14 +1,16 @@
-"""The finished trials that a search resumes from."""
+"""The finished trials that a search resumes from; the flags that are written into a job file."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import orjson
+import pytest
+import yaml
 
+from batchrunner.core.errors import JobError
 from batchrunner.engines.simulation.replica import PassWork, RowLengths
 from batchrunner.tune.measurement import PassSpan, TrialResult, TrialSigns
-from batchrunner.tune.tuner import TrialHistory
+from batchrunner.tune.tuner import TrialHistory, apply_args
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,11 +30,86 @@ def test_a_trial_is_read_as_it_was(tmp_path: Path) -> None:
     assert TrialHistory(path, "other", {}).find({"max-running-requests": 8}, 0) is None
 
 
-def test_trials_of_older_versions_are_read(tmp_path: Path) -> None:
-    """A record without lengths and costs is a trial all the same."""
-    path = tmp_path / "trials.jsonl"
-    result = {"ended": "measured", "why": "all rows", "cost_s": 40.0, "tokens_per_s": 100.0}
-    path.write_bytes(orjson.dumps({"about": "this", "args": {}, "result": result}) + b"\n")
-    found = TrialHistory(path, "this", {}).find({}, 0)
-    assert found is not None
-    assert (found.tokens_per_s, found.rows, found.spans) == (100.0, (), ())
+NEW = {"schedule-conservativeness": 0.3, "max-running-requests": 256}
+
+
+LINES = """\
+engine:  # here
+  kind: server
+  args:
+    max-running-requests: 8  # too few
+    enable-metrics: true
+# the end
+"""
+LINES_AFTER = """\
+engine:  # here
+  kind: server
+  args:
+    max-running-requests: 256 # too few
+    enable-metrics: true
+# the end
+    schedule-conservativeness: 0.3
+"""
+ONE_LINE = """\
+engine: {kind: server, model: x}  # one
+window: 8
+"""
+ONE_LINE_AFTER = """\
+engine: {kind: server, model: x, args: {schedule-conservativeness: 0.3, max-running-requests: 256}} # one
+window: 8
+"""
+UNDERSCORES = """\
+engine:
+  args: {max_running_requests: 8, dtype: half}
+  model: x
+"""
+UNDERSCORES_AFTER = """\
+engine:
+  args: {max_running_requests: 256, dtype: half, schedule-conservativeness: 0.3}
+  model: x
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(LINES, LINES_AFTER), (ONE_LINE, ONE_LINE_AFTER), (UNDERSCORES, UNDERSCORES_AFTER)]
+)
+def test_the_block_is_put_in_place(tmp_path: Path, before: str, after: str) -> None:
+    """Only the values change: comments, order, style and other keys stay as they are."""
+    path = tmp_path / "job.yaml"
+    path.write_text(before)
+    apply_args(path, NEW)
+    assert path.read_text() == after
+
+
+def test_a_link_to_a_job_stays_one(tmp_path: Path) -> None:
+    """What is edited is the file that the link leads to."""
+    path, link = tmp_path / "job.yaml", tmp_path / "link.yaml"
+    path.write_text(LINES)
+    link.symlink_to(path)
+    apply_args(link, NEW)
+    assert link.is_symlink()
+    assert path.read_text() == LINES_AFTER
+
+
+def test_a_file_that_cannot_be_edited_is_left(tmp_path: Path) -> None:
+    """Where the job's engine is not in the file, the file stays as it is, and the command says so."""
+    path = tmp_path / "job.yaml"
+    path.write_text("input: {path: x}\n")
+    with pytest.raises(JobError, match="put the block in by hand"):
+        apply_args(path, NEW)
+    assert path.read_text() == "input: {path: x}\n"
+
+
+@pytest.mark.parametrize(
+    "env", ["", "  env: {HF_HUB_OFFLINE: '1'}\n", "  env:\n    SGLANG_CLIP: '4096'  # all\n"]
+)
+def test_variables_go_into_env(tmp_path: Path, env: str) -> None:
+    """A variable of the server stands in `engine.env` afterwards, as a text, beside those that were there."""
+    path = tmp_path / "job.yaml"
+    path.write_text(f"engine:\n  kind: server\n{env}  args: {{max-running-requests: 8}}\n# the end\n")
+    before = yaml.safe_load(path.read_text())["engine"].get("env") or {}
+    apply_args(path, NEW, {"SGLANG_CLIP": "256"})
+    engine = yaml.safe_load(path.read_text())["engine"]
+    assert engine["env"] == {**before, "SGLANG_CLIP": "256"}
+    assert engine["args"] == {"max-running-requests": 256, "schedule-conservativeness": 0.3}
+    assert path.read_text().endswith("# the end\n")

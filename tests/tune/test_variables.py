@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchrunner.tune.variables import CLIP, arguments_in, as_typed, numbers_in, variables_in
+from batchrunner.tune.space import CLIP, arguments_in, as_typed, numbers_in, variables_in
 
 
 def test_arguments_and_variables_go_their_own_ways() -> None:

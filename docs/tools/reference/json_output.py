@@ -8,7 +8,7 @@ from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.report.report import Report
 from batchrunner.runner.check import Check
 from batchrunner.tune.measurement import TrialSigns
-from batchrunner.tune.summary import TuningSummary
+from batchrunner.tune.tuner import TuningSummary
 from docs.tools.reference.markdown import field_table, table
 
 HEAD = """# report.json and --json
