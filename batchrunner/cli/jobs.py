@@ -96,6 +96,7 @@ def tune(
     """
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
     from batchrunner.tune.tuner import parse_budget  # noqa: PLC0415
+    from batchrunner.tune.tuner import tune as tune_job  # noqa: PLC0415
 
     log_to_stderr(quiet=True)
     # what its trials' runs say is no news
