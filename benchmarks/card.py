@@ -33,13 +33,13 @@ import pyarrow.parquet as pq
 import batchrunner
 from batchrunner.advise.advise import advise
 from batchrunner.advise.roofline import UnknownLimitError
-from batchrunner.cli.jobs import tune
 from batchrunner.engines.device import card_name, has_gpu
 from batchrunner.engines.logs.thresholds import Thresholds
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import read_run_json
 from batchrunner.report.html.limit_share import share_of_limit
 from batchrunner.report.html.results import read_results
+from batchrunner.tune.tuner import tune
 from benchmarks.engine import LONGEST_TOKENS, PROMPT_TOKENS, lognormal
 from benchmarks.measure import RESULTS, save
 from tests.support.tiny_model import TOKENIZER_FILES

@@ -26,13 +26,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.cli.jobs import tune
 from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import prepare
 from batchrunner.tune.sample import write_sample
 from batchrunner.tune.search import TrialRequest
 from batchrunner.tune.trial import TrialRunner
-from batchrunner.tune.tuner import engine_to_tune
+from batchrunner.tune.tuner import engine_to_tune, tune
 from benchmarks.engine import SERVER_ENVIRONMENT, VOCABULARY
 from benchmarks.measure import save
 from tests.support.tiny_model import make_tiny_llama
