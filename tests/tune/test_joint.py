@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
 from batchrunner.engines.simulation.replica import RowLengths
 from batchrunner.engines.simulation.request import SchedulerConfig
-from batchrunner.tune.joint import Forecast, JointMoves, arguments_of, clips
+from batchrunner.tune.joint import Forecast, JointMoves, arguments_of, clips, config_of
+from batchrunner.tune.measurement import TrialSigns
 from batchrunner.tune.search import TrialRequest
 from batchrunner.tune.space import CLIP, Args, TuningState
-from tests.support.tuned import tuned
+from tests.support.tuned import ROWS, tuned
 from tests.support.tuning_lab import CPU, Lab, chat_rows
 
-ROWS = [(row[0] + 500, *row[1:]) for row in chat_rows(1200)]
+LONG_ROWS = [(row[0] + 500, *row[1:]) for row in chat_rows(1200)]
 """Prompts long enough for a small chunk to hold a wide batch up."""
 CORNER = {"max-running-requests": 8, "chunked-prefill-size": 128}
 
 
 def lab(noise: float = 0.0) -> Lab:
-    return Lab(ROWS, pool_tokens=100_000, logs=True, noise=noise)
+    return Lab(LONG_ROWS, pool_tokens=100_000, logs=True, noise=noise)
 
 
 def test_two_flags_out_of_a_corner() -> None:
@@ -55,7 +61,7 @@ def test_a_change_that_a_server_dies_of_is_tried_half_as_far() -> None:
 
 def test_nothing_is_proposed_without_a_forecast() -> None:
     """A log without the passes' times leaves the search with one flag at a time."""
-    _, search = tuned(Lab(ROWS, pool_tokens=100_000), CORNER, budget_s=600)
+    _, search = tuned(Lab(LONG_ROWS, pool_tokens=100_000), CORNER, budget_s=600)
     assert "together" not in search.notes
 
 
@@ -84,3 +90,61 @@ def test_the_clip_is_a_length_that_outputs_have() -> None:
     assert clips(rows) == [64, 96, 112, 4096]
     assert clips([row._replace(asked=100) for row in rows]) == [64, 96, 4096]
     assert clips([row._replace(fixed=True) for row in rows]) == []
+
+
+SIGNS = TrialSigns(max_running=16, pool_tokens=40_000, prefill_limit=8192)
+
+
+def test_a_setting_as_the_simulation_has_it() -> None:
+    """Limits are those that the server told; what it does not tell is the job's own flag, or the default."""
+    args = {CLIP: 200, "prefill-decode-interval": 4, "enable-mixed-chunk": True, "schedule-policy": "lpm"}
+    config = config_of(TuningState(args, SIGNS, CPU))
+    assert config == SchedulerConfig(
+        16, 40_000, policy="lpm", clip_tokens=200, decode_interval=4, mixed_chunk=True
+    )
+    whole = config_of(TuningState({}, replace(SIGNS, prefill_limit=-1), CPU))
+    assert whole is not None
+    assert whole.chunked_prefill_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("args", "lacking"),
+    [
+        ({"dp-size": 2}, {}),
+        ({"page-size": 64}, {}),
+        ({}, {"max_running": None}),
+        ({}, {"pool_tokens": None}),
+        ({}, {"prefill_limit": None}),
+    ],
+)
+def test_what_is_not_known_is_not_expected(args: dict[str, int], lacking: dict[str, Any]) -> None:
+    """No forecast is made of several schedulers at once, of larger pages, or of limits that nobody told."""
+    assert config_of(TuningState(dict(args), replace(SIGNS, **lacking), CPU)) is None
+
+
+def test_it_expects_what_trials_find() -> None:
+    """Two trials of bad settings tell the speed of better ones."""
+    lab = Lab(ROWS, logs=True)
+    forecast = Forecast()
+    for running in (8, 32):
+        forecast.learn(lab.measure(TrialRequest({"max-running-requests": running}, "", 0)))
+    assert forecast.is_ready
+    for args in ({"max-running-requests": 64}, {"max-running-requests": 128, "chunked-prefill-size": 256}):
+        found = lab.measure(TrialRequest(dict(args), "", 0))
+        config = config_of(TuningState(dict(args), found.signs, CPU))
+        assert config is not None
+        assert forecast.speed(config) == pytest.approx(found.tokens_per_s, rel=0.15)
+
+
+def test_trials_without_a_log_tell_nothing() -> None:
+    """Where the log lacks the passes' times, nothing is expected."""
+    forecast = Forecast()
+    forecast.learn(Lab(ROWS).measure(TrialRequest({}, "", 0)))
+    assert not forecast.is_ready
+
+
+def test_a_row_that_does_not_fit() -> None:
+    """A pool that is smaller than a row serves nothing."""
+    forecast = Forecast()
+    forecast.learn(Lab(ROWS, logs=True).measure(TrialRequest({}, "", 0)))
+    assert forecast.speed(SchedulerConfig(8, 50)) == 0
