@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from pyroaring import BitMap64
 
-    from batchrunner.input.row_reader import RowReader
+    from batchrunner.input.dataset import RowReader
     from batchrunner.runner.prepared_job import PreparedJob
 
 SEED = 7

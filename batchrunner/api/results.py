@@ -12,9 +12,9 @@ from batchrunner.api.runs import run_blocking
 from batchrunner.core.errors import BatchrunError
 from batchrunner.dispatch.checks.checker import AnswerChecker
 from batchrunner.input.dataset import Dataset
-from batchrunner.input.parquet_copy import about_rows, write_parquet
+from batchrunner.input.parquet_copy import about_rows, write_rows
 from batchrunner.input.render import Renderer
-from batchrunner.input.tables import Data, paths_of
+from batchrunner.input.tables import Data, batches_of, paths_of
 from batchrunner.job.answers import plan_answers
 from batchrunner.job.call import LibraryCall
 from batchrunner.job.python_functions import open_functions
@@ -30,7 +30,7 @@ def results_of(rows: Data, call: LibraryCall, opened: OpenEngine | None, display
     with _rows_and_run() as (source, out):
         paths = paths_of(rows)
         if paths is None:
-            write_parquet(rows, source)
+            write_rows(batches_of(rows), source)
         dataset = Dataset(paths or str(source))
         job = call.job(dataset.schema, paths or [str(source)], out)
         if not dataset.total_rows:

@@ -8,35 +8,95 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shutil
+import tempfile
+import weakref
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, repeat
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, repeat
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
+import pyarrow.parquet as pq
+import pyarrow.types as pt
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.processes import thread_pool
-from batchrunner.core.types import InputFile
+from batchrunner.core.types import InputFile, RowRef
 from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types
-from batchrunner.input.formats.base import PROBLEM, OpenContent, Span, Spans
-from batchrunner.input.formats.batch_lines import BatchHow
-from batchrunner.input.formats.json_lines import JsonLinesRecords, have_one_schema
-from batchrunner.input.formats.parquet import FooterBudget
-from batchrunner.input.formats.text import TextContent
 from batchrunner.input.hub_files import without_commit
-from batchrunner.input.row_reader import RowBatch
+from batchrunner.input.parquet_copy import PROBLEM, common_schema, fitted, stored_schema
 from batchrunner.input.schemas import normalize, normalized, not_for_parquet
-from batchrunner.input.source_file import SourceFile
+from batchrunner.input.source_file import SourceFile, sizes_of
 from batchrunner.job.output import StorageSpec
 from batchrunner.output.arrow_arrays import arrow_array, arrow_scalar
+
+if TYPE_CHECKING:
+    from batchrunner.input.batch_lines import BatchHow
 
 READERS = 8
 """Files that are looked at at once. On a network file system most of the time is waiting."""
 SIZED_FILES = 32
 """Files from whose footers the size of a column over all files is estimated."""
+SPAN_ROWS, SPAN_BYTES = 256, 8 << 20
+"""Most rows and bytes of row groups that are read together, and of a batch."""
+_CODES = {
+    pa.int8(): "b", pa.int16(): "h", pa.int32(): "i", pa.int64(): "q",
+    pa.uint8(): "B", pa.uint16(): "H", pa.uint32(): "I", pa.uint64(): "Q",
+}  # fmt: skip
+"""Codes of Python's `array` by Arrow's types."""
+
+Row = dict[str, Any]
+"""Values of a row by column."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatch:
+    """Some of the rows that were asked for."""
+
+    rows: list[int]
+    """Ordinals."""
+    data: pa.RecordBatch
+    """Columns of these rows, in the same order."""
+
+
+class RowReader(Protocol):
+    """Reads rows in the order in which they are sent: DatasetReader in input order, SortedCopy in its own.
+
+    A position is the index of a row in that order, counted from 0; in input order it is the ordinal.
+    """
+
+    def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
+        """Yield the rows, a bounded batch at a time; raises InputError.
+
+        All of them lie at these positions; None means anywhere.
+        """
+
+    def close(self) -> None:
+        """Close open files."""
+
+
+class ColumnSource(Protocol):
+    """What has columns: a data set, or the rows of a program."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """All columns."""
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Columns that say why a record cannot be read."""
+
+    def field(self, name: str, *, where: str) -> pa.Field:
+        """Return the field of a column; raises InputError, naming `where`, if it cannot be used."""
+
+    def directory_of(self, row: int) -> str | None:
+        """Return the directory of the file that has the row with this ordinal; None where there is none."""
 
 
 class Dataset:
@@ -49,11 +109,14 @@ class Dataset:
         types: Mapping[str, str] | None = None,
         batch: BatchHow | None = None,
         storage: StorageSpec | None = None,
+        copies: Path | None = None,
     ) -> None:
         """Find the files, without those in the run directory `run`, their columns and row groups.
 
-        `types` are those of `input.types`, `batch` is `prompt.batch`, `storage` says how object stores are
-        reached. Raises InputError where a file is missing or unreadable.
+        `types` are those of `input.types`, `batch` is what becomes of bad lines in a batch file, `storage`
+        says how object stores are reached. Parquet copies of files of other formats are in the directory
+        `copies`, by default in one that is deleted with this object. Raises InputError where a file is
+        missing or unreadable.
         """
         self._find = functools.partial(find_files, [path] if isinstance(path, str) else path, run, storage)
         fs, paths = self._find()
@@ -62,10 +125,13 @@ class Dataset:
                 f"these are {len(paths)} batch files, {paths[0]} and {paths[1]} among them",
                 hint="give one: a custom_id is unique in its file only",
             )
-        shared = repeat(FooterBudget()), repeat(types), repeat(batch)
+        if copies is None:
+            copies = Path(tempfile.mkdtemp(prefix="batchrunner-copies-"))
+            weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
         with thread_pool(READERS) as pool:
+            shared = repeat(copies), repeat(types), repeat(batch)
             self._sources = list(pool.map(SourceFile, repeat(fs), paths, *shared))
-        have_one_schema(list(_json_lines(self._sources)))
+        _unify_json_lines(self._sources)
         self._starts = [0, *accumulate(source.rows for source in self._sources)]
         self.total_rows = self._starts[-1]
         self.files = [
@@ -83,7 +149,9 @@ class Dataset:
         in_paths = partition_types([file.partitions for file in self.files])
         # some writers also store a partition column, and any directory name may contain "="
         self.partition_types = {name: kind for name, kind in in_paths.items() if name not in stored}
-        self.problems = (PROBLEM,) if any(source.is_text for source in self._sources) else ()
+        self.has_text_files = any(source.is_text for source in self._sources)
+        """Whether the types of columns come from values, or from `input.types`."""
+        self.problems = (PROBLEM,) if any(source.has_problems for source in self._sources) else ()
         """Columns that say why a record cannot be read; every reader of rows has to look at them."""
         _check_types(types or {}, self._sources)
         first = next(iter(self._schemas.values()))
@@ -130,7 +198,8 @@ class Dataset:
                 raise InputError(
                     f"{path}: column {name!r} is {schema.field(found[0]).type}, "
                     f"but {field.type} in {self.files[0].path}",
-                    hint=f"write both with one type{self._or_types()}",
+                    hint="write both with one type"
+                    + (", or give its type in input.types" if self.has_text_files else ""),
                 )
         try:
             pa.nulls(0, field.type).take(pa.nulls(0, pa.int64()))
@@ -176,34 +245,35 @@ class Dataset:
             if wanted.range_cardinality(self._starts[number], self._starts[number + 1]):
                 yield self._sources[number], self.files[number]
 
-    def open_span(self, content: OpenContent, span: Span, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
-        """Yield the batches of a span of an open file, with these columns, which are stored in it.
+    def complete(self, data: pa.RecordBatch, file: InputFile, columns: Sequence[str]) -> pa.RecordBatch:
+        """Return a batch that was read from a file with all of these columns, in their order.
 
-        Raises OSError or ArrowException.
+        Those that the file does not store are partition columns of its path, keys that no line of a JSON
+        Lines file has, and PROBLEM in a file whose records are never wrong.
         """
-        return map(normalize, content.read(span, columns))
-
-    def stored(self, source: SourceFile, columns: Iterable[str]) -> list[str]:
-        """Return those of the columns that are stored in a file."""
-        made = {*self.partition_types, *(() if source.is_text else self.problems)}
-        return [name for name in columns if name not in made]
-
-    def with_partitions(self, batch: RowBatch, file: InputFile, columns: Sequence[str]) -> RowBatch:
-        """Return the batch with those of the columns added that are not stored in the file.
-
-        These are partition columns of its path, and PROBLEM in a file whose records are never wrong.
-        """
-        data = batch.data
+        found = []
         for name in columns:
-            if name in self.partition_types:
-                value = arrow_scalar(file.partitions[name], pa.string()).cast(self.partition_types[name])
-                data = data.append_column(name, pa.repeat(value, data.num_rows))
-            elif name in self.problems and name not in data.schema.names:
-                data = data.append_column(name, pa.nulls(data.num_rows, pa.string()))
-        return RowBatch(batch.rows, data)
+            kind = self.partition_types.get(name)
+            if kind is not None:
+                value = arrow_scalar(file.partitions[name], pa.string()).cast(kind)
+                found.append(pa.repeat(value, data.num_rows))
+            elif name in data.schema.names:
+                found.append(data.column(name))
+            else:
+                found.append(pa.nulls(data.num_rows, self.type_of(name)))
+        return pa.RecordBatch.from_arrays(found, names=list(columns)) if found else data
 
-    def _or_types(self) -> str:
-        return ", or give its type in input.types" if self.problems else ""
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Consecutive row groups of a file that are read together."""
+
+    groups: range
+    first_row: int
+    """Index in the file of the first row."""
+    rows: int
+    size: int
+    """Uncompressed bytes of the columns that are read."""
 
 
 class DatasetReader:
@@ -217,10 +287,10 @@ class DatasetReader:
         self._dataset = dataset
         self._columns = columns
         self._source: SourceFile | None = None  # the open file
-        self._stored: list[str] = []  # the columns that are in it
-        self._content: OpenContent | None = None
-        self._spans: Spans = []  # of the open file
-        self._span: Span | None = None  # the one that was read last
+        self._content: pq.ParquetFile | None = None
+        self._stored = pa.schema([])  # the columns that are read of it
+        self._spans: list[_Span] = []  # of the open file
+        self._span: _Span | None = None  # the one that was read last
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._start = 0  # ordinal of the first row in `_data`
         self._data: pa.RecordBatch | None = None  # the batch that was decoded last
@@ -234,7 +304,7 @@ class DatasetReader:
         for source, file in self._dataset.sources_of(wanted):
             try:
                 for batch in self._read_file(source, file, wanted):
-                    yield self._dataset.with_partitions(batch, file, self._columns)
+                    yield RowBatch(batch.rows, self._dataset.complete(batch.data, file, self._columns))
             except BatchrunError:
                 raise
             except source.read_errors as failure:
@@ -245,31 +315,38 @@ class DatasetReader:
         """Close the open file."""
         self._source = self._span = None
         if self._content is not None:
-            self._content.close()
+            self._content.close(force=True)
             self._content = None
 
     def _read_file(self, source: SourceFile, file: InputFile, wanted: BitMap64) -> Iterator[RowBatch]:
         if self._source is not source:
             self.close()
-            self._stored = self._dataset.stored(source, self._columns)
             self._content = source.open()
-            self._spans = self._content.spans(self._stored)
+            stored = self._content.schema_arrow
+            names = [name for name in self._columns if name in stored.names]
+            self._stored = pa.schema([_field_of(source.schema, stored, name) for name in names])
+            self._spans = list(_spans(self._content.metadata, names))
             self._source = source
         in_file = wanted & BitMap64(range(file.first_row, file.first_row + source.rows))
         first = bisect_right(self._spans, in_file.min() - file.first_row, key=_first_row) - 1
         last = bisect_right(self._spans, in_file.max() - file.first_row, key=_first_row)
-        for span in map(self._spans.__getitem__, range(first, last)):
+        for span in self._spans[first:last]:
             start = file.first_row + span.first_row
             if in_span := in_file & BitMap64(range(start, start + span.rows)):
                 yield from self._read_span(source, span, start, in_span)
 
-    def _read_span(self, source: SourceFile, span: Span, start: int, wanted: BitMap64) -> Iterator[RowBatch]:
+    def _read_span(self, source: SourceFile, span: _Span, start: int, wanted: BitMap64) -> Iterator[RowBatch]:
         last = wanted.max()
         if self._span != span or wanted.min() < self._start:
             assert self._content is not None
             self._span = None
-            source.check_before_reading()
-            self._batches = self._dataset.open_span(self._content, span, self._stored)
+            source.check_unchanged()
+            self._batches = self._content.iter_batches(
+                batch_size=batch_rows(span.rows, span.size),
+                row_groups=list(span.groups),
+                columns=self._stored.names,
+                use_threads=False,
+            )
             self._start, self._data = start, self._next(source)
             self._span = span
         while True:
@@ -287,12 +364,100 @@ class DatasetReader:
         for data in self._batches:
             if source.is_local:  # a store would be asked over the network
                 source.check_unchanged()
-            return data
+            return fitted(normalize(data), self._stored) if source.is_text else normalize(data)
         raise pa.ArrowInvalid("it has fewer rows than its footer says")
 
 
-def _first_row(span: Span) -> int:
+def batch_rows(rows: int, size: int) -> int:
+    """Return the rows per batch for a row group of `rows` rows and `size` bytes."""
+    return max(1, min(SPAN_ROWS, SPAN_BYTES * rows // max(size, 1)))
+
+
+def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row]:
+    """Return the rows of a batch as Python values of these columns, see `values_of`."""
+    columns = [values_of(batch.data.column(name)) for name in names]
+    if not columns:
+        return [{} for _ in batch.rows]
+    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableValue:
+    """Stands for a value that Python cannot represent (bad UTF-8, a date out of range)."""
+
+    reason: str
+
+
+def values_of(column: pa.Array) -> list[Any]:
+    """Return a column as Python values; one that Python cannot represent becomes an UnreadableValue."""
+    if (pt.is_list(column.type) or pt.is_large_list(column.type)) and pt.is_integer(column.type.value_type):
+        ends = _integers(column.offsets)
+        values = column.values.slice(ends[0], ends[-1] - ends[0])
+        if not column.null_count and not values.null_count:  # token ids: many times faster than `to_pylist`
+            numbers = _integers(values)
+            return [numbers[start - ends[0] : end - ends[0]] for start, end in pairwise(ends)]
+    try:
+        return list(column.to_pylist())
+    except (ValueError, OverflowError, pa.ArrowException):  # UnicodeDecodeError is a ValueError
+        return [_value_of(item) for item in column]
+
+
+def carried_of(ref: RowRef) -> dict[str, Any]:
+    """Return the carried columns of a row; a value that Python cannot represent is None."""
+    found = {}
+    for at, name in enumerate(ref.carried.schema.names):
+        (value,) = values_of(ref.carried.column(at).slice(ref.position, 1))
+        found[name] = None if isinstance(value, UnreadableValue) else value
+    return found
+
+
+def _integers(column: pa.Array) -> list[int]:
+    """Return a column of integers without nulls."""
+    data, width = column.buffers()[1], column.type.bit_width // 8
+    if data is None:
+        return []
+    stored = memoryview(data)[column.offset * width : (column.offset + len(column)) * width]
+    numbers = array(_CODES[column.type])
+    numbers.frombytes(stored)
+    return numbers.tolist()
+
+
+def _value_of(item: pa.Scalar[Any]) -> Any:
+    try:
+        return item.as_py()
+    except (ValueError, OverflowError, pa.ArrowException) as failure:
+        return UnreadableValue(f"unreadable value: {failure}")
+
+
+def _first_row(span: _Span) -> int:
     return span.first_row
+
+
+def _spans(footer: pq.FileMetaData, columns: Iterable[str]) -> Iterator[_Span]:
+    """Yield the row groups of a file as spans: a small one goes together with its neighbours."""
+    begin = first_row = rows = size = 0
+    for group, its_size in enumerate(sizes_of(footer, columns)):
+        its_rows = footer.row_group(group).num_rows
+        if group > begin and (rows + its_rows > SPAN_ROWS or size + its_size > SPAN_BYTES):
+            yield _Span(range(begin, group), first_row, rows, size)
+            begin, first_row, rows, size = group, first_row + rows, 0, 0
+        rows, size = rows + its_rows, size + its_size
+    if footer.num_row_groups:
+        yield _Span(range(begin, footer.num_row_groups), first_row, rows, size)
+
+
+def _field_of(schema: pa.Schema, stored: pa.Schema, name: str) -> pa.Field[Any]:
+    """Return the field of a column as it is read; PROBLEM is in the stored schema only."""
+    return (schema if name in schema.names else stored).field(name)
+
+
+def _unify_json_lines(sources: Iterable[SourceFile]) -> None:
+    """Give JSON Lines files of one input the columns of all, since a key may be missing in a whole file."""
+    found = [source for source in sources if source.format.kind == "JSON Lines"]
+    if found:
+        schema = stored_schema(common_schema([source.schema for source in found]))
+        for source in found:
+            source.schema = schema
 
 
 def _distinct_schemas(sources: Iterable[SourceFile]) -> Iterator[tuple[str, pa.Schema]]:
@@ -303,12 +468,6 @@ def _distinct_schemas(sources: Iterable[SourceFile]) -> Iterator[tuple[str, pa.S
         if stored not in seen:
             seen.add(stored)
             yield source.path, normalized(source.schema)
-
-
-def _json_lines(sources: Iterable[SourceFile]) -> Iterator[JsonLinesRecords]:
-    for source in sources:
-        if isinstance(source.content, TextContent) and isinstance(source.content.records, JsonLinesRecords):
-            yield source.content.records
 
 
 def _check_types(types: Mapping[str, str], sources: Iterable[SourceFile]) -> None:

@@ -7,7 +7,7 @@ from decimal import Decimal
 from typing import Any
 
 from batchrunner.core.errors import InputError, JobError
-from batchrunner.input.column_source import ColumnSource
+from batchrunner.input.dataset import ColumnSource
 from batchrunner.input.prompt_types import holds_bytes
 from batchrunner.job.prompt import FieldsSpec
 

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from batchrunner.core.errors import InputError, RowRefusedError
-from batchrunner.input.column_source import ColumnSource
+from batchrunner.input.dataset import ColumnSource, Row
 from batchrunner.input.prompt_types import is_list, is_text
-from batchrunner.input.row_values import Row
 from batchrunner.job.prompt import PromptSpec
 
 

@@ -11,10 +11,9 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Outcome, Request
-from batchrunner.input.dataset import Dataset
+from batchrunner.input.dataset import Dataset, UnreadableValue, rows_of
 from batchrunner.input.prompt_types import is_text
 from batchrunner.input.render import Renderer
-from batchrunner.input.row_values import UnreadableValue, rows_of
 from batchrunner.input.templates import Predicate
 from batchrunner.job.spec import Job
 

@@ -9,10 +9,9 @@ from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.input.columns_read import unknown_column
-from batchrunner.input.dataset import Dataset
-from batchrunner.input.formats.base import PROBLEM
+from batchrunner.input.dataset import Dataset, RowBatch
+from batchrunner.input.parquet_copy import PROBLEM
 from batchrunner.input.render import Renderer
-from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.schemas import normalize, normalized
 from batchrunner.job.answers import plan_answers
 from batchrunner.job.spec import Job

@@ -1,32 +1,75 @@
-"""Data as people have it in Python → one Parquet file."""
+"""Rows of any origin → one Parquet file: a program's tables and rows, and copies of files of other formats.
+
+Batches may differ in their columns and types. They are written to a file of Arrow streams first, and to
+Parquet once the type of each column is known. Values without a common type become JSON text.
+"""
+
+from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError
 from batchrunner.input.files import first_line
-from batchrunner.input.tables import CHUNK_ROWS, batches_of
+from batchrunner.input.schemas import normalized, not_for_parquet
 from batchrunner.output.files import writing
 
+PROBLEM = "\0problem"
+"""Column that says why a record of a text file cannot be read; null where it can."""
+MOST_FIELDS = 1000
+"""Most fields of an object; one with more is a dictionary, and its column JSON text."""
+_LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 
-def write_parquet(data: object, path: Path) -> None:
-    """Write data as one Parquet file; an iterator is read in bounded memory.
 
-    Chunks of an iterator may differ in their columns and types, which are unified. Raises InputError, and
-    what an iterator raises.
+def write_parquet(
+    batches: Iterable[pa.RecordBatch],
+    path: Path,
+    about: Callable[[], Mapping[bytes, bytes]] = dict,
+    finish: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda batch: batch,
+) -> None:
+    """Write batches, of which there is one at least, as a Parquet file; raises OSError or ArrowException.
+
+    When all have come, `about` returns the file's metadata, and `finish` changes each batch.
     """
-    segments = _Segments(path)
-    with contextlib.closing(segments):
-        # a list is converted as one: it is in memory anyway
-        for batch in batches_of(data, chunk_rows=len(data) if isinstance(data, (list, tuple)) else None):
-            with _writing_parquet(path):
-                segments.add(batch)
-        with _writing_parquet(path):
-            segments.join()
+    spool = path.with_name(f"{path.name}.arrows")
+    try:
+        schema = None
+        with spool.open("wb") as file:
+            for batch in batches:
+                if schema is None or not batch.schema.equals(schema):
+                    schema = common_schema([schema, batch.schema] if schema else [batch.schema])
+                with pa.ipc.new_stream(file, batch.schema, options=_LZ4) as stream:
+                    stream.write_batch(batch)
+        assert schema is not None
+        schema = stored_schema(schema)
+        with (
+            pa.OSFile(str(spool)) as source,
+            pq.ParquetWriter(path, schema.with_metadata(about()), compression="zstd") as writer,
+        ):
+            while source.tell() < source.size():
+                with pa.ipc.open_stream(source) as stream:
+                    for batch in stream:
+                        writer.write_batch(fitted(finish(batch), schema).replace_schema_metadata())
+    finally:
+        spool.unlink(missing_ok=True)
+
+
+def write_rows(batches: Iterable[pa.RecordBatch], path: Path) -> None:
+    """Write a program's rows as a Parquet file; raises InputError or StorageError."""
+    try:
+        with writing(path):
+            write_parquet(batches, path)
+    except pa.ArrowException as failure:
+        raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
 
 
 @contextlib.contextmanager
@@ -43,64 +86,83 @@ def about_rows(path: Path) -> Iterator[None]:
         raise renamed from None
 
 
-@contextlib.contextmanager
-def _writing_parquet(path: Path) -> Iterator[None]:
-    try:
-        with writing(path):
-            yield
-    except pa.ArrowException as failure:  # a type that Parquet has not
-        raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
+def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
+    """Return the columns of all schemas; values of types that have none in common will be JSON text."""
+    names = schemas[0].names
+    if all(schema.names == names for schema in schemas):  # a name may stand twice
+        types = [
+            reduce(_common_type, kinds) for kinds in zip(*(schema.types for schema in schemas), strict=True)
+        ]
+        return pa.schema(list(zip(names, types, strict=True)))
+    kinds: dict[str, pa.DataType] = {}
+    for field in chain.from_iterable(schemas):
+        kinds[field.name] = _common_type(kinds.get(field.name, pa.null()), field.type)
+    return pa.schema(list(kinds.items()))
 
 
-class _Segments:
-    """Writes batches to Parquet files of one schema each, and then joins these into one file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._files: list[Path] = []
-        self._schemas: list[pa.Schema] = []
-        self._writer: pq.ParquetWriter | None = None
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        """Write a batch; raises OSError or ArrowException."""
-        if self._writer is None or not batch.schema.equals(self._schemas[-1]):
-            self.close()
-            file = self._path.with_name(f"{self._path.name}.{len(self._files)}")
-            self._writer = pq.ParquetWriter(file, batch.schema)
-            self._files.append(file)
-            self._schemas.append(batch.schema)
-        self._writer.write_batch(batch)
-
-    def join(self) -> None:
-        """Put the segments together under the path; raises OSError, ArrowException or InputError."""
-        self.close()
-        if len(self._files) == 1:
-            self._files[0].rename(self._path)
-            return
-        try:
-            schema = pa.unify_schemas(self._schemas, promote_options="permissive")
-        except (TypeError, ValueError, pa.ArrowException) as failure:
-            raise InputError(f"rows: their types do not fit together: {first_line(failure)}") from None
-        with pq.ParquetWriter(self._path, schema) as writer:
-            for file in self._files:
-                with pq.ParquetFile(file) as segment:
-                    for batch in segment.iter_batches(CHUNK_ROWS):
-                        writer.write_batch(_cast(batch, schema))
-                file.unlink()
-
-    def close(self) -> None:
-        """Close the file that is open."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-
-def _cast(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Return a batch with these columns; one that it has not is null."""
-    columns = [
-        batch.column(field.name).cast(field.type)
-        if field.name in batch.schema.names
-        else pa.nulls(batch.num_rows, field.type)
+def stored_schema(schema: pa.Schema) -> pa.Schema:
+    """Return a schema for Parquet: JSON text for what it cannot hold, and PROBLEM only if there is any."""
+    fields = [
+        field.with_type(pa.string())
+        if _most_fields(field.type) > MOST_FIELDS or not_for_parquet(field.type)
+        else field
         for field in schema
+        if field.name != PROBLEM or not pt.is_null(field.type)
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
+    return normalized(pa.schema(fields))
+
+
+def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Return a batch with the columns of a schema, see `common_schema`; one that it has not is null."""
+    if batch.schema.equals(schema):
+        return batch
+    columns: list[pa.Array | None] = list(batch.columns[: len(schema)])
+    if batch.schema.names[: len(schema)] != schema.names:
+        found = dict(zip(batch.schema.names, batch.columns, strict=True))
+        columns = [found.get(name) for name in schema.names]
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.nulls(batch.num_rows, kind) if column is None else _as_type(column, kind)
+            for column, kind in zip(columns, schema.types, strict=True)
+        ],
+        schema=schema,
+    )
+
+
+def array_of(values: Sequence[Any]) -> pa.Array:
+    """Return values as Arrow has them, or as JSON text where they have no type in common."""
+    try:
+        return pa.array(values)
+    except (TypeError, ValueError, OverflowError, pa.ArrowException):
+        return pa.array([text_of(value) for value in values], pa.string())
+
+
+def text_of(value: Any) -> str | None:
+    """Return a value as text: a text as it is, null as None, anything else as JSON."""
+    if value is None or isinstance(value, str):
+        return value
+    return orjson.dumps(value, default=str).decode()
+
+
+def _common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    if one == other:
+        return one
+    try:
+        both = [pa.schema([("", kind)]) for kind in (one, other)]
+        return pa.unify_schemas(both, promote_options="permissive").field(0).type
+    except (TypeError, pa.ArrowException):
+        return pa.string()
+
+
+def _most_fields(kind: pa.DataType) -> int:
+    """Return the number of fields of the object in a type that has most."""
+    own = kind.num_fields if pt.is_struct(kind) else 0
+    return max([own, *(_most_fields(kind.field(at).type) for at in range(kind.num_fields))])
+
+
+def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    if column.type == kind:
+        return column
+    if pt.is_string(kind) and not (pt.is_null(column.type) or pt.is_large_string(column.type)):
+        return pa.array([text_of(value) for value in column.to_pylist()], kind)
+    return column.cast(kind, safe=False)

@@ -6,7 +6,7 @@ from batchrunner.core.errors import BatchrunError, RowRefusedError
 from batchrunner.core.hooks.functions import HookResult
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import Outcome, Request
-from batchrunner.input.column_source import ColumnSource
+from batchrunner.input.dataset import ColumnSource
 from batchrunner.input.messages import ASSISTANT, Conversation
 from batchrunner.job.python_functions import PROMPT
 

@@ -23,8 +23,8 @@ from batchrunner.core.types import (
     RequestBody,
     RowRef,
 )
-from batchrunner.input.column_source import ColumnSource
 from batchrunner.input.columns_read import written
+from batchrunner.input.dataset import ColumnSource, Row, RowBatch, UnreadableValue, rows_of
 from batchrunner.input.fields_block import FieldsBlock, names_made, not_shown, with_block
 from batchrunner.input.items import ItemSource
 from batchrunner.input.media.prompts import MediaPrompts
@@ -33,9 +33,7 @@ from batchrunner.input.messages import MessagesColumn, MessageTemplates, from_li
 from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_list, is_text
 from batchrunner.input.python_prompts import PythonPrompts
 from batchrunner.input.request_bodies import RequestBodies
-from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.row_tools import RowTools
-from batchrunner.input.row_values import Row, UnreadableValue, rows_of
 from batchrunner.input.templates import AnswerExpression, Predicate, Template, is_template
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec

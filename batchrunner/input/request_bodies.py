@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 
 from batchrunner.core.types import COMPLETIONS_PATH, EMBEDDINGS_PATH, RequestBody
-from batchrunner.input.formats.batch_lines import BODY, URL
 
 log = logging.getLogger(__name__)
 
+URL, BODY = "url", "body"
+"""Columns of a batch file that make a request."""
 PROMPT_FIELDS = ("tools", "messages", "prompt", "input_ids", "input")
 """Fields whose values begin the prompt, in the order in which chat templates write them."""
 _PLAIN_PROMPTS = ("prompt", "input_ids")

@@ -9,7 +9,7 @@ import orjson
 
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Tools
-from batchrunner.input.column_source import ColumnSource
+from batchrunner.input.dataset import ColumnSource
 from batchrunner.input.prompt_types import is_list, is_text
 from batchrunner.job.prompt import PromptSpec, tool_problem
 from batchrunner.job.sampling import SamplingSpec

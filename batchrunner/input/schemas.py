@@ -1,6 +1,7 @@
 """Arrow schemas as this package uses them: every field nullable, and types that Arrow can select and sort.
 
-Files of one input may differ in which fields are nullable. `string_view` cannot be sorted yet.
+Files of one input may differ in which fields are nullable. `string_view` cannot be sorted yet. Where nothing
+but null is known, the type is that of texts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary
 
 
 def normalized(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with all fields nullable, and without views."""
+    """Return the schema with all fields nullable, without views, and with texts for nulls."""
     return pa.schema([_normalized_field(field) for field in schema])
 
 
@@ -30,7 +31,8 @@ def not_for_parquet(kind: pa.DataType) -> str | None:
     try:
         with pa.BufferOutputStream() as sink, pq.ParquetWriter(sink, pa.schema([("a", kind)])) as writer:
             writer.write_table(pa.table([pa.nulls(0, kind)], names=["a"]))
-    except (pa.ArrowException, NotImplementedError) as failure:
+        pq.ParquetFile(sink.getvalue())  # which does not read what is nested too deeply
+    except (OSError, pa.ArrowException, NotImplementedError) as failure:
         return str(failure).partition("\n")[0]
     return None
 
@@ -51,4 +53,4 @@ def _normalized_type(kind: pa.DataType) -> pa.DataType:
         return pa.map_(key, _normalized_field(kind.item_field), kind.keys_sorted)
     if pt.is_struct(kind):
         return pa.struct([_normalized_field(field) for field in kind])
-    return _VIEWS.get(kind, kind)
+    return pa.string() if pt.is_null(kind) else _VIEWS.get(kind, kind)

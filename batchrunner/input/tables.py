@@ -7,15 +7,15 @@ through it, and the others are known by their methods.
 import contextlib
 import io
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Protocol, TypeAlias
 
 import pyarrow as pa
 
 from batchrunner.core.errors import InputError
-from batchrunner.core.exact_json import has_more_levels
 from batchrunner.input.files import find_files, first_line
+from batchrunner.input.parquet_copy import array_of
 
 TEXT = "text"
 """Name of the column that texts become."""
@@ -23,8 +23,6 @@ CHUNK_ROWS, CHUNK_BYTES = 1024, 16 << 20
 """Most rows of an iterator that are converted together, and the bytes of their texts."""
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 """Modes of Pillow's images that a PNG file can hold."""
-MOST_LEVELS = 49
-"""Most levels of a value: Parquet has two for each list, and 100 in all."""
 _WANTED = (
     "rows: give texts, mappings, a table or data frame (pyarrow, pandas, polars, duckdb, datasets), "
     "or the path of files"
@@ -82,17 +80,13 @@ def paths_of(data: object) -> list[str] | None:
     return [data]
 
 
-def batches_of(data: object, *, chunk_rows: int | None = None) -> Iterator[pa.RecordBatch]:
-    """Yield data as Arrow batches, at least one; `chunk_rows` rows of an iterator are converted together.
+def batches_of(data: object) -> Iterator[pa.RecordBatch]:
+    """Yield data as Arrow batches, at least one; those of an iterator may differ in their columns and types.
 
-    Batches of an iterator may differ in their columns and types. Raises InputError, and what an iterator
-    raises.
+    Raises InputError, and what an iterator raises.
     """
     stream = as_batches(data)
-    if stream is None:
-        yield from _of_rows(iter(as_rows(data)), chunk_rows)
-    else:
-        yield from stream
+    yield from _of_rows(iter(as_rows(data))) if stream is None else stream
 
 
 def as_batches(data: object) -> Iterator[pa.RecordBatch] | None:
@@ -123,60 +117,33 @@ def rows_known(data: Any) -> int:
 
 def _stream_of(data: Any) -> Iterator[pa.RecordBatch] | None:
     """Return the batches of a table, a data frame or a data set; None for anything else."""
-
-    def has(*names: str) -> bool:
-        return all(hasattr(data, name) for name in names)
-
-    batches: Iterator[pa.RecordBatch] | None = None
-    if has("__arrow_c_stream__"):
+    if hasattr(data, "__arrow_c_stream__"):
         with contextlib.suppress(pa.ArrowInvalid):  # a column, which has values and no columns
-            batches = _from_reader(pa.RecordBatchReader.from_stream(data))
-    elif has("collect", "lazy"):  # a lazy frame of polars
-        batches = _from_frames(data)
-    elif has("scanner"):  # a data set of pyarrow
-        batches = _from_reader(data.scanner().to_reader())
-    elif has("to_reader"):  # a scanner of pyarrow
-        batches = _from_reader(data.to_reader())
-    elif has("with_format", "iter"):  # a data set of Hugging Face
-        batches = _from_tables(data.with_format("arrow").iter(batch_size=CHUNK_ROWS), data)
-    elif has("iterrows"):  # a data frame of pandas before 2.2
-        batches = _from_reader(pa.Table.from_pandas(data).to_reader())
-    return batches
+            return _from_reader(pa.RecordBatchReader.from_stream(data))
+    elif hasattr(data, "collect_batches"):  # a lazy frame of polars
+        frames = (pa.table(frame).to_batches() for frame in data.collect_batches())
+        return chain([_no_rows(pa.table(data.head(0).collect()).schema)], chain.from_iterable(frames))
+    elif hasattr(data, "scanner"):  # a data set of pyarrow
+        return _from_reader(data.scanner().to_reader())
+    elif hasattr(data, "to_reader"):  # a scanner of pyarrow
+        return _from_reader(data.to_reader())
+    elif hasattr(data, "with_format"):  # a data set of Hugging Face
+        tables = (table.to_batches() for table in data.with_format("arrow").iter(batch_size=CHUNK_ROWS))
+        features = getattr(data, "features", None)
+        return chain([_no_rows(features.arrow_schema)] if features else [], chain.from_iterable(tables))
+    return None
 
 
 def _from_reader(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
-    is_empty = True
+    yield _no_rows(reader.schema)
     try:
-        for batch in reader:
-            is_empty = False
-            yield batch
+        yield from reader
     except (OSError, pa.ArrowException) as failure:  # of a query or a file behind the reader
         raise InputError(f"rows: cannot be read: {first_line(failure)}") from None
-    if is_empty:
-        yield _no_rows(reader.schema)
 
 
 def _no_rows(schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
-
-
-def _from_frames(lazy: Any) -> Iterator[pa.RecordBatch]:
-    is_empty = True
-    for frame in lazy.collect_batches() if hasattr(lazy, "collect_batches") else [lazy.collect()]:
-        is_empty = False
-        yield from _from_reader(pa.RecordBatchReader.from_stream(frame))
-    if is_empty:
-        yield from _from_reader(pa.RecordBatchReader.from_stream(lazy.collect()))
-
-
-def _from_tables(tables: Iterable[pa.Table], data: Any) -> Iterator[pa.RecordBatch]:
-    is_empty = True
-    for table in tables:
-        is_empty = False
-        yield from table.to_batches()
-    if is_empty:
-        features = getattr(data, "features", None)
-        yield _no_rows(features.arrow_schema if features else pa.schema([(TEXT, pa.string())]))
 
 
 def _values_of(data: Any) -> Iterable[Any]:
@@ -189,26 +156,23 @@ def _values_of(data: Any) -> Iterable[Any]:
     return chain.from_iterable(chunk.to_pylist() for chunk in column.chunks)
 
 
-def _of_rows(rows: Iterator[Row], chunk_rows: int | None) -> Iterator[pa.RecordBatch]:
+def _of_rows(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:
     first = 0
-    while chunk := _chunk(rows, first, chunk_rows):
-        yield from _table_of(chunk, first).to_batches()
+    while chunk := _chunk(rows, first):
+        yield from batches_of_rows(chunk, first, array_of)
         first += len(chunk)
     if not first:
         yield _no_rows(pa.schema([(TEXT, pa.string())]))
 
 
-def _chunk(rows: Iterator[Row], first: int, chunk_rows: int | None) -> list[Mapping[str, Any]]:
-    """Take the next rows as mappings, by `chunk_rows` or as many as have CHUNK_BYTES."""
+def _chunk(rows: Iterator[Row], first: int) -> list[Mapping[str, Any]]:
+    """Take the next rows as mappings: CHUNK_ROWS, or as many as have CHUNK_BYTES."""
     chunk: list[Mapping[str, Any]] = []
     size = 0
     for row in rows:
         chunk.append(as_mapping(row, first + len(chunk)))
-        if chunk_rows is None:
-            size += bytes_of(chunk[-1])
-            if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:
-                break
-        elif len(chunk) == chunk_rows:
+        size += bytes_of(chunk[-1])
+        if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:
             break
     return chunk
 
@@ -274,37 +238,23 @@ def _plain_item(value: Any) -> Any:
     return stream.getvalue()
 
 
-def _table_of(rows: Sequence[Mapping[str, Any]], first: int) -> pa.Table:
-    names = dict.fromkeys(chain.from_iterable(rows))  # a row may have more than the first one
+def batches_of_rows(
+    rows: Sequence[Mapping[str, Any]], first: int, to_array: Callable[[list[Any]], pa.Array] = pa.array
+) -> list[pa.RecordBatch]:
+    """Return mappings as batches; `first` is the number of the first one, `to_array` makes a column of values.
+
+    Raises InputError.
+    """
+    names = list(dict.fromkeys(chain.from_iterable(rows)))  # a row may have more than the first one
     if not names:
         raise InputError(
             f"{_WANTED} (got {len(rows)} rows without a column, from row {first} on: give each one at least)",
             hint="give each one at least",
         )
-    for name in names:
-        if not isinstance(name, str):
-            raise InputError(f"rows: a column has the name {name!r}", hint="give a text")
-    return pa.table({name: _column_of(name, rows, first) for name in names})
-
-
-def batches_of_rows(rows: Sequence[Mapping[str, Any]], first: int) -> list[pa.RecordBatch]:
-    """Return mappings as batches; `first` is the number of the first one. Raises InputError."""
-    return list(_table_of(rows, first).to_batches())
-
-
-def _column_of(name: str, rows: Sequence[Mapping[str, Any]], first: int) -> pa.Array:
-    values = [row.get(name) for row in rows]
-    for number, value in enumerate(values, first):
-        if has_more_levels(value, MOST_LEVELS):
-            raise InputError(
-                f"rows: cannot be made a table: column {name!r}, row {number}: "
-                f"has more than {MOST_LEVELS} levels, or contains itself",
-                hint="give it as JSON text",
-            )
     try:
-        return pa.array(values)
-    except Exception as failure:  # noqa: BLE001 - values of any kind: a number over 64 bits, for example
+        columns = [to_array([row.get(name) for row in rows]) for name in names]
+        return [pa.RecordBatch.from_arrays(columns, names=names)]
+    except (TypeError, ValueError, OverflowError, RecursionError, pa.ArrowException) as failure:
         raise InputError(
-            f"rows: cannot be made a table: {type(failure).__name__}: column {name!r}, "
-            f"rows {first} to {first + len(rows) - 1}: {first_line(failure)}"
+            f"rows: cannot be made a table: rows {first} to {first + len(rows) - 1}: {first_line(failure)}"
         ) from None

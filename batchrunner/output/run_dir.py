@@ -66,6 +66,8 @@ class RunDir:
         self.merged = self.path / "merged"
         self.given = self.path / "given" / "rows.parquet"
         """Rows that a program gave to `stream`, from where every start reads them."""
+        self.copies = self.path / ".input"
+        """Parquet copies of input files of other formats, until the run is done."""
         self.run_json = self.path / "run.json"
         self.log_directory = self.path if task == MAIN_TASK else self.task_directory
         """Directory of the task's events, report and engine log."""
@@ -170,7 +172,10 @@ class RunDir:
 
     def refuse_links(self) -> None:
         """Raise OutputError where a symbolic link would lead writes to a place outside the run directory."""
-        directories = (self.parts, self.tasks, self.leases, self.merged, self.merged.with_name("merged.tmp"))
+        directories = (
+            self.parts, self.tasks, self.leases, self.copies, self.merged,
+            self.merged.with_name("merged.tmp"),
+        )  # fmt: skip
         logs = self.log_directory.glob("*.log")
         for path in (*directories, *self.tasks.glob("*"), *logs, self.events):
             if path.is_symlink():

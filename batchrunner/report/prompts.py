@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pyroaring import BitMap64
@@ -20,11 +21,11 @@ _OF_ANSWERS = {"parse", "check", "on_length"}
 """Parts of a job that no prompt depends on; they may name a function of a program, which no file has."""
 
 
-def prompts_of(facts: Mapping[str, Any], rows: Sequence[int]) -> dict[int, str]:
+def prompts_of(facts: Mapping[str, Any], rows: Sequence[int], copies: Path | None = None) -> dict[int, str]:
     """Return the beginnings of the prompts of these rows (ordinals), as far as they can be known.
 
-    `facts` is the content of run.json. A row is left out where its input is gone or has changed, and where
-    the row cannot be sent.
+    `facts` is the content of run.json, and `copies` the directory of Parquet copies of its files. A row is
+    left out where its input is gone or has changed, and where the row cannot be sent.
     """
     found: dict[int, str] = {}
     try:
@@ -35,7 +36,7 @@ def prompts_of(facts: Mapping[str, Any], rows: Sequence[int]) -> dict[int, str]:
         for file in facts["fingerprint"]["files"]:
             inside = BitMap64(row - first for row in rows if first <= row < first + file["rows"])
             if inside:
-                dataset = Dataset(file["path"], types=job.input.types, batch=job.prompt.batch)
+                dataset = Dataset(file["path"], types=job.input.types, batch=job.prompt.batch, copies=copies)
                 if dataset.files[0].digest == file["digest"]:
                     renderer = Renderer(dataset, job.input, job.prompt, job.sampling)
                     for batch in dataset.read(inside, renderer.columns):

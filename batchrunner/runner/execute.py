@@ -31,7 +31,7 @@ from batchrunner.report.totals import make_report, verdict_of_done
 from batchrunner.runner.attempt import Attempt, check_nobody_works, plan_attempt
 from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.handover import Handover
-from batchrunner.runner.prepare import check_resumes, check_same_weights, prepare
+from batchrunner.runner.prepare import check_resumes, check_same_weights, drop_copies, prepare
 from batchrunner.runner.prepared_job import PreparedJob, new_task
 from batchrunner.runner.progress import Display, NoDisplay
 from batchrunner.runner.run import build_run, give_back
@@ -66,7 +66,8 @@ async def execute(
         raise JobError(
             "--fresh would discard what other tasks have done", hint="delete the directory instead"
         )
-    prepared = await asyncio.to_thread(prepare, job, new_task() if join else MAIN_TASK, fresh=fresh)
+    task = new_task() if join else MAIN_TASK
+    prepared = await asyncio.to_thread(prepare, job, task, fresh=fresh, keeps_copies=True)
     run_dir = prepared.run_dir
     control, display = control or Control(), display or NoDisplay()
     counts, events = RowCounts(), EventLog(run_dir.events)
@@ -125,8 +126,9 @@ async def execute(
 
 
 def leave(prepared: PreparedJob) -> None:
-    """Close what is open, and delete the working copy of a task whose name no later start will have."""
+    """Close what is open, and delete what no later start needs: copies of the input, and of a joined run."""
     prepared.close()
+    drop_copies(prepared.run_dir, is_done=read_json(prepared.run_dir.report_json).get("rows_left") == 0)
     if prepared.joins and not prepared.run_dir.journals():
         prepared.run_dir.store.discard_copy(prepared.run_dir.task)
 
@@ -160,6 +162,7 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
     elif report.rows_left:
         reason = "nothing is free: other tasks do the rest"
     else:
+        drop_copies(prepared.run_dir, is_done=True)
         write_limits(prepared.run_dir, prepared.job)
     starts, wall_s = attempts_in(prepared.run_dir.events)
     old = read_run_json(prepared.run_dir) or {}

@@ -11,8 +11,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.types import LEFT_OUT, Completion, Outcome
-from batchrunner.input.row_reader import RowBatch
-from batchrunner.input.row_values import UnreadableValue, carried_of, rows_of
+from batchrunner.input.dataset import RowBatch, UnreadableValue, carried_of, rows_of
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.embed import VECTOR, numbers_of
 from batchrunner.job.output import SAMPLE

@@ -7,7 +7,7 @@ from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import Completion, Outcome
 from batchrunner.dispatch.checks.checker import of_sample
-from batchrunner.input.row_values import carried_of
+from batchrunner.input.dataset import carried_of
 from batchrunner.job.python_functions import PARSE
 from batchrunner.runner.sending import Results
 

@@ -1,6 +1,8 @@
 """Checks that need no engine: the input, the templates, the output directory, earlier attempts."""
 
+import contextlib
 import logging
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -41,27 +43,31 @@ RUN_DIRECTORIES = {*RESULT_DIRECTORIES, "tasks", "leases", "merged.tmp"}
 """Directories of a run in which Parquet files may lie."""
 
 
-def prepare(job: Job, task: str = MAIN_TASK, *, fresh: bool = False) -> PreparedJob:
+def prepare(
+    job: Job, task: str = MAIN_TASK, *, fresh: bool = False, keeps_copies: bool = False
+) -> PreparedJob:
     """Check everything that can be checked without an engine, for a task of this name.
 
-    Where it begins `fresh`, what an earlier run left there does not matter. The caller closes what is
+    Where it begins `fresh`, what an earlier run left there does not matter. With `keeps_copies`,
+    Parquet copies of input files are made in the run directory, and stay there. The caller closes what is
     returned. Raises JobError, InputError or OutputError, each one clear line.
     """
     run_dir = open_run(job.output.path, task, job.storage)
-    dataset = _open_dataset(job, run_dir)
-    if not dataset.total_rows:
-        raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
+    run = _resolved(run_dir)
     run_dir.check_writable()
     refuse_nesting(run_dir)
     if task != MAIN_TASK:
         run_dir.store.check_sharing()
-    functions = open_functions(job)
+    functions = None
     try:
+        dataset = _open_dataset(job, run_dir, run, run_dir.copies if keeps_copies else None)
+        functions = open_functions(job)
         answers = plan_answers(job, functions)
         renderer = _renderer(job, dataset, answers, functions)
         job, renderer = _with_field_order(job, renderer, dataset, answers, None if fresh else run_dir)
         AnswerChecker(job, answers, dataset.schema.names)  # raises what is wrong with the checks
     except BaseException:
+        drop_copies(run_dir)
         if functions is not None:
             functions.close()
         raise
@@ -114,14 +120,28 @@ def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
     return leases.plan.fingerprint if leases.plan else None
 
 
-def _open_dataset(job: Job, run_dir: RunDir) -> Dataset:
-    """Open the input, which must not contain the run's own results: the next attempt would read them."""
+def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
+    """Delete the Parquet copies of the input where the run is done, or has not begun."""
+    if is_done or not run_dir.run_json.exists():
+        shutil.rmtree(run_dir.copies, ignore_errors=True)
+        with contextlib.suppress(OSError):  # other files are in it, or it is not there
+            run_dir.path.rmdir()
+
+
+def _resolved(run_dir: RunDir) -> Path:
+    """Return the place of the run as paths of input files have it."""
     try:
         run = run_dir.path.resolve()
     except (OSError, RuntimeError, ValueError) as failure:  # links in a circle; a null byte
         raise OutputError(f"output.path {str(run_dir.path)!r}: {failure}") from None
-    run = run_dir.store.input_place or run
-    dataset = Dataset(job.input.path, run, job.input.types, job.prompt.batch, job.storage)
+    return run_dir.store.input_place or run
+
+
+def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> Dataset:
+    """Open the input, which must not contain the run's own results: the next attempt would read them."""
+    dataset = Dataset(job.input.path, run, job.input.types, job.prompt.batch, job.storage, copies)
+    if not dataset.total_rows:
+        raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
     _refuse_results(job.input.path, dataset)
     for file in dataset.files:
         real = Path(file.path) if run_dir.store.input_place else Path(file.path).resolve()
@@ -265,7 +285,7 @@ def _check_carried_types(prepared: PreparedJob) -> None:
                 hint=f"name their directories alike, "
                 f"take another output.path, or discard what is there with {DISCARD}",
             )
-        if prepared.dataset.problems:
+        if prepared.dataset.has_text_files:
             raise ResumeError(
                 f"{prepared.run_dir.name}: the column {name!r} was {kind} in the results so far, and the "
                 f"files added make it {field.type}",

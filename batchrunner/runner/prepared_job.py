@@ -14,9 +14,9 @@ from batchrunner.core.errors import JobError
 from batchrunner.core.hooks.pool import HookPool
 from batchrunner.core.types import EMBEDDINGS_PATH
 from batchrunner.dispatch.checks.python_check import judges_by_row
-from batchrunner.input.formats.batch_lines import URL
+from batchrunner.input.dataset import rows_of
 from batchrunner.input.job_input import JobInput
-from batchrunner.input.row_values import rows_of
+from batchrunner.input.request_bodies import URL
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.output.columns import RunSchema, schema_of_run, with_vectors

@@ -19,8 +19,8 @@ from batchrunner.core.types import PromptKind
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.live_rows import LiveRenderer
-from batchrunner.input.parquet_copy import about_rows, write_parquet
-from batchrunner.input.tables import rows_known
+from batchrunner.input.parquet_copy import about_rows, write_rows
+from batchrunner.input.tables import batches_of, rows_known
 from batchrunner.job.call import LibraryCall
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
@@ -166,7 +166,7 @@ class StreamCall:
             data = _rows_in(buffer)
         with tempfile.TemporaryDirectory(prefix="given-", dir=run_dir.given.parent) as scratch:
             new = Path(scratch) / run_dir.given.name
-            await asyncio.to_thread(write_parquet, data, new)
+            await asyncio.to_thread(write_rows, batches_of(data), new)
             if not run_dir.given.exists():
                 with writing(run_dir.given):
                     new.replace(run_dir.given)

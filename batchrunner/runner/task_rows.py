@@ -21,7 +21,7 @@ from tenacity import (
 from batchrunner.core.errors import InputError, InputLostError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Lease, Outcome, Request
-from batchrunner.input.row_reader import RowBatch, RowReader
+from batchrunner.input.dataset import RowBatch, RowReader
 from batchrunner.input.sort.plan import open_order
 from batchrunner.runner.prepared_job import PreparedJob
 

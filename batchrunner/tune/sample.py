@@ -17,8 +17,8 @@ from pyroaring import BitMap64
 
 from batchrunner.core.console import counted
 from batchrunner.core.types import Request
+from batchrunner.input.dataset import RowBatch
 from batchrunner.input.prefixes import prompt_bytes
-from batchrunner.input.row_reader import RowBatch
 from batchrunner.input.sort.plan import decide_order, open_order, prepare_order, remove_sorted_copies
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.files import whole_file, writing

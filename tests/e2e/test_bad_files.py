@@ -26,18 +26,15 @@ def job_on(directory: Path, name: str, content: bytes, **source: Any) -> dict[st
 RECORDS = [
     ("a.csv", b"9", "line 3: 1 value(s), but the header has 2"),
     ("a.csv", b"9,a,b", "line 3: 3 value(s), but the header has 2"),
-    ("a.csv", b'9,"open', "line 3: a quoted field begins and does not end"),
-    ("a.csv", b'9,"a"b', "line 3: ',' expected after '\"'"),
-    ("a.csv", b"9,a\rb", "line 3: a carriage return stands alone in it"),
-    ("a.csv", b"9,caf\xe9", "line 3: column 'text': byte 0xe9 is not UTF-8: write the file as UTF-8"),
+    ("a.csv", b"9,caf\xe9", "line 3: is not UTF-8: write the file as UTF-8"),
     ("a.tsv", b"9", "line 3: 1 value(s), but the header has 2"),
     ("a.jsonl", b'{"id": 9', "line 2: not valid JSON: unexpected end of data"),
     ("a.jsonl", b"[9]", "line 2: not a JSON object"),
     ("a.jsonl", b'{"text": "caf\xe9"}', "line 2: not valid JSON: "),
     ("a.jsonl", b'{"text": "\\ud800"}', "line 2: not valid JSON: "),
     ("a.jsonl", b'{"text": NaN}', "line 2: not valid JSON: "),
-    ("a.jsonl", b'{"text": ' + b"[" * 251 + b"]" * 251 + b"}", "line 2: nested deeper than 250"),
-    ("a.jsonl", b'{"x": ' + b'{"a":[' * 400 + b"1" + b"]}" * 400 + b"}", "line 2: nested deeper than 250"),
+    ("a.jsonl", b'{"text": ' + b"[" * 251 + b"]" * 251 + b"}", "line 2: nested deeper than 48"),
+    ("a.jsonl", b'{"x": ' + b'{"a":[' * 400 + b"1" + b"]}" * 400 + b"}", "line 2: nested deeper than 48"),
 ]
 """A record that cannot be read, in its file, and what its row says."""
 
@@ -66,12 +63,6 @@ def test_a_bad_record(
     assert {rows[number]["id"] for number in rows if number != 1} == ({"7"} if chosen else {"7", "8"})
 
 
-def test_a_bad_value_in_a_column_that_is_not_read(tmp_path: Path) -> None:
-    """Bytes that are no text matter only to jobs that read them."""
-    job = job_on(tmp_path, "a.csv", b"id,text,note\n1,a,caf\xe9\n")
-    assert batchrunner.run(job).rows_ok == 1
-
-
 def test_types(tmp_path: Path) -> None:
     """CSV keeps texts as they stand; a type makes values of them, and one that does not fit fails its row."""
     content = b"id,text,n,x,b,d\n007,a,5,0.5,true,2024-02-29\n008,b,,,,\n009,c,1.5,nan,no,2024-13-01\n"
@@ -82,7 +73,7 @@ def test_types(tmp_path: Path) -> None:
     one, two, three = results_of(job)
     assert (one["id"], one["n"], one["x"], one["b"], one["error"]) == ("007", 5, 0.5, True, None)
     assert (two["id"], two["n"], two["x"], two["b"], two["error"]) == ("008", None, None, None, None)
-    assert "line 4: column 'b': 'no' is not bool" in three["error"]
+    assert "line 4: column 'n': '1.5' is not int64" in three["error"]
 
 
 def test_types_decide_about_a_resume(tmp_path: Path) -> None:
@@ -150,8 +141,11 @@ FILES = [
     ("a.csv", gzip.compress(b"id,text\n1,a\n"), "is compressed by gzip: end its name with .gz"),
     ("a.csv", b"PK\x03\x04abc", "is a ZIP archive or a spreadsheet: unpack it, or save it as CSV"),
     ("a.csv", b"id;text\n1;a\n", "unknown column 'text'; ';' separates no columns here: write the file with"),
-    ("a.csv", b"id,t\xe9xt\n1,a\n", "line 1: the header cannot be read: byte 0xe9 is not UTF-8"),
-    ("a.csv", b'id,"text\n1,a\n', "line 1: the header cannot be read: a quoted field begins"),
+    ("a.csv", b"id,t\xe9xt\n1,a\n", "line 1: the header is not UTF-8"),
+    ("a.csv", b'id,"text\n1,a\n', "line 1: a quoted field begins and does not end"),
+    ("a.csv", b'id,text\n9,"open\n8,b\n', "line 2: a quoted field begins and does not end"),
+    ("a.csv", b'id,text\n9,"a"b\n8,b\n', "line 2: ',' expected after '\"'"),
+    ("a.csv", b"id,text\n9,a\rb\n", "line 2: a carriage return stands alone in it"),
     ("a.csv", b"id,text,text\n1,a,b\n", "has 2 columns 'text'"),
     ("a.csv", b"id,body\n1,a\n", "unknown column 'text'"),
     (
@@ -160,10 +154,9 @@ FILES = [
         "not a readable CSV file: Truncated",
     ),
     ("a.csv.gz", b"id,text\n1,a\n", "not a readable CSV file: zlib"),
-    ("a.json", b'[{"id": 1,\n"text": "a"}]', "is one JSON document: write JSON Lines"),
-    ("a.json", b'[{"id": 1, "text": "a"}]', "is one JSON document: write JSON Lines"),
-    ("a.jsonl", b'[\n{"id": 1, "text": "a"}\n]', "is one JSON document: write JSON Lines"),
-    ("a.json", b'{\n"id": 1,\n"text": "a"}', "is one JSON document: write JSON Lines"),
+    ("a.json", b'[{"id": 1,\n"text": "a"}]', "no line is a JSON object (line 1: "),
+    ("a.json", b'[{"id": 1, "text": "a"}]', "no line is a JSON object (line 1: "),
+    ("a.json", b'{\n"id": 1,\n"text": "a"}', "no line is a JSON object (line 1: "),
     ("a.jsonl", b"id,text\n1,a\n", "no line is a JSON object (line 1: not valid JSON: "),
     ("a.jsonl", b'\n{"id": NaN}\n', "no line is a JSON object (line 2: not valid JSON: "),
     ("a.arrow", b"id,text\n1,a\n", "not a readable Arrow file"),

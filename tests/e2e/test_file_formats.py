@@ -15,7 +15,7 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import InputError, ResumeError
-from batchrunner.input.formats import text as text_module
+from batchrunner.input import text_files
 from tests.conftest import INSTANT, batchrun, job_of, results_of, write_job
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ FORMATS: dict[str, Callable[[range], bytes]] = {
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of many blocks, so that most reads begin in the middle of one."""
-    monkeypatch.setattr(text_module, "BLOCK_BYTES", 10_000)
+    monkeypatch.setattr(text_files, "BATCH_ROWS", 100)
 
 
 def job_on(directory: Path, name: str, engine: Any = INSTANT, **changes: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.media import KIND_OF_FIELD, MediaRules, PromptFile, page_ranges
-from batchrunner.input.column_source import ColumnSource
+from batchrunner.input.dataset import ColumnSource
 from batchrunner.input.media.estimates import tokens_of, tokens_of_file
 from batchrunner.input.prompt_types import is_bytes, is_list, is_text
 from batchrunner.job.prompt import ImagesSpec, MediaSpec, PdfSpec

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchrunner.core.errors import JobError, RowRefusedError
 from batchrunner.core.media import KINDS, KindName, MediaKind, PromptFile
-from batchrunner.input.column_source import ColumnSource
+from batchrunner.input.dataset import ColumnSource
 from batchrunner.input.media.columns import FileColumn
 from batchrunner.job.prompt import PromptSpec
 

@@ -10,10 +10,9 @@ import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, OutputError, ResumeError
-from batchrunner.input.dataset import DatasetReader
+from batchrunner.input.dataset import DatasetReader, RowReader
 from batchrunner.input.files import first_line
 from batchrunner.input.job_input import JobInput
-from batchrunner.input.row_reader import RowReader
 from batchrunner.input.sort.decide import OrderDecision, decide_by_sample
 from batchrunner.input.sort.external_sort import write_sorted
 from batchrunner.input.sort.sorted_copy import SortedCopy

@@ -18,9 +18,9 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.types import rows_of_column
+from batchrunner.input.dataset import RowBatch, batch_rows
 from batchrunner.input.files import first_line
-from batchrunner.input.formats.base import READ_BUFFER_BYTES, batch_rows
-from batchrunner.input.row_reader import RowBatch
+from batchrunner.input.source_file import READ_BUFFER_BYTES
 from batchrunner.output.arrow_arrays import arrow_array
 
 _ABOUT = b"batchrunner"

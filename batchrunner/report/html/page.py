@@ -88,7 +88,7 @@ def make_page(run_dir: RunDir) -> str:
     return _template().render(
         p=_headline(run_dir, facts, results, timeline, histories),
         r=results,
-        prompts=prompts_of(facts, [int(answer["row"]) for answer in results.answers]),
+        prompts=prompts_of(facts, [int(answer["row"]) for answer in results.answers], run_dir.copies),
         judged=advise_run(run_dir.path) if run_dir.task == MAIN_TASK else None,  # advice is about all tasks
         histograms=[draw_counts(counts) for counts in results.histograms],
         decisions=[*_decisions(histories, timeline, facts), *_load(run_dir)],

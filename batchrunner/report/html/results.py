@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from batchrunner.advise.roofline import TokenWork
 from batchrunner.core.errors import ResumeError
 from batchrunner.engines.http.connections import raise_file_limit
-from batchrunner.input.row_values import values_of
+from batchrunner.input.dataset import values_of
 from batchrunner.job.output import OF_TEXTS, SAMPLE
 from batchrunner.output.columns import has_texts, is_exploded
 from batchrunner.output.counts import RowCounts

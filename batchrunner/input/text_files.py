@@ -1,0 +1,267 @@
+"""Files of other formats than Parquet → Arrow batches: CSV, JSON Lines, Arrow, compressed or not.
+
+A record that cannot be read is a row whose column PROBLEM says why, with its line. A file that cannot be
+divided into records is refused.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import orjson
+import pyarrow as pa
+
+from batchrunner.core.errors import InputError
+from batchrunner.core.exact_json import has_more_levels
+from batchrunner.core.file_format import FileFormat
+from batchrunner.input.parquet_copy import PROBLEM, array_of, text_of
+
+TYPES: dict[str, pa.DataType] = {
+    "string": pa.string(),
+    "bool": pa.bool_(),
+    "int32": pa.int32(),
+    "int64": pa.int64(),
+    "float32": pa.float32(),
+    "float64": pa.float64(),
+    "date": pa.date32(),
+    "timestamp": pa.timestamp("us"),
+}
+"""Arrow types, by their names in `input.types`."""
+BATCH_ROWS, BATCH_BYTES = 4096, 4 << 20
+"""Rows of a batch, and the bytes of their records, one more than which ends it."""
+LONGEST_LINE_BYTES = 64 << 20
+MOST_LEVELS = 48
+"""Most levels of a JSON value: Parquet holds about as many."""
+MOST_COLUMNS = 10_000
+"""Most keys over all lines of a file."""
+SHOWN_CHARACTERS = 40
+"""Most characters of a bad value in a message."""
+BOM = b"\xef\xbb\xbf"
+"""Mark at the beginning of a UTF-8 file, which some editors write; it is no part of the text."""
+OTHER_FORMATS = {
+    b"\xff\xfe": ("UTF-16", "write it as UTF-8"),
+    b"\xfe\xff": ("UTF-16", "write it as UTF-8"),
+    b"PAR1": ("Parquet", "end its name with .parquet"),
+    b"ARROW1": ("Arrow", "end its name with .arrow"),
+    b"\x1f\x8b": ("compressed by gzip", "end its name with .gz"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "end its name with .zst"),
+    b"PK\x03\x04": ("a ZIP archive or a spreadsheet", "unpack it, or save it as CSV"),
+}
+"""What files are that begin with these bytes, and what to do with one that is named as a text file."""
+FEATHER_1, ARROW_MAGIC, ARROW_HEAD_BYTES = b"FEA1", b"ARROW1", 8
+csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE_BYTES))  # a field may hold a whole document
+_MEANINGS = (
+    ("unexpected end of data", "a quoted field begins and does not end"),
+    ("new-line character seen", "a carriage return stands alone in it: end lines with a line feed"),
+)
+"""Beginnings of what Python's csv says, and what is meant by it here."""
+
+Record: TypeAlias = tuple[int, Any, str | None, int]
+"""The line of a record, its values or None, what is wrong with it, and its bytes."""
+
+
+def batches_of_file(
+    source: io.BufferedReader, path: str, form: FileFormat, types: Mapping[str, str]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a file that is open, without its compression.
+
+    `types` are those of `input.types`. Raises InputError, OSError or ArrowException.
+    """
+    if form.kind == "Arrow":
+        return _arrow_batches(source)
+    if form.kind == "JSON Lines":
+        return _json_batches(json_records(text_lines(source, path)), path, types)
+    return _csv_batches(text_lines(source, path), path, "\t" if form.ending == ".tsv" else ",", types)
+
+
+def text_lines(source: io.BufferedReader, path: str) -> Iterator[bytes]:
+    """Yield the lines of a text file, without its BOM; raises InputError for a file of another kind."""
+    head = source.peek(max(map(len, OTHER_FORMATS)))
+    for mark, (what, hint) in OTHER_FORMATS.items():
+        if head.startswith(mark):
+            raise InputError(f"{path}: is {what}", hint=hint)
+    if head.startswith(BOM):
+        source.read(len(BOM))
+    number = 0
+    while line := source.readline(LONGEST_LINE_BYTES):
+        number += 1
+        if len(line) == LONGEST_LINE_BYTES:
+            raise InputError(f"{path}: line {number} is longer than {LONGEST_LINE_BYTES >> 20} MiB")
+        yield line
+
+
+def in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Yield records in bounded lists."""
+    chunk: list[Record] = []
+    size = 0
+    for record in records:
+        chunk.append(record)
+        size += record[-1]
+        if len(chunk) == BATCH_ROWS or size > BATCH_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def batch_of(
+    path: str,
+    chunk: Sequence[Record],
+    names: Sequence[str],
+    columns: Sequence[Sequence[Any]],
+    kinds: Sequence[pa.DataType | None],
+) -> pa.RecordBatch:
+    """Return records as a batch with PROBLEM; a column without a type gets that of its values."""
+    problems = {at: problem for at, (_, _, problem, _) in enumerate(chunk) if problem}
+    arrays = []
+    for name, values, kind in zip(names, columns, kinds, strict=True):
+        if kind is None:
+            arrays.append(array_of(values))
+            continue
+        array, misfits = _typed(values, kind)
+        arrays.append(array)
+        problems = {at: f"column {name!r}: {why}" for at, why in misfits.items()} | problems
+    texts = [
+        f"{path}: line {chunk[at][0]}: {problems[at]}" if at in problems else None for at in range(len(chunk))
+    ]
+    arrays.append(pa.array(texts, pa.string()) if problems else pa.nulls(len(chunk)))
+    return pa.RecordBatch.from_arrays(arrays, names=[*names, PROBLEM])
+
+
+def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+    """Return values as a column of a type, with null for those that do not fit, and what is wrong with these.
+
+    An empty text is null, except in a column of texts.
+    """
+    texts = [text_of(value) for value in values]
+    if pa.types.is_string(kind):
+        return pa.array(texts, kind), {}
+    texts = [(text and text.strip()) or None for text in texts]
+    try:
+        return pa.array(texts, pa.string()).cast(kind), {}
+    except pa.ArrowException:
+        problems = {
+            at: f"{_shown(text)} is not {kind}" for at, text in enumerate(texts) if not _fits(text, kind)
+        }
+    good = [None if at in problems else text for at, text in enumerate(texts)]
+    return pa.array(good, pa.string()).cast(kind), problems
+
+
+def _fits(text: str | None, kind: pa.DataType) -> bool:
+    try:
+        pa.scalar(text, pa.string()).cast(kind)
+    except pa.ArrowException:
+        return False
+    return True
+
+
+def _shown(text: str | None) -> str:
+    text = text or ""
+    return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…")
+
+
+def _csv_batches(
+    lines: Iterator[bytes], path: str, delimiter: str, types: Mapping[str, str]
+) -> Iterator[pa.RecordBatch]:
+    records = _csv_records(lines, path, delimiter)
+    line, header, problem, _ = next(records, (0, None, None, 0))
+    if header is None:
+        told = f"line {line}: the header {problem}" if problem else "has no header"
+        raise InputError(f"{path}: {told}", hint="the first line of a CSV file names its columns", mark=";")
+    kinds = [TYPES[types.get(name, "string")] for name in header]
+    yield batch_of(path, [], header, [[] for _ in header], kinds)
+    nothing = [None] * len(header)
+    for chunk in in_chunks(_of_width(records, len(header))):
+        columns = list(zip(*(cells or nothing for _, cells, _, _ in chunk), strict=True))
+        yield batch_of(path, chunk, header, columns, kinds)
+
+
+def _csv_records(lines: Iterator[bytes], path: str, delimiter: str) -> Iterator[Record]:
+    """Yield the records of a CSV file, as RFC 4180 has them; raises InputError for a misplaced quote."""
+    reader = csv.reader(
+        (line.decode("utf-8", "surrogateescape") for line in lines), delimiter=delimiter, strict=True
+    )
+    while True:
+        line = reader.line_num + 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as failure:
+            said = next(
+                (meaning for start, meaning in _MEANINGS if str(failure).startswith(start)), str(failure)
+            )
+            raise InputError(
+                f"{path}: line {line}: {said}", hint="correct it, or write the file as Parquet"
+            ) from None
+        if cells is None:
+            return
+        if cells:
+            text = "".join(cells)
+            is_text = text.isascii() or not any("\udc80" <= char <= "\udcff" for char in text)
+            problem = None if is_text else "is not UTF-8: write the file as UTF-8"
+            yield line, cells if is_text else None, problem, len(text)
+
+
+def _of_width(records: Iterable[Record], width: int) -> Iterator[Record]:
+    for line, cells, problem, size in records:
+        if cells is not None and len(cells) != width:
+            yield line, None, f"{len(cells)} value(s), but the header has {width}", size
+        else:
+            yield line, cells, problem, size
+
+
+def json_records(lines: Iterable[bytes]) -> Iterator[Record]:
+    """Yield the object on each line."""
+    for number, line in enumerate(lines, 1):
+        if text := line.strip():
+            yield (number, *_object_in(text), len(line))
+
+
+def _object_in(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the object on a line, or what is wrong with it."""
+    try:
+        value = orjson.loads(line)
+    except orjson.JSONDecodeError as failure:
+        return None, f"not valid JSON: {failure.msg} (character {failure.pos + 1})"
+    if not isinstance(value, dict):
+        return None, "not a JSON object"
+    if line.count(b"[") + line.count(b"{") > MOST_LEVELS and has_more_levels(value, MOST_LEVELS):
+        return None, f"nested deeper than {MOST_LEVELS}"
+    return value, None
+
+
+def _json_batches(records: Iterable[Record], path: str, types: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
+    """Yield JSON Lines as batches. A key that a line lacks is null there."""
+    known: dict[str, None] = {}
+    found, first = False, None
+    for chunk in in_chunks(records):
+        first = first or next((record for record in chunk if record[2]), None)
+        found = found or any(record[2] is None for record in chunk)
+        rows = [values or {} for _, values, _, _ in chunk]
+        names = list(dict.fromkeys(key for row in rows for key in row))
+        known |= dict.fromkeys(names)
+        if len(known) > MOST_COLUMNS:
+            raise InputError(f"{path}: line {chunk[-1][0]}: has more than {MOST_COLUMNS} different keys")
+        kinds = [TYPES[types[name]] if name in types else None for name in names]
+        yield batch_of(path, chunk, names, [[row.get(name) for row in rows] for name in names], kinds)
+    if not found:
+        told = f" (line {first[0]}: {first[2]})" if first else ""
+        raise InputError(
+            f"{path}: no line is a JSON object{told}",
+            hint="write JSON Lines, an object on each line (for an array: jq -c '.[]')",
+        )
+
+
+def _arrow_batches(source: io.BufferedReader) -> Iterator[pa.RecordBatch]:
+    head = source.peek(ARROW_HEAD_BYTES)
+    if head.startswith(FEATHER_1):
+        raise pa.ArrowInvalid("it is of Feather's version 1: write it as version 2")
+    if head.startswith(ARROW_MAGIC):  # the stream of an IPC file stands behind it
+        source.read(ARROW_HEAD_BYTES)
+    with pa.ipc.open_stream(source) as stream:
+        yield pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in stream.schema], schema=stream.schema)
+        for batch in stream:
+            for at in range(0, batch.num_rows, BATCH_ROWS):
+                yield batch.slice(at, BATCH_ROWS)
