@@ -137,11 +137,14 @@ def array_of(values: Sequence[Any]) -> pa.Array:
         return pa.array([text_of(value) for value in values], pa.string())
 
 
-def text_of(value: Any) -> str | None:
-    """Return a value as text: a text as it is, null as None, anything else as JSON."""
+def text_of(value: Any, default: Callable[[Any], Any] | None = None) -> str | None:
+    """Return a value as text: a text as it is, null as None, anything else as JSON.
+
+    `default` is what JSON has for a value that it cannot have; without it, that is a TypeError.
+    """
     if value is None or isinstance(value, str):
         return value
-    return orjson.dumps(value, default=str).decode()
+    return orjson.dumps(value, default=default).decode()
 
 
 def _common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
@@ -164,5 +167,5 @@ def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
     if column.type == kind:
         return column
     if pt.is_string(kind) and not (pt.is_null(column.type) or pt.is_large_string(column.type)):
-        return pa.array([text_of(value) for value in column.to_pylist()], kind)
+        return pa.array([text_of(value, str) for value in column.to_pylist()], kind)
     return column.cast(kind, safe=False)

@@ -241,9 +241,9 @@ def _plain_item(value: Any) -> Any:
 def batches_of_rows(
     rows: Sequence[Mapping[str, Any]], first: int, to_array: Callable[[list[Any]], pa.Array] = pa.array
 ) -> list[pa.RecordBatch]:
-    """Return mappings as batches; `first` is the number of the first one, `to_array` makes a column of values.
+    """Return mappings as batches; `first` is the number of the first one; raises InputError.
 
-    Raises InputError.
+    `to_array` makes a column of values.
     """
     names = list(dict.fromkeys(chain.from_iterable(rows)))  # a row may have more than the first one
     if not names:
