@@ -13,8 +13,8 @@ import msgspec
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.endpoints import BATCH_PATHS, EMBEDDINGS_PATH
 from batchrunner.core.errors import InputError
+from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
 from batchrunner.input.parquet_copy import PROBLEM
 from batchrunner.input.request_bodies import BODY, URL
 from batchrunner.input.text_files import Record, in_chunks

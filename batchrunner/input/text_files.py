@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.exact_json import has_more_levels
-from batchrunner.core.file_format import FileFormat
+from batchrunner.core.files import FileFormat
 from batchrunner.input.parquet_copy import PROBLEM, array_of, text_of
 
 TYPES: dict[str, pa.DataType] = {
