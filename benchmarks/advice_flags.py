@@ -23,11 +23,11 @@ import pyarrow.parquet as pq
 
 import batchrunner
 from batchrunner.advise.advise import advise
-from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.series import Thresholds
 from benchmarks.measure import RESULTS, save
 
 if TYPE_CHECKING:
-    from batchrunner.advise.rules.rule import Advice
+    from batchrunner.advise.rules.table import Advice
 
 SEED = 5
 VOCABULARY = 2048

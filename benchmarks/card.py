@@ -10,7 +10,7 @@ Four steps, each saved as it ends, so that a machine that is lent for minutes ca
 - `memory`: `available_gpu_mem` at several values of `--mem-fraction-static`, against the straight line by
   which `advise` moves that flag.
 
-A run's share of the limit is the page's (`batchrunner/advise/roofline.py`). Without a GPU, `--model` with a
+Without a GPU, `--model` with a
 small model tries the steps out; its figures say nothing, and are printed instead of saved.
 """
 
@@ -23,7 +23,7 @@ import random
 import shutil
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -32,13 +32,8 @@ import pyarrow.parquet as pq
 
 import batchrunner
 from batchrunner.advise.advise import advise
-from batchrunner.advise.roofline import UnknownLimitError
 from batchrunner.engines.device import card_name, has_gpu
-from batchrunner.engines.logs.thresholds import Thresholds
-from batchrunner.output.run_dir import RunDir
-from batchrunner.output.run_json import read_run_json
-from batchrunner.report.html.limit_share import share_of_limit
-from batchrunner.report.html.results import read_results
+from batchrunner.engines.logs.series import Thresholds
 from batchrunner.tune.tuner import tune
 from benchmarks.engine import LONGEST_TOKENS, PROMPT_TOKENS, lognormal
 from benchmarks.measure import RESULTS, save
@@ -112,7 +107,6 @@ class Lab:
         facts = judged.situation.facts
         found = {
             "args": args, "tokens_per_s": report.output_tokens_per_s, "wall_s": report.wall_s,
-            "share_of_limit": share(Path(report.path), report.wall_s),
             "ready": facts.ready and facts.ready._asdict(),
             "mem_fraction_static": facts.number("mem_fraction_static"), "card_gb": facts.card_gb,
             "load": report.load, "incidents": report.incidents,
@@ -169,17 +163,6 @@ class Lab:
             }
             for point in points
         ]
-
-
-def share(run: Path, engine_s: float) -> Figures | str:
-    """Return the shares of the roof and of what stock SGLang could at most, or why they are not known."""
-    facts = read_run_json(RunDir(run))
-    assert facts is not None
-    try:
-        found = share_of_limit(facts, 1, read_results([RunDir(run)]).work, engine_s)
-    except UnknownLimitError as why:
-        return str(why)
-    return {"of_roof": found.of_roof, "of_sequential": found.of_sequential, **asdict(found.limit)}
 
 
 STEPS: dict[str, Callable[[Lab], Any]] = {

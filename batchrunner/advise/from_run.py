@@ -15,8 +15,7 @@ from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.facts import number
 from batchrunner.engines.logs.reader import LogReader
-from batchrunner.engines.logs.series import LoadSample, Series, spread
-from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.series import LoadSample, Series, Thresholds, spread
 from batchrunner.output.columns import has_texts
 from batchrunner.output.counts import each_sample
 from batchrunner.output.events import read_events

@@ -1,14 +1,13 @@
 """All that the rules of advice read: the load, the server, and, of a run, what the runner itself did."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from batchrunner.engines.logs.facts import Facts
-from batchrunner.engines.logs.pass_times import PassTimes, of_counts
-from batchrunner.engines.logs.series import Series
-from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.series import Series, Thresholds
 from batchrunner.engines.recovery.safer_args import in_effect
+
+Certainty = Literal["high", "medium", "low"]
 
 WHOLE_CARD_GB = 40.0
 """GPU memory from which the guides' figures hold; a smaller card has smaller batches, and needs less."""
@@ -18,9 +17,6 @@ CHUNK_GB_A_TOKEN = 1.5 / 1024
 """Memory for activations of a prefill chunk, in GB a token (SGLang's memory_hook)."""
 RESERVED = 0.8
 """Share of the KV pool in reservations from which it is the limit, though it is not full yet."""
-LIKE_A_STEP = 512
-"""Mean prompt tokens of a prefill pass up to which it takes about as long as a decode step: both read the
-weights once, and compute little."""
 LONGEST_LINE = 160
 """Characters of a log line that advice shows."""
 
@@ -98,20 +94,6 @@ class Situation:
         """Thresholds that the rules use."""
         return self.load.limits
 
-    @cached_property
-    def pass_times(self) -> PassTimes | None:
-        """How long forward passes take, by the log; None where it does not tell."""
-        return self.log.pass_times()
-
-    @cached_property
-    def pass_counts(self) -> PassTimes | None:
-        """The log's counts of passes, each as long as any other; None where prefill passes are longer."""
-        prefills, steps = self.log.prefills, self.log.counted * self.facts.steps_a_line
-        if not prefills.passes or prefills.new_tokens > LIKE_A_STEP * prefills.passes:
-            return None
-        decoded = self.load.median("running") * steps
-        return of_counts(steps, decoded, prefills.passes, prefills.filled)
-
     @property
     def max_running(self) -> int | None:
         """`max_running_requests` of one scheduler."""
@@ -180,3 +162,21 @@ def memory_band(facts: Facts, limits: Thresholds) -> MemoryBand:
         scale * limits.memory_low_gb, scale * limits.memory_good_gb + more,
         scale * limits.memory_high_gb + more,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The finding of a rule: a sign with its figures, and the change."""
+
+    sign: str
+    args: dict[str, Any] = field(default_factory=dict)
+    """Server flags for `engine.args`; without them and `change`, the rule gives no advice."""
+    change: str = ""
+    """The change in words, where flags alone do not say it."""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    certainty: Certainty | None = None
+    """How certain it is, where that differs from the rule."""
+    fine: bool = False
+    """Whether the finding is that all is well."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables for `engine.env`; `change` names them."""

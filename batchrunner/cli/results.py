@@ -87,14 +87,6 @@ def advise(
             help="A log of SGLang, a server such as http://host:30000, or a run's output path.",
         ),
     ],
-    thresholds: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--threshold",
-            metavar="NAME=VALUE",
-            help="Set where a sign begins, such as frequent=0.1; may be repeated.",
-        ),
-    ] = None,
     span: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time for which a live server is watched.")
     ] = 20.0,
@@ -111,7 +103,6 @@ def advise(
     Example: batchrun advise out/summarize
     """
     from batchrunner.advise.advise import advise as judge  # noqa: PLC0415
-    from batchrunner.engines.logs.thresholds import Thresholds  # noqa: PLC0415
 
-    found = judge(source, Thresholds().with_values(thresholds or []), span_s=span, card=card)
+    found = judge(source, span_s=span, card=card)
     show(found.as_dict() if as_json else found.lines())

@@ -44,7 +44,7 @@ def _metrics(port: int | None, host: str) -> MetricsAddress | None:
 
 def _tell_advice(results: str) -> None:
     """Print what would gain most in the next run; nothing of a run whose directory is in a store."""
-    from batchrunner.advise.closing_line import closing_line  # noqa: PLC0415
+    from batchrunner.advise.advise import closing_line  # noqa: PLC0415
 
     path = Path(results)
     line = closing_line(path.parent) if path.exists() else None

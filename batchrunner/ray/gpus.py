@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import ray
 
 from batchrunner.core.errors import JobError
-from batchrunner.engines.recovery.fits import cards_of
+from batchrunner.engines.model_memory import cards_of
 from batchrunner.job.engine import AttachEngine, EngineSpec, GatewayEngine, SimulatedEngine
 
 

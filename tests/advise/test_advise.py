@@ -10,7 +10,7 @@ import pytest
 
 from batchrunner.advise.advise import advise
 from batchrunner.engines.flags import CHECK_HELP, parse_help
-from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.series import Thresholds
 from tests.conftest import ROOT, batchrun
 from tests.support.advice import GUIDES, RETRACTIONS, changes, judged
 from tests.support.sglang_logs import GENERATIONS, LogWriter
@@ -53,7 +53,7 @@ def test_too_short_a_time_never_reads_as_long_enough(tmp_path: Path) -> None:
     """The time and the least time stand in one sentence, where both would be 11 s if they were rounded."""
     path = tmp_path / "sglang.log"
     path.write_text(f"{GUIDES['G4'][0]}\n" * 3)
-    limits = Thresholds().with_values(["span_s=11.2", "samples=2.5"])
+    limits = Thresholds(span_s=11.2, samples=2.5)
     reading = advise(str(path), limits).reading()
     assert reading.endswith("over about 10.9 s, and advice needs 2.5 over 11.2 s")
 
@@ -186,32 +186,6 @@ def test_an_advice_is_whole(tmp_path: Path) -> None:
     assert advice.tradeoff
     assert advice.certainty == "medium"
     assert advice.evidence["conservative_share"] == 1.0
-
-
-def test_share_and_span_can_be_set(tmp_path: Path) -> None:
-    """What is frequent is the user's to say, by names that are checked."""
-    log = LogWriter()
-    for _ in range(8):
-        log.decode(1, q=0).decode(9, q=300)
-    path = str(log.write(tmp_path))
-    assert changes(advise(path)) == {}
-    assert set(changes(advise(path, Thresholds().with_values(["frequent=0.05"])))) == {"queue-empty"}
-    assert changes(advise(path, Thresholds().with_values(["frequent=0.05", "span_s=600"]))) == {}
-    wrong = batchrun("advise", path, "--threshold", "frequency=1")
-    assert wrong.exit_code == 2
-    assert "no such threshold; there are at_cap, cached_well" in wrong.stderr
-    for setting, words in [
-        ("span_s=x", "'x' is not a number"),
-        ("queue_low=inf", "give a number from 0 on"),
-        ("queue_deep=nan", "give a number from 0 on"),
-        ("frequent=-1", "give a number from 0 on"),
-        ("queue_low=5000", "queue_low 5000, queue_deep 2000: none may be above the next"),
-        ("memory_good_gb=12", "memory_high_gb 10: none may be above the next"),
-    ]:
-        refused = batchrun("advise", path, "--threshold", setting)
-        assert refused.exit_code == 2
-        assert words in refused.stderr
-        assert refused.stderr.count("\n") == 1
 
 
 def test_what_is_not_there_is_said(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchrunner.advise.closing_line import closing_line
+from batchrunner.advise.advise import closing_line
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.load import load_job
 from tests.advise.test_from_run import tell, with_job

@@ -10,8 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from batchrunner.advise.advise import AdviceReport, advise, advise_run
-from batchrunner.advise.closing_line import closing_line
+from batchrunner.advise.advise import AdviceReport, advise, advise_run, closing_line
 from batchrunner.api import run
 from batchrunner.engines.logs.reader import LogReader
 from tests.conftest import eventually, job_of, started, write_job

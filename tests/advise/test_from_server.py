@@ -21,8 +21,7 @@ from batchrunner.api import run
 from batchrunner.core.errors import InputError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.flags import Flags
-from batchrunner.engines.logs.series import LoadSample, Series
-from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.series import LoadSample, Series, Thresholds
 from tests.conftest import batchrun, eventually, job_of, started
 from tests.support.advice import QUICK, changes
 from tests.support.fake_sglang import FakeSGLang

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from batchrunner.engines.launched.process import LaunchedProcess
+    from batchrunner.engines.launched.supervisor import LaunchedProcess
 
 FRAGILE = """
 class Handler(Server):

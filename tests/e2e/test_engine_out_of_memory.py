@@ -12,8 +12,7 @@ import pytest
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.poison_rows import MOST_DEATHS
 from batchrunner.engines.base import IncidentQueue
-from batchrunner.engines.recovery.healer import MOST_CHANGES, Healer
-from batchrunner.engines.recovery.remembered import Lesson, Remembered
+from batchrunner.engines.recovery.healer import MOST_CHANGES, Healer, Lesson, Remembered
 from tests.conftest import batchrun, events_of, job_of, report_of, results_of, write_job
 from tests.support.hungry_engine import HUNGRY, OOM, hungry
 from tests.support.launchable import launchable

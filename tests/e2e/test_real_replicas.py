@@ -24,7 +24,7 @@ from tests.support.tiny_model import make_tiny_llama
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from batchrunner.engines.launched.process import LaunchedProcess
+    from batchrunner.engines.launched.supervisor import LaunchedProcess
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 

@@ -7,9 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batchrunner.advise.roofline import UnknownLimitError, model_of_config
-from batchrunner.engines.model_files import check_model, read_config, shape_of, weights_dtype
-from batchrunner.engines.model_kinds import experts_of, has_experts, has_latent_attention
+from batchrunner.engines.model_files import (
+    UnknownShapeError,
+    check_model,
+    experts_of,
+    has_experts,
+    has_latent_attention,
+    model_of_config,
+    read_config,
+    shape_of,
+    weights_dtype,
+)
 from tests.support.advice import changes, judged
 from tests.support.model_kinds import KINDS, MISTRAL_LARGE_3
 from tests.support.sglang_logs import LogWriter
@@ -104,19 +112,18 @@ def test_experts_of_a_list() -> None:
 
 
 def test_experts_count_as_parameters() -> None:
-    """Mixtral's parameters are those of all its experts; a token passes those of two."""
+    """Mixtral's parameters are those of all its experts."""
     mixtral = {
         "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
         "num_key_value_heads": 8, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2,
     }  # fmt: skip
     assert shape_of(mixtral).parameters == pytest.approx(46.7e9, rel=0.005)
-    assert shape_of(mixtral).active == pytest.approx(12.9e9, rel=0.005)
     assert shape_of({**mixtral, "num_local_experts": 1}).parameters == pytest.approx(7.24e9, rel=0.005)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in {"Qwen3-8B", "Hunyuan-7B"}])
-def test_the_limit_of_other_models_is_not_guessed(name: str, tmp_path: Path) -> None:
-    """The formulas know dense decoders and those with experts in each layer; for others they say why not."""
+def test_the_sizes_of_other_models_are_not_guessed(name: str, tmp_path: Path) -> None:
+    """Only dense decoders and those with experts in each layer are known."""
     config = read_config(str(a_model(tmp_path, KINDS[name][0])))
-    with pytest.raises(UnknownLimitError):
+    with pytest.raises(UnknownShapeError):
         model_of_config(config)

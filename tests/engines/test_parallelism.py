@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchrunner.core.errors import EngineStartError, JobError
-from batchrunner.engines.parallelism import CardMemory, ModelNeed, choose_tp, need_of
+from batchrunner.engines.model_memory import CardMemory, ModelNeed, choose_tp, need_of
 from batchrunner.job.load import load_job
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import batchrun, job_of, write_job

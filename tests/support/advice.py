@@ -9,13 +9,13 @@ from batchrunner.advise.rules.table import apply_all
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.engines.flags import of_arguments
 from batchrunner.engines.logs.reader import LogReader
-from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.series import Thresholds
 from tests.conftest import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from batchrunner.advise.rules.rule import Advice
+    from batchrunner.advise.rules.table import Advice
 
 GUIDES = {  # verbatim: which guide, its line, what it reads
     "G2": (

@@ -3,11 +3,8 @@
 import math
 from typing import Any
 
-from batchrunner.advise.rules import gains
-from batchrunner.advise.rules.rule import Certainty, Finding
-from batchrunner.advise.situation import ClientActivity, Situation
-from batchrunner.core.console import counted
-from batchrunner.core.engine_info import QueueBand
+from batchrunner.advise.situation import Certainty, ClientActivity, Finding, Situation
+from batchrunner.core.wording import counted
 from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.recovery.safer_args import (
     LESS_CONSERVATIVE,
@@ -162,8 +159,6 @@ def running_capped(s: Situation, flags: Flags) -> Finding | None:
         f"{s.often('capped')}: max_running_requests is the limit, not memory",
         flags.setting("max-running-requests", as_flag(s.facts, "max-running-requests", target)),
         evidence={**s.evidence("capped"), "max_running_requests": most},
-        gain=gains.more_running(s.pass_times, most, target),
-        fewer=gains.more_running(s.pass_counts, most, target),
     )
 
 

@@ -4,13 +4,11 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from batchrunner.advise.roofline import UnknownLimitError, model_of_config
-from batchrunner.advise.rules import gains
-from batchrunner.advise.rules.rule import Finding
-from batchrunner.advise.situation import LONGEST_LINE, Situation, memory_band
+from batchrunner.advise.situation import LONGEST_LINE, Finding, Situation, memory_band
 from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.logs.facts import FP8, Trouble
-from batchrunner.engines.logs.records import Phase
+from batchrunner.engines.logs.lines import Phase
+from batchrunner.engines.model_files import UnknownShapeError, model_of_config
 from batchrunner.engines.recovery.diagnosis import Death
 from batchrunner.engines.recovery.safer_args import HIGHEST_FRACTION, in_effect, least_fraction, safer
 
@@ -59,8 +57,6 @@ def pool_small(s: Situation, flags: Flags) -> Finding | None:
         f"holds no more, at token usage {s.load.median('usage'):.2f}",
         flags.setting(name, int(target)),
         evidence={**s.evidence("kv_bound", "conservative"), "pool_tokens": now, "max_running": most},
-        gain=gains.more_running(s.pass_times, running, running * target / now),
-        fewer=gains.more_running(s.pass_counts, running, running * target / now),
     )
 
 
@@ -68,7 +64,7 @@ def _free_tokens(s: Situation, free_gb: float | None) -> float:
     """Return how many more tokens a quarter of the free memory holds; unless known, as many as now."""
     try:
         token_bytes = model_of_config(s.facts.config).kv_bytes(FLOAT32_BYTES)
-    except UnknownLimitError:
+    except UnknownShapeError:
         return in_effect(s.facts, "max-total-tokens") or 0.0
     return (free_gb or 0.0) * (1 << 30) / POOL_SHARE / token_bytes
 

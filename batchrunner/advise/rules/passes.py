@@ -3,13 +3,10 @@
 import math
 from typing import Any
 
-from batchrunner.advise.rules import gains
 from batchrunner.advise.rules.load import conservativeness
-from batchrunner.advise.rules.rule import Finding
-from batchrunner.advise.situation import CHUNK_GB_A_TOKEN, Situation, memory_band
+from batchrunner.advise.situation import CHUNK_GB_A_TOKEN, Finding, Situation, memory_band
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.facts import prefill_graph_off
-from batchrunner.engines.logs.pass_times import PassTimes
 from batchrunner.engines.recovery.safer_args import LESS_CONSERVATIVE, in_effect, least_fraction
 
 LARGEST_CHUNK = 16_384
@@ -18,20 +15,21 @@ GRAPH_GB_A_REQUEST = 2 / 1024
 """Memory of a decode graph, in GB a request (SGLang's memory_hook)."""
 USUAL_CAPTURED = 160
 """Largest batch with a graph, in requests, where the log lacks it; the guides: "typically 160-256"."""
-MOST_CHUNKS = 8
-"""Most times by which one advice makes a chunk larger."""
-WORTH_DOUBLING = 1.03
-"""Further gain for which a chunk is doubled once more."""
 SURELY_LARGE = 4096
-"""Chunk in tokens from which a pass's fixed cost is small on any card: without an estimate it is left."""
+"""Chunk in tokens from which a pass's fixed cost is small on any card."""
+LIKE_A_STEP = 512
+"""Mean prompt tokens of a prefill pass up to which it takes about as long as a decode step: both read the
+weights once, and compute little."""
 SMALL_PASS = 0.25
 """Share of a chunk up to which prefill passes are small."""
 WORTH_FEWER = 1.5
 """Factor by which fewer decode steps between prefill passes have to be the best."""
+LEAST_INTERVAL = 2
+"""Fewest decode steps between prefill passes that are worth a flag."""
 IDLE = 0.1
 """Half of those steps, as a share of an output: from here on the empty places matter."""
 FEWER_PASSES = 1.25
-"""Least factor by which passes have to become fewer, where only their number is known and not their times."""
+"""Least factor by which passes have to become fewer."""
 ROOM = 2
 """A mixed chunk has to have room for this many times the running requests: the server fails without any."""
 LARGE_TP = 4
@@ -62,38 +60,19 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
     if s.facts.passes_limited_by:
         return _pass_limit(s, flags, s.facts.passes_limited_by, share)
     chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
-    times = s.pass_times
-    gain = gains.larger_chunk(times, 2)
-    factor = _chunks_worth(times if gain else s.pass_counts, chunk)
-    gain = gains.larger_chunk(times, factor)
-    if (chunk >= SURELY_LARGE) if gain is None else gain < gains.WORTH:
+    if chunk >= SURELY_LARGE:
         return None
     return Finding(
         f"{share:.0%} of {prefills.passes} prefill passes take a whole chunk ({chunk} tokens) and requests "
         "still wait",
-        larger_chunk(s, flags, factor),
+        larger_chunk(s, flags),
         evidence={"passes": prefills.passes, "full_waiting_share": round(share, 4), "chunk_tokens": chunk},
-        certainty=None if times and times.pass_known else "low",
-        gain=gain,
-        fewer=gains.larger_chunk(s.pass_counts, factor),
     )
-
-
-def _chunks_worth(times: PassTimes | None, chunk: int) -> int:
-    """Return the factor by which a chunk is made larger: until doubling it once more gains little."""
-    gain, factor = gains.larger_chunk(times, 2), 2
-    while gain and factor < MOST_CHUNKS and chunk * factor < LARGEST_CHUNK:
-        more = gains.larger_chunk(times, 2 * factor)
-        if not more or more < WORTH_DOUBLING * gain:
-            break
-        gain, factor = more, 2 * factor
-    return factor
 
 
 def _pass_limit(s: Situation, flags: Flags, name: str, share: float) -> Finding | None:
     """Advise to lift a limit on a prefill pass that is smaller than its chunk."""
-    gain = gains.larger_chunk(s.pass_times, MOST_CHUNKS)
-    if name not in flags.names or (gain is not None and gain < gains.WORTH):
+    if name not in flags.names:
         return None
     now = s.facts.number(name.replace("-", "_"))
     return Finding(
@@ -101,8 +80,6 @@ def _pass_limit(s: Situation, flags: Flags, name: str, share: float) -> Finding 
         "requests still wait",
         {name: None},
         evidence={"passes": s.log.prefills.passes, "full_waiting_share": round(share, 4)},
-        gain=gain,
-        fewer=gains.larger_chunk(s.pass_counts, MOST_CHUNKS),
     )
 
 
@@ -112,22 +89,17 @@ def prefill_seldom(s: Situation, flags: Flags) -> Finding | None:
     now, most = s.facts.number("prefill_decode_interval") or 0, s.max_running
     if not now or not most or not s.load.frequent("conservative"):
         return None
-    prefills, times = s.log.prefills, s.pass_times
-    decoded = times.total.decoded / max(1, prefills.prompts) if times else 0.0
-    outputs = (s.client.mean_output if s.client else None) or decoded
-    best = gains.best_interval(times, outputs) or 0
+    outputs = (s.client.mean_output if s.client else None) or _decoded(s) / max(1, s.log.prefills.prompts)
+    best = _best_interval(outputs) if _like_a_step(s) else 0
     if not outputs or best * WORTH_FEWER >= now or now / 2 < IDLE * outputs:
         return None
     running = s.load.median("running")
-    useful = best if best >= gains.LEAST_INTERVAL else 0
-    then = most * (1 - min(0.5, useful / 2 / outputs))
+    useful = best if best >= LEAST_INTERVAL else 0
     return Finding(
         f"{running:.0f} of at most {most} requests run and others wait {s.often('conservative')}: places "
         f"stand empty for up to {now:.0f} decode steps, and an output has {outputs:.0f} tokens",
         flags.setting(name, useful) if useful else {name: None},
         evidence={**s.evidence("conservative"), "mean_output_tokens": round(outputs, 1)},
-        gain=gains.more_running(times, running, then),
-        fewer=gains.more_running(s.pass_counts, running, then),
     )
 
 
@@ -138,18 +110,17 @@ def mixed_chunk(s: Situation, flags: Flags) -> Finding | None:
         return None
     if prefills.passes < s.limits.samples or s.load.frequent("empty"):
         return None
-    running, counts = s.load.median("running"), s.pass_counts
-    if counts is None or (s.facts.chunk or 0) < ROOM * running:
+    running, steps = s.load.median("running"), _decode_steps(s)
+    if not _like_a_step(s) or (s.facts.chunk or 0) < ROOM * running:
         return None
-    fewer = gains.mixed(counts)
-    if fewer < FEWER_PASSES:
+    passes = prefills.passes + steps
+    if passes < FEWER_PASSES * max(prefills.passes, steps):
         return None
-    share = counts.total.passes / counts.total.seconds
+    share = prefills.passes / passes
     return Finding(
         f"{share:.0%} of the passes are prefill passes, during which {running:.0f} requests do not decode",
         flags.setting(name, value=True),
         evidence={"passes": prefills.passes, "prefill_share": round(share, 4)},
-        fewer=fewer,
     )
 
 
@@ -164,28 +135,50 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     mean = prefills.new_tokens / max(1, prefills.passes)
     if prefills.passes < s.limits.samples or mean > SMALL_PASS * chunk or s.load.frequent("empty"):
         return None
-    times = s.pass_times
-    timed = times is not None and times.pass_known
-    times = times if timed else s.pass_counts
-    outputs = times.total.decoded / max(1, prefills.prompts) if times else 0.0
-    found = gains.decode_interval(times, outputs)
-    if times is None or found is None or found[1] < (gains.WORTH if timed else FEWER_PASSES):
+    steps, outputs = _decode_steps(s), _decoded(s) / max(1, prefills.prompts)
+    interval = _best_interval(outputs)
+    busy = 1 - interval / 2 / outputs if outputs else 0.0  # share of the places that decode
+    if not _like_a_step(s) or interval < LEAST_INTERVAL or prefills.passes * interval <= steps or busy <= 0:
         return None
-    steps, gain = found
-    a_pass = times.total.steps / times.total.passes
+    if prefills.passes + steps < FEWER_PASSES * steps / busy * (1 + 1 / interval):
+        return None
+    a_pass = steps / prefills.passes
     return Finding(
         f"a prefill pass of {mean:.0f} tokens on average follows every {a_pass:.1f} decode steps: places are "
         "filled one by one, and each pass costs its fixed time",
-        flags.setting(name, steps),
+        flags.setting(name, interval),
         evidence={
             "passes": prefills.passes,
             "mean_new_tokens": round(mean, 1),
             "decode_steps_a_pass": round(a_pass, 2),
-            "pass_s": round(times.pass_s, 6) if timed else None,
         },
-        gain=gain if timed else None,
-        fewer=gain,
     )
+
+
+def _decode_steps(s: Situation) -> int:
+    """Return the decode steps that the log's lines stand for."""
+    return s.log.counted * s.facts.steps_a_line
+
+
+def _decoded(s: Situation) -> float:
+    """Return the tokens that they decoded."""
+    return s.load.median("running") * _decode_steps(s)
+
+
+def _like_a_step(s: Situation) -> bool:
+    """Tell whether a prefill pass takes about as long as a decode step, so that their numbers say enough."""
+    prefills = s.log.prefills
+    return prefills.passes > 0 and prefills.new_tokens <= LIKE_A_STEP * prefills.passes
+
+
+def _best_interval(output_tokens: float) -> int:
+    """Return the best number of decode steps between two prefill passes that take as long as one.
+
+    A place that a request leaves stands empty for half of that number on average, so of `output_tokens`
+    steps of a request that many are lost; in return there are fewer prefill passes. The number for which both
+    are equal is the best.
+    """
+    return round(math.sqrt(2 * output_tokens))
 
 
 def long_prompts(s: Situation, flags: Flags) -> Finding | None:
@@ -246,10 +239,10 @@ def _graph_on(s: Situation, flags: Flags) -> dict[str, Any]:
     return flags.setting("cuda-graph-backend-decode", "full")
 
 
-def larger_chunk(s: Situation, flags: Flags, factor: int = 2) -> dict[str, Any]:
-    """Return flags for a chunk so many times as large, with a smaller pool where it needs its memory."""
+def larger_chunk(s: Situation, flags: Flags) -> dict[str, Any]:
+    """Return flags for a chunk twice as large, with a smaller pool where it needs its memory."""
     chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
-    larger = min(factor * chunk, LARGEST_CHUNK)
+    larger = min(2 * chunk, LARGEST_CHUNK)
     pool = smaller_pool(s, flags, (larger - chunk) * CHUNK_GB_A_TOKEN)
     if not 0 < chunk < larger or pool is None:
         return {}

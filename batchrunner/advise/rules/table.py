@@ -1,106 +1,134 @@
-"""The table of all rules: signs and advice of SGLang's tuning guides, each with its source. Pure."""
+"""The table of all rules: signs and advice of SGLang's tuning guides, each with its source. Pure.
 
-from batchrunner.advise.rules import cache as cache_rules
+Advice is given in this order: deaths first, then what usually gains most.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
 from batchrunner.advise.rules import load as load_rules
 from batchrunner.advise.rules import memory as memory_rules
 from batchrunner.advise.rules import passes as pass_rules
 from batchrunner.advise.rules import setup as setup_rules
-from batchrunner.advise.rules.rule import Advice, Rule
-from batchrunner.advise.rules.silences import SILENCES
-from batchrunner.advise.situation import Situation
-from batchrunner.engines.flags import Flags
+from batchrunner.advise.situation import Certainty, Finding, Situation
+from batchrunner.engines.flags import Flags, command_line
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One piece of advice; without a `change` it says that something is as it should be."""
+
+    rule: str
+    """Name of the rule in the table."""
+    sign: str
+    """The sign that was seen, in one line with figures, share of samples and time span."""
+    change: str = ""
+    """The change: a flag with its value, as the installed version spells it, or a field of the job."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """The same for `engine.args`, where the change is server flags; None removes a flag."""
+    effect: str = ""
+    """The expected gain."""
+    tradeoff: str = ""
+    """The cost of the change."""
+    certainty: Certainty = "medium"
+    """How certain the advice is: `high`, `medium` or `low`."""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    """The figures behind the sign, for `--json`; their names have the units."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables of the server for `engine.env`, where no flag but a variable is the change."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the advice as `--json` prints it."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return the lines for the terminal."""
+        if not self.change:
+            return [f"healthy: {self.sign}"]
+        notes = [("gain", self.effect), ("cost", self.tradeoff)]
+        return [
+            f"{self.sign}",
+            f"  -> {self.change} ({self.certainty} certainty)",
+            *(f"     {name}: {text}" for name, text in notes if text),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule, a row of the table in the docs."""
+
+    name: str
+    sign: str
+    """The sign with its thresholds, for the table in the docs."""
+    advice: str
+    """The advice in general, for the table in the docs."""
+    source: str
+    """The source: SGLang, or a tuning guide: G1 is the newest, G2 SGLang's own of 2025, G3 the oldest, G4 the
+    Chinese one."""
+    judge: Callable[[Situation, Flags], Finding | None]
+    effect: str
+    tradeoff: str = ""
+    certainty: Certainty = "medium"
+    option: bool = False
+    """Whether nothing is wrong, and the advice is only an option."""
+
+    def apply(self, situation: Situation, flags: Flags) -> Advice | None:
+        """Return this rule's advice; None without a finding, or where this version lacks the flags."""
+        found = self.judge(situation, flags)
+        if found is None:
+            return None
+        if found.fine:
+            return Advice(self.name, found.sign, certainty="high", evidence=found.evidence)
+        change = found.change or command_line(found.args)
+        if not change:
+            return None
+        certainty = found.certainty or self.certainty
+        return Advice(
+            self.name, found.sign, change, found.args, self.effect, self.tradeoff, certainty, found.evidence,
+            found.env,
+        )  # fmt: skip
+
+
+_TAKES_MEMORY = ("running-low", "long-prompts", "prefill-full", "cuda-graph")
+_LOAD_RULES = (
+    *_TAKES_MEMORY, "conservative", "running-capped", "retractions", "memory-left", "memory-tight",
+    "latency-high", "pool-small", "pages-large",
+)  # fmt: skip
+_CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile")
+SILENCES: dict[str, tuple[str, ...]] = {
+    "oom-weights": ("oom-graph", "oom-prefill", "oom-decode", "oom-general", *_CARD_RULES),
+    "oom-graph": ("oom-general", *_CARD_RULES),
+    "oom-prefill": ("oom-general", *_CARD_RULES),
+    "oom-decode": ("oom-general", *_CARD_RULES),
+    "oom-general": _CARD_RULES,
+    "killed": (*_LOAD_RULES, "host-cache"),
+    "pages-large": ("pool-small", "conservative", "running-low"),
+    "pool-small": ("conservative", "running-low"),
+    "prefill-seldom": ("conservative", "running-low", "pool-small", "pages-large"),
+    "queue-deep": ("queue-empty",),
+    "retractions": (*_TAKES_MEMORY, "running-capped", "latency-high"),
+    "running-capped": ("latency-high", "conservative", "mixed-chunk"),
+    "memory-tight": _TAKES_MEMORY,
+    "cuda-graph": ("long-prompts", "running-low", "prefill-full"),
+    "long-prompts": ("memory-left", "prefill-full"),
+    "running-low": ("memory-left", "prefill-full"),
+    "prefill-full": ("memory-left", "small-prefills", "mixed-chunk"),
+    "small-prefills": ("mixed-chunk",),
+    "cache-off": ("order-of-server", "shared-prefixes", "host-cache"),
+    "order-of-server": ("shared-prefixes", "host-cache"),
+    "tensor-parallel": ("expert-parallel", "dp-attention"),
+    "dp-attention": ("data-parallel",),
+}
+"""Advice that silences other advice, which would undo it or set the same flag differently. After an
+out-of-memory error nothing may take more memory; unused memory goes to the advice that needs it; one thing is
+changed at a time. Earlier entries count first: advice that is silenced silences none."""
+
 
 OFTEN = "often"
 """The word for a sign in at least 25% of at least 8 samples over 10 s: `frequent`, `samples`, `span_s`."""
 
-USUAL_GAIN = 1.1
-"""Gain that advice without an estimate counts with when advice is sorted."""
-
 RULES: tuple[Rule, ...] = (
-    Rule(
-        "queue-empty",
-        f"`#queue-req` 0 {OFTEN}, except in the drain at the end; in a run: while rows are left",
-        "send more at once; in a run, the cause: window, connections, rendering, retries, or the server's "
-        "front process",
-        "G1-G4",
-        load_rules.queue_empty,
-        "a full batch: a free slot is taken at once",
-        "requests wait before they run",
-    ),
-    Rule(
-        "queue-deep",
-        f"`#queue-req` > 2000 {OFTEN}",
-        "send fewer at once; send evenly where the queue is often empty too",
-        "G1",
-        load_rules.queue_deep,
-        "less scheduling work between passes",
-        certainty="high",
-    ),
-    Rule(
-        "conservative",
-        f"token usage < 0.9 and `#queue-req` > 0 {OFTEN}, running below the limit, the pool full in < 10%",
-        "`--schedule-conservativeness 0.3`, or a smaller `max_new_tokens` (in a run, with the "
-        "measured share)",
-        "G1-G4",
-        load_rules.conservative,
-        "more requests run at once, with the same answers",
-        "where outputs turn out long, requests are retracted; about one a minute is fine",
-    ),
-    Rule(
-        "running-capped",
-        f"running ≥ 95% of max_running_requests, or one less; `#queue-req` > 0, token usage < 0.9 "
-        f"{OFTEN}, the pool full in < 10%",
-        "`--max-running-requests` up to what the pool holds",
-        "G1 (running close to its maximum)",
-        load_rules.running_capped,
-        "a larger batch",
-        "each request decodes more slowly",
-        "high",
-    ),
-    Rule(
-        "running-low",
-        f"running < 50% of max_running_requests, `#queue-req` > 0, token usage < 0.9 {OFTEN}, "
-        "conservativeness ≤ 0.3 already, the pool full in < 10%, and ≥ 25% of the prefill passes full",
-        "`--chunked-prefill-size` doubled, up to 16384",
-        "G1",
-        pass_rules.running_low,
-        "more prompts in a prefill pass, hence a larger batch",
-        "longer pauses in decoding; more memory",
-        "low",
-    ),
-    Rule(
-        "retractions",
-        "more than 1 retraction a minute (a shorter span counts as a minute), and tokens computed again "
-        "≥ 25% of those generated, where the log has them; below that it is reported as fine",
-        "`--schedule-conservativeness 1.3`, then 1.43, which reserves all of `max_new_tokens`; then a lower "
-        "`--max-running-requests`, or a larger pool. Not a lower mem-fraction-static, as G1 advises: that "
-        "shrinks the pool, which is too small; it helps against out-of-memory errors",
-        "G1-G4",
-        load_rules.retractions,
-        "less work is done twice; a smaller --mem-fraction-static would not help, it shrinks the full pool",
-        "fewer requests run until their output lengths are known; SGLang adapts after each retraction, so "
-        "speed changes by a few per cent, up or down",
-        "low",
-    ),
-    Rule(
-        "memory-left",
-        "`available_gpu_mem` when ready > 10 GB; 5-10 is reported as good (the guides: 5-8); less on cards "
-        "under 40 GB, in proportion, and more with chunks over 8192",
-        "a higher `--mem-fraction-static` that leaves 6.5 GB; no `--max-total-tokens`",
-        "G1, G2, G4",
-        memory_rules.memory_left,
-        "a larger KV pool: more requests at once",
-        "nearer to running out of memory: lower it by 0.01 where that happens",
-    ),
-    Rule(
-        "memory-tight",
-        "`available_gpu_mem` when ready < 5 GB; less on cards under 40 GB, in proportion",
-        "a lower `--mem-fraction-static` that leaves 6.5 GB, as far as weights and a pool allow",
-        "G1, G2, G4",
-        memory_rules.memory_tight,
-        "room for activations: no crash during the run",
-        "a smaller KV pool",
-    ),
     Rule(
         "oom-prefill",
         "out of memory in a prefill pass (its line, or the traceback)",
@@ -173,6 +201,139 @@ RULES: tuple[Rule, ...] = (
         certainty="low",
     ),
     Rule(
+        "queue-empty",
+        f"`#queue-req` 0 {OFTEN}, except in the drain at the end; in a run: while rows are left",
+        "send more at once; in a run, the cause: window, connections, rendering, retries, or the server's "
+        "front process",
+        "G1-G4",
+        load_rules.queue_empty,
+        "a full batch: a free slot is taken at once",
+        "requests wait before they run",
+    ),
+    Rule(
+        "queue-deep",
+        f"`#queue-req` > 2000 {OFTEN}",
+        "send fewer at once; send evenly where the queue is often empty too",
+        "G1",
+        load_rules.queue_deep,
+        "less scheduling work between passes",
+        certainty="high",
+    ),
+    Rule(
+        "cache-off",
+        "`--disable-radix-cache`, and ≥ 10% of the prompt tokens of a run could come from the cache",
+        "without it",
+        "measured on the real engine",
+        setup_rules.cache_off,
+        "common prefixes are computed once",
+        certainty="high",
+    ),
+    Rule(
+        "order-of-server",
+        "a `--schedule-policy` that is neither fcfs nor lpm; in a run, ≥ 10% of the prompt tokens were "
+        "computed that could come from the cache",
+        "`--schedule-policy fcfs`",
+        "SGLang's scheduler; its gain is not measured yet",
+        setup_rules.order_of_server,
+        "rows are taken in the runner's order, which keeps common prefixes together",
+        certainty="high",
+    ),
+    Rule(
+        "prefill-full",
+        "≥ 25% of ≥ 8 prefill passes take ≥ 90% of a chunk < 4096, and requests wait after them; the same "
+        "for a smaller `--max-prefill-tokens`, and for `--prefill-max-requests`",
+        "`--chunked-prefill-size` doubled (with a lower mem-fraction-static); without the other flag",
+        "measured on the real engine",
+        pass_rules.prefill_full,
+        "fewer, larger passes over the weights",
+        "1.5 MB of memory a token of the chunk; longer pauses in decoding",
+    ),
+    Rule(
+        "pages-large",
+        f"`--page-size` > 1, of which half is ≥ 15% of a request's place; requests wait for the KV pool "
+        f"{OFTEN}; not for backends that need pages",
+        "`--page-size 1`",
+        "measured on the real engine",
+        setup_rules.pages_large,
+        "more requests in the same KV pool, and shorter prefixes are found",
+        "some attention kernels are faster with pages",
+    ),
+    Rule(
+        "prefill-seldom",
+        f"`--prefill-decode-interval` N, half of which is ≥ 10% of an output; `#queue-req` > 0, token usage "
+        f"< 0.9, running below the limit {OFTEN}",
+        "the N that `small-prefills` gives, where prefill passes have ≤ 512 tokens on average; else none",
+        "SGLang's scheduler; its gain is not measured yet",
+        pass_rules.prefill_seldom,
+        "a request that ended is followed sooner",
+        "decoding is interrupted more often",
+    ),
+    Rule(
+        "conservative",
+        f"token usage < 0.9 and `#queue-req` > 0 {OFTEN}, running below the limit, the pool full in < 10%",
+        "`--schedule-conservativeness 0.3`, or a smaller `max_new_tokens` (in a run, with the "
+        "measured share)",
+        "G1-G4",
+        load_rules.conservative,
+        "more requests run at once, with the same answers",
+        "where outputs turn out long, requests are retracted; about one a minute is fine",
+    ),
+    Rule(
+        "running-capped",
+        f"running ≥ 95% of max_running_requests, or one less; `#queue-req` > 0, token usage < 0.9 "
+        f"{OFTEN}, the pool full in < 10%",
+        "`--max-running-requests` up to what the pool holds",
+        "G1 (running close to its maximum)",
+        load_rules.running_capped,
+        "a larger batch",
+        "each request decodes more slowly",
+        "high",
+    ),
+    Rule(
+        "running-low",
+        f"running < 50% of max_running_requests, `#queue-req` > 0, token usage < 0.9 {OFTEN}, "
+        "conservativeness ≤ 0.3 already, the pool full in < 10%, and ≥ 25% of the prefill passes full",
+        "`--chunked-prefill-size` doubled, up to 16384",
+        "G1",
+        pass_rules.running_low,
+        "more prompts in a prefill pass, hence a larger batch",
+        "longer pauses in decoding; more memory",
+        "low",
+    ),
+    Rule(
+        "retractions",
+        "more than 1 retraction a minute (a shorter span counts as a minute), and tokens computed again "
+        "≥ 25% of those generated, where the log has them; below that it is reported as fine",
+        "`--schedule-conservativeness 1.3`, then 1.43, which reserves all of `max_new_tokens`; then a lower "
+        "`--max-running-requests`, or a larger pool. Not a lower mem-fraction-static, as G1 advises: that "
+        "shrinks the pool, which is too small; it helps against out-of-memory errors",
+        "G1-G4",
+        load_rules.retractions,
+        "less work is done twice; a smaller --mem-fraction-static would not help, it shrinks the full pool",
+        "fewer requests run until their output lengths are known; SGLang adapts after each retraction, so "
+        "speed changes by a few per cent, up or down",
+        "low",
+    ),
+    Rule(
+        "memory-left",
+        "`available_gpu_mem` when ready > 10 GB; 5-10 is reported as good (the guides: 5-8); less on cards "
+        "under 40 GB, in proportion, and more with chunks over 8192",
+        "a higher `--mem-fraction-static` that leaves 6.5 GB; no `--max-total-tokens`",
+        "G1, G2, G4",
+        memory_rules.memory_left,
+        "a larger KV pool: more requests at once",
+        "nearer to running out of memory: lower it by 0.01 where that happens",
+    ),
+    Rule(
+        "memory-tight",
+        "`available_gpu_mem` when ready < 5 GB; less on cards under 40 GB, in proportion",
+        "a lower `--mem-fraction-static` that leaves 6.5 GB, as far as weights and a pool allow",
+        "G1, G2, G4",
+        memory_rules.memory_tight,
+        "room for activations: no crash during the run",
+        "a smaller KV pool",
+    ),
+    Rule(
         "cuda-graph",
         f"`cuda graph: False` at ≤ 512 running (768 from tp 4) {OFTEN}",
         "enable them where they are disabled; else `--cuda-graph-max-bs(-decode)` 512 or 768, with a lower "
@@ -194,37 +355,15 @@ RULES: tuple[Rule, ...] = (
         "1.5 MB of memory a token of the chunk; longer pauses in decoding",
     ),
     Rule(
-        "prefill-full",
-        "≥ 25% of ≥ 8 prefill passes take ≥ 90% of a chunk, and requests wait after them; by the log's pass "
-        "times a larger chunk gains ≥ 5%, or there are none and the chunk is < 4096. The same for a smaller "
-        "`--max-prefill-tokens`, and for `--prefill-max-requests`",
-        "`--chunked-prefill-size` 2 to 8 times as large, up to 16384 (with a lower mem-fraction-static); "
-        "without the other flag",
-        "measured on the real engine",
-        pass_rules.prefill_full,
-        "fewer, larger passes over the weights",
-        "1.5 MB of memory a token of the chunk; longer pauses in decoding",
-    ),
-    Rule(
         "small-prefills",
-        "prefill passes of ≤ 25% of a chunk on average, and by the log's pass times fewer of them gain ≥ 5%; "
-        "`#queue-req` not often 0",
-        "`--prefill-decode-interval` √(2 · output tokens · seconds of a pass / seconds of a decode step)",
+        "prefill passes of ≤ 25% of a chunk and ≤ 512 tokens on average, so many that with fewer of them all "
+        "passes would be 1.25 times fewer; `#queue-req` not often 0",
+        "`--prefill-decode-interval` √(2 · output tokens)",
         "SGLang's pull request 23189",
         pass_rules.small_prefills,
         "decoding is interrupted less often",
         "a request that ended leaves its place empty for some steps; not tried on a GPU here",
         "low",
-    ),
-    Rule(
-        "prefill-seldom",
-        f"`--prefill-decode-interval` N, half of which is ≥ 10% of an output; `#queue-req` > 0, token usage "
-        f"< 0.9, running below the limit {OFTEN}",
-        "the N that `small-prefills` gives, where the log's pass times tell it; else none",
-        "SGLang's scheduler; its gain is not measured yet",
-        pass_rules.prefill_seldom,
-        "a request that ended is followed sooner",
-        "decoding is interrupted more often",
     ),
     Rule(
         "mixed-chunk",
@@ -236,35 +375,6 @@ RULES: tuple[Rule, ...] = (
         "requests decode during prefill passes",
         "attention of the two kinds is computed in one pass: some models are slower; not with logprobs",
         "low",
-    ),
-    Rule(
-        "cache-off",
-        "`--disable-radix-cache`, and ≥ 10% of the prompt tokens of a run could come from the cache",
-        "without it",
-        "measured on the real engine",
-        cache_rules.cache_off,
-        "common prefixes are computed once",
-        certainty="high",
-    ),
-    Rule(
-        "order-of-server",
-        "a `--schedule-policy` that is neither fcfs nor lpm; in a run, ≥ 10% of the prompt tokens were "
-        "computed that could come from the cache",
-        "`--schedule-policy fcfs`",
-        "SGLang's scheduler; its gain is not measured yet",
-        cache_rules.order_of_server,
-        "rows are taken in the runner's order, which keeps common prefixes together",
-        certainty="high",
-    ),
-    Rule(
-        "pages-large",
-        f"`--page-size` > 1, of which half is ≥ 15% of a request's place; requests wait for the KV pool "
-        f"{OFTEN}; not for backends that need pages",
-        "`--page-size 1`",
-        "measured on the real engine",
-        cache_rules.pages_large,
-        "more requests in the same KV pool, and shorter prefixes are found",
-        "some attention kernels are faster with pages",
     ),
     Rule(
         "pool-small",
@@ -411,16 +521,10 @@ BY_NAME = {rule.name: rule for rule in RULES}
 
 
 def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
-    """Return the advice of all rules: first what to change, most gain first, then what is well."""
+    """Return the advice of all rules in their order: what to change, then options, then what is well."""
     found = [advice for rule in RULES if (advice := rule.apply(situation, flags))]
     loud, silent = {advice.rule for advice in found if advice.change}, set[str]()
     for rule, others in SILENCES.items():
         silent |= set(others) if rule in loud - silent else set()
     kept = [advice for advice in found if not (advice.change and advice.rule in silent)]
-    return sorted(kept, key=_place)
-
-
-def _place(advice: Advice) -> tuple[bool, bool, float]:
-    """Return the key by which advice is sorted: what to change first, and of that what gains most."""
-    gain = advice.estimated_gain or advice.fewer_passes or USUAL_GAIN
-    return not advice.change, BY_NAME[advice.rule].option, -gain
+    return sorted(kept, key=lambda advice: (not advice.change, BY_NAME[advice.rule].option))

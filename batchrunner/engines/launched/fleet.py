@@ -3,34 +3,157 @@
 import asyncio
 import dataclasses
 import functools
+import logging
+import os
 import secrets
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.types import Completion, Request
-from batchrunner.engines.base import IncidentQueue, RowAnswers
-from batchrunner.engines.device import CPU_NOTE, card_name, gpus, on_cpu, server_args
+from batchrunner.engines.base import Conservativeness, IncidentQueue, RowAnswers
+from batchrunner.engines.device import (
+    CPU_NOTE,
+    card_name,
+    gpus,
+    on_cpu,
+    oom_kills,
+    program_environment,
+    server_args,
+)
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.client import Endpoint, HttpEngine, SGLangClient
-from batchrunner.engines.http.connections import raise_file_limit
+from batchrunner.engines.http.connections import HeldPort, raise_file_limit
+from batchrunner.engines.http.internal_state import set_conservativeness
 from batchrunner.engines.http.loads import FailureClassifier
 from batchrunner.engines.launched.gateway import GatewayProcess
-from batchrunner.engines.launched.sglang_server import SGLangServer
-from batchrunner.engines.launched.supervisor import ServerSupervisor, Supervised
-from batchrunner.engines.logs.reader import LogFollower
+from batchrunner.engines.launched.supervisor import LaunchedProcess, ServerSupervisor, Supervised, to_argv
 from batchrunner.engines.model_files import check_model, model_identity
-from batchrunner.engines.parallelism import with_tp
-from batchrunner.engines.recovery.fits import cards_of, check_fits, split_over
+from batchrunner.engines.model_memory import cards_of, check_fits, split_over, with_tp
+from batchrunner.engines.recovery.diagnosis import EndedServer
 from batchrunner.engines.recovery.healer import Healer, healer_for
 from batchrunner.input.tokenize.detokenizer import Detokenizer
-from batchrunner.job.engine import GatewayEngine, ServerEngine
+from batchrunner.job.engine import GatewayEngine, LaunchedEngine, ServerEngine
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TaskName, goes_past_gateways
+
+log = logging.getLogger(__name__)
+
+START_TRIES = 3
+"""SGLang draws a port for its processes and binds it seconds later: of eight servers that start on a node at
+once, two draw the same one in 28 of 8,000 starts."""
+TOKENIZERS = "tokenizer-worker-num"
+"""Argument above 1 of which SGLang 0.5.23 refuses to start with an API key."""
+_READY_PATHS = ("/ready", "/model_info")
+"""Paths that answer 200 when a server takes requests; releases before `/ready` answer 404 there."""
+
+
+class SGLangServer:
+    """A server of `model` with the job's arguments; it can be started again on the same port."""
+
+    def __init__(
+        self,
+        spec: LaunchedEngine,
+        model: str,
+        *,
+        key: str,
+        log_path: Path,
+        cpu: bool,
+        name: str = "the engine",
+        argv: tuple[str, ...] = (),
+        environ: Mapping[str, str] | None = None,
+        healer: Healer | None = None,
+    ) -> None:
+        """`spec` describes all servers of a job; the other arguments are those of this server."""
+        self._port = HeldPort()
+        self.url = f"http://127.0.0.1:{self._port.number}"
+        self._model = model
+        self._start_timeout_s = spec.start_timeout
+        self._key = key
+        self._own_argv = [
+            *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)), *argv,
+        ]  # fmt: skip
+        self._given = server_args(spec.args, cpu=cpu)
+        self._healer = healer
+        self._args: dict[str, Any] = {}  # of the last start
+        self._kills: int | None = None  # the kernel's count at the last start
+        self._is_up = False
+        offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")} if Path(model).exists() else {}
+        self.process = LaunchedProcess(
+            module="sglang.launch_server",
+            argv=self._own_argv,
+            key=key,
+            environ=program_environment({**offline, **spec.env, **(environ or {})}, cpu=cpu),
+            log_path=log_path,
+            python=spec.python,
+            name=name,
+        )
+
+    async def start(self) -> None:
+        """Start it and wait until it takes requests; raises EngineStartError where it does not.
+
+        A start that fails for want of memory is repeated with safer arguments, as after a death.
+        """
+        self._is_up = False
+        while not self._is_up:
+            self._args = {**self._given, **(self._healer.next_args if self._healer else {})}
+            self.process.argv = [*self._own_argv, *to_argv(self._args)]
+            self.process.key = self._key_for_start()
+            self._kills = oom_kills()
+            try:
+                await self._start()
+            except EngineStartError:
+                if not self.heal():
+                    raise
+                await self.process.stop()
+            else:
+                self._is_up = True
+
+    def heal(self) -> bool:
+        """Change the next start's arguments by the cause of death; return whether any help."""
+        if self._healer is None or self.process.exit_code is None:
+            return False
+        return self._healer.heal(self.process.name, self._ended())
+
+    async def close(self) -> None:
+        """End it, and give its port back."""
+        if self._healer and self._is_up and self.process.runs:
+            self._healer.outlived(self._ended())
+        await self.process.stop()
+        self._port.release()
+
+    def _key_for_start(self) -> str:
+        workers = str(self._args.get(TOKENIZERS, 1))
+        if workers == "1":
+            return self._key
+        log.warning(
+            "%s needs no key, and every user of this machine can use it: SGLang takes none with --%s %s",
+            self.process.name, TOKENIZERS, workers,
+        )  # fmt: skip
+        return ""
+
+    def _ended(self) -> EndedServer:
+        kills = (oom_kills() or 0) - (self._kills or 0)
+        return EndedServer(self.process.logged(), self._args, self.process.exit_code, kills)
+
+    async def _start(self) -> None:
+        log.info("starting SGLang for %s at %s; its log: %s", self._model, self.url, self.process.log_path)
+        for tries_left in reversed(range(START_TRIES)):
+            await self.process.start()
+            try:
+                await self.process.wait_until_ready(self.url, _READY_PATHS, self._start_timeout_s)
+            except EngineStartError:
+                if not tries_left or not self.process.found_port_taken():
+                    raise
+            else:
+                return
+            log.warning("%s: another process took one of its ports: starting it again", self.process.name)
+            await self.process.stop()
+
 
 KEEP_ALIVE_S = 120
 """Seconds for which replicas keep the gateway's idle connections; the gateway drops them after 90 s. With
@@ -132,7 +255,6 @@ class LaunchedFleet(HttpEngine):
         self._replicas: dict[str, FleetReplica] = {}
         self._healer: Healer | None = None
         self._watching: list[asyncio.Task[None]] = []
-        self._follower: LogFollower | None = None
 
     async def open(self) -> EngineInfo:
         """Start servers and gateway, all at once, and wait until they are ready; see `Engine.open`."""
@@ -155,13 +277,10 @@ class LaunchedFleet(HttpEngine):
         if self._gateway:
             programs.append(self._gateway)
         log_path = programs[-1].process.log_path
-        is_one = self._gateway is None and len(self._replicas) == 1
-        follower = LogFollower(next(iter(self._replicas)), log_path) if is_one else None
         await _all_or_first_failure([program.start() for program in programs])
         if self._gateway:
             await self._gateway.take_workers([*self._replicas])
         info = await self._client.open([*self._replicas], self._gateway.url if self._gateway else None)
-        self._follower = None if self._client.reports_load else follower
         self._watching = [asyncio.create_task(program.supervisor.watch()) for program in programs]
         counted = not (self._gateway or cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
@@ -196,8 +315,8 @@ class LaunchedFleet(HttpEngine):
             raise self._gateway.supervisor.lost or lost[0]
 
     async def loads(self) -> Sequence[SchedulerLoad]:
-        """Return the load of each server, from its log if it has no other source; restart what hangs."""
-        loads = self._follower.poll() if self._follower else await self._client.loads()
+        """Return the load of each server; restart what hangs."""
+        loads = await self._client.loads()
         now = time.monotonic()
         for route, endpoint in self._client.endpoints.items():
             for replica in self._replicas.values() if self._gateway else (self._replicas[route],):

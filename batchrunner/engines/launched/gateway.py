@@ -15,8 +15,7 @@ from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http.client import Endpoint
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.worker_list import WorkerList
-from batchrunner.engines.launched.process import LaunchedProcess, to_argv
-from batchrunner.engines.launched.supervisor import ServerSupervisor, Supervised
+from batchrunner.engines.launched.supervisor import LaunchedProcess, ServerSupervisor, Supervised, to_argv
 from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.spec import LimitsSpec
 

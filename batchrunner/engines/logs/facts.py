@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from batchrunner.engines.logs.pass_times import STEPS_A_LINE
-from batchrunner.engines.logs.prefills import PassLimits
-from batchrunner.engines.logs.records import Died, OutOfMemory, Phase, ServerReady
-from batchrunner.engines.model_kinds import has_experts, has_latent_attention, has_sparse_attention
+from batchrunner.engines.logs.lines import STEPS_A_LINE, Died, OutOfMemory, Phase, ServerReady
+from batchrunner.engines.logs.series import PassLimits
+from batchrunner.engines.model_files import has_experts, has_latent_attention, has_sparse_attention
 
 Architecture = Literal["hopper", "blackwell", "ada", "ampere"]
 

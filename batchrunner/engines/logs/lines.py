@@ -9,10 +9,116 @@ import ast
 import re
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from batchrunner.engines.logs import records
-from batchrunner.engines.logs.records import Phase, Record
+STEPS_A_LINE = 40
+"""Decode steps between two lines of the log: SGLang's default of `--decode-log-interval`."""
+Phase = Literal["load", "pool", "graph", "prefill-graph", "prefill", "decode", "requests", "general"]
+
+
+class LoggedBatch(NamedTuple):
+    """The load of one scheduler, as it logs it at a prefill pass or every 40 decode steps."""
+
+    decode: bool
+    running: int
+    """`#running-req`."""
+    queue: int
+    """`#queue-req`."""
+    usage: float
+    """Fraction of the KV pool in use, `token usage`; of a hybrid model's two pools the fuller one's."""
+    tokens: int | None = None
+    """Tokens in the KV pool, `#token`."""
+    graph: bool | None = None
+    """Whether a CUDA graph ran; None where the line does not say, as on a CPU."""
+    throughput: float | None = None
+    """Tokens per second: generated ones in a decode line, prompt tokens in a prefill line."""
+    new_seqs: int = 0
+    """Requests in a prefill pass."""
+    new_tokens: int = 0
+    """Prompt tokens that the pass computes."""
+    cached_tokens: int = 0
+    """Prompt tokens that it finds in the prefix cache."""
+    accepted: float = 1.0
+    """Tokens of a request in a decode step, `accept len`; above 1 with speculation."""
+
+
+class Retraction(NamedTuple):
+    """Retractions: the KV pool was full, and running requests went back to the queue."""
+
+    tokens: int
+    """Tokens that they had in the pool, to be computed again; 0 in releases that do not say."""
+
+
+class ServerReady(NamedTuple):
+    """Limits of a scheduler, logged before it takes requests."""
+
+    max_total_num_tokens: int | None = None
+    chunked_prefill_size: int | None = None
+    max_running_requests: int | None = None
+    context_len: int | None = None
+    gpu_gb: float | None = None
+    """Free memory of the GPU in GB, `available_gpu_mem`; None on a CPU."""
+    cpu_gb: float | None = None
+    """Free memory of the machine in GB, `available_cpu_mem`; None on a GPU."""
+
+
+class WeightsLoaded(NamedTuple):
+    """Loading of the weights begins (`free_gb` is known) or ends (`used_gb` and `model` are)."""
+
+    free_gb: float | None
+    """Free memory of the device in GB."""
+    used_gb: float | None = None
+    """Memory that the weights take in GB."""
+    model: str | None = None
+    """The model's class, such as LlamaForCausalLM."""
+    quantised: str | None = None
+    """The checkpoint's quantisation, empty if it has none; None if the release does not say."""
+
+
+class OutOfMemory(NamedTuple):
+    """Memory ran out, which ends an engine; `phase` is `general` where the line does not say which."""
+
+    phase: Phase
+    text: str
+    total_gb: float | None = None
+    """Memory of the card in GB, where torch says it."""
+
+
+class Died(NamedTuple):
+    """A process of the server ended unexpectedly."""
+
+    killed: bool
+    """Whether SIGKILL ended it: the kernel sends that when memory runs out, a person with `kill -9`."""
+    text: str
+
+
+class Raised(NamedTuple):
+    """The last line of a traceback; other lines say whether a process died of it."""
+
+    text: str
+
+
+class PhaseBegins(NamedTuple):
+    """A progress line or a traceback shows what the server does from here on."""
+
+    phase: Phase
+
+
+class Arguments(NamedTuple):
+    """The server's resolved arguments, which it logs at its start."""
+
+    values: dict[str, Any]
+
+
+class LoggedCard(NamedTuple):
+    """The card's name, as SGLang's files of kernel settings have it."""
+
+    name: str
+
+
+SGLangRecord: TypeAlias = LoggedBatch | Retraction | ServerReady | WeightsLoaded | Arguments
+"""A record of a line that only SGLang writes."""
+Record: TypeAlias = SGLangRecord | OutOfMemory | Died | Raised | PhaseBegins | LoggedCard
 
 
 class Origin(NamedTuple):
@@ -126,7 +232,7 @@ def _record(line: str) -> Record | None:
     if " batch" in line and (record := _batch(line)):
         return record
     if "etract" in line and _RETRACTED.search(line) and "#running-req" not in line:
-        return records.Retraction(_count(_GAINED, line))
+        return Retraction(_count(_GAINED, line))
     if "max_total_num_tokens=" in line and "server_args=" not in line:
         return _ready(line)
     return _rare(line) if any(word in line for word in _RARE) else None
@@ -150,7 +256,7 @@ def clean(line: str) -> str:
     return line.rpartition("\r")[2] if "\r" in line else line
 
 
-def _batch(line: str) -> records.LoggedBatch | None:
+def _batch(line: str) -> LoggedBatch | None:
     """Read the pairs that matter of a batch line; None for another line, or one cut off before its queue."""
     start = line.find("Decode batch")
     decode = start >= 0
@@ -161,7 +267,7 @@ def _batch(line: str) -> records.LoggedBatch | None:
     usages = _USAGE.findall(line, start)
     tokens, rate = _TOKENS.search(line, start), _RATE.search(line, start)
     accepted = _ACCEPTED.search(line, start)
-    batch = records.LoggedBatch(
+    batch = LoggedBatch(
         decode,
         int(running[1]),
         int(queue[1]),
@@ -179,10 +285,10 @@ def _count(pattern: re.Pattern[str], line: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _ready(line: str) -> records.ServerReady | None:
+def _ready(line: str) -> ServerReady | None:
     limits = {name: int(value) for name, value in _READY.findall(line)}
     free_gb = {device: float(gb) for device, gb in _FREE_GB.findall(line)}
-    return records.ServerReady(**limits, gpu_gb=free_gb.get("gpu"), cpu_gb=free_gb.get("cpu"))
+    return ServerReady(**limits, gpu_gb=free_gb.get("gpu"), cpu_gb=free_gb.get("cpu"))
 
 
 def _rare(line: str) -> Record | None:
@@ -191,32 +297,32 @@ def _rare(line: str) -> Record | None:
     if weights := _WEIGHTS.search(line):
         used = _USED.search(line)
         free = float(weights[3]) if weights[1] == "begin" else None
-        return records.WeightsLoaded(free, float(used[1]) if used else None, weights[2], _quantised(line))
+        return WeightsLoaded(free, float(used[1]) if used else None, weights[2], _quantised(line))
     if "server_args=" in line:
         return _arguments(line.partition("server_args=")[2].strip())
     if card := _CARD.search(line):
-        return records.LoggedCard(card[1])
-    return next((records.PhaseBegins(phase) for sign, phase in _PHASES if sign in line), None)
+        return LoggedCard(card[1])
+    return next((PhaseBegins(phase) for sign, phase in _PHASES if sign in line), None)
 
 
-def _failure(line: str) -> records.OutOfMemory | records.Died | records.Raised | None:
+def _failure(line: str) -> OutOfMemory | Died | Raised | None:
     if _KILLED.search(line):
-        return records.Died(killed=True, text=line.strip())
+        return Died(killed=True, text=line.strip())
     raised = _RAISED.match(line)
     if (raised or any(sign in line for sign in _WITHOUT_ERROR)) and (record := _out_of_memory(line)):
         return record
     if any(sign in line for sign in _CRASHED):
-        return records.Died(killed=False, text=line.strip())
-    return records.Raised(raised["error"]) if raised else None
+        return Died(killed=False, text=line.strip())
+    return Raised(raised["error"]) if raised else None
 
 
-def _out_of_memory(line: str) -> records.OutOfMemory | None:
+def _out_of_memory(line: str) -> OutOfMemory | None:
     phase = next((phase for sign, phase in _OUT_OF_MEMORY if sign in line), None)
     if phase is None:
         return None
     capacity = _CAPACITY.search(line)
     phase = "graph" if "graph failed: " in line else phase
-    return records.OutOfMemory(phase, line.strip(), float(capacity[1]) if capacity else None)
+    return OutOfMemory(phase, line.strip(), float(capacity[1]) if capacity else None)
 
 
 def _quantised(line: str) -> str | None:
@@ -225,14 +331,14 @@ def _quantised(line: str) -> str | None:
     return found[1] if found else None if "dtype=" in line or "type=" not in line else ""
 
 
-def _arguments(text: str) -> records.Arguments:
+def _arguments(text: str) -> Arguments:
     """Read a dict (SGLang ≥ 0.5.2x) or `ServerArgs(name=value, …)`; if it is cut off, read what is there."""
     if text.startswith("{"):
         values = _literal(text)
         if isinstance(values, dict):
-            return records.Arguments({str(name): value for name, value in values.items()})
+            return Arguments({str(name): value for name, value in values.items()})
         text = re.sub(r"'(\w+)': ", r"\1=", text)
-    return records.Arguments({name: _literal(value) for name, value in _ARGUMENT.findall(text)})
+    return Arguments({name: _literal(value) for name, value in _ARGUMENT.findall(text)})
 
 
 def _literal(text: str) -> Any:

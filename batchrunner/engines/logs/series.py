@@ -3,16 +3,194 @@
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import Generic, NamedTuple, Self, TypeVar
 
-from batchrunner.core.console import counted
-from batchrunner.engines.logs.pass_times import STEPS_A_LINE, PassClock, PassTimes, fit_pass_times
-from batchrunner.engines.logs.prefills import Prefills
-from batchrunner.engines.logs.thinned import Thinned
-from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.core.wording import counted
+from batchrunner.engines.logs.lines import STEPS_A_LINE, LoggedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """Where a sign begins. "The guides" are SGLang's tuning guides."""
+
+    frequent: float = 0.25
+    """Fraction of the samples from which a sign is frequent; the guides only say "frequently"."""
+    span_s: float = 10.0
+    """Least seconds of work that samples must cover for advice."""
+    samples: float = 8
+    """Least number of samples for advice."""
+    queue_low: float = 100
+    """Least healthy queue, `#queue-req` (the guides: 100, one of them 50)."""
+    queue_deep: float = 2000
+    """Longest healthy queue, `#queue-req` (the guides: 2000, one of them 1000)."""
+    usage_good: float = 0.9
+    """Token usage from which the KV pool is well used (the guides)."""
+    peaks: float = 0.1
+    """Fraction of samples with a full pool from which memory is the limit. It need not be full all the time:
+    outputs that begin together end together, so token usage rises and falls in waves."""
+    retractions_per_min: float = 1.0
+    """Most retractions per minute that are fine (the guides: about one)."""
+    recomputed: float = 0.25
+    """Tokens lost to retractions, as a fraction of those generated, above which fewer requests may pay. With
+    fewer, a real SGLang was slower where 21 % were lost, and no faster where 1 % were
+    (benchmarks/results/advice.json): lost tokens are computed again as prefill, which is cheaper, and SGLang
+    itself admits fewer requests after each retraction."""
+    memory_low_gb: float = 5.0
+    """`available_gpu_mem` at ready below which memory may run out (the guides)."""
+    memory_good_gb: float = 6.5
+    """`available_gpu_mem` at ready that advice aims at: the middle of the guides' 5-8 GB."""
+    memory_high_gb: float = 10.0
+    """`available_gpu_mem` at ready above which memory is unused (the guides)."""
+    at_cap: float = 0.95
+    """Running requests, as a fraction of `max_running_requests`, from which that is the limit."""
+    far_below: float = 0.5
+    """Fraction of `max_running_requests` below which few run; under load the guides expect "close to" it."""
+    short_output: float = 0.5
+    """Mean output, as a fraction of `max_new_tokens`, below which SGLang reserves too much memory."""
+    graph_batch: float = 512
+    """Largest batch at which a CUDA graph matters (the guides: 512 or 768)."""
+    graph_batch_tp: float = 768
+    """Largest batch at which a CUDA graph matters with a tensor parallelism of 4 or more."""
+    long_prompt: float = 2048
+    """Mean prompt, in tokens, from which prompts are long: a few fill a prefill pass."""
+    latency_s: float = 0.2
+    """Seconds between two tokens of a request that a reader would notice."""
+    small_batch: float = 32
+    """Most running requests with which torch.compile pays (the guides: "small batch sizes")."""
+    small_model_gb: float = 10.0
+    """Weights of a small model at most, in GB: 5 billion parameters of 16 bits."""
+    shared: float = 0.1
+    """Fraction of prompt tokens found in the cache from which prompts share prefixes."""
+    cached_well: float = 0.6
+    """Fraction of prompt tokens found in the cache from which the order of the rows is good."""
+    lpm_queue: float = 128
+    """Most waiting requests with which `lpm` looks for prefixes (SGLang's schedule_policy)."""
+
+
+Item = TypeVar("Item")
+
+
+@dataclass(slots=True)
+class Thinned(Generic[Item]):
+    """The items of a series, evenly thinned out, oldest first: at most `most` of them.
+
+    When there are more, every second one is dropped.
+    """
+
+    most: int
+    every: int = 1
+    """One of so many items is kept."""
+    counted: int = 0
+    """Number of all items."""
+    _kept: list[Item] = field(default_factory=list)
+
+    def add(self, item: Item) -> None:
+        """Count an item."""
+        if self.counted % self.every == 0:
+            self._kept.append(item)
+            if len(self._kept) > self.most:
+                self._kept = self._kept[::2]
+                self.every *= 2
+        self.counted += 1
+
+    def __len__(self) -> int:
+        """Return the number of items that are kept."""
+        return len(self._kept)
+
+    def __iter__(self) -> Iterator[Item]:
+        """Iterate over the items that are kept."""
+        return iter(self._kept)
+
+
+WHOLE = 0.9
+"""Fraction of its limit in tokens from which a prefill pass counts as full."""
+FEW = 2
+"""Most prompts in a full pass that counts as filled by long prompts."""
+
+
+class PassLimits(NamedTuple):
+    """Most of what a prefill pass takes; 0 where that is not limited, or not known."""
+
+    chunk: int = 0
+    """`chunked_prefill_size` in tokens; below 0 prompts are not cut."""
+    tokens: int = 0
+    """`max_prefill_tokens`."""
+    requests: int = 0
+    """`prefill_max_requests`."""
+
+    def is_full(self, batch: LoggedBatch) -> bool:
+        """Tell whether a pass took all that it may."""
+        return self.fills_chunk(batch) or (
+            (0 < self.tokens < self.chunk and batch.new_tokens >= WHOLE * self.tokens)
+            or 0 < self.requests <= batch.new_seqs
+        )
+
+    def fills_chunk(self, batch: LoggedBatch) -> bool:
+        """Tell whether a pass took a whole chunk."""
+        return 0 < WHOLE * self.chunk <= batch.new_tokens
+
+
+@dataclass(slots=True)
+class Prefills:
+    """Sums over the prefill passes of all schedulers."""
+
+    passes: int = 0
+    prompts: int = 0
+    new_tokens: int = 0
+    """Prompt tokens computed."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    retracted_tokens: int = 0
+    """Tokens computed and then lost to a retraction."""
+    filled: int = 0
+    """Passes that took a whole chunk, or all that another limit allows."""
+    filled_waiting: int = 0
+    """Such passes after which requests still waited."""
+    few_long: int = 0
+    """Passes that one or two prompts filled."""
+    streaks: int = 0
+    """Runs of such passes: a long prompt takes several in succession, all but the first of them alone."""
+    long_tokens: int = 0
+    """Tokens of all of these passes."""
+    _in_streak: set[str] = field(default_factory=set)
+    """Schedulers whose last pass was one of them."""
+
+    def add(self, batch: LoggedBatch, limits: PassLimits, scheduler: str) -> None:
+        """Count one pass."""
+        self.passes += 1
+        self.prompts += batch.new_seqs
+        self.new_tokens += batch.new_tokens
+        self.cached_tokens += batch.cached_tokens
+        full = limits.is_full(batch)
+        few = limits.fills_chunk(batch) and batch.new_seqs <= FEW
+        self.filled += full
+        self.filled_waiting += full and batch.queue > 0
+        self.few_long += few
+        self.streaks += few and not (batch.new_seqs == 1 and scheduler in self._in_streak)
+        self.long_tokens += batch.new_tokens if few else 0
+        (self._in_streak.add if few else self._in_streak.discard)(scheduler)
+
+    def decoded(self, scheduler: str) -> None:
+        """End a scheduler's streak: it decoded between two prefill passes."""
+        self._in_streak.discard(scheduler)
+
+    @property
+    def cached_share(self) -> float:
+        """Fraction of prompt tokens that were in the cache."""
+        return self.cached_tokens / max(1, self.cached_tokens + self.new_tokens)
+
+    @property
+    def mean_streak(self) -> float:
+        """Mean tokens of a streak of passes that one or two prompts filled."""
+        return self.long_tokens / max(1, self.streaks)
+
+    @property
+    def mean_prompt(self) -> float:
+        """Mean tokens of a prompt; each chunk of a long one counts as a prompt."""
+        return (self.cached_tokens + self.new_tokens) / max(1, self.prompts)
 
 
 class LoadSample(NamedTuple):
@@ -103,8 +281,6 @@ class Track:
     silent: Counter[str] = field(default_factory=Counter)
     """Number of samples that each sign does not apply to."""
     retractions: int = 0
-    clock: PassClock = field(default_factory=PassClock)
-    """Times of its passes, where the samples are lines of a log."""
     _last: LoadSample | None = None
     _dry: int = 0
     _queued: bool = False
@@ -233,10 +409,6 @@ class Series:
     def enough(self) -> bool:
         """Whether there are enough samples over enough time to judge."""
         return self.counted >= self.limits.samples and self.busy_s >= self.limits.span_s
-
-    def pass_times(self) -> PassTimes | None:
-        """Return how long the passes of all schedulers take, None where the samples do not tell."""
-        return fit_pass_times([one for track in self.tracks.values() for one in track.clock.kept])
 
     def share(self, sign: str) -> float:
         """Return the fraction of samples with a sign, among those that it applies to; 0 without any."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.facts import Facts, prefill_graph_off
-from batchrunner.engines.logs.records import Phase
+from batchrunner.engines.logs.lines import Phase
 from batchrunner.engines.recovery.diagnosis import Death, Kind
 
 CHUNKS = (4096, 2048)

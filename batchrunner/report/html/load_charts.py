@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.series import Thresholds
 from batchrunner.report.html.charts import Chart, EventMark, ValueZone, draw_lines, number
 from batchrunner.report.html.task_history import RETRACTIONS, IncidentMark, TaskHistory
 from batchrunner.report.html.timeline import Line, Timeline

@@ -16,7 +16,6 @@ import jinja2
 import yaml
 from markupsafe import Markup
 
-from batchrunner.advise import roofline as formulas
 from batchrunner.advise.advise import advise_run
 from batchrunner.advise.roofline import UnknownLimitError
 from batchrunner.core.console import counted
@@ -29,7 +28,6 @@ from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import require_run_json
 from batchrunner.output.task_holder import holders_of
 from batchrunner.report.html.charts import draw_counts, number
-from batchrunner.report.html.limit_share import share_of_limit
 from batchrunner.report.html.load_charts import load_charts
 from batchrunner.report.html.results import RunResults, read_results
 from batchrunner.report.html.task_history import TaskHistory, history_of
@@ -98,7 +96,6 @@ def make_page(run_dir: RunDir) -> str:
         flags=_flags(facts),
         job=yaml.safe_dump(facts["job"], sort_keys=False, allow_unicode=True),
         **_over_time(timeline, histories),
-        **_limit(facts, results, histories),
         **_starts(histories),
         **_own(),
     )
@@ -184,17 +181,6 @@ def _over_time(timeline: Timeline, histories: Sequence[TaskHistory]) -> dict[str
             "charts": {chart.key: [stroke.values for stroke in chart.strokes] for chart in charts},
         },
     }
-
-
-def _limit(facts: Mapping[str, Any], results: RunResults, histories: Sequence[TaskHistory]) -> dict[str, Any]:
-    engine_s = sum(attempt.ended - attempt.began for history in histories for attempt in history.attempts)
-    replicas = max((len(history.bands) for history in histories), default=0)
-    share, unknown = None, ""
-    try:
-        share = share_of_limit(facts, replicas, results.work, engine_s)
-    except UnknownLimitError as why:
-        unknown = str(why)
-    return {"share": share, "share_unknown": unknown, "formulas": (formulas.__doc__ or "").strip()}
 
 
 def _starts(histories: Sequence[TaskHistory]) -> dict[str, Any]:

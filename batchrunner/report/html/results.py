@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.advise.roofline import TokenWork
 from batchrunner.core.errors import ResumeError
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.input.dataset import values_of
@@ -48,7 +47,7 @@ ANSWERS = 5
 SHOWN = 400
 """Characters of a text that are shown."""
 _READ = [
-    *("row", "finish_reason", "prompt_tokens", "cached_tokens", "completion_tokens"),
+    *("row", "finish_reason", "prompt_tokens", "completion_tokens"),
     *("latency_s", "attempts", "error"),
 ]
 _SHOWN = {"row", "error"}
@@ -58,14 +57,6 @@ _HISTOGRAMS = (
     ("Outputs", "tokens", "SELECT unnest(output_tokens) AS v FROM results WHERE attempts > 0"),
     ("Latency", "s", "SELECT latency_s AS v FROM results WHERE attempts > 0"),
 )
-_WORK = {
-    "passed": "sum(p - c + d)::BIGINT",
-    "squares": "sum(p * p - c * c)::BIGINT",
-    "read": "sum(p * d + list_sum(list_transform(output_tokens, lambda x: x::DOUBLE * x)) / 2)",
-    "outputs": "sum(d)::BIGINT",
-    "longest": "max(list_max(output_tokens))::BIGINT",
-}
-"""SQL for the fields of `TokenWork`: `p` prompt, `c` cached and `d` output tokens of a row."""
 _SLOWEST = {
     "row": "row",
     "latency_s": "latency_s",
@@ -85,7 +76,6 @@ class RunResults:
     slowest: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     """A few rows with the beginnings of their texts; `row` is the ordinal."""
-    work: TokenWork = field(default_factory=TokenWork)
 
 
 def read_results(tasks: Sequence[RunDir]) -> RunResults:
@@ -147,8 +137,6 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: list[Path], journals
         SELECT row, attempts, error, if({once}, latency_s, NULL) AS latency_s,
             if({once}, prompt_tokens, NULL) AS prompt_tokens,
             {reasons} AS finish_reason, {tokens} AS output_tokens,
-            coalesce(parted.prompt_tokens, 0)::DOUBLE AS p,
-            if({once}, least(coalesce(cached_tokens, 0), p), p) AS c,
             coalesce(list_sum({tokens}), 0)::DOUBLE AS d
         FROM (SELECT {names} FROM parts UNION ALL SELECT {names} FROM journals WHERE row NOT IN (
             SELECT row FROM parts WHERE row IN (SELECT row FROM journals))) AS parted""")  # noqa: S608 - our own names
@@ -174,14 +162,12 @@ def _register_parts(connection: duckdb.DuckDBPyConnection, parts: list[str], nam
 def _read(
     connection: duckdb.DuckDBPyConnection, counts: RowCounts, answers: list[dict[str, Any]]
 ) -> RunResults:
-    (work,) = _records(connection, _WORK, f"{_SENT} AND error IS NULL")
     slowest = f"{_SENT} AND latency_s IS NOT NULL ORDER BY latency_s DESC LIMIT {SLOWEST}"
     return RunResults(
         counts,
         histograms=[found for histogram in _HISTOGRAMS if (found := _count(connection, *histogram))],
         slowest=_records(connection, _SLOWEST, slowest),
         answers=answers,
-        work=TokenWork(**{name: value or 0 for name, value in work.items()}),
     )
 
 

@@ -1,8 +1,7 @@
 """The page on the rules of `batchrun advise`, from their table."""
 
-from batchrunner.advise.rules.rule import Rule
-from batchrunner.advise.rules.table import RULES
-from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.advise.rules.table import RULES, Rule
+from batchrunner.engines.logs.series import Thresholds
 from docs.tools.reference.markdown import field_docs, table
 
 HEAD = """# Rules of advice
@@ -12,11 +11,9 @@ name. The sources are SGLang's tuning guides: G1 (the newest), G2 (SGLang's own 
 and G4 (Chinese).
 
 *Often* means in 25% of at least 8 samples over at least 10 s of work. Every number is a
-[threshold](#thresholds) that can be set."""
+[threshold](#thresholds)."""
 
-LIMITS = """## Thresholds
-
-`batchrun advise SOURCE --threshold NAME=VALUE` sets one; the option may be repeated."""
+LIMITS = "## Thresholds"
 
 
 def page() -> str:

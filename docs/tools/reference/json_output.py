@@ -2,7 +2,7 @@
 
 import inspect
 
-from batchrunner.advise.rules.rule import Advice
+from batchrunner.advise.rules.table import Advice
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.input.sort.decide import OrderDecision
 from batchrunner.report.report import Report

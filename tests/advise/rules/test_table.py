@@ -10,7 +10,7 @@ from batchrunner.advise.rules.table import RULES, apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.engines.flags import Flags, installed
 from batchrunner.engines.logs.reader import LogReader
-from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.series import Thresholds
 from tests.conftest import ROOT, require_engine
 from tests.support.advice import changes, cuda_oom, judged
 from tests.support.sglang_logs import LogWriter

@@ -1,12 +1,10 @@
-"""The load out of log lines of every generation of SGLang."""
+"""What single lines of an SGLang log say."""
 
 from __future__ import annotations
 
 import pytest
 
-from batchrunner.engines.logs.reader import LogLoad
-
-URL = "http://127.0.0.1:30000"
+from batchrunner.engines.logs.lines import LoggedBatch, ServerReady, origin_of, record_in
 
 
 @pytest.mark.parametrize(
@@ -18,25 +16,10 @@ URL = "http://127.0.0.1:30000"
             233, 317, 0.82, 370959,
         ),
         (
-            ("[2025-02-01 12:00:00 TP0] Decode batch. #running-req: 233, #token: 370959, token usage: 0.82, "
-            "gen throughput (token/s): 4594.01, #queue-req: 317,"),
-            233, 317, 0.82, 370959,
-        ),
-        (
             ("[2026-11-21 12:00:00] Prefill batch, #new-seq: 1, #new-token: 16, #cached-token: 0, "
             "token usage: 0.00, #running-req: 7, #queue-req: 0, #pending-token: 0, cuda graph: False, "
             "input throughput (token/s): 0.84"),
             7, 0, 0.0, None,
-        ),
-        (
-            ("[2024-12-01 12:00:00 TP0] Prefill batch. #new-seq: 3, #new-token: 4096, #cached-token: 12, "
-            "cache hit rate: 11.56%, token usage: 0.44, #running-req: 20, #queue-req: 1200"),
-            20, 1200, 0.44, None,
-        ),
-        (
-            ("[12:00:00 TP0] Prefill batch(mixed #running-req: 12). #new-seq: 3, #new-token: 4096, "
-            "#cached-token: 12, cache hit rate: 11.56%, #queue-req: 9"),
-            12, 9, 0.0, None,
         ),
         (
             ("[2026-11-21 12:00:00] Decode batch, #running-req: 9, #full token: 100, full token usage: 0.31, "
@@ -46,50 +29,28 @@ URL = "http://127.0.0.1:30000"
         ),
     ],
 )  # fmt: skip
-def test_lines_of_all_generations(
+def test_the_pairs_of_a_batch_line(
     line: str, running: int, queue: int, usage: float, tokens: int | None
 ) -> None:
     """Pairs come and go and change places; those that matter are found."""
-    load = LogLoad(URL)
-    load.read([line])
-    (found,) = load.loads()
-    assert (found.running, found.queue, found.token_usage, found.used_tokens) == (
-        running,
-        queue,
-        usage,
-        tokens,
-    )
-    assert (found.scheduler, found.source) == (URL, "log")
+    found = record_in(line)
+    assert isinstance(found, LoggedBatch)
+    assert (found.running, found.queue, found.usage, found.tokens) == (running, queue, usage, tokens)
 
 
 @pytest.mark.parametrize("others", ["TP0", "PP0 ATTN_CP0 MOE_DP1 TP0 EP0"])
 def test_limits_and_ranks(others: str) -> None:
-    """The limits stand in a line at the start; each DP rank has its own lines, whatever else it is."""
-    load = LogLoad(URL)
-    load.read(
-        line.replace("TP0", others)
-        for line in (
-            (
-                "[2026-11-21 11:59:00 DP0 TP0] max_total_num_tokens=665690, chunked_prefill_size=8192, "
-                "max_prefill_tokens=16384, max_running_requests=4096, context_len=65536"
-            ),
-            "[2026-11-21 12:00:00 DP0 TP0] Decode batch, #running-req: 1, token usage: 0.1, #queue-req: 2",
-            "[2026-11-21 12:00:00 DP1 TP0] Decode batch, #running-req: 3, token usage: 0.2, #queue-req: 4",
-            "[2026-11-21 12:00:01 DP1 TP0] Decode batch, #running-req: 5, token usage: 0.2, #queue-req: 6",
-        )
+    """The limits stand in a line at the start; the DP rank is told from the other ranks."""
+    line = (
+        f"[2026-11-21 11:59:00 DP1 {others}] max_total_num_tokens=665690, chunked_prefill_size=8192, "
+        "max_prefill_tokens=16384, max_running_requests=4096, context_len=65536, available_gpu_mem=13.50 GB"
     )
-    found = load.loads()
-    assert [(s.scheduler, s.running, s.queue) for s in found] == [(f"{URL}#dp0", 1, 2), (f"{URL}#dp1", 5, 6)]
-    assert {(s.max_total_tokens, s.max_running) for s in found} == {(665690, 4096)}
+    assert record_in(line) == ServerReady(665690, 8192, 4096, 65536, gpu_gb=13.5)
+    assert origin_of(line).dp == "1"
 
 
-def test_a_line_told_again_is_no_news() -> None:
-    """A log that stands still, or has half a line, gives the same reading, told from a new one."""
-    load = LogLoad(URL)
-    line = "[2026-11-21 12:00:00] Decode batch, #running-req: 1, token usage: 0.1, #queue-req: 2"
-    load.read([line])
-    first = load.loads()
-    load.read(["INFO: something else", "#queue-req: 9 is not a batch line", line[:-20]])
-    assert load.loads() == first
-    load.read([line])
-    assert load.loads() != first
+@pytest.mark.parametrize("line", ["INFO: something else", "#queue-req: 9 is not a batch line", ""])
+def test_other_lines_say_nothing(line: str) -> None:
+    """So does a batch line that was cut off before its queue."""
+    assert record_in(line) is None
+    assert record_in("[2026-11-21 12:00:00] Decode batch, #running-req: 1, token usage: 0.1, #queue-") is None

@@ -15,7 +15,7 @@ from batchrunner.advise.rules.table import apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.reader import LogReader
-from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.series import Thresholds
 from tests.conftest import batchrun
 from tests.support.advice import GUIDES, RETRACTIONS, changes, cuda_oom, judged
 from tests.support.sglang_logs import LogWriter, interleaved
@@ -266,11 +266,9 @@ def _written(path: Path, content: bytes) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "gb18030", "latin-1"]
-)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "gb18030", "latin-1"])
 def test_the_encoding_does_not_matter(encoding: str, tmp_path: Path) -> None:
-    """A log from another locale, or through PowerShell, is read like any other."""
+    """A log from another locale is read like any other."""
     words = "café à la crème" if encoding == "latin-1" else "模型加载完成"
     text = f"{words}\r\n" + LogWriter().decode(40, u=0.6).text().replace("\n", f" {words}\r\n")
     found = advise(str(_written(tmp_path / "server.log", text.encode(encoding))))

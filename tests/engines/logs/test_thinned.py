@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchrunner.engines.logs.thinned import Thinned
+from batchrunner.engines.logs.series import Thinned
 
 
 def test_what_is_kept_is_spread_evenly() -> None:

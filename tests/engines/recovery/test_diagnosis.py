@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from batchrunner.engines.logs.reader import LogReader
-from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.series import Thresholds
 from batchrunner.engines.recovery.diagnosis import Death, EndedServer, Kind, examine
 
 if TYPE_CHECKING:
-    from batchrunner.engines.logs.records import Phase
+    from batchrunner.engines.logs.lines import Phase
 
 READY = (
     "[2025-08-11 17:17:03 TP0] max_total_num_tokens=665690, chunked_prefill_size=8192, "

@@ -8,8 +8,7 @@ import pytest
 
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.recovery.diagnosis import EndedServer
-from batchrunner.engines.recovery.healer import Healer
-from batchrunner.engines.recovery.remembered import Remembered
+from batchrunner.engines.recovery.healer import Healer, Remembered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

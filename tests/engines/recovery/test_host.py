@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from batchrunner.engines.recovery.host import free_bytes, memory_bytes, oom_kills
+from batchrunner.engines.device import free_bytes, memory_bytes, oom_kills
 from tests.support.memory_cgroup import memory_cgroup
 
 if TYPE_CHECKING:
@@ -94,8 +94,7 @@ def test_this_machine() -> None:
 def test_a_real_cgroup_around_ours() -> None:
     """A process in a group without a limit, in one with a limit, may take as much as the outer one may."""
     script = (
-        "from batchrunner.engines.recovery.host import free_bytes, memory_bytes; "
-        "print(memory_bytes(), free_bytes())"
+        "from batchrunner.engines.device import free_bytes, memory_bytes; print(memory_bytes(), free_bytes())"
     )
     with memory_cgroup(GB) as group:
         inner = group.path / "inner"

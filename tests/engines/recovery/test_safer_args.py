@@ -8,7 +8,7 @@ import pytest
 
 from batchrunner.engines.flags import Flags, of_arguments
 from batchrunner.engines.logs.facts import Facts
-from batchrunner.engines.logs.records import Phase, ServerReady
+from batchrunner.engines.logs.lines import Phase, ServerReady
 from batchrunner.engines.recovery.diagnosis import Death, Kind
 from batchrunner.engines.recovery.safer_args import in_effect, safer
 

@@ -11,13 +11,11 @@ import pytest
 
 import batchrunner
 from batchrunner.output.run_dir import RunDir
-from batchrunner.report.html.page import make_page
 from batchrunner.report.html.results import read_results
 from tests.conftest import batchrun, eventually, job_of, started, write_job, write_rows
 from tests.support import raw_answers
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.model_configs import LLAMA_8B
-from tests.support.page import HOSTILE, Reader, page_of, sample
+from tests.support.page import HOSTILE, page_of, sample
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -216,24 +214,3 @@ def test_what_to_change_is_said(tmp_path: Path) -> None:
     (run / "events.jsonl").write_text(log + told)
     assert "--schedule-conservativeness" in shown(run)
     assert "--schedule-conservativeness" in batchrun("advise", run).stdout
-
-
-def test_the_share_of_the_limit(tmp_path: Path) -> None:
-    """With the card's and the model's figures the page has the limit and its assumptions; else why not."""
-    batchrunner.run(job_of(tmp_path, rows=50))
-    run = RunDir(tmp_path / "run")
-    facts = json.loads(run.run_json.read_text())
-    assert "Not computed: the engine is simulated" in Reader(make_page(run)).text
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
-    facts["engine"] |= {"simulated": False, "model": str(tmp_path)}
-    run.run_json.write_text(json.dumps(facts))
-    assert "Not computed: the GPU is not known" in Reader(make_page(run)).text
-    facts["engine"]["card"] = "NVIDIA H100 80GB HBM3"
-    run.run_json.write_text(json.dumps(facts))
-    page = Reader(make_page(run)).text
-    assert "NVIDIA H100 80GB HBM3: 989 TFLOP/s in 16 bit, dense, and 3.35 TB/s each" in page
-    assert "8.03 billion parameters" in page
-    assert "T_seq" in page
-    facts["engine"]["card"] = "Some Card"
-    run.run_json.write_text(json.dumps(facts))
-    assert "no data sheet is known for the GPU Some Card" in Reader(make_page(run)).text
