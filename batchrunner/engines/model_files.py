@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.core.jsonfile import read_json
-from batchrunner.job.model_name import is_hub_name
+from batchrunner.core.files import read_json
+from batchrunner.job.fields import is_hub_name
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Keys for the number of experts of a layer. 0, 1 and null mean a dense model."""

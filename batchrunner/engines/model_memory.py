@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.core.jsonfile import read_json
+from batchrunner.core.files import read_json
 from batchrunner.engines.device import cards, gpus, memory_bytes, on_cpu
 from batchrunner.engines.flags import name_in
 from batchrunner.engines.model_files import (

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from batchrunner.core.console import counted
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.logs.thresholds import Thresholds
+from batchrunner.engines.logs.series import Thresholds
 from batchrunner.engines.simulation.replica import PassWork, RowLengths
 
 MOST_STEADY_S = 120.0

@@ -4,7 +4,8 @@ import math
 from typing import Any
 
 from batchrunner.advise.situation import Certainty, ClientActivity, Finding, Situation
-from batchrunner.core.wording import counted
+from batchrunner.core.console import counted
+from batchrunner.core.engine_info import QueueBand
 from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.recovery.safer_args import (
     LESS_CONSERVATIVE,

@@ -6,7 +6,7 @@ Each is pure, and finds nothing where the model or the GPU is not known.
 import re
 
 from batchrunner.advise.situation import Finding, Situation
-from batchrunner.core.wording import counted
+from batchrunner.core.console import counted
 from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.logs.facts import FP8, Architecture, Facts
 

@@ -14,7 +14,7 @@ from typing import Any
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.types import Completion, Request
-from batchrunner.engines.base import Conservativeness, IncidentQueue, RowAnswers
+from batchrunner.engines.base import IncidentQueue, RowAnswers
 from batchrunner.engines.device import (
     CPU_NOTE,
     card_name,
@@ -28,7 +28,6 @@ from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.client import Endpoint, HttpEngine, SGLangClient
 from batchrunner.engines.http.connections import HeldPort, raise_file_limit
-from batchrunner.engines.http.internal_state import set_conservativeness
 from batchrunner.engines.http.loads import FailureClassifier
 from batchrunner.engines.launched.gateway import GatewayProcess
 from batchrunner.engines.launched.supervisor import LaunchedProcess, ServerSupervisor, Supervised, to_argv

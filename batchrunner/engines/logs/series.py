@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Generic, NamedTuple, Self, TypeVar
 
-from batchrunner.core.wording import counted
+from batchrunner.core.console import counted
 from batchrunner.engines.logs.lines import STEPS_A_LINE, LoggedBatch
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import orjson
 
-from batchrunner.core.cache import cache_directory
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.errors import BatchrunError
+from batchrunner.core.files import cache_directory
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.device import cards, memory_bytes
 from batchrunner.engines.flags import Flags, name_in, of_arguments, version_of

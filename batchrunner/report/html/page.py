@@ -17,7 +17,6 @@ import yaml
 from markupsafe import Markup
 
 from batchrunner.advise.advise import advise_run
-from batchrunner.advise.roofline import UnknownLimitError
 from batchrunner.core.console import counted
 from batchrunner.core.engine_info import Corner
 from batchrunner.core.files import read_json
