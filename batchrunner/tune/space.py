@@ -9,17 +9,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchrunner.advise.roofline import UnknownLimitError, model_of_config
 from batchrunner.advise.rules.memory import STEP
 from batchrunner.advise.rules.passes import LARGEST_CHUNK
 from batchrunner.advise.rules.setup import best_backends
 from batchrunner.advise.situation import memory_band
-from batchrunner.engines.device import cards, gpus, on_cpu
+from batchrunner.engines.device import cards, free_bytes, gpus, on_cpu
 from batchrunner.engines.flags import Flags, command_line, installed, name_in
 from batchrunner.engines.logs.facts import FP8, Architecture, Facts, architecture_of
-from batchrunner.engines.model_files import read_config
-from batchrunner.engines.model_kinds import has_experts, has_latent_attention
-from batchrunner.engines.recovery.host import free_bytes
+from batchrunner.engines.model_files import (
+    UnknownShapeError,
+    has_experts,
+    has_latent_attention,
+    model_of_config,
+    read_config,
+)
 from batchrunner.engines.recovery.safer_args import (
     LESS_CONSERVATIVE,
     MORE_CONSERVATIVE,
@@ -86,7 +89,7 @@ def _pool_tokens(engine: ServerEngine) -> int:
     try:
         config = read_config(engine.model, engine.args.get("revision"))
         token_bytes = model_of_config(config).kv_bytes(FLOAT32_BYTES)
-    except UnknownLimitError:
+    except UnknownShapeError:
         return 0
     return int((free_bytes() or 0) / POOL_SHARE / token_bytes)
 

@@ -20,8 +20,15 @@ from batchrunner.core.errors import (
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine, RowAnswers
 from batchrunner.engines.flags import name_in
-from batchrunner.engines.logs.lines import clean, origin_of, record_in
-from batchrunner.engines.logs.records import Arguments, LoggedBatch, ServerReady, WeightsLoaded
+from batchrunner.engines.logs.lines import (
+    Arguments,
+    LoggedBatch,
+    ServerReady,
+    WeightsLoaded,
+    clean,
+    origin_of,
+    record_in,
+)
 from batchrunner.engines.registry import make_engine
 from batchrunner.engines.simulation.replica import PassWork
 from batchrunner.job.engine import ServerEngine

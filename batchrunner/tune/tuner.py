@@ -21,7 +21,7 @@ from batchrunner.core.errors import EngineStartError, JobError
 from batchrunner.core.processes import need_files_of_loop
 from batchrunner.engines.device import gpus
 from batchrunner.engines.model_files import check_model
-from batchrunner.engines.parallelism import with_tp
+from batchrunner.engines.model_memory import with_tp
 from batchrunner.job.engine import EngineSpec, GatewayEngine, ServerEngine
 from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job, parse_engine
