@@ -25,8 +25,6 @@ from docs.tools.reference.job_examples import COMPANIONS, EXAMPLES, UNITS
 from docs.tools.reference.job_file import example, field_paths
 from docs.tools.reference.pages import FOLDER, pages
 from tests.conftest import ROOT, batchrun, job_of, report_of, write_job
-from tests.support.tuned import tuned
-from tests.support.tuning_lab import Lab, chat_rows
 from tests.test_layout import trees
 
 if TYPE_CHECKING:
@@ -159,7 +157,6 @@ def test_the_keys_of_the_report_are_explained(job: Path) -> None:
     page = "json-output.md"
     assert set(told) == set(saved) == keys_below(page, "## report.json")
     assert set(saved["load"]) == keys_below(page, "### load")
-    assert set(saved["engine"]) == keys_below(page, "### engine")
     assert set(saved["failures"][0]) == keys_below(page, "### failures")
 
 
@@ -168,21 +165,10 @@ def test_the_keys_of_the_other_commands_are_explained(job: Path) -> None:
     page, run = "json-output.md", job.parent / "run"
     check, status, advice = printed("check", job), printed("status", run), printed("advise", run)
     assert set(check) == keys_below(page, "## check --json")
-    assert set(check["order"]) == keys_below(page, "### order")
     assert set(status) == keys_below(page, "## status --json")
     assert set(status["tasks"][0]) == keys_below(page, "### tasks")
     assert set(advice) == keys_below(page, "## advise --json")
-    assert set(advice["reading"]) == keys_below(page, "### reading")
     assert set(advice["thresholds"]) <= set(KEY.findall(MADE["advice-rules.md"]))
-
-
-def test_the_keys_of_tuning_are_explained() -> None:
-    """Each key that `tune` prints with --json is on the page, and no other."""
-    found = tuned(Lab(chat_rows(200)), budget_s=200)[0].as_dict()
-    page = "json-output.md"
-    assert set(found) == keys_below(page, "## tune --json")
-    assert set(found["trials"][0]) == keys_below(page, "### trials")
-    assert set(found["trials"][0]["signs"]) == keys_below(page, "### signs")
 
 
 def test_the_keys_of_sharing_are_explained(server: FakeSGLang, tmp_path: Path) -> None:

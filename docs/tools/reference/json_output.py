@@ -2,20 +2,16 @@
 
 import inspect
 
-from batchrunner.advise.rules.table import Advice
-from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
-from batchrunner.input.sort.decide import OrderDecision
+from batchrunner.advise.rules.rule import Advice
 from batchrunner.report.report import Report
 from batchrunner.runner.check import Check
-from batchrunner.tune.measurement import TrialSigns
-from batchrunner.tune.tuner import TuningSummary
 from docs.tools.reference.markdown import field_table, table
 
 HEAD = """# report.json and --json
 
-`batchrun run --json` prints what `RUN/report.json` holds; the other commands print objects of their own,
-and `schema` the JSON Schema of jobs, on standard output; log lines go to standard error. New keys may come
-with any version, and none goes."""
+`batchrun run --json` prints what `RUN/report.json` holds; the other commands print objects of their own on
+standard output, and `schema` the JSON Schema of jobs. Log lines go to standard error. Keys that are not here
+(of `engine`, and of `init`, `slurm` and `tune`) are named as on the screen."""
 
 LOAD = {
     "steady_s": "Seconds of steady time, summed over schedulers; the shares below are of it, and null "
@@ -95,30 +91,6 @@ ADVISE = {
     "advice": "Pieces of advice, the most important first.",
     "thresholds": "Where each sign begins: the [thresholds](advice-rules.md#thresholds) in effect.",
 }
-READING = {
-    "samples": "Samples in which requests ran.",
-    "span_s": "Seconds of work that they cover.",
-    "empty_share": "Share with an empty queue.",
-    "in_band_share": "Share with a healthy number of waiting requests.",
-    "deep_share": "Share with too many waiting requests.",
-    "conservative_share": "Share with waiting requests and an unused KV pool.",
-    "full_share": "Share with a well used KV pool.",
-    "no_graph_share": "Share of decode passes without a CUDA graph, of those that could have one.",
-    "median_running": "Median of running requests, `#running-req`.",
-    "median_queue": "Median of waiting requests, `#queue-req`.",
-    "median_token_usage": "Median fraction of the KV pool in use.",
-    "schedulers": "Number of schedulers.",
-    "retractions": "Number of retractions.",
-    "retractions_per_min": "Retractions per minute.",
-}
-TRIAL = {
-    "args": "Flags that differ from the job's.",
-    "tokens_per_s": "Output tokens per second of each trial with these flags.",
-    "ended": "How the newest trial ended: `measured`, `behind`, `died` or `cut`.",
-    "verdict": "How these flags compare with the best ones, in words.",
-    "cost_s": "Seconds that these trials took.",
-    "signs": "What limited the newest trial.",
-}
 
 
 ERROR = {
@@ -135,20 +107,6 @@ MERGE = {
     "exit_code": "Exit code of the command: 1 while rows are missing.",
     "report": "Report of the whole run, as report.json has it.",
 }
-PAGE = {"page": "Path of report.html."}
-SLURM = {
-    "script": "Script of the array.",
-    "file": "Where it was written; null where it was not.",
-    "run": "Output path of the run.",
-    "logs": "Directory of the tasks' logs.",
-    "submitted": "What `--submit` submitted, in sentences; else empty.",
-}
-INIT = {
-    "job": "Where the job was written; null with `-o -`.",
-    "text": "The job file.",
-    "prompt_column": "Column that the prompt is made of.",
-    "columns": "Types of the data's columns, by their names.",
-}
 
 
 ROWS_LEFT = f"\n| `rows_left` | integer | {inspect.getdoc(Report.rows_left)} |"
@@ -160,8 +118,6 @@ def page() -> str:
     tables: dict[str, str] = {
         "## report.json": field_table(Report) + ROWS_LEFT,
         "### failures": _keys(FAILURES),
-        "### engine": field_table(EngineInfo),
-        "### engine.tokenizing": field_table(TokenizerInfo),
         "### load": _keys(LOAD),
         "### incidents": _keys(INCIDENTS),
         "### sharing\n\nEmpty where rows are sent in input order, or the engine has no prefix cache.": _keys(
@@ -170,20 +126,12 @@ def page() -> str:
         "## Errors\n\nAny command with `--json`. A run that began has the keys of report.json too.": _keys(
             ERROR
         ),
-        "## init --json": _keys(INIT),
         "## check --json": field_table(Check),
-        "### order": field_table(OrderDecision),
         "## status --json": _keys(STATUS),
         "### tasks": _keys(TASK),
         "## merge --json": _keys(MERGE),
-        "## report --json": _keys(PAGE),
-        "## slurm --json": _keys(SLURM),
         "## advise --json": _keys(ADVISE),
-        "### reading": _keys(READING),
         "### advice": field_table(Advice),
-        "## tune --json": field_table(TuningSummary),
-        "### trials": _keys(TRIAL),
-        "### signs": field_table(TrialSigns),
     }
     return "\n\n".join([HEAD, *(f"{title}\n\n{rows}" for title, rows in tables.items())])
 
