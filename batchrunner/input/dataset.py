@@ -340,7 +340,7 @@ class DatasetReader:
         if self._span != span or wanted.min() < self._start:
             assert self._content is not None
             self._span = None
-            source.check_unchanged()
+            source.check_before_reading()
             self._batches = self._content.iter_batches(
                 batch_size=batch_rows(span.rows, span.size),
                 row_groups=list(span.groups),

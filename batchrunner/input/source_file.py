@@ -108,8 +108,13 @@ class SourceFile:
 
     def open(self) -> pq.ParquetFile:
         """Open the file for reading; raises OSError or ArrowException, or InputChangedError."""
-        self.check_unchanged()
+        self.check_before_reading()
         return self._opened()
+
+    def check_before_reading(self) -> None:
+        """Do as `check_unchanged`; a store compares the e_tag with each request for bytes."""
+        if not self._e_tag():
+            self.check_unchanged()
 
     def check_unchanged(self) -> None:
         """Raise InputChangedError if the path has other content now.
