@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from batchrunner.report.prompts import prompts_of
+from batchrunner.report.html.results import prompts_of
 
 WIDTH = 300
 

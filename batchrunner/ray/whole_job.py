@@ -30,8 +30,7 @@ from batchrunner.ray.gpus import gpus_asked, gpus_of_nodes
 from batchrunner.ray.progress import RunProgress
 from batchrunner.ray.shared_path import shared_path
 from batchrunner.ray.workers import WorkerNeeds, Workers
-from batchrunner.report.report import Report
-from batchrunner.report.totals import report_of_all
+from batchrunner.report.report import Report, report_of_all
 from batchrunner.runner.begin_again import discard_run, plan_failed_rows
 from batchrunner.runner.foreground import TERM_DRAIN_S
 

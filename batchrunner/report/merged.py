@@ -14,8 +14,7 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import read_run_json
 from batchrunner.output.task_holder import is_held
 from batchrunner.report.html.page import leave_page
-from batchrunner.report.report import Report
-from batchrunner.report.totals import report_of_all
+from batchrunner.report.report import Report, report_of_all
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import read_run_json, write_limits
 from batchrunner.output.starting import engine_starting
 from batchrunner.report.html.page import leave_page
-from batchrunner.report.report import Report, save_report
-from batchrunner.report.totals import make_report, verdict_of_done
+from batchrunner.report.report import Report, make_report, save_report, verdict_of_done
 from batchrunner.runner.attempt import Attempt, check_nobody_works, plan_attempt
 from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.handover import Handover

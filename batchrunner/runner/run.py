@@ -24,8 +24,7 @@ from batchrunner.output.resume import read_done, schema_of_results
 from batchrunner.output.run_json import fingerprint, without_secrets, write_run_json
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import ResultWriter
-from batchrunner.report.report import Report
-from batchrunner.report.totals import make_report, verdict_of_done, versions
+from batchrunner.report.report import Report, make_report, verdict_of_done, versions
 from batchrunner.runner.attempt import Attempt
 from batchrunner.runner.cluster.leased_rows import LeasedRows
 from batchrunner.runner.control import Control

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchrunner.report.totals import report_of_all
+from batchrunner.report.report import report_of_all
 from tests.conftest import (
     INSTANT,
     batchrun,

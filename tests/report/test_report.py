@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.report.totals import report_of_all
+from batchrunner.report.report import report_of_all
 from tests.conftest import (
     batchrun,
     job_of,

@@ -26,12 +26,9 @@ from batchrunner.output.files import whole_file, writing
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import require_run_json
 from batchrunner.output.task_holder import holders_of
-from batchrunner.report.html.charts import draw_counts, number
-from batchrunner.report.html.load_charts import load_charts
-from batchrunner.report.html.results import RunResults, read_results
-from batchrunner.report.html.task_history import TaskHistory, history_of
-from batchrunner.report.html.timeline import Timeline, make_timeline
-from batchrunner.report.prompts import prompts_of
+from batchrunner.report.html.charts import draw_counts, load_charts, number
+from batchrunner.report.html.history import TaskHistory, Timeline, history_of, make_timeline
+from batchrunner.report.html.results import RunResults, prompts_of, read_results
 from batchrunner.report.report import GO_ON, duration, says_next_step, tolerated
 
 log = logging.getLogger(__name__)

@@ -9,8 +9,7 @@ import pytest
 
 import batchrunner
 from batchrunner.output.events import last_sample
-from batchrunner.report.html.task_history import MOST_CELLS, history_of
-from batchrunner.report.html.timeline import TimeAxis, make_timeline
+from batchrunner.report.html.history import MOST_CELLS, TimeAxis, history_of, make_timeline
 from tests.conftest import job_of
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.page import page_of, sample
