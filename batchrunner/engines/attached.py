@@ -138,7 +138,7 @@ class AttachedGateway(HttpEngine):
             self._read_at = time.monotonic()
             with contextlib.suppress(EngineStartError):  # the gateway is down: the workers known are polled
                 if urls := await self._workers.addresses():
-                    self._client.replace_replicas(urls)
+                    self._client.replicas = urls
         loads = await self._client.loads()
         for url in self._client.replicas:
             self._watch(url, [load for load in loads if load.server == url])

@@ -26,9 +26,9 @@ from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.engines.base import PlacedRequest
 from batchrunner.engines.http import replies
 from batchrunner.engines.http.client import BundleAnswer, Endpoint
+from batchrunner.engines.http.failures import error_of
 from batchrunner.engines.http.loads import LOADS, METRICS, counters_in, load_in
 from batchrunner.engines.http.model_guard import ModelGuard, common_model, model_in
-from batchrunner.engines.http.replies import error_of
 from batchrunner.engines.http.server_info import describe
 from batchrunner.engines.http.worker_list import urls_in
 from batchrunner.output.columns import result_schema, table_of

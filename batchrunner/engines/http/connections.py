@@ -1,15 +1,11 @@
-"""The machine's limits on open connections (files, local ports), ports to listen on, loopback addresses."""
+"""The machine's limits on open connections (files, local ports), and ports to listen on."""
 
 import contextlib
 import errno
-import itertools
 import random
 import resource
 import socket
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 OWN_FILES = 12
 """File descriptors that a run opens beside its connections, after the engine is open: input, journal, part,
@@ -26,14 +22,11 @@ _OPEN_FILES = Path("/dev/fd")
 PORT_SHARE = 0.9
 """Fraction of the range of local ports that is used: a closed connection holds its port for a minute
 (TIME_WAIT)."""
-SocketFactory = Callable[[Any], socket.socket]
-"""Makes a socket for a connection to an address (as `getaddrinfo` returns it), not yet connected."""
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_PORT_RANGE = (32768, 60999)
 _LOWEST_PORT, _HIGHEST_PORT = 10_240, 21_999
 """Range of ports to listen on. From 22,000 on SGLang draws ports for its processes, and binds them later."""
 _PORT_TRIES = 50
-_IP_BIND_ADDRESS_NO_PORT = 24  # <linux/in.h>; Python names it from 3.12 on
 
 
 def raise_file_limit() -> int:
@@ -95,27 +88,6 @@ class HeldPort:
     def release(self) -> None:
         """Let others have the port."""
         self._hold.close()
-
-
-def loopback_sources(addresses: int) -> SocketFactory:
-    """Return a maker of sockets for connections to loopback, which takes source addresses in turn.
-
-    Local ports are limited for each pair of addresses, so a server that listens on 127.0.0.1 alone can have
-    N times as many connections from 127.0.0.1 … 127.0.0.N. (Several destination addresses would do too, but
-    then a gateway must listen on 0.0.0.0, for all the network to see.)
-    """
-    sources = itertools.cycle(f"127.0.0.{n}" for n in range(1, addresses + 1))
-
-    def connect_from_next(info: Any) -> socket.socket:
-        made = socket.socket(info[0], info[1], info[2])
-        made.setblocking(False)
-        if info[0] == socket.AF_INET and info[4][0].startswith("127.") and sys.platform == "linux":
-            # the port is chosen at connect, when both addresses are known: else bind takes it from all
-            made.setsockopt(socket.IPPROTO_IP, _IP_BIND_ADDRESS_NO_PORT, 1)
-            made.bind((next(sources), 0))
-        return made
-
-    return connect_from_next
 
 
 def _port_range() -> tuple[int, int]:

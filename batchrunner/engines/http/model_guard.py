@@ -9,9 +9,9 @@ or before an answer counts (`confirm`).
 import asyncio
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 from aiohttp.connector import Connection
@@ -51,11 +51,8 @@ def common_model(models: Sequence[Model]) -> dict[str, str]:
     return alike
 
 
-class ModelQuestion(Protocol):
-    """Asks what the servers behind one address serve."""
-
-    async def ask(self) -> Mapping[str, Model]:
-        """Return what each server says of its model, by URL; raises EngineDownError without an answer."""
+ModelQuestion = Callable[[], Awaitable[Mapping[str, Model]]]
+"""Asks what the servers behind one address serve, by URL; raises EngineDownError without an answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +92,10 @@ class ModelGuard:
         self._places[url] = _Place(question, pause_s)
         self._origins.setdefault(URL(url).origin(), []).append(url)
 
+    def addresses_at(self, url: URL) -> Sequence[str]:
+        """Return the guarded addresses that a connection to a URL may be for."""
+        return self._origins.get(url.origin(), ())
+
     def doubt(self, url: str) -> None:
         """Record that another server may be at the address by now: it was away."""
         if place := self._places.get(url):
@@ -104,10 +105,6 @@ class ModelGuard:
         """Tell whether nothing is in doubt."""
         place = self._places.get(url)
         return place is None or place.doubted <= place.confirmed
-
-    def accepts(self, url: str, version: str | None) -> bool:
-        """Tell whether an answer of this version counts at once: `settle` and `check_answer` would return."""
-        return (version is None or version == self._version_of_answers) and self.is_settled(url)
 
     async def settle(self, url: str) -> None:
         """Return at once, or if there is doubt, after a question; raises as `confirm` does."""
@@ -128,16 +125,12 @@ class ModelGuard:
             if place.failure is not None:
                 raise EngineDownError(place.failure)
 
-    async def confirm_connection(self, url: URL) -> None:
-        """Confirm all addresses that a connection to this one may be for."""
-        for address in self._origins.get(url.origin(), ()):
-            await self.confirm(address)
-
     async def check_answer(self, url: str, version: str | None) -> None:
-        """Compare the weights' version in an answer; raises AnotherModelError for one that is new.
+        """Return once an answer counts; raises as `confirm`, or for another version of the weights.
 
         An answer may have another version than the server's description, but all have the same.
         """
+        await self.settle(url)
         if version is None or version == self._version_of_answers:
             return
         if self._version_of_answers or version != self._model.get("weight_version"):
@@ -152,7 +145,7 @@ class ModelGuard:
             await asyncio.sleep(wait_s)
         asked, asked_at = next(self._clock), loop.time()
         try:
-            found = await place.question.ask()
+            found = await place.question()
         except EngineDownError as failure:
             place.failure = str(failure)
         else:
@@ -192,7 +185,8 @@ class GuardedConnector(aiohttp.TCPConnector):
         protocol = connection.protocol
         if protocol not in self._known:
             try:
-                await self._guard.confirm_connection(req.url)
+                for address in self._guard.addresses_at(req.url):
+                    await self._guard.confirm(address)
             except BaseException:
                 connection.close()
                 raise

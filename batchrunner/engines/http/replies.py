@@ -7,20 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import orjson
 
-from batchrunner.core.errors import (
-    AttemptFailedError,
-    EngineBusyError,
-    EngineDownError,
-    RequestError,
-    RowRefusedError,
-)
+from batchrunner.core.errors import AttemptFailedError, RequestError
 from batchrunner.core.types import (
     CHAT_PATH,
     EMBEDDINGS_PATH,
@@ -30,6 +23,7 @@ from batchrunner.core.types import (
     Request,
     RequestBody,
 )
+from batchrunner.engines.http.failures import error_of, known_status, short
 from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.embed import check_embeddings
@@ -64,18 +58,13 @@ class Meta(msgspec.Struct):
     cached_tokens: Count | None = None
     num_retractions: Count | None = None
     weight_version: Any = None
-
-
-class FullMeta(Meta):
-    """A Meta with what is known of each token."""
-
     output_token_logprobs: list[TokenLogprob] | None = None
     output_top_logprobs: list[list[TokenLogprob] | None] | None = None
     input_token_logprobs: list[TokenLogprob] | None = None
 
 
 class Sample(msgspec.Struct):
-    """An answer of `/generate`."""
+    """An answer of `/generate`, without its token ids, which it has also where nobody asks for them."""
 
     text: str
     meta_info: Meta
@@ -88,11 +77,9 @@ class EndOfRow(Sample):
     error: None = None
 
 
-class FullSample(msgspec.Struct):
+class FullSample(Sample):
     """A Sample with its tokens."""
 
-    text: str
-    meta_info: FullMeta
     output_ids: list[Count] | None = None
 
 
@@ -100,7 +87,21 @@ class IdsSample(msgspec.Struct):
     """An answer of a server without a tokenizer."""
 
     output_ids: list[Count]
-    meta_info: FullMeta
+    meta_info: Meta
+
+
+class EventMeta(msgspec.Struct):
+    """The `meta_info` of an event."""
+
+    finish_reason: Any = None
+
+
+class Event(msgspec.Struct):
+    """An event of a bundle, whatever it tells."""
+
+    index: int | None = None
+    meta_info: EventMeta | None = None
+    error: Any = None
 
 
 class Function(msgspec.Struct):
@@ -131,16 +132,6 @@ class Message(msgspec.Struct):
         return bool(self.reasoning_content or self.tool_calls)
 
 
-class Choice(msgspec.Struct):
-    """A sample of a chat."""
-
-    message: Message
-    index: int | None = None
-    finish_reason: Word | None = None
-    meta_info: Meta | None = None
-    matched_stop: Any = None
-
-
 class ChatToken(msgspec.Struct):
     """A token of a chat in OpenAI's form, which has no ids."""
 
@@ -155,10 +146,14 @@ class ChatLogprobs(msgspec.Struct):
     content: list[ChatToken] | None = None
 
 
-class FullChoice(Choice):
-    """A Choice with what is known of each token."""
+class Choice(msgspec.Struct):
+    """A sample of a chat."""
 
-    meta_info: FullMeta | None = None
+    message: Message
+    index: int | None = None
+    finish_reason: Word | None = None
+    meta_info: Meta | None = None
+    matched_stop: Any = None
     logprobs: ChatLogprobs | None = None
 
 
@@ -176,25 +171,18 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: CachedTokens | None = None
 
 
+class ChatIds(msgspec.Struct):
+    """The token ids that SGLang adds to a chat."""
+
+    output_ids: list[list[Count]] | None = None
+
+
 class ChatReply(msgspec.Struct):
     """The answer to a chat."""
 
     choices: Annotated[list[Choice], msgspec.Meta(min_length=1)]
     usage: Usage
-
-
-class ChatTokens(msgspec.Struct):
-    """What SGLang adds to a chat."""
-
-    output_ids: list[list[Count]] | None = None
-
-
-class FullChatReply(msgspec.Struct):
-    """A ChatReply with its tokens."""
-
-    choices: Annotated[list[FullChoice], msgspec.Meta(min_length=1)]
-    usage: Usage
-    sglext: ChatTokens | None = None
+    sglext: ChatIds | None = None
 
 
 class TokensReply(msgspec.Struct):
@@ -203,87 +191,43 @@ class TokensReply(msgspec.Struct):
     tokens: list[Count]
 
 
-GenerateReply = Sample | Annotated[list[Sample], msgspec.Meta(min_length=1)]
-FullGenerateReply = FullSample | Annotated[list[FullSample], msgspec.Meta(min_length=1)]
-IdsReply = IdsSample | Annotated[list[IdsSample], msgspec.Meta(min_length=1)]
-read_chat = msgspec.json.Decoder(ChatReply)
-read_full_chat = msgspec.json.Decoder(FullChatReply)
-read_generate = msgspec.json.Decoder(GenerateReply)
-read_full_generate = msgspec.json.Decoder(FullGenerateReply)
-read_end_of_row = msgspec.json.Decoder(EndOfRow)
-read_ids = msgspec.json.Decoder(IdsReply)
-read_tokens = msgspec.json.Decoder(TokensReply)
+class BodyMessage(msgspec.Struct):
+    """The answer of a chat, kept as it came."""
+
+    content: str | None = None
 
 
-ERROR_CHARACTERS = 500
-"""Most characters of an error message in a result row."""
-_BUSY = {429, 502, 503, 504}
-_REFUSED = {400, 404, 413, 422}
-_REPLICA_DOWN = (
-    "call_upstream_",
-    "read_response_",
-    "no_workers",
-    "no_available_workers",
-    "no_healthy_workers",
-)
-"""Beginnings of a gateway's error codes where no replica took the row, or where the replica ended before the
-answer was complete. sglang_router 0.3.2 gives them with status 500."""
+class BodyChoice(msgspec.Struct):
+    """A sample of a whole reply."""
+
+    text: str | None = None
+    message: BodyMessage | None = None
+    finish_reason: Word | None = None
 
 
-def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
-    """Return the error that a reply with another status means for the row."""
-    try:
-        code, said = _code_of(body), _message_of(body)
-    except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
-        code, said = "", short(body.decode(errors="replace"))
-    error = _error_of_status(status, code, f"{status}: {said}", retry_after)
-    error.body = body
-    return error
+class Metadata(msgspec.Struct):
+    """What SGLang adds to a whole reply."""
+
+    weight_version: Any = None
 
 
-def _error_of_status(status: int, code: str, message: str, retry_after: str | None) -> RequestError:
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR and code.startswith(_REPLICA_DOWN):
-        return EngineDownError(message)
-    if status == HTTPStatus.UNAUTHORIZED:  # it would be so for any row
-        return EngineDownError(f"refuses the API key ({message}): see engine.api_key_env")
-    if status in _BUSY:
-        return EngineBusyError(message, _seconds(retry_after))
-    if status in _REFUSED:
-        return RowRefusedError(message)
-    return AttemptFailedError(message)
+class BodyReply(msgspec.Struct):
+    """The answer to a whole request."""
+
+    choices: Annotated[list[BodyChoice], msgspec.Meta(min_length=1)]
+    usage: Usage | None = None
+    metadata: Metadata | None = None
 
 
-def _seconds(retry_after: str | None) -> float | None:
-    """Return the pause that a `Retry-After` asks for; None without one, or for a date."""
-    if retry_after is None or not (retry_after.isascii() and retry_after.isdigit()):
-        return None
-    return float(retry_after)
-
-
-def _code_of(body: bytes) -> str:
-    """Return the gateway's code of an error; empty where the body is not a gateway's."""
-    try:
-        return str(orjson.loads(body)["error"]["code"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return ""
-
-
-def _message_of(body: bytes) -> str:
-    """Return the sentence in an error body, of which SGLang has several formats."""
-    try:
-        found: Any = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return short(body.decode(errors="replace")) or "no explanation"
-    for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and found.get(key):
-            found = found[key]
-    return short(found if isinstance(found, str) else orjson.dumps(found).decode())
-
-
-def short(text: str) -> str:
-    """Return the first paragraph as one line, cut to 500 characters: a stack trace may follow it."""
-    line = " ".join(text.strip().split("\n\n")[0].split())
-    return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"
+_read_chat = msgspec.json.Decoder(ChatReply)
+_read_generate = msgspec.json.Decoder(Sample | Annotated[list[Sample], msgspec.Meta(min_length=1)])
+_read_full = msgspec.json.Decoder(FullSample | Annotated[list[FullSample], msgspec.Meta(min_length=1)])
+_read_ids = msgspec.json.Decoder(IdsSample | Annotated[list[IdsSample], msgspec.Meta(min_length=1)])
+_read_end_of_row = msgspec.json.Decoder(EndOfRow)
+_read_event = msgspec.json.Decoder(Event)
+_read_tokens = msgspec.json.Decoder(TokensReply)
+_read_body = msgspec.json.Decoder(BodyReply)
+_read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 BEGIN, END = "<think>", "</think>"
@@ -318,7 +262,7 @@ def part(text: str) -> Thoughts:
 
 
 def columns_of_samples(
-    asked: AskedColumns, samples: Sequence[Sample | FullSample], thoughts: Sequence[Thoughts]
+    asked: AskedColumns, samples: Sequence[Sample], thoughts: Sequence[Thoughts]
 ) -> Mapping[str, list[Any]]:
     """Return the columns of answers of `/generate`.
 
@@ -334,12 +278,10 @@ def columns_of_samples(
         found["matched_stop"] = [_matched(_reason_of(sample.meta_info)) for sample in samples]
     if IDS_TO_CONTINUE in names:
         found[IDS_TO_CONTINUE] = [s.output_ids if isinstance(s, FullSample) else None for s in samples]
-    if asked.of_tokens:
-        full = [sample for sample in samples if isinstance(sample, FullSample)]
-        if "output_ids" in names:
-            found["output_ids"] = [_there(sample.output_ids, "output_ids") for sample in full]
-        found |= _logprobs(names, [sample.meta_info for sample in full])
-    return found
+    if "output_ids" in names:
+        ids = [sample.output_ids for sample in samples if isinstance(sample, FullSample)]
+        found["output_ids"] = [_there(each, "output_ids") for each in ids]
+    return found | _logprobs(names, [sample.meta_info for sample in samples])
 
 
 def columns_of_choices(
@@ -358,14 +300,11 @@ def columns_of_choices(
         found["tool_calls"] = [_calls(choice.message.tool_calls) for choice in choices]
     if "matched_stop" in names:
         found["matched_stop"] = [_matched(choice.matched_stop) for choice in choices]
-    if asked.of_tokens:
-        if "output_ids" in names:
-            if ids is None or len(ids) != len(choices):
-                raise _missing("output_ids")
-            found["output_ids"] = [ids[choice.index or 0] for choice in choices]
-        full = [choice for choice in choices if isinstance(choice, FullChoice)]
-        found |= _logprobs(names, [_meta_of(choice) for choice in full])
-    return found
+    if "output_ids" in names:
+        if ids is None or len(ids) != len(choices):
+            raise _missing("output_ids")
+        found["output_ids"] = [ids[choice.index or 0] for choice in choices]
+    return found | _logprobs(names, [_meta_of(choice) for choice in choices])
 
 
 def _reason_of(meta: Meta) -> Any:
@@ -395,7 +334,7 @@ def _calls(calls: Any) -> list[dict[str, Any]] | None:
     return found
 
 
-def _logprobs(names: frozenset[str], metas: Sequence[FullMeta]) -> dict[str, list[Any]]:
+def _logprobs(names: frozenset[str], metas: Sequence[Meta]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     if "logprobs" in names:
         found["logprobs"] = [_tokens(_there(meta.output_token_logprobs, "logprobs")) for meta in metas]
@@ -411,12 +350,12 @@ def _tokens(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
     return [{"id": number, "token": text, "logprob": logprob} for logprob, number, text in tokens]
 
 
-def _meta_of(choice: FullChoice) -> FullMeta:
+def _meta_of(choice: Choice) -> Meta:
     """Return what is known of a choice's tokens; a gateway gives it in OpenAI's form, which has no ids."""
-    meta = choice.meta_info or FullMeta()
+    meta = choice.meta_info or Meta()
     content = choice.logprobs.content if choice.logprobs else None
     if meta.output_token_logprobs is None and content is not None:
-        return FullMeta(
+        return Meta(
             output_token_logprobs=[_triple(token) for token in content],
             output_top_logprobs=[[_triple(top) for top in token.top_logprobs or []] for token in content],
         )
@@ -450,32 +389,32 @@ _LONE_SURROGATE_BYTES = len(rb"\ud800")
 _REPLACEMENT = rb"\ufffd"
 
 
-def completion_of(request: Request, reply: bytes | Any, detokenizer: Detokenizer | None = None) -> Completion:
-    """Read a reply with status 200, as JSON or as its plain Python values.
+def completion_of(request: Request, reply: bytes, detokenizer: Detokenizer | None = None) -> Completion:
+    """Read a reply with status 200.
 
     Take the `detokenizer` of a server without a tokenizer, whose answers are token ids. Raises RequestError
     where the reply is an abort, no answer, one with fewer or more samples than were asked for, or an empty
     one that the model did not end.
     """
-    full = _asks_of_tokens(request)
     try:
         if request.kind == "messages":
-            return _from_chat(request, decoded(read_full_chat if full else read_chat, reply))
+            return _from_chat(request, decoded(_read_chat, reply))
         if detokenizer is not None:
             return _from_generate(request, _samples_of_ids(request, reply, detokenizer))
-        return _from_generate(request, decoded(read_full_generate if full else read_generate, reply))
+        return _from_generate(
+            request, decoded(_read_full if _asks_of_tokens(request) else _read_generate, reply)
+        )
     except RequestError:
         raise
     except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
         raise unreadable(failure, reply) from None
 
 
-def unreadable(failure: Exception, reply: bytes | Any) -> AttemptFailedError:
+def unreadable(failure: Exception, reply: bytes) -> AttemptFailedError:
     """Return the error of a row whose reply could not be read."""
     match failure:
         case msgspec.ValidationError():
-            text = reply if isinstance(reply, bytes) else orjson.dumps(reply, default=str)
-            return AttemptFailedError(f"not an answer of SGLang: {short(text.decode(errors='replace'))}")
+            return AttemptFailedError(f"not an answer of SGLang: {short(reply.decode(errors='replace'))}")
         case UnicodeDecodeError():
             return AttemptFailedError("the answer is not UTF-8")
         case msgspec.DecodeError():
@@ -486,10 +425,16 @@ def unreadable(failure: Exception, reply: bytes | Any) -> AttemptFailedError:
 def end_of_row(event: bytes) -> EndOfRow | None:
     """Read an event of a bundle; None where it is none that ends a row, or anything else is odd about it."""
     try:
-        found: EndOfRow = read_end_of_row.decode(event)
+        found: EndOfRow = _read_end_of_row.decode(event)
     except Exception:  # noqa: BLE001 - as above
         return None
     return found if found.meta_info.finish_reason is not None else None
+
+
+def event_in(event: bytes) -> Event:
+    """Read an event that ends no row as it should; raises what decoding raises."""
+    found: Event = decoded(_read_event, event)
+    return found
 
 
 def completion_of_end(request: Request, end: EndOfRow, event: bytes) -> Completion:
@@ -501,18 +446,16 @@ def _asks_of_tokens(request: Request) -> bool:
     return request.asks is not None and request.asks.of_tokens
 
 
-def tokens_in(reply: bytes | Any) -> list[int] | None:
-    """Read a reply of `/v1/tokenize`, as JSON or as its plain Python values; None where it is none."""
+def tokens_in(reply: bytes) -> list[int] | None:
+    """Read a reply of `/v1/tokenize`; None where it is none."""
     try:
-        return list(decoded(read_tokens, reply).tokens)
+        return list(decoded(_read_tokens, reply).tokens)
     except Exception:  # noqa: BLE001 - as above
         return None
 
 
-def decoded(decoder: msgspec.json.Decoder[Any], reply: bytes | Any) -> Any:
+def decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
     """Decode a reply; where JSON has lone surrogates, which no UTF-8 has, they become U+FFFD."""
-    if not isinstance(reply, bytes):
-        return msgspec.convert(reply, decoder.type)
     try:
         return decoder.decode(reply)
     except msgspec.ValidationError:
@@ -529,13 +472,11 @@ def _without_lone_surrogate(escape: re.Match[bytes]) -> bytes:
     return _REPLACEMENT if len(found) == _LONE_SURROGATE_BYTES else found
 
 
-def _samples_of_ids(
-    request: Request, reply: bytes, detokenizer: Detokenizer
-) -> Sequence[Sample | FullSample]:
+def _samples_of_ids(request: Request, reply: bytes, detokenizer: Detokenizer) -> Sequence[Sample]:
     try:
-        found = decoded(read_ids, reply)
+        found = decoded(_read_ids, reply)
     except msgspec.DecodeError:
-        found = decoded(read_generate, reply)  # an abort, or no answer of SGLang's
+        found = decoded(_read_generate, reply)  # an abort, or no answer of SGLang's
         return found if isinstance(found, list) else [found]
     samples: list[IdsSample] = found if isinstance(found, list) else [found]
     return [
@@ -548,10 +489,8 @@ def _samples_of_ids(
     ]
 
 
-def _from_generate(
-    request: Request, reply: Sample | FullSample | Sequence[Sample | FullSample]
-) -> Completion:
-    samples = (reply,) if isinstance(reply, (Sample, FullSample)) else reply
+def _from_generate(request: Request, reply: Sample | Sequence[Sample]) -> Completion:
+    samples = (reply,) if isinstance(reply, Sample) else reply
     texts, reasons, counts, retractions = [], [], [], 0
     for sample in samples:  # one pass: a comprehension for each list takes twice as long
         meta = sample.meta_info
@@ -575,7 +514,7 @@ def _from_generate(
     return completion._replace(texts=[thought.answer for thought in thoughts], columns=columns)
 
 
-def _from_chat(request: Request, reply: ChatReply | FullChatReply) -> Completion:
+def _from_chat(request: Request, reply: ChatReply) -> Completion:
     for choice in reply.choices:
         if choice.meta_info is not None and isinstance(choice.meta_info.finish_reason, Reason):
             _word_of(choice.meta_info.finish_reason)
@@ -611,7 +550,7 @@ def _from_chat(request: Request, reply: ChatReply | FullChatReply) -> Completion
     if asks is None or is_parted:
         return completion
     thoughts = _thoughts(request, completion.texts)
-    ids = reply.sglext.output_ids if isinstance(reply, FullChatReply) and reply.sglext else None
+    ids = reply.sglext.output_ids if reply.sglext else None
     columns = columns_of_choices(asks, choices, thoughts, ids)
     return completion._replace(texts=[thought.answer for thought in thoughts], columns=columns)
 
@@ -651,10 +590,8 @@ def _word_of(reason: Reason) -> str:
     if reason.type != "abort":
         return reason.type
     said = reason.message if isinstance(reason.message, str) else ""
-    code = reason.status_code
-    known = type(code) is int and HTTPStatus.BAD_REQUEST <= code < 600  # noqa: PLR2004
     body = orjson.dumps({"message": said or "aborted by the engine"})
-    raise error_of(code if known else HTTPStatus.INTERNAL_SERVER_ERROR.value, body)
+    raise error_of(known_status(reason.status_code), body)
 
 
 def _check(completion: Completion, *, has_more: bool = False) -> None:
@@ -676,30 +613,6 @@ def _weights(meta: Meta) -> str | None:
     return version if isinstance(version, str) else None
 
 
-class _BodyMessage(msgspec.Struct):
-    content: str | None = None
-
-
-class _BodyChoice(msgspec.Struct):
-    text: str | None = None
-    message: _BodyMessage | None = None
-    finish_reason: Word | None = None
-
-
-class _Metadata(msgspec.Struct):
-    weight_version: Any = None
-
-
-class _BodyReply(msgspec.Struct):
-    choices: Annotated[list[_BodyChoice], msgspec.Meta(min_length=1)]
-    usage: Usage | None = None
-    metadata: _Metadata | None = None
-
-
-_read_reply = msgspec.json.Decoder(_BodyReply)
-_read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
-
 def completion_of_body(body: RequestBody, reply: bytes) -> Completion:
     """Read a reply with status 200 to a whole request; the name of its model becomes that of the request.
 
@@ -708,7 +621,7 @@ def completion_of_body(body: RequestBody, reply: bytes) -> Completion:
     if body.path == EMBEDDINGS_PATH:
         return _vectors(body, reply)
     try:
-        found = decoded(_read_reply, reply)
+        found = decoded(_read_body, reply)
         _check_choices(body, found.choices)
         kept = _as_line(decoded(_read_fields, reply), body.model)
     except RequestError:
@@ -741,7 +654,7 @@ def _vectors(body: RequestBody, reply: bytes) -> Completion:
     return Completion([""], ["stop"], [0], prompt_tokens, None, columns={RESPONSE: [kept]})
 
 
-def _check_choices(body: RequestBody, choices: list[_BodyChoice]) -> None:
+def _check_choices(body: RequestBody, choices: list[BodyChoice]) -> None:
     if any(choice.finish_reason == "abort" for choice in choices):
         raise AttemptFailedError("aborted by the engine")
     is_chat = body.path == CHAT_PATH

@@ -1,16 +1,17 @@
-"""The replies to `/model_info` and `/server_info` → EngineInfo and TokenizerInfo. Pure."""
+"""What servers say of themselves: `/model_info` and `/server_info` → EngineInfo and TokenizerInfo."""
 
 import asyncio
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad, TokenizerInfo
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
+from batchrunner.engines.http.failures import in_words
 from batchrunner.engines.http.loads import (
     KEY_REFUSED,
     MODEL_INFO,
@@ -18,13 +19,11 @@ from batchrunner.engines.http.loads import (
     NOT_REACHED,
     SERVER_INFO,
     ServerStatus,
-    in_words,
 )
-from batchrunner.engines.http.model_guard import Model, ModelQuestion, model_in
-from batchrunner.engines.http.worker_list import WorkerList
+from batchrunner.engines.http.model_guard import Model, model_in
 from batchrunner.engines.model_files import model_identity
 from batchrunner.engines.vector_facts import lengths_told
-from batchrunner.job.tasks import GENERATE, TASKS, TaskName
+from batchrunner.job.tasks import TASKS, TaskName
 
 log = logging.getLogger(__name__)
 
@@ -57,26 +56,13 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
 
 
 class ServerQuestions:
-    """Asks servers what they are."""
+    """Asks servers what they are: at the start, where an odd answer ends the run, and later."""
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        *,
-        behind_gateway: bool,
-        has_detokenizer: bool,
-        task: TaskName = GENERATE,
-    ) -> None:
-        """With a detokenizer (`has_detokenizer`) a server may be one without a tokenizer.
-
-        A server must have a model for the `task`.
-        """
-        self._task = task
+    def __init__(self, session: aiohttp.ClientSession, *, behind_gateway: bool) -> None:
         self._session = session
         self._behind_gateway = behind_gateway
-        self._has_detokenizer = has_detokenizer
 
-    async def model_info(self, url: str) -> dict[str, Any]:
+    async def model_info(self, url: str, task: TaskName) -> dict[str, Any]:
         """Return the server's model; raises EngineStartError where it cannot do the task."""
         status, model = await self._ask(url, MODEL_INFO)
         path = model.get("model_path")
@@ -84,19 +70,12 @@ class ServerQuestions:
             raise EngineStartError(
                 f"{url}: something answers, but it is not SGLang (GET {MODEL_INFO[0]} gave {status})"
             )
-        check_does(
-            self._task, model.get("is_generation"), f"{url}: serves {path}", model.get("architectures")
-        )
+        check_does(task, model.get("is_generation"), f"{url}: serves {path}", model.get("architectures"))
         return model
 
     async def server_info(self, url: str) -> dict[str, Any]:
-        """Return the server's arguments and limits; raises EngineStartError where it returns no text."""
-        _, server = await self._ask(url, SERVER_INFO)
-        if server.get("skip_tokenizer_init") and not self._has_detokenizer:
-            raise EngineStartError(
-                f"{url}: runs with --skip-tokenizer-init and returns no text", hint="start it without"
-            )
-        return server
+        """Return the server's arguments and limits; raises EngineStartError where it does not answer."""
+        return (await self._ask(url, SERVER_INFO))[1]
 
     async def model(self, url: str, run_model: Model, timeout_s: float | None = None) -> dict[str, str]:
         """Return what a server says of its model now; raises EngineDownError where it does not say.
@@ -104,24 +83,33 @@ class ServerQuestions:
         It has `timeout_s` seconds for each answer, `TIMING.server_open` if none are given. Its arguments are
         read too only if the run's model has a field that they alone tell.
         """
+        server: dict[str, Any] = {}
+        server_status = ServerStatus(self._session, url)
         timeout_s = timeout_s or TIMING.server_open
-        status, found = await self._ask_again(url, MODEL_INFO, timeout_s)
+        try:
+            status, found = await server_status.mapping(MODEL_INFO, timeout_s)
+            if "model_path" in found and run_model.keys() - model_in(found).keys():
+                _, server = await server_status.mapping(SERVER_INFO, timeout_s)
+        except NOT_REACHED as failure:
+            raise EngineDownError(f"no connection to {url}: {in_words(failure)}") from None
         if status in KEY_REFUSED:
             raise EngineDownError(f"{url}: refuses the API key ({status}): see engine.api_key_env")
         if "model_path" not in found:
             raise EngineDownError(f"{url}: GET {MODEL_INFO[0]} gave {status} and no model")
-        if run_model.keys() - model_in(found).keys():
-            _, server = await self._ask_again(url, SERVER_INFO, timeout_s)
-            return model_in(found, server)
-        return model_in(found)
+        return model_in(found, server)
 
-    async def _ask_again(
-        self, url: str, paths: tuple[str, ...], timeout_s: float
-    ) -> tuple[int, dict[str, Any]]:
-        try:
-            return await ServerStatus(self._session, url).mapping(paths, timeout_s)
-        except NOT_REACHED as failure:
-            raise EngineDownError(f"no connection to {url}: {in_words(failure)}") from None
+    async def models(self, urls: Sequence[str], run_model: Model) -> dict[str, Model]:
+        """Return what each worker says; one that does not answer answers no rows either, and is left out."""
+
+        async def model(url: str) -> Model:
+            try:
+                return await self.model(url, run_model, TIMING.status_timeout)
+            except EngineDownError as failure:
+                log.debug("the model of %s: %s", url, failure)
+                return {}
+
+        found = await asyncio.gather(*map(model, urls))
+        return {url: model for url, model in zip(urls, found, strict=True) if model}
 
     async def _ask(self, url: str, paths: tuple[str, ...]) -> tuple[int, dict[str, Any]]:
         """Ask a server what it is; raises EngineStartError where it does not answer or refuses the key."""
@@ -143,45 +131,6 @@ class ServerQuestions:
         return status, reply
 
 
-class ModelOfServer(ModelQuestion):
-    """Asks one server for its model."""
-
-    def __init__(self, questions: ServerQuestions, url: str, run_model: Model) -> None:
-        self._questions = questions
-        self._url = url
-        self._run_model = run_model
-
-    async def ask(self) -> Mapping[str, Model]:
-        """Return what the server says; see `ModelQuestion.ask`."""
-        return {self._url: await self._questions.model(self._url, self._run_model)}
-
-
-class ModelsOfWorkers(ModelQuestion):
-    """Asks all workers that a gateway lists now for their models."""
-
-    def __init__(self, questions: ServerQuestions, workers: WorkerList, run_model: Model) -> None:
-        self._questions = questions
-        self._workers = workers
-        self._run_model = run_model
-        self._last: list[str] = []
-
-    async def ask(self) -> Mapping[str, Model]:
-        """Return what each worker says; one that does not answer answers no rows either, and is left out."""
-        try:
-            self._last = await self._workers.addresses()
-        except EngineStartError as failure:  # the gateway ends: rows will find out
-            log.debug("the gateway's workers: %s", failure)
-        found = await asyncio.gather(*map(self._model, self._last))
-        return {url: model for url, model in zip(self._last, found, strict=True) if model}
-
-    async def _model(self, url: str) -> dict[str, str]:
-        try:
-            return await self._questions.model(url, self._run_model, TIMING.status_timeout)
-        except EngineDownError as failure:
-            log.debug("the model of %s: %s", url, failure)
-            return {}
-
-
 _IMAGES, _AUDIO = "has_image_understanding", "has_audio_understanding"
 """Keys of `/model_info`."""
 _KNOWN_VERSION = (0, 5, 23)
@@ -200,27 +149,14 @@ _PASS_OVER_VIDEOS = {
 if there were no video."""
 
 
-class MediaTaken(NamedTuple):
-    """Whether models take media in prompts; None where that is not known."""
-
-    images: bool | None
-    audio: bool | None
-    videos: bool | None
-
-
-def media_taken(models: Sequence[Mapping[str, Any]], version: str | None) -> MediaTaken:
-    """Return what models take, by the `/model_info` of each and the version of SGLang."""
-    videos = [_takes_videos(model, version) for model in models]
-    return MediaTaken(_in_all(models, _IMAGES), _in_all(models, _AUDIO), False if False in videos else None)
-
-
-def _takes_videos(model: Mapping[str, Any], version: str | None) -> bool | None:
+def passes_over_videos(model: Mapping[str, Any], version: str | None) -> bool:
+    """Tell whether a model is known to take no videos, by its `/model_info` and the version of SGLang."""
     if model.get(_IMAGES) is False:
-        return False
+        return True
     numbers = tuple(map(int, re.findall(r"\d+", version or "")[:3]))
     names = model.get("architectures")
-    known = bool(numbers) and numbers <= _KNOWN_VERSION and isinstance(names, list)
-    return False if known and any(name in _PASS_OVER_VIDEOS for name in names or ()) else None
+    is_known = bool(numbers) and numbers <= _KNOWN_VERSION and isinstance(names, list)
+    return is_known and not _PASS_OVER_VIDEOS.isdisjoint(map(str, names or ()))
 
 
 def _in_all(models: Sequence[Mapping[str, Any]], key: str) -> bool | None:
@@ -247,20 +183,13 @@ _LPM_NOTE = "the server schedules by lpm, which changes our order while few rows
 def describe(
     models: Sequence[Mapping[str, Any]], servers: Sequence[Mapping[str, Any]], loads: Sequence[SchedulerLoad]
 ) -> EngineInfo:
-    """Describe replicas by the `/model_info` and `/server_info` of each, and all their loads, if polled.
-
-    Raises EngineStartError where they serve different models.
-    """
-    names = {str(model["model_path"]) for model in models}
-    if len(names) > 1:
-        raise EngineStartError(f"the replicas serve different models: {', '.join(sorted(names))}")
+    """Describe replicas of one model by the `/model_info` and `/server_info` of each, and their loads."""
     first = servers[0]
     version = first.get("version")
     version = version if isinstance(version, str) else None
-    media = media_taken(models, version)
     return EngineInfo(
         kind="attach",
-        model=model_identity(names.pop()),
+        model=model_identity(str(models[0]["model_path"])),
         version=version,
         max_running=_sum(load.max_running for load in loads)
         or _sum(_resolved(server, "max_running_requests") for server in servers),
@@ -271,9 +200,9 @@ def describe(
         caches_prefixes=not first.get("disable_radix_cache"),
         tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
         vector_lengths=lengths_told(models),
-        takes_images=media.images,
-        takes_audio=media.audio,
-        takes_videos=media.videos,
+        takes_images=_in_all(models, _IMAGES),
+        takes_audio=_in_all(models, _AUDIO),
+        takes_videos=False if any(passes_over_videos(model, version) for model in models) else None,
         one_by_one=next(filter(None, map(answers_in_pieces, servers)), None),
         notes=(_LPM_NOTE,) if first.get("schedule_policy") == "lpm" else (),
     )
@@ -339,12 +268,8 @@ def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> Token
 
 def _sum(limits: Iterable[Any]) -> int | None:
     """Return the sum over all schedulers; None where one of them does not say."""
-    found = list(limits)
-    return (
-        sum(limits)
-        if (limits := [n for n in map(limit_of, found) if n]) and len(limits) == len(found)
-        else None
-    )
+    found = [limit_of(limit) for limit in limits]
+    return sum(limit or 0 for limit in found) if found and all(found) else None
 
 
 def _resolved(server: Mapping[str, Any], argument: str) -> Any:

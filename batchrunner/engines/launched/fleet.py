@@ -28,7 +28,7 @@ from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.client import Endpoint, HttpEngine, SGLangClient
 from batchrunner.engines.http.connections import HeldPort, raise_file_limit
-from batchrunner.engines.http.loads import FailureClassifier
+from batchrunner.engines.http.failures import FailureClassifier
 from batchrunner.engines.launched.gateway import GatewayProcess
 from batchrunner.engines.launched.supervisor import LaunchedProcess, ServerSupervisor, Supervised, to_argv
 from batchrunner.engines.model_files import check_model, model_identity
@@ -239,7 +239,7 @@ class LaunchedFleet(HttpEngine):
                 api_key=self._key,
                 request_timeout_s=timeout_s,
                 detokenizer=detokenizer,
-                verdicts=self,
+                excuses=self.excuses,
                 task=task,
             )
         )

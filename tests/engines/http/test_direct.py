@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,10 +12,10 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
-from batchrunner.engines.http.direct import PostedAnswer, SessionPosts, post_sender
+from batchrunner.engines.http.direct import PostedAnswer, PostSender
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    pass
 
 KEY = {"Authorization": "Bearer secret"}
 """Headers of all requests of a session."""
@@ -79,11 +78,13 @@ async def test_the_request_of_the_session() -> None:
     seen = Seen()
     async with serving(seen.answer) as url, aiohttp.ClientSession(headers=KEY) as session:
         target = url / "generate"
-        for sender in (post_sender(session, target), SessionPosts(session, target)):
+        for by_session in (False, True):
+            sender = PostSender(session, target)
+            sender.is_direct = not by_session
             answer = await sender.post(b'{"text": "a"}', {"X-SMG-Routing-Key": "7"})
             assert (answer.status, await body_of(answer)) == (200, b"answer")
-    direct, by_session = seen.requests
-    assert direct == by_session
+    direct, other = seen.requests
+    assert direct == other
     assert direct[2]["X-SMG-Routing-Key"] == "7"
     assert direct[2]["Authorization"] == "Bearer secret"
 
@@ -92,7 +93,7 @@ async def test_connections_are_used_again() -> None:
     """One after the other they share a connection, unless an answer was not read to its end."""
     seen = Seen()
     async with serving(seen.answer) as url, aiohttp.ClientSession() as session:
-        short, long = post_sender(session, url / "short"), post_sender(session, url / "long")
+        short, long = PostSender(session, url / "short"), PostSender(session, url / "long")
         for _ in range(3):
             assert await body_of(await short.post(b"{}", None)) == b"answer"
         assert len(seen.connections) == 1
@@ -104,23 +105,19 @@ async def test_connections_are_used_again() -> None:
 
 
 async def test_redirects_are_followed() -> None:
-    """As the session follows them; another server than the one that redirects does not get the key."""
+    """The session follows them: another server than the one that redirects does not get the key."""
     seen, others = Seen(), Seen()
     async with serving(others.answer) as other, serving(seen.answer) as url:
         for location, asked in (("/elsewhere", seen), (str(other / "elsewhere"), others)):
             for status, method in ((302, "GET"), (307, "POST")):
                 seen.moved = status, location
                 async with aiohttp.ClientSession(headers=KEY) as session:
-                    for sender in (post_sender(session, url / "moved"), SessionPosts(session, url / "moved")):
-                        answer = await sender.post(b'{"text": "a"}', {"X-Key": "7"})
-                        assert (answer.status, await body_of(answer)) == (200, b"answer")
-                direct, by_session = asked.requests[-2 if asked is others else -3], asked.requests[-1]
-                assert direct[:2] == by_session[:2] == (method, "/elsewhere")
-                assert [found[2].get("Authorization") for found in (direct, by_session)] == (
-                    ["Bearer secret"] * 2 if asked is seen else [None] * 2
-                )
-                assert direct[2]["X-Key"] == "7"
-                assert direct[3] == by_session[3] == (b'{"text": "a"}' if method == "POST" else b"")
+                    answer = await PostSender(session, url / "moved").post(b'{"text": "a"}', None)
+                    assert (answer.status, await body_of(answer)) == (200, b"answer")
+                found = asked.requests[-1]
+                assert found[:2] == (method, "/elsewhere")
+                assert found[2].get("Authorization") == ("Bearer secret" if asked is seen else None)
+                assert found[3] == (b'{"text": "a"}' if method == "POST" else b"")
 
 
 async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,48 +125,24 @@ async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatc
     async with serving(seen.answer) as proxy, aiohttp.ClientSession(trust_env=True) as session:
         monkeypatch.setenv("http_proxy", str(proxy))
         monkeypatch.delenv("no_proxy", raising=False)
-        answer = await post_sender(session, URL("http://engine.invalid:1234/generate")).post(b"{}", None)
+        answer = await PostSender(session, URL("http://engine.invalid:1234/generate")).post(b"{}", None)
         assert await body_of(answer) == b"answer"
     assert seen.requests[0][1] == "http://engine.invalid:1234/generate"
-
-
-async def test_passwords(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A password comes from the URL, and where the environment is trusted from `~/.netrc`."""
-    netrc = tmp_path / "netrc"
-    netrc.write_text("machine 127.0.0.1 login me password of-file\n")
-    netrc.chmod(0o600)
-    monkeypatch.setenv("NETRC", str(netrc))
-    monkeypatch.setenv("no_proxy", "*")
-    seen = Seen()
-    async with serving(seen.answer) as url:
-        for trust_env, target in (
-            (True, url),
-            (False, url.with_user("me").with_password("of-url")),
-            (False, url),
-        ):
-            async with aiohttp.ClientSession(trust_env=trust_env) as session:
-                await body_of(await post_sender(session, target).post(b"{}", None))
-    sent = [headers.get("Authorization") for _, _, headers, _ in seen.requests]
-    assert sent == [
-        "Basic " + b64encode(b"me:of-file").decode(),
-        "Basic " + b64encode(b"me:of-url").decode(),
-        None,
-    ]
 
 
 async def test_a_newer_aiohttp_sends_by_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pool may be another one."""
     async with aiohttp.ClientSession() as session:
         url = URL("http://127.0.0.1:1")
-        assert not isinstance(post_sender(session, url), SessionPosts)
+        assert PostSender(session, url).is_direct
         monkeypatch.setattr(aiohttp, "__version__", "3.15.0")
-        assert isinstance(post_sender(session, url), SessionPosts)
+        assert not PostSender(session, url).is_direct
 
 
 async def test_an_answer_that_announces_another() -> None:
     first, then = b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
     async with on_wire(first, then) as url, aiohttp.ClientSession() as session:
-        answer = await post_sender(session, url).post(b"{}", None)
+        answer = await PostSender(session, url).post(b"{}", None)
         assert (answer.status, await body_of(answer)) == (200, b"ok")
 
 
@@ -177,7 +150,7 @@ async def test_a_server_that_wants_another_protocol() -> None:
     """It is not waited for."""
     wants = b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: other\r\n\r\n"
     async with on_wire(wants) as url, aiohttp.ClientSession() as session:
-        answer = await post_sender(session, url).post(b"{}", None)
+        answer = await PostSender(session, url).post(b"{}", None)
         answer.release()
         assert answer.status == 101
 
@@ -190,7 +163,7 @@ async def test_what_is_no_whole_answer(answer: bytes) -> None:
     """It raises what failures of a connection raise, and the connection is not used again."""
     async with on_wire(answer) as url, aiohttp.ClientSession() as session:
         with pytest.raises((aiohttp.ClientError, OSError)):
-            await body_of(await post_sender(session, url).post(b"{}", None))
+            await body_of(await PostSender(session, url).post(b"{}", None))
 
 
 async def test_a_cancelled_post_ends_its_connection() -> None:
@@ -207,7 +180,7 @@ async def test_a_cancelled_post_ends_its_connection() -> None:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server, aiohttp.ClientSession() as session:
         port = server.sockets[0].getsockname()[1]
-        sender = post_sender(session, URL.build(scheme="http", host="127.0.0.1", port=port))
+        sender = PostSender(session, URL.build(scheme="http", host="127.0.0.1", port=port))
         post = asyncio.ensure_future(sender.post(b"{}", None))
         await begun.wait()
         post.cancel()

@@ -15,7 +15,8 @@ from batchrunner.core.errors import (
     EngineDownError,
 )
 from batchrunner.core.types import RequestBody
-from batchrunner.engines.http.replies import completion_of_body, error_of
+from batchrunner.engines.http.failures import error_of
+from batchrunner.engines.http.replies import completion_of_body
 from tests.support.json_values import ANY_JSON, json_of, some_odd
 from tests.support.reader_checks import KINDS, check_answer, check_error
 

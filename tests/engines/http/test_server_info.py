@@ -9,7 +9,8 @@ from hypothesis import given
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import EngineStartError
-from batchrunner.engines.http.server_info import describe, media_taken, prefill_tokens
+from batchrunner.engines.http.model_guard import common_model
+from batchrunner.engines.http.server_info import describe, prefill_tokens
 from tests.support.json_values import json_of, some_odd
 from tests.support.reader_checks import check_description
 
@@ -43,8 +44,8 @@ def test_a_limit_that_one_server_does_not_say_is_not_known() -> None:
 
 
 def test_replicas_of_two_models_are_refused() -> None:
-    with pytest.raises(EngineStartError, match="serve different models: a, b"):
-        describe([{"model_path": "b"}, {"model_path": "a"}], [SERVER, SERVER], [])
+    with pytest.raises(EngineStartError, match="serve different models: the model is a and b"):
+        common_model([{"model_path": "b"}, {"model_path": "a"}])
 
 
 def test_replicas_that_tokenize_in_two_ways_do_it_themselves() -> None:
@@ -77,6 +78,7 @@ def test_any_description_can_be_read(found: Any) -> None:
 
 def _model(*, images: object = None, audio: object = None, architecture: str = "Any") -> dict[str, Any]:
     return {
+        **MODEL,
         "has_image_understanding": images,
         "has_audio_understanding": audio,
         "architectures": [architecture],
@@ -92,7 +94,7 @@ _PIXTRAL = _model(images=True, architecture="PixtralForConditionalGeneration")
         ([_model(images=True, audio=False)], "0.5.23", (True, False, None)),
         ([_model(images=False, audio=True)], "0.5.23", (False, True, False)),
         ([_model(images=True, audio=True), _model(images=True, audio=False)], None, (True, False, None)),
-        ([{}], "0.4.0", (None, None, None)),
+        ([MODEL], "0.4.0", (None, None, None)),
         ([_model(images="yes", audio=1)], "0.5.23", (None, None, None)),
         (
             [_PIXTRAL],
@@ -106,4 +108,5 @@ _PIXTRAL = _model(images=True, architecture="PixtralForConditionalGeneration")
 )
 def test_media_taken(models: list[dict[str, Any]], version: str | None, expected: tuple[Any, ...]) -> None:
     """Each kind as the servers say, in all of them; videos need a part for images, and a reader of videos."""
-    assert media_taken(models, version) == expected
+    info = describe(models, [{**SERVER, "version": version}] * len(models), [])
+    assert (info.takes_images, info.takes_audio, info.takes_videos) == expected
