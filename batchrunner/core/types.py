@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import RequestError
-from batchrunner.core.hooks.functions import ColumnKind
 from batchrunner.core.media import PromptFile, with_labels
 
 if TYPE_CHECKING:
@@ -29,6 +28,8 @@ LEFT_OUT = "left_out"
 """The finish reason of a row that `prompt.python` left out; no engine has it."""
 FinishReason = str
 """SGLang's finish reason: "stop", "length" or "abort"."""
+ColumnKind: TypeAlias = str | tuple[str, Any]
+"""Type of a column: the name of a plain type, ("list", kind), or ("struct", ((name, kind), …))."""
 NO_COLUMNS: Mapping[str, list[Any]] = MappingProxyType({})
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EngineStartError
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.types import Outcome, Request
 from batchrunner.dispatch.tokenize import RowTokenizer

@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import BatchrunError, InputError
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.dataset import Dataset, RowBatch

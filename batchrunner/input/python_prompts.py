@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from batchrunner.core.errors import BatchrunError, RowRefusedError
-from batchrunner.core.hooks.functions import HookResult
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
+from batchrunner.core.hook_worker import HookResult
 from batchrunner.core.types import Outcome, Request
 from batchrunner.input.dataset import ColumnSource
 from batchrunner.input.messages import ASSISTANT, Conversation

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.media import PromptFile
 from batchrunner.core.types import (
     AskedColumns,

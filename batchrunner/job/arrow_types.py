@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchrunner.core.exact_json import part_at, write_exactly
-from batchrunner.core.hooks.functions import ColumnKind
+from batchrunner.core.types import ColumnKind
 
 PLAIN_TYPES: dict[str, pa.DataType] = {
     "string": pa.string(), "bool": pa.bool_(), "int32": pa.int32(), "int64": pa.int64(),

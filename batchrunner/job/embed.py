@@ -22,8 +22,7 @@ from zlib import crc32
 import msgspec
 
 from batchrunner.core.errors import AttemptFailedError, RequestError, RowRefusedError
-from batchrunner.core.hooks.functions import ColumnKind
-from batchrunner.core.types import Completion, ForwardTask, Request
+from batchrunner.core.types import ColumnKind, Completion, ForwardTask, Request
 from batchrunner.job.native import pooling_args
 
 VECTOR = "vector"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -23,7 +23,6 @@ from pydantic import (
 )
 
 from batchrunner.core.errors import WrongValueError
-from batchrunner.core.hooks.functions import REFERENCE, is_reference, name_of
 
 _DURATION = re.compile(
     r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?"
@@ -118,8 +117,21 @@ CountOrShare: TypeAlias = Annotated[
 ]
 
 
+REFERENCE = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
+"""Pattern of `module:function`."""
+
+
+def name_of(function: str | Callable[..., Any]) -> str:
+    """Return the name of a function, `module:function`; of one that a program gives too."""
+    if isinstance(function, str):
+        return function
+    inner = getattr(function, "func", function)  # of a functools.partial
+    named = inner if hasattr(inner, "__qualname__") else type(inner)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
 def _function(value: object) -> object:
-    if is_reference(value) or (callable(value) and not isinstance(value, str)):
+    if re.fullmatch(REFERENCE, value) if isinstance(value, str) else callable(value):
         return value
     raise WrongValueError("should be a Python function", hint="write it as module:function")
 

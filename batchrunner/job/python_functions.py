@@ -1,14 +1,17 @@
 """The Python functions of a job, and the processes that run them."""
 
+import functools
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from batchrunner.core.errors import JobError
-from batchrunner.core.hooks.annotations import AnnotationError, Annotations, annotations_of
-from batchrunner.core.hooks.functions import HookFacts, HookFunction, HookKind, HookSetup, name_of, pickled
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
+from batchrunner.core.hook_worker import HookFacts, WorkerSetup
 from batchrunner.core.media import IMAGE, PDF_FIELD
-from batchrunner.job.fields import PythonFunction
+from batchrunner.job.fields import PythonFunction, name_of
+from batchrunner.job.hook_loading import Annotations, HookFunction, HookKind, annotations_of, load_functions
 from batchrunner.job.output import RESULT_COLUMNS, SAMPLE
 from batchrunner.job.spec import Job
 
@@ -40,9 +43,11 @@ def open_functions(job: Job) -> HookPool | None:
     if not functions:
         return None
     limits = job.limits
-    setup = HookSetup(
-        tuple(functions),
-        tuple(str(Path(path).absolute()) for path in dict.fromkeys([*job.python_path, str(Path.cwd())])),
+    directories = [str(Path(path).absolute()) for path in dict.fromkeys([*job.python_path, str(Path.cwd())])]
+    setup = WorkerSetup(
+        functools.partial(load_functions, functions, directories),
+        ", ".join(function.name for function in functions),
+        tuple(directories),
         limits.python,
         int(limits.python_memory_gb * (1 << 30)),
     )
@@ -69,18 +74,28 @@ def _function(
 ) -> HookFunction:
     name = name_of(function)
     if isinstance(function, str):
-        return HookFunction(where, kind, name, function, columns)
-    try:
-        target = pickled(function)
-    except ValueError as failure:
-        raise JobError(f"{where}: {name} {failure}") from None
+        return HookFunction(where, kind, name, function, Annotations(columns))
     try:
         known = annotations_of(function)
-    except AnnotationError as failure:
+    except ValueError as failure:
         if kind == "parse" and not columns:
             raise JobError(f"{where}: {name} {failure}") from None
         known = Annotations()
-    return HookFunction(where, kind, name, target, columns or known.columns, known.may_be_none, known.reads)
+    return HookFunction(
+        where, kind, name, _pickled(where, name, function), known._replace(columns=columns or known.columns)
+    )
+
+
+def _pickled(where: str, name: str, function: Callable[..., Any]) -> bytes:
+    """Return a function that a program gives, and what it refers to in its main module, as bytes."""
+    import cloudpickle  # noqa: PLC0415 - only where a program gives a function
+
+    try:
+        content: bytes = cloudpickle.dumps(function)
+    except Exception as failure:  # noqa: BLE001 - whatever the function refers to says so in its own way
+        why = f"cannot be sent to another process: {type(failure).__name__}: {failure}"
+        raise JobError(f"{where}: {name} {why}") from None
+    return content
 
 
 def _check_columns(job: Job, facts: HookFacts) -> None:

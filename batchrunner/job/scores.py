@@ -16,8 +16,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from batchrunner.core.errors import AttemptFailedError, RequestError, RowRefusedError
-from batchrunner.core.hooks.functions import ColumnKind
-from batchrunner.core.types import Completion, ForwardTask, Request
+from batchrunner.core.types import ColumnKind, Completion, ForwardTask, Request
 from batchrunner.job.native import (
     NativeMeta,
     NativeResult,

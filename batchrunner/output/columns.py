@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from batchrunner.core.hooks.functions import ColumnKind
-from batchrunner.core.types import LEFT_OUT, Completion, ForwardTask, Outcome, RowRef
+from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, ForwardTask, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.arrow_types import PLAIN_TYPES, arrow_type, kind_of_schema
 from batchrunner.job.embed import VECTOR, WIDTHS

@@ -13,8 +13,8 @@ import orjson
 
 from batchrunner.core.errors import OutputError, ResumeError
 from batchrunner.core.files import read_regular
-from batchrunner.core.hooks.functions import name_of
 from batchrunner.core.types import InputFile
+from batchrunner.job.fields import name_of
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TASKS
 from batchrunner.output.files import create_file, write_json, writing

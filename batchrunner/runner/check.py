@@ -10,7 +10,7 @@ import orjson
 
 from batchrunner.core.console import counted
 from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, RowRefusedError
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.hooks.functions import ColumnKind
-from batchrunner.core.types import LEFT_OUT, Completion, Outcome
+from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, Outcome
 from batchrunner.input.dataset import RowBatch, UnreadableValue, carried_of, rows_of
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.embed import VECTOR, numbers_of

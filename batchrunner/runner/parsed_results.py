@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import Completion, Outcome
 from batchrunner.dispatch.checks.checker import of_sample
 from batchrunner.input.dataset import carried_of

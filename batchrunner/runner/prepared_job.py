@@ -11,7 +11,7 @@ import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import JobError
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import EMBEDDINGS_PATH
 from batchrunner.dispatch.checks.python_check import judges_by_row
 from batchrunner.input.dataset import rows_of

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import Outcome, PromptKind
 from batchrunner.dispatch.bundles.sender import bundle_senders
 from batchrunner.dispatch.bundles.totals import BundleTotals

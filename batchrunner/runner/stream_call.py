@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError, InputError, ResumeError
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import PromptKind
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import Dataset

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import PromptKind
 from batchrunner.dispatch.media import check_takes_media
 from batchrunner.engines.base import Engine

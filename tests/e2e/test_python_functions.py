@@ -102,7 +102,7 @@ def test_columns_of_an_answer(tmp_path: Path, server: FakeSGLang) -> None:
     for row in merged.to_pylist():
         assert (row["first"], row["length"]) == ("answer", len(row["output"]))
         assert row["words"] == row["output"].split()
-    assert batchrun("export", tmp_path / "run", tmp_path / "out.csv").exit_code == 0
+    assert batchrun("merge", tmp_path / "run", tmp_path / "out.csv").exit_code == 0
     assert '"answer",17,"[""answer"",""0"",""to"",""row"",""5""]"' in (tmp_path / "out.csv").read_text()
 
 
@@ -140,7 +140,7 @@ def test_columns_that_the_job_names(tmp_path: Path, server: FakeSGLang) -> None:
     }
     last = found.to_pylist()[2]
     assert (str(last["day"]), str(last["at"]), last["half"]) == ("2024-01-03", "2024-01-01 10:30:00", 0.5)
-    assert (last["few"], last["any"], last["yes"], last["none"]) == (2, '{"a": [1]}', True, None)
+    assert (last["few"], last["any"], last["yes"], last["none"]) == (2, '{"a":[1]}', True, None)
 
 
 def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
@@ -206,10 +206,10 @@ def test_an_answer_that_cannot_be_parsed_is_kept(tmp_path: Path, server: FakeSGL
     assert batchrun(file).exit_code == 0
     assert errors_of(job) == {
         2: "parse: hooks.py:4: AssertionError: two",
-        3: "parse: hooks:parse: n: is 'three', which is not of the type int64",
-        4: "parse: hooks:parse: returned a value that has 'm', which is no column (columns: n)",
-        5: "parse: hooks:parse: returned a value that is None: a dict is wanted",
-        6: "parse: hooks:parse: n: is 1180591620717411303424, which is not of the type int64",
+        3: "parse: hooks:parse: n: 'three' is no whole number",
+        4: "parse: hooks:parse: returned 'm', which is no column (columns: n)",
+        5: "parse: hooks:parse: returned None: return a dict",
+        6: "parse: hooks:parse: n: 1180591620717411303424 has more than 64 bits",
     }
     assert [row["output"] for row in results_of(job)] == [f"answer 0 to row {n}" for n in range(10)]
     assert [row["n"] for row in results_of(job)] == [0, 1, None, None, None, None, None, 7, 8, 9]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import Completion, RowRef
 from batchrunner.dispatch.checks.checker import of_sample
 from batchrunner.input.dataset import carried_of

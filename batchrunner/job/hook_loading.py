@@ -1,0 +1,365 @@
+"""Loads a job's Python functions in the process that calls them, and makes plain values of what they give."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import difflib
+import functools
+import hashlib
+import importlib
+import inspect
+import operator
+import pickle
+import sys
+import sysconfig
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import typing_extensions
+
+from batchrunner.core.hook_worker import (
+    HookFacts,
+    HookLoadError,
+    LoadedFunction,
+    UnusableValueError,
+    failure_text,
+)
+from batchrunner.core.types import ColumnKind
+
+HookKind = Literal["prompt", "parse", "check", "media"]
+"""What a function is for: a row becomes a prompt, an answer becomes columns, an answer is judged; `media` is
+our own, which prepares the files of a row."""
+Columns = tuple[tuple[str, ColumnKind], ...]
+_OF_ROWS = {"prompt", "media"}
+"""Kinds of functions that are called with a row; others with an answer."""
+_NOT_OWN = tuple(sysconfig.get_paths().values())
+"""Folders with packages that are not the user's own."""
+
+
+class Annotations(NamedTuple):
+    """What the annotations of a function say."""
+
+    columns: Columns = ()
+    """Columns of what it returns; empty where it does not say."""
+    may_be_none: bool = False
+    """Whether it may return None."""
+    reads: tuple[str, ...] | None = None
+    """Columns of its first argument; None where it does not say."""
+
+
+class HookFunction(NamedTuple):
+    """A function as a job names it."""
+
+    where: str
+    """Its place in the job, such as `prompt.python`."""
+    kind: HookKind
+    name: str
+    """Its name in messages, `module:function`."""
+    target: str | bytes
+    """`module:function`, or a function that a program gave, as cloudpickle writes it."""
+    known: Annotations = Annotations()
+    """The columns that the job names; for a function that a program gives also what its annotations say."""
+
+
+def load_functions(
+    functions: Sequence[HookFunction], directories: Sequence[str]
+) -> tuple[list[HookFacts], list[LoadedFunction]]:
+    """Import the functions, from these directories first; raises HookLoadError."""
+    loaded = [_load(function, directories) for function in functions]
+    return [facts for facts, _ in loaded], [function for _, function in loaded]
+
+
+def _load(function: HookFunction, directories: Sequence[str]) -> tuple[HookFacts, LoadedFunction]:
+    before = set(sys.modules)
+    files: list[str] = []
+    name = f"{function.where}: {function.name}"
+    try:
+        if isinstance(function.target, bytes):
+            found = pickle.loads(function.target)  # noqa: S301 - of the program itself
+        else:
+            found, module = _imported(function.target, directories)
+            files = _own_files(module, before, directories)
+    except HookLoadError as failure:
+        raise HookLoadError(f"{name}: {failure}") from None
+    except BaseException as failure:  # noqa: BLE001 - a module may raise anything, SystemExit too
+        raise HookLoadError(failure_text(f"{name}: cannot be imported", failure)) from None
+    try:
+        takes_row = _takes_row(found, function.kind)
+        known = _known(found, function)
+    except HookLoadError as failure:
+        raise HookLoadError(f"{name} {failure}") from None
+    digest = _digest_of_files(files) if files else _digest_of_code(found)
+    columns = known.columns if function.kind == "parse" else ()
+    facts = HookFacts(function.where, function.name, digest, columns, takes_row, known.reads)
+    plain = {"prompt": _prompt, "check": _judgement, "media": lambda value: value}.get(function.kind)
+    convert = plain or functools.partial(row_value, known=known)
+    return facts, LoadedFunction(function.where, functools.partial(_call, found, convert, function.name))
+
+
+def _call(function: Callable[..., Any], convert: Callable[[Any], Any], name: str, *given: Any) -> Any:
+    value = function(*given)
+    try:
+        return convert(value)
+    except (ValueError, TypeError, OverflowError, RecursionError) as failure:
+        raise UnusableValueError(f"{name}: {failure}") from None
+
+
+def _imported(target: str, directories: Sequence[str]) -> tuple[Any, ModuleType]:
+    name, _, path = target.partition(":")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as failure:
+        if failure.name is None or not f"{name}.".startswith(f"{failure.name}."):
+            raise  # the module is there, and imports one that is not
+        files = [file.stem for place in directories for file in sorted(Path(place).glob("*.py"))]
+        raise HookLoadError(
+            f"there is no module {failure.name!r} (looked in {', '.join(directories)} and among the "
+            f"installed packages){_meant(name.removesuffix('.py'), files)}"
+        ) from None
+    found: Any = module
+    for step in path.split("."):
+        if not hasattr(found, step):
+            file = getattr(module, "__file__", name)
+            raise HookLoadError(f"there is no {step!r} in {file}{_meant(step, dir(found))}")
+        found = getattr(found, step)
+    return found, module
+
+
+def _meant(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _own_files(module: ModuleType, before: set[str], directories: Sequence[str]) -> list[str]:
+    """Return the module's file, and those of modules of the user's that it imports."""
+    new = [found for name, found in list(sys.modules.items()) if name not in before]
+    files = {str(getattr(found, "__file__", None) or "") for found in new}
+    own = {file for file in files if file.startswith(tuple(f"{place}/" for place in directories))}
+    own = {file for file in own if not file.startswith(_NOT_OWN)}
+    return sorted({*own, *filter(None, [getattr(module, "__file__", None)])})
+
+
+def _digest_of_files(files: Sequence[str]) -> str:
+    digests = b"".join(hashlib.sha256(Path(file).read_bytes()).digest() for file in files)
+    return hashlib.sha256(digests).hexdigest()[:16]
+
+
+def _digest_of_code(function: Callable[..., Any]) -> str:
+    """Return a hash of what a function does; empty where it is no function of Python's."""
+    code = getattr(getattr(function, "func", function), "__code__", None)
+    return hashlib.sha256(_code_bytes(code)).hexdigest()[:16] if isinstance(code, CodeType) else ""
+
+
+def _code_bytes(code: CodeType) -> bytes:
+    plain = [value for value in code.co_consts if isinstance(value, (str, bytes, int, float, type(None)))]
+    inner = b"".join(_code_bytes(value) for value in code.co_consts if isinstance(value, CodeType))
+    return code.co_code + repr((plain, code.co_names)).encode("utf-8", "backslashreplace") + inner
+
+
+def _takes_row(function: Any, kind: HookKind) -> bool:
+    """Check that a function can be called, and tell whether it wants the row as its second argument."""
+    if not callable(function):
+        raise HookLoadError("is no function")
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise HookLoadError("is asynchronous: give a plain function")
+    if inspect.isgeneratorfunction(function):
+        raise HookLoadError("is a generator: let it return its value")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # of C, without a signature
+        return False
+    places = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    needed = sum(each.default is each.empty and each.kind in places for each in signature.parameters.values())
+    takes_row = kind not in _OF_ROWS and needed == len(("answer", "row"))
+    try:
+        signature.bind(*(("answer", "row") if takes_row else ("row or answer",)))
+    except TypeError:
+        wanted = "one argument, the row" if kind == "prompt" else "one argument, the answer, or also the row"
+        raise HookLoadError(f"takes {signature}: it is called with {wanted}") from None
+    return takes_row
+
+
+def _known(function: Any, spec: HookFunction) -> Annotations:
+    """Return what is known of what a function takes and returns; raises HookLoadError.
+
+    A program has read the annotations of a function that it gives: their names are not known here.
+    """
+    known = spec.known
+    if spec.kind in {"prompt", "parse"} and isinstance(spec.target, str):
+        try:
+            found = annotations_of(function)
+            known = found._replace(columns=known.columns or found.columns)
+        except ValueError as failure:
+            if spec.kind == "parse" and not known.columns:
+                raise HookLoadError(str(failure)) from None
+    if spec.kind == "parse" and not known.columns:
+        raise HookLoadError(
+            "does not say its columns: let it return a TypedDict, a dataclass or a pydantic model by its "
+            "annotation, or name them in parse.columns"
+        )
+    return known
+
+
+def annotations_of(function: Any) -> Annotations:
+    """Read the annotations of a function; raises ValueError, whose text follows the function's name."""
+    inner = getattr(function, "func", function)  # of a functools.partial
+    try:
+        if isinstance(inner, type):
+            hints: dict[str, Any] = {"return": inner}
+        else:
+            inner = inner if inspect.isroutine(inner) else type(inner).__call__
+            hints = typing.get_type_hints(inner, include_extras=True)
+    except Exception as failure:  # noqa: BLE001 - names in annotations may lead anywhere
+        raise ValueError(f"has an annotation that cannot be read: {failure}") from None
+    returned = hints.pop("return", None)
+    first = next(iter(hints.values()), None)
+    reads = tuple(typing.get_type_hints(first)) if typing_extensions.is_typeddict(first) else None
+    members = typing.get_args(returned) if typing.get_origin(returned) in _UNIONS else (returned,)
+    classes = [member for member in members if member is not types.NoneType]
+    columns = columns_of(classes[0]) if len(classes) == 1 else ()
+    return Annotations(columns, types.NoneType in members, reads)
+
+
+_UNIONS = (typing.Union, types.UnionType)
+
+
+def columns_of(kind: Any) -> Columns:
+    """Return the columns of a TypedDict, dataclass, NamedTuple or pydantic model; () for another type.
+
+    Raises ValueError for a field that no column can hold.
+    """
+    if not isinstance(kind, type):
+        return ()
+    if hasattr(kind, "model_fields"):  # pydantic
+        fields = {name: field.annotation for name, field in kind.model_fields.items()}
+    elif dataclasses.is_dataclass(kind) or typing_extensions.is_typeddict(kind) or hasattr(kind, "_fields"):
+        fields = typing.get_type_hints(kind, include_extras=True)
+    else:
+        return ()
+    from pydantic import PydanticSchemaGenerationError, PydanticUserError, TypeAdapter  # noqa: PLC0415
+
+    from batchrunner.job.arrow_types import kind_of_schema  # noqa: PLC0415 - it loads pyarrow
+
+    columns = []
+    for name, annotation in fields.items():
+        try:
+            schema = TypeAdapter(_for_pydantic(annotation)).json_schema(mode="serialization")
+        except (PydanticSchemaGenerationError, PydanticUserError):
+            held = getattr(annotation, "__name__", annotation)
+            raise ValueError(
+                f"returns a column {name}: no column can hold {held}: name the columns in parse.columns"
+            ) from None
+        columns.append((name, kind_of_schema(schema, formats=True)))
+    return tuple(columns)
+
+
+def _for_pydantic(annotation: Any) -> Any:
+    """Return an annotation with TypedDicts that pydantic takes: before Python 3.12 not those of `typing`."""
+    if typing_extensions.is_typeddict(annotation):
+        hints = typing.get_type_hints(annotation)
+        return typing_extensions.TypedDict(  # type: ignore[operator]
+            annotation.__name__, {name: _for_pydantic(hint) for name, hint in hints.items()}
+        )
+    origin, given = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Required, typing.NotRequired):
+        return _for_pydantic(given[0])
+    if origin in _UNIONS:
+        return typing.Union[tuple(map(_for_pydantic, given))]  # noqa: UP007 - of a tuple
+    if isinstance(origin, type) and any(isinstance(each, type) for each in given):
+        generic: Any = origin
+        return generic[tuple(each if each is Ellipsis else _for_pydantic(each) for each in given)]
+    return annotation
+
+
+def row_value(value: Any, known: Annotations) -> dict[str, Any]:
+    """Return what a function returned as a value for each column; a missing one is None.
+
+    Raises ValueError, whose text follows the function's name, for one that does not fit, or a key that is no
+    column.
+    """
+    from batchrunner.job.arrow_types import fit  # noqa: PLC0415 - it loads pyarrow
+
+    if value is None and known.may_be_none:
+        value = {}
+    given = plain(value._asdict() if hasattr(value, "_asdict") else value)
+    if not isinstance(given, dict):
+        raise ValueError(f"returned {_a(value)}: return a dict")  # noqa: TRY004
+    names = [name for name, _ in known.columns]
+    unknown = [key for key in given if key not in names]
+    if unknown:
+        raise ValueError(f"returned {unknown[0]!r}, which is no column (columns: {', '.join(names)})")
+    found = {}
+    for name, kind in known.columns:
+        try:
+            found[name] = fit(given.get(name), kind)
+        except (ValueError, TypeError) as failure:
+            raise ValueError(f"{name}: {failure}") from None
+    return found
+
+
+def plain(value: Any) -> Any:
+    """Return a value as dicts, lists and scalars; raises TypeError for what has no such form."""
+    return msgspec.to_builtins(value, builtin_types=(bytes, dt.datetime, dt.date), enc_hook=_plain_object)
+
+
+def _plain_object(value: Any) -> Any:
+    for name in ("model_dump", "tolist"):  # pydantic; numpy
+        if hasattr(value, name):
+            return plain(getattr(value, name)())
+    if isinstance(value, (Mapping, Path)):
+        return plain(dict(value)) if isinstance(value, Mapping) else str(value)
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{_a(value)} is neither a scalar nor a list or dict of such")
+
+
+def _prompt(value: Any) -> tuple[str, Any] | None:
+    """Return a prompt's kind and its value; None for a row that is left out."""
+    if value is None:
+        return None
+    if isinstance(value, str) and value:
+        return "text", str(value)
+    if isinstance(value, str):
+        raise ValueError("returned an empty text")  # noqa: TRY004
+    given = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(given, (list, tuple)):
+        raise ValueError(f"returned {_a(given)}: return messages, a text, token ids, or None")  # noqa: TRY004
+    if not given:
+        raise ValueError("returned an empty list")
+    if all(isinstance(item, Mapping) for item in given):
+        try:
+            return "messages", [msgspec.to_builtins(item, enc_hook=_plain_object) for item in given]
+        except TypeError as failure:
+            raise ValueError(f"returned a message that JSON cannot hold: {failure}") from None
+    return "input_ids", [_token(item) for item in given]
+
+
+def _token(value: Any) -> int:
+    if not isinstance(value, bool):
+        try:
+            return int(operator.index(value))
+        except TypeError:
+            pass
+    raise ValueError(f"returned a list with {_a(value)} in it: give messages (dicts) or token ids (integers)")
+
+
+def _judgement(value: Any) -> bool | str:
+    """Return true for a good answer, false, or a text that says what is wrong."""
+    if isinstance(value, str):
+        return str(value) or True
+    if isinstance(value, bool) or type(value).__name__ in {"bool_", "bool"}:
+        return bool(value)
+    raise ValueError(f"returned {_a(value)}: return True, False, or a text that says what is wrong")
+
+
+def _a(value: object) -> str:
+    """Return what a value is, in words."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -1,0 +1,157 @@
+"""Columns of a function by its annotation, and what a function may return for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Optional, TypedDict
+
+import numpy as np
+import pydantic
+import pytest
+
+from batchrunner.core.types import ColumnKind
+from batchrunner.job.hook_loading import Annotations, annotations_of, columns_of, row_value
+
+
+class Mood(enum.Enum):
+    GOOD = "good"
+    BAD = "bad"
+
+
+class Place(TypedDict):
+    page: int
+    line: NotRequired[float]
+
+
+class Everything(TypedDict, total=False):
+    text: str
+    maybe: Optional[int]  # noqa: UP045 - people write it so
+    union: int | None
+    either: int | float
+    mixed: int | str
+    mood: Mood
+    choice: Literal["a", "b"] | None
+    many: list[str]
+    several: Sequence[int]
+    pair: tuple[int, int]
+    places: list[Place]
+    place: Place
+    any: Any
+    mapping: dict[str, int]
+    other: Mapping[str, str]
+    day: dt.date
+    time: dt.datetime
+    price: decimal.Decimal
+    id: uuid.UUID
+    file: Path
+    blob: bytes
+    named: Annotated[int, "a number"]
+
+
+PLACE = ("struct", (("page", "int64"), ("line", "float64")))
+
+
+def test_types_of_annotations() -> None:
+    """Each kind of annotation has the type that its values need."""
+    assert dict(columns_of(Everything)) == {
+        "text": "string", "maybe": "int64", "union": "int64", "either": "float64", "mixed": "json",
+        "mood": "string", "choice": "string", "many": ("list", "string"), "several": ("list", "int64"),
+        "pair": ("list", "int64"), "places": ("list", PLACE), "place": PLACE, "any": "json",
+        "mapping": "json", "other": "json", "day": "date", "time": "timestamp", "price": "string",
+        "id": "string", "file": "string", "blob": "binary", "named": "int64",
+    }  # fmt: skip
+
+
+@dataclasses.dataclass
+class Data:
+    number: int
+    place: Place | None = None
+
+
+class PlaceModel(pydantic.BaseModel):
+    page: int
+    line: float | None = None
+
+
+class Model(pydantic.BaseModel):
+    number: int
+    place: PlaceModel | None = None
+
+
+class Named(NamedTuple):
+    number: int
+    place: Place | None = None
+
+
+class Odd(TypedDict):
+    a: threading.Thread
+
+
+COLUMNS = Annotations((("number", "int64"), ("place", PLACE)), may_be_none=True)
+
+
+@pytest.mark.parametrize("kind", [Data, Model, Named])
+def test_classes_with_fields(kind: Any) -> None:
+    """A dataclass, a model of pydantic and a named tuple are columns, and their objects are values."""
+    assert columns_of(kind) == COLUMNS.columns
+    value = kind(number=3, place={"page": 1})
+    assert row_value(value, COLUMNS) == {"number": 3, "place": {"page": 1, "line": None}}
+
+
+def test_what_a_function_says() -> None:
+    """It may return None, and names the columns that it reads; classes without fields are no columns."""
+
+    def function(row: Place) -> Data | None: ...
+
+    assert annotations_of(function) == (COLUMNS.columns, True, ("page", "line"))
+    assert annotations_of(Data).columns == COLUMNS.columns
+    for kind in (dict, str, list[int], None):
+        assert columns_of(kind) == ()
+    with pytest.raises(ValueError, match="returns a column a: no column can hold Thread: name the columns"):
+        columns_of(Odd)
+
+
+def test_values_become_plain_python() -> None:
+    """Numpy's numbers, enums, sets, times with a zone and the like are values as columns hold them."""
+    kinds: dict[str, ColumnKind] = {
+        "whole": "int64", "real": "float64", "yes": "bool", "mood": "string", "price": "string",
+        "many": ("list", "int64"), "time": "timestamp", "day": "date", "any": "json",
+        "missing": "int32",
+    }  # fmt: skip
+    known = Annotations(tuple(kinds.items()))
+    zone = dt.timezone(dt.timedelta(hours=2))
+    value = {
+        "whole": np.int32(3), "real": np.float32(0.5), "yes": np.bool_(True), "mood": Mood.GOOD,
+        "price": decimal.Decimal("1.50"), "many": np.array([1, 2]), "day": dt.date(2024, 1, 1),
+        "time": dt.datetime(2024, 1, 1, 12, tzinfo=zone), "any": {"a": [Model(number=1)], "b": {1}},
+    }  # fmt: skip
+    assert row_value(value, known) == {
+        "whole": 3, "real": 0.5, "yes": True, "mood": "good", "price": "1.50", "many": [1, 2],
+        "time": dt.datetime(2024, 1, 1, 10),  # noqa: DTZ001
+        "day": dt.date(2024, 1, 1),
+        "any": '{"a":[{"number":1,"place":null}],"b":[1]}', "missing": None,
+    }  # fmt: skip
+    assert row_value(None, COLUMNS) == {"number": None, "place": None}
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"number": "3"}, "number: '3' is no whole number"),
+        ({"number": 1 << 63}, "number: 9223372036854775808 has more than 64 bits"),
+        ({"number": 1, "place": [1]}, r"place: '\[1\]' is no object"),
+        ({"numbr": 1}, r"returned 'numbr', which is no column \(columns: number, place\)"),
+        (3, "returned an int: return a dict"),
+    ],
+)
+def test_values_that_do_not_fit(value: Any, says: str) -> None:
+    """The error names the column, and is one line."""
+    with pytest.raises(ValueError, match=says):
+        row_value(value, COLUMNS)
