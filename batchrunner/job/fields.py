@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -199,11 +198,6 @@ def is_hub_page(text: str) -> bool:
 def is_hub_name(text: str) -> bool:
     """Tell whether a text can be the name of a model, or of a GGUF file, on the Hub."""
     return _HUB_NAME.fullmatch(text) is not None
-
-
-def is_misspelt(text: str, names: Sequence[str]) -> bool:
-    """Tell whether a text is nearly one of these names, and no folder."""
-    return bool(get_close_matches(text.strip().lower(), names, cutoff=0.7)) and not Path(text).exists()
 
 
 def as_folder(path: os.PathLike[str]) -> str:

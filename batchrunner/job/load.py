@@ -3,25 +3,24 @@
 Precedence, lowest first: the file, environment variables (`BATCHRUN__ENGINE__MODEL=…`), `--set a.b=c`.
 """
 
-import codecs
 import contextlib
-import difflib
 import os
 import re
 import sys
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
-from typing import Any, BinaryIO, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from batchrunner.core.errors import JobError, WrongValueError
-from batchrunner.core.files import is_uri, known_format, uri_of
+from batchrunner.core.files import known_format
 from batchrunner.job.engine import ENGINE_KINDS, EngineSpec
-from batchrunner.job.fields import as_folder, is_address, is_hub_page, is_misspelt
+from batchrunner.job.fields import as_folder, is_address, is_hub_page
 from batchrunner.job.spec import Job
 
 
@@ -49,9 +48,7 @@ def engine_of_short_form(source: object) -> dict[str, Any]:
         return {"kind": "attach", "urls": [source]}
     if is_address(source):
         raise JobError(f"engine: an address starts with http:// or https:// (got {source!r})")
-    if source in ENGINE_KINDS:
-        raise JobError(f"engine: {source!r} needs more than its name", hint="give the `engine` part of a job")
-    if is_misspelt(source, ("simulated", *ENGINE_KINDS)):
+    if get_close_matches(source, ("simulated", *ENGINE_KINDS), cutoff=0.7) and not Path(source).exists():
         raise JobError(f"engine: {source!r} is no engine", hint="give 'simulated', an address or a model")
     return {"kind": "server", "model": source}
 
@@ -62,10 +59,6 @@ def kind_of(value: object) -> str:
     return names.get(type(value), f"{value!r}")
 
 
-MOST_BYTES = 2 << 20
-"""Bytes of a job file at most: tens of thousands of times a common one, and read in some seconds."""
-MOST_VALUES = 200_000
-"""Values of a job at most, with those that aliases repeat."""
 _BARE_TEMPLATE = re.compile(r"(?:^|[{,])\s*(?:- )?\w+:\s*\{\{")
 """A template that is no text for YAML, since it begins with a brace and has no quotes."""
 _QUOTE_TEMPLATES = "put quotes around a text that begins with {{, or write it below `|`"
@@ -83,37 +76,10 @@ _YAML_HINTS = {
     "that has , : or brackets in it",
 }
 """What to do about a problem, by words of the YAML parser."""
-_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a repeated key, where YAML would keep the last value, and alias bombs."""
-
-    def get_single_node(self) -> yaml.Node | None:
-        """Return the document; raises ConstructorError where its aliases repeat too many values."""
-        node = super().get_single_node()
-        if node is not None:
-            self._count(node, {})
-        return node
-
-    def _count(self, node: yaml.Node, known: dict[int, int | None]) -> int:
-        """Return how many values a node has once its aliases are resolved."""
-        if isinstance(node, yaml.ScalarNode):
-            return 1
-        size = known.setdefault(id(node), 0)
-        if size is None:
-            raise yaml.constructor.ConstructorError(None, None, "an alias stands in itself", node.start_mark)
-        if size:
-            return size
-        known[id(node)] = None
-        pairs = isinstance(node, yaml.MappingNode)
-        below = [item for pair in node.value for item in pair] if pairs else node.value
-        size = 1 + sum(self._count(item, known) for item in below)
-        if size > MOST_VALUES:
-            problem = f"it has more than {MOST_VALUES:,} values, with those that aliases repeat"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        known[id(node)] = size
-        return size
+    """SafeLoader that refuses a repeated key, where YAML would keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -131,58 +97,34 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_text(path: Path) -> str:
-    """Return the text of a job file, which is UTF-8, or UTF-16 with its mark; raises JobError."""
+def _text_of(path: Path) -> str:
+    """Return the text of a job file; raises JobError, which also says how a data file is made a job."""
     try:
-        with path.open("rb") as file:
-            return _decoded(file, str(path))
+        return path.read_text("utf-8-sig")
     except FileNotFoundError:
-        if is_uri(str(path)):
-            raise JobError(f"{uri_of(path)}: is a URI", hint="give a job file on this machine") from None
         raise JobError(f"{path}: no such job file", hint=_nearest_file(path), mark=";") from None
     except IsADirectoryError:
         raise JobError(f"{path}: is a directory", hint="give the job file in it") from None
-    except UnicodeDecodeError as failure:
-        raise JobError(f"{path}: cannot be read as a job file: {failure}", hint="save it as UTF-8") from None
-    except (OSError, ValueError) as failure:  # ValueError: a NUL in the path
-        raise JobError(f"{path}: cannot be read as a job file: {failure}") from None
+    except (OSError, ValueError) as failure:
+        hint = "save it as UTF-8" if isinstance(failure, UnicodeDecodeError) else None
+        raise JobError(f"{path}: cannot be read as a job file: {failure}", hint=hint) from None
 
 
-def read_standard_input() -> str:
-    """Return the text of a job that comes from standard input, to its end; raises JobError."""
+def _text_of_standard_input() -> str:
     try:
-        return _decoded(sys.stdin.buffer, "standard input")
-    except UnicodeDecodeError as failure:
+        return sys.stdin.buffer.read().decode("utf-8-sig")
+    except (OSError, ValueError) as failure:
         raise JobError(
             f"standard input: cannot be read as a job: {failure}", hint="send it as UTF-8"
         ) from None
-    except (OSError, ValueError) as failure:  # ValueError: it was closed
-        raise JobError(f"standard input: cannot be read as a job: {failure}") from None
-
-
-def _decoded(file: BinaryIO, name: str) -> str:
-    content = file.read(MOST_BYTES + 1)
-    if len(content) > MOST_BYTES:
-        raise JobError(f"{name}: is no job file: it has more than {MOST_BYTES >> 20} MiB")
-    return content.decode("utf-16" if content.startswith(_UTF16) else "utf-8-sig")
 
 
 def _nearest_file(path: Path) -> str | None:
-    with contextlib.suppress(OSError, ValueError):  # ValueError: a NUL in the path
+    with contextlib.suppress(OSError):
         jobs = [file.name for file in path.parent.iterdir() if file.suffix in {".yaml", ".yml"}]
-        if near := difflib.get_close_matches(path.name, jobs, n=1, cutoff=0.8):
+        if near := get_close_matches(path.name, jobs, n=1, cutoff=0.8):
             return f"did you mean {str(path.with_name(near[0]))!r}?"
     return None
-
-
-def data_file_error(path: Path) -> JobError | None:
-    """Return what to say of a data file that was given as a job; None for another file."""
-    if known_format(path.name) is None or path.suffix == ".json" or not path.is_file():
-        return None
-    return JobError(
-        f"{path}: is a data file and no job",
-        hint=f"this writes a job for it: batchrun init {quote(str(path))}",
-    )
 
 
 def parse(text: str, where: str) -> Any:
@@ -191,8 +133,6 @@ def parse(text: str, where: str) -> Any:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as failure:
         raise JobError(f"{where}: {_problem(failure)}", hint=_yaml_hint(failure, text), mark=";") from None
-    except RecursionError:
-        raise JobError(f"{where}: not valid YAML: it is nested too deeply") from None
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as failure:
         # errors of PyYAML's constructors: a date with month 13, `!!int x`
         raise JobError(f"{where}: not valid YAML: {str(failure).partition(';')[0]}") from None
@@ -252,7 +192,8 @@ def load_job(
     default; only variables that begin with BATCHRUN__ are used. `engine` is used if the job has none; `name`
     stands for the source in errors. `no_python` refuses a job that runs Python functions. Raises JobError.
     """
-    overrides = _checked(overrides)
+    if isinstance(overrides, str):
+        raise JobError("overrides", hint='give a list of texts, such as ["input.limit=100"]')
     if isinstance(source, Job) and not overrides:
         return source
     tree, own_name = _tree_of(source)
@@ -298,15 +239,6 @@ def read_job_file(source: str) -> dict[str, Any]:
     return _tree_of(source)[0]
 
 
-def _checked(overrides: object) -> list[str]:
-    """Return overrides as a list; raises JobError where they are no texts."""
-    if isinstance(overrides, Iterable) and not isinstance(overrides, (str, Mapping)):
-        given = list(overrides)
-        if all(isinstance(each, str) for each in given):
-            return given
-    raise JobError("overrides", hint='give a list of texts, such as ["input.limit=100"]')
-
-
 def _steps_of(key: str) -> list[str]:
     """Return the path of a variable, engine.model for BATCHRUN__ENGINE__MODEL; user-given names keep case."""
     steps = key[len(ENV_PREFIX) :].split("__")
@@ -320,9 +252,9 @@ def _tree_of(source: object) -> tuple[dict[str, Any], str]:
         case Job():
             return source.model_dump(exclude_unset=True), "job"
         case Mapping():
-            return _copy_of(source, "job"), "job"
+            return _deep_copy(source), "job"
         case "-":
-            return _tree_in(read_standard_input(), "standard input"), "standard input"
+            return _tree_in(_text_of_standard_input(), "standard input"), "standard input"
         case str() | Path():
             return _read_yaml(Path(os.path.expanduser(source))), str(source)  # noqa: PTH111 - `~unknown` is left
         case _:
@@ -337,7 +269,7 @@ def parse_engine(source: EngineLike | None) -> EngineSpec:
     """
     if isinstance(source, BaseModel):
         return source
-    tree = _copy_of(source, "engine") if isinstance(source, Mapping) else engine_of_short_form(source)
+    tree = _deep_copy(source) if isinstance(source, Mapping) else engine_of_short_form(source)
     adapter: TypeAdapter[EngineSpec] = TypeAdapter(EngineSpec)
     return _validated(adapter, tree, "engine")
 
@@ -348,15 +280,18 @@ def _validated(adapter: TypeAdapter[T], tree: dict[str, Any], name: str) -> T:
     except ValidationError as failure:
         problem, hint = _explain(failure, adapter.json_schema(), tree)
         raise JobError(f"{name}: {problem}", hint=hint, mark=";") from None
-    except RecursionError:
-        raise JobError(f"{name}: a value is nested too deeply") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        return _tree_in(read_text(path), str(path))
-    except JobError as failure:
-        raise data_file_error(path) or failure from None
+        return _tree_in(_text_of(path), str(path))
+    except JobError:
+        if known_format(path.name) is None or path.suffix == ".json" or not path.is_file():
+            raise
+        raise JobError(
+            f"{path}: is a data file and no job",
+            hint=f"this writes a job for it: batchrun init {quote(str(path))}",
+        ) from None
 
 
 def _tree_in(text: str, name: str) -> dict[str, Any]:
@@ -392,15 +327,6 @@ def _value_of(text: str, where: str) -> Any:
         return text
     is_null = text.strip().lower() in {"", "~", "null"}
     return text if value is None and not is_null else value
-
-
-def _copy_of(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a copy of a mapping; raises JobError for one that contains itself."""
-    try:
-        copied: dict[str, Any] = _deep_copy(given)
-    except RecursionError:
-        raise JobError(f"{name}: a value is nested too deeply") from None
-    return copied
 
 
 def _deep_copy(value: Any) -> Any:
@@ -478,14 +404,14 @@ def _nearest(path: list[str], schema: dict[str, Any], tree: object) -> str | Non
     known = _known_keys(path[:-1], schema, tree)
     if elsewhere := _sections_with(path[-1], schema, tree) if len(path) == 1 else ():
         return f"did you mean {' or '.join(map(repr, elsewhere))}?"
-    near = difflib.get_close_matches(path[-1], known, n=1)
+    near = get_close_matches(path[-1], known, n=1)
     near = near or [name for name in known if path[-1] in name.split("_")][:1]  # seed: sampling_seed
     if path[:1] == ["engine"] and path[-1] in _SGLANG_NAMES:
         near = []  # a name of SGLang's own, and no misspelt field such as `tp`
     hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}" if known else ""
     if not near and path[:1] == ["engine"] and isinstance(tree, Mapping):
-        hint = f"{_argument_hint(path, known, tree)}{hint} {_engine_hint(tree)}"
-    return hint.strip() or None
+        hint = _argument_hint(path, known, tree) + hint
+    return hint or None
 
 
 def _sections_with(key: str, schema: dict[str, Any], tree: object) -> list[str]:
@@ -501,13 +427,6 @@ def _argument_hint(path: list[str], known: list[str], tree: Mapping[str, Any]) -
     name = path[1].lstrip("-").replace("_", "-")
     value = _brief(tree["engine"][path[1]])
     return f"an argument of SGLang goes into engine.args: {{{_SGLANG_NAMES.get(name, name)}: {value}}}; "
-
-
-def _engine_hint(tree: Mapping[str, Any]) -> str:
-    engine = tree.get("engine")
-    if not isinstance(engine, Mapping):
-        return ""
-    return f"(to replace the whole engine: --set 'engine={{kind: {engine.get('kind')}}}')"
 
 
 def _known_keys(path: list[str], schema: dict[str, Any], tree: object) -> list[str]:
