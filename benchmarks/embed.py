@@ -41,7 +41,7 @@ import pyarrow.parquet as pq
 import batchrunner
 from batchrunner.engines.device import MEAN_POOLING, cpu_environment, server_args, with_server_modules
 from batchrunner.engines.model_files import read_config, takes_mean
-from batchrunner.job.embed import EmbedTask
+from batchrunner.job.tasks import EmbedTask
 from benchmarks.engine import KEY_VARIABLE, SERVER_ENVIRONMENT, Server, serve
 from benchmarks.measure import front_cpu_s, interval, measured_run, save
 

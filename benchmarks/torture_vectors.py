@@ -31,7 +31,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.core.types import Request, RowRef
 from batchrunner.engines.simulated import answer
-from batchrunner.job.embed import EMBEDDING, EmbedTask
+from batchrunner.job.tasks import EMBEDDING, EmbedTask
 from benchmarks.measure import save
 
 if TYPE_CHECKING:

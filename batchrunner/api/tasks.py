@@ -9,9 +9,9 @@ from batchrunner.api.engine import engine_of
 from batchrunner.api.results import results_of
 from batchrunner.input.tables import Data
 from batchrunner.job.call import TaskCall
-from batchrunner.job.embed import Dtype
 from batchrunner.job.load import EngineLike
 from batchrunner.job.spec import LimitsSpec
+from batchrunner.job.tasks import Dtype
 from batchrunner.runner.open_engine import OpenEngine
 from batchrunner.runner.progress_calls import ProgressListener, make_displays
 

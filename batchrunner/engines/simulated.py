@@ -32,9 +32,9 @@ from batchrunner.engines.http.replies import answer_of
 from batchrunner.engines.simulation.replica import CostModel, Replica
 from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
 from batchrunner.input.request_bodies import fields_of, prompt_of, prompts_in
-from batchrunner.job.embed import MODEL, EmbedTask, reply_of
 from batchrunner.job.engine import SimulatedEngine
 from batchrunner.job.output import CUT, RESPONSE
+from batchrunner.job.tasks import MODEL, EmbedTask, reply_of
 
 MOST_DEPTH = 16
 _WORD = "simulated"

@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from batchrunner.core.errors import JobError, WrongValueError
 from batchrunner.core.types import ForwardTask
-from batchrunner.job.embed import Dtype
 from batchrunner.job.fields import Duration, Spec, UserPath
+from batchrunner.job.tasks import Dtype
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
 """A part of the name of a data set, by the rules of the Hub: at most 96 characters."""

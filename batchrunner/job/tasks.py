@@ -1,11 +1,241 @@
-"""All tasks, by the names that a job gives them."""
+"""The tasks without decoding, by their names, and the task `embed`: a vector by `/v1/embeddings`.
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+That endpoint and `/encode` of SGLang 0.5.23 both take a text, token ids, or a list of either. This one
+writes a vector as Base64 of its 32-bit numbers, 5.3 bytes a number; `/encode` writes 18 to 22 bytes a number,
+each by way of a Python float. It tells the prompt tokens of all rows together: those of a row are known where
+its prompt is token ids, or where it is alone.
+"""
 
-from batchrunner.core.types import ForwardTask
-from batchrunner.job.embed import EmbedTask
+from __future__ import annotations
+
+import binascii
+import math
+import struct
+import sys
+from array import array
+from base64 import b64decode, b64encode
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+from zlib import crc32
+
+import msgspec
+
+from batchrunner.core.errors import AttemptFailedError, RequestError, RowRefusedError
+from batchrunner.core.types import ColumnKind, Completion, ForwardTask, Request
+from batchrunner.job.native import pooling_args
 from batchrunner.job.scores import ChoiceTask, ClassifyTask, RerankTask, RewardTask, ScoreTask
+
+VECTOR = "vector"
+"""Kind of a column whose values are all of one length, which the first of them tells: (VECTOR, dtype)."""
+EMBEDDING = "embedding"
+MODEL = "default"
+"""Name by which SGLang serves its model, whatever that is called."""
+Dtype: TypeAlias = Literal["float32", "float16"]
+"""Type of the numbers of a vector."""
+WIDTHS: Mapping[str, int] = {"float32": 4, "float16": 2}
+"""Bytes of a number."""
+UNIT = 1e-6
+"""A vector whose length differs from 1 by less is left as it is: that is the precision of 32-bit numbers."""
+_FLOAT32_BYTES = 4
+TAPE_NUMBERS = 1 << 13
+"""Numbers of which the vectors of the simulated engine are made."""
+_COUNT_MOST = (1 << 31) - 1
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=_COUNT_MOST)]
+
+
+class EmbeddingItem(msgspec.Struct):
+    """A vector of a reply: Base64 of little-endian 32-bit numbers, or a list of numbers."""
+
+    embedding: str | list[float | None]
+    index: Count | None = None
+
+
+class EmbeddingUsage(msgspec.Struct):
+    """The tokens of all rows."""
+
+    prompt_tokens: Count | None = None
+
+
+class EmbeddingReply(msgspec.Struct):
+    """A reply of `/v1/embeddings`."""
+
+    data: Annotated[list[EmbeddingItem], msgspec.Meta(min_length=1)]
+    usage: EmbeddingUsage = msgspec.field(default_factory=EmbeddingUsage)
+
+
+_read = msgspec.json.Decoder(EmbeddingReply)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedTask(ForwardTask):
+    """Makes a vector of each prompt."""
+
+    dtype: Dtype = "float32"
+    normalize: bool = False
+    """Whether each vector is divided by its length."""
+    dimensions: int | None = None
+    """Length of the vectors, for a model that makes them of several lengths; None for its own."""
+
+    name = "embed"
+    path = "/v1/embeddings"
+    wrong_model = "generates text and makes no embeddings"
+    takes = ("output.dtype", "output.normalize", "output.dimensions")
+    meanings = {
+        EMBEDDING: "The vector of the prompt, all of one length; null if the row failed.",
+    }
+
+    @property
+    def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
+        """The vector."""
+        return ((EMBEDDING, (VECTOR, self.dtype)),)
+
+    @classmethod
+    def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
+        """Return the arguments of a server that pools."""
+        return pooling_args(config, cpu=cpu)
+
+    def body(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Return the body: a single prompt, or a list of them."""
+        prompts = [request.prompt for request in requests]
+        body: dict[str, Any] = {"model": MODEL, "input": prompts if len(prompts) > 1 else prompts[0]}
+        body["encoding_format"] = "base64"
+        if self.dimensions is not None:
+            body["dimensions"] = self.dimensions
+        if any(request.lora_path is not None for request in requests):
+            adapters = [request.lora_path for request in requests]
+            body["lora_path"] = adapters if len(adapters) > 1 else adapters[0]
+        return body
+
+    def answers(self, requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
+        """Return the vectors as bytes of `dtype`; a row whose vector has no use has an error."""
+        found: EmbeddingReply = _read.decode(reply)
+        items = found.data
+        if len(items) != len(requests):
+            raise AttemptFailedError(f"{len(items)} vectors came for {len(requests)} rows")
+        if len(items) > 1:
+            items = sorted(items, key=lambda item: -1 if item.index is None else item.index)
+            if [item.index for item in items] != list(range(len(items))):
+                raise AttemptFailedError("the vectors are not numbered from 0 on, each once")
+        tokens = _tokens_of(requests, found.usage.prompt_tokens)
+        return [self._answer(item, count) for item, count in zip(items, tokens, strict=True)]
+
+    def made_up_reply(
+        self,
+        request: Request,  # noqa: ARG002 - for tasks whose answer has a size of its own
+        seed: int,
+        prompt_tokens: int,
+        size: int,
+    ) -> bytes:
+        """Return a vector of `size` numbers, or as many as were asked for, from -1 to 1."""
+        length = self.dimensions or size
+        start = seed % TAPE_NUMBERS
+        vector = (_TAPE * (1 + (start + length) // TAPE_NUMBERS))[start : start + length]
+        item = EmbeddingItem(b64encode(_little(vector).tobytes()).decode(), 0)
+        return msgspec.json.encode(EmbeddingReply([item], EmbeddingUsage(prompt_tokens)))
+
+    def _answer(self, item: EmbeddingItem, prompt_tokens: int | None) -> Completion | RequestError:
+        try:
+            vector = self.stored(_numbers(item))
+        except RequestError as failure:
+            return failure
+        return Completion([], [], [], prompt_tokens, None, columns={EMBEDDING: [vector]})
+
+    def stored(self, vector: array[float]) -> bytes:
+        """Return a vector as the results have it; raises RowRefusedError for one without use."""
+        if not vector:
+            raise RowRefusedError("the vector is empty")
+        if not math.isfinite(sum(vector)):  # a sum of 32-bit numbers does not overflow in 64 bits
+            raise RowRefusedError("the vector has numbers that are NaN or infinite")
+        if self.dimensions is not None and len(vector) != self.dimensions:
+            raise RowRefusedError(
+                f"the vector has {len(vector)} numbers, and output.dimensions is {self.dimensions}"
+            )
+        if self.normalize:
+            norm = math.hypot(*vector)
+            if not norm:
+                raise RowRefusedError("output.normalize: the vector is zero")
+            if abs(norm - 1) > UNIT:
+                vector = array("f", [number / norm for number in vector])
+        if self.dtype == "float32":
+            return _little(vector).tobytes()
+        try:
+            return struct.pack(f"<{len(vector)}e", *vector)
+        except (OverflowError, struct.error):
+            raise RowRefusedError("output.dtype: the vector has numbers too large for float16") from None
+
+
+def numbers_of(vector: bytes, dtype: Dtype) -> list[float]:
+    """Return the numbers of a vector that stands as the results have it."""
+    if dtype == "float32":
+        return _little(array("f", vector)).tolist()
+    return list(struct.unpack(f"<{len(vector) // WIDTHS[dtype]}e", vector))
+
+
+def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_text: bool) -> bytes:
+    """Return a reply of `/v1/embeddings` with vectors of 32-bit numbers, in Base64 or as numbers."""
+    data = [
+        {
+            "object": "embedding",
+            "index": index,
+            "embedding": b64encode(vector).decode() if as_text else list(_little(array("f", vector))),
+        }
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens}
+    return msgspec.json.encode({"object": "list", "data": data, "model": model, "usage": usage})
+
+
+def check_embeddings(reply: bytes, rows: int | None) -> int | None:
+    """Check a reply of `/v1/embeddings` to so many prompts (None: not known); return their tokens, if told.
+
+    Raises RequestError where vectors are missing or have no use, or what msgspec raises where it is no reply.
+    """
+    found: EmbeddingReply = _read.decode(reply)
+    if rows is not None and len(found.data) != rows:
+        raise AttemptFailedError(f"{len(found.data)} vectors came for {rows} inputs")
+    task = EmbedTask()
+    for item in found.data:
+        task.stored(_numbers(item))
+    return found.usage.prompt_tokens
+
+
+def _numbers(item: EmbeddingItem) -> array[float]:
+    """Return the numbers of a vector; raises RequestError where they are none."""
+    found = item.embedding
+    if not isinstance(found, str):
+        try:
+            return array("f", [math.nan if number is None else number for number in found])
+        except OverflowError:
+            return array("f", [math.inf])
+    try:
+        content = b64decode(found, validate=True)
+    except (binascii.Error, ValueError):
+        raise AttemptFailedError("the vector is not Base64") from None
+    if len(content) % _FLOAT32_BYTES:
+        raise AttemptFailedError("the vector is no whole number of 32-bit numbers")
+    return _little(array("f", content))
+
+
+def _little(vector: array[float]) -> array[float]:
+    """Return a vector whose bytes are little-endian, or one that was so as this machine has it."""
+    if sys.byteorder == "big":
+        vector = vector[:]
+        vector.byteswap()
+    return vector
+
+
+def _tokens_of(requests: Sequence[Request], total: int | None) -> list[int | None]:
+    """Return the tokens of each prompt; a server that cut some of them tells only the `total`."""
+    if len(requests) == 1:
+        return [total]
+    counts = [len(request.prompt) if request.kind == "input_ids" else None for request in requests]
+    return [*counts] if None not in counts and sum(filter(None, counts)) == total else [None] * len(requests)
+
+
+_TAPE = array("f", [(crc32(b"%d" % number) / (1 << 31)) - 1 for number in range(TAPE_NUMBERS)])
+
 
 TaskName: TypeAlias = Literal["generate", "embed", "score", "rerank", "reward", "classify"]
 """`task` of a job."""

@@ -11,8 +11,8 @@ import pyarrow as pa
 from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, ForwardTask, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.arrow_types import PLAIN_TYPES, arrow_type, kind_of_schema
-from batchrunner.job.embed import VECTOR, WIDTHS
 from batchrunner.job.output import OF_TEXTS, PARSED, RESPONSE, RESULT_COLUMNS, SAMPLE
+from batchrunner.job.tasks import VECTOR, WIDTHS
 from batchrunner.output.arrow_arrays import arrow_array
 
 _NONE = Completion([None], [None], [None], None, None)  # type: ignore[list-item]

@@ -15,8 +15,8 @@ from batchrunner.core.errors import BatchrunError
 from batchrunner.core.types import Outcome
 from batchrunner.input.live_rows import LiveRenderer
 from batchrunner.job.answers import AnswerPlan, plan_answers
-from batchrunner.job.embed import VECTOR
 from batchrunner.job.python_functions import open_functions
+from batchrunner.job.tasks import VECTOR
 from batchrunner.output.columns import RunSchema, table_of, with_vectors
 from batchrunner.ray.stage_call import StageCall
 from batchrunner.runner.open_engine import EngineLoop

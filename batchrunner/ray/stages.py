@@ -12,10 +12,10 @@ from batchrunner.core.errors import JobError
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.registry import launched_model
 from batchrunner.job.call import GenerateCall, LibraryCall, Prompt, TaskCall
-from batchrunner.job.embed import Dtype
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import EngineLike, parse_engine
 from batchrunner.job.spec import LimitsSpec, OnLength
+from batchrunner.job.tasks import Dtype
 from batchrunner.ray.engine_worker import EngineWorker
 from batchrunner.ray.gpus import gpus_asked, gpus_of_nodes, is_this_machine_alone
 from batchrunner.ray.stage_call import StageCall

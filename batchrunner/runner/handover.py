@@ -12,8 +12,8 @@ from pyroaring import BitMap64
 from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, Outcome
 from batchrunner.input.dataset import RowBatch, UnreadableValue, carried_of, rows_of
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.embed import VECTOR, numbers_of
 from batchrunner.job.output import SAMPLE
+from batchrunner.job.tasks import VECTOR, numbers_of
 from batchrunner.output.columns import ResultRow, answer_value, result_rows
 from batchrunner.output.parts import open_part
 from batchrunner.output.run_dir import RunDir

@@ -16,8 +16,16 @@ import numpy as np
 import pydantic
 import pytest
 
+from batchrunner.core.hook_worker import HookLoadError
 from batchrunner.core.types import ColumnKind
-from batchrunner.job.hook_loading import Annotations, annotations_of, columns_of, row_value
+from batchrunner.job.hook_loading import (
+    Annotations,
+    HookFunction,
+    annotations_of,
+    columns_of,
+    load_functions,
+    row_value,
+)
 
 
 class Mood(enum.Enum):
@@ -155,3 +163,29 @@ def test_values_that_do_not_fit(value: Any, says: str) -> None:
     """The error names the column, and is one line."""
     with pytest.raises(ValueError, match=says):
         row_value(value, COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "says"),
+    [
+        ("", "a:prompt", "there is no 'prompt' in"),
+        ("def promt(row): pass", "b:prompt", "did you mean 'promt'?"),
+        ("", "nowhere.at_all:prompt", r"there is no module 'refused_nowhere.at_all' \(looked in"),
+        ("", "hooks.py:prompt", r"there is no module '\S+' \(looked in"),
+        ("import sys; sys.exit(4)", "c:prompt", "cannot be imported: .*c.py:1: SystemExit: 4"),
+        ("def prompt(): pass", "d:prompt", r"takes \(\): it is called with one argument, the row"),
+        ("async def prompt(row): pass", "e:prompt", "is asynchronous: give a plain function"),
+        ("def prompt(row): yield 1", "f:prompt", "is a generator"),
+        ("prompt = 3", "g:prompt", "is no function"),
+    ],
+)
+def test_functions_that_cannot_be_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, name: str, says: str
+) -> None:
+    """Each is one line, with the function's place in the job and its name."""
+    module = "refused_" + name
+    (tmp_path / f"{module.partition(':')[0].partition('.')[0]}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(HookLoadError, match=says) as caught:
+        load_functions([HookFunction("prompt.python", "prompt", module, module)], [str(tmp_path)])
+    assert str(caught.value).startswith(f"prompt.python: {module}")

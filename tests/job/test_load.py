@@ -124,14 +124,6 @@ def test_a_text_stays_what_it_is(text: str) -> None:
     assert (quoted.prompt.user, quoted.sampling.top_k) == ("a # b", 4)
 
 
-def test_names_that_are_not_ours_keep_their_case() -> None:
-    """A server's environment variables are as it knows them."""
-    values = {"BATCHRUN__ENGINE": "{kind: server, model: m}", "BATCHRUN__ENGINE__ENV__HF_HOME": "/x"}
-    engine = example(environ=values).engine
-    assert isinstance(engine, ServerEngine)
-    assert engine.env == {"HF_HOME": "/x"}
-
-
 def test_overrides_make_sections() -> None:
     """A section that the file leaves out can be set."""
     assert example(["limits={}", "limits.max_attempts=7"]).limits.max_attempts == 7
@@ -154,12 +146,6 @@ def test_overrides_make_sections() -> None:
 def test_overrides_that_are_no_yaml(text: str) -> None:
     """Templates and expressions need no quotes of YAML's around them, whatever it would make of them."""
     assert example([f"prompt.user={text}"]).prompt.user == text
-
-
-@pytest.mark.parametrize("text", ["", "null", " ~"])
-def test_overrides_that_are_nothing(text: str) -> None:
-    """Nothing takes a value away."""
-    assert example([f"prompt.system={text}"]).prompt.system is None
 
 
 @pytest.mark.parametrize("override", ["output.path", "=3", "window=[", "window={a", "output.path.deep=3"])
@@ -265,11 +251,8 @@ def test_an_argument_beside_the_fields_of_an_engine_is_told_where_it_goes(engine
         ("- input", "(got a list)"),
         ("just words", "(got a text)"),
         (EXAMPLE + "input: {path: x}\n", "line 7: not valid YAML: the key 'input' is given twice"),
-        (EXAMPLE.replace("64,", "64, max_new_tokens: 65,"), "the key 'max_new_tokens' is given twice"),
         ("input: [", "line 1: not valid YAML"),
-        ("input: !!int x", "not valid YAML"),
         ("input: 2024-13-45", "not valid YAML: month must be in 1..12"),
-        ("? !!set {a}\n: 1", "not valid YAML: found unhashable key"),
         ("prompt:\n  user: {{ text }}", "; put quotes around a text that begins with {{"),
         ("prompt: {user: {{ text }} is it?}", "; put quotes around a text that begins with {{"),
         (
@@ -285,7 +268,6 @@ def test_an_argument_beside_the_fields_of_an_engine_is_told_where_it_goes(engine
         ("input: {path: x, filter: row[1]}", "; close the brackets, and put quotes around a text"),
         (b"\xff\xfe\xfa", "cannot be read as a job file"),
         (EXAMPLE.replace("output: {path: out/run}\n", ""), "output is missing"),
-        (EXAMPLE.replace("64", "many"), "sampling.max_new_tokens: should be a valid integer"),
         (EXAMPLE.replace("temperature: 0", "temperature: hot"), "{column: NAME} (got 'hot')"),
         (EXAMPLE.replace("docs.parquet", "{a: 1}"), "input.path: should be a valid string"),
         (EXAMPLE.replace("attach", "attached"), "kind should be one of 'attach', 'server'"),
@@ -296,16 +278,8 @@ def test_an_argument_beside_the_fields_of_an_engine_is_told_where_it_goes(engine
             EXAMPLE.replace("max_failed_rows: 10", "deadline: 3 weeks"),
             "limits.deadline: a duration is seconds",
         ),
-        (
-            EXAMPLE.replace("max_failed_rows: 10", "deadline: [1]"),
-            "limits.deadline: should be a valid number",
-        ),
-        (EXAMPLE.replace("max_failed_rows: 10", "deadline: -3"), "should be greater than 0 (got -3)"),
-        (EXAMPLE.replace("max_failed_rows: 10", "max_failed_rows: 1.5"), "(got 1.5)"),
-        (EXAMPLE + "queue: 5\n", "queue: should be two numbers: [low, high] (got 5)"),
         (EXAMPLE + "queue: [500, 100]\n", "queue: the upper end must be at least 4 times the lower one"),
         (EXAMPLE.replace("temperature: 0", "json_schema: '{not json'"), "sampling.json_schema: not JSON:"),
-        (EXAMPLE.replace("temperature: 0", "json_schema: '[1]'"), "a JSON Schema is a JSON object"),
         (EXAMPLE.replace("temperature: 0", "regex: '(a'"), "sampling.regex: not a regular expression"),
         (
             EXAMPLE.replace("temperature: 0", "json_schema: {properties: {on: {}}}"),
@@ -315,7 +289,6 @@ def test_an_argument_beside_the_fields_of_an_engine_is_told_where_it_goes(engine
             EXAMPLE.replace("temperature: 0", f"sampling_seed: {10**23}"),
             "Integer exceeds 64-bit range (got 1",
         ),
-        (EXAMPLE.replace("temperature: 0", f"stop_token_ids: [{10**23}]"), "Integer exceeds 64-bit range"),
         (EXAMPLE.replace("temperature: 0", "temperature: .inf"), "temperature: should be a finite number"),
         (
             EXAMPLE.replace("temperature: 0", "custom_params: {a: [.nan]}"),

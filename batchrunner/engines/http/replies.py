@@ -26,8 +26,8 @@ from batchrunner.core.types import (
 from batchrunner.engines.http.failures import error_of, known_status, short
 from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.input.tokenize.detokenizer import Detokenizer
-from batchrunner.job.embed import check_embeddings
 from batchrunner.job.output import IDS_TO_CONTINUE, REASONING, RESPONSE
+from batchrunner.job.tasks import check_embeddings
 
 MOST_COUNT = (1 << 31) - 1
 """Largest count of tokens, and largest token id: the columns of the results have 32 bits."""
