@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.input.sort.decide import decide_by_sample
-from batchrunner.input.sort.plan import open_order, prepare_order
+from batchrunner.input.order import decide_by_sample
+from batchrunner.input.sorted_copy import open_order, prepare_order
 from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import prepare
 from benchmarks.measure import in_fresh_process, save

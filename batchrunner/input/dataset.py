@@ -28,10 +28,16 @@ from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.processes import thread_pool
 from batchrunner.core.types import InputFile, RowRef
 from batchrunner.input.columns_read import unknown_column
-from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types
-from batchrunner.input.hub_files import without_commit
-from batchrunner.input.parquet_copy import PROBLEM, common_schema, fitted, stored_schema
-from batchrunner.input.schemas import normalize, normalized, not_for_parquet
+from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types, without_commit
+from batchrunner.input.parquet_copy import (
+    PROBLEM,
+    common_schema,
+    fitted,
+    normalize,
+    normalized,
+    not_for_parquet,
+    stored_schema,
+)
 from batchrunner.input.source_file import SourceFile, sizes_of
 from batchrunner.job.output import StorageSpec
 from batchrunner.output.arrow_arrays import arrow_array, arrow_scalar

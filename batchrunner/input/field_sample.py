@@ -9,7 +9,7 @@ from batchrunner.core.errors import RowRefusedError
 from batchrunner.input.dataset import Dataset, UnreadableValue, rows_of
 from batchrunner.input.field_order import FieldOrder, choose_order
 from batchrunner.input.fields_block import field_line
-from batchrunner.input.sort.decide import STRETCHES, stretches
+from batchrunner.input.order import STRETCHES, stretches
 from batchrunner.input.templates import Predicate
 from batchrunner.job.spec import InputSpec
 

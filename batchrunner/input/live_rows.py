@@ -10,9 +10,8 @@ from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.dataset import Dataset, RowBatch
-from batchrunner.input.parquet_copy import PROBLEM
+from batchrunner.input.parquet_copy import PROBLEM, normalize, normalized
 from batchrunner.input.render import Renderer
-from batchrunner.input.schemas import normalize, normalized
 from batchrunner.job.answers import plan_answers
 from batchrunner.job.spec import Job
 

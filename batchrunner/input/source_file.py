@@ -20,8 +20,7 @@ import pyarrow.parquet as pq
 from batchrunner.core.errors import InputChangedError, InputError, StoreRequestError
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, known_format
 from batchrunner.core.processes import too_many_files
-from batchrunner.input.files import first_line, read_errors
-from batchrunner.input.hub_files import without_commit
+from batchrunner.input.files import first_line, read_errors, without_commit
 from batchrunner.input.parquet_copy import PROBLEM, write_parquet
 from batchrunner.output.files import make_directory, whole_file, writing
 

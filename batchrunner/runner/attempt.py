@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from pyroaring import BitMap64
 
-from batchrunner.input.sort.decide import OrderDecision
-from batchrunner.input.sort.plan import find_sorted_copy, prepare_order
+from batchrunner.input.order import OrderDecision
+from batchrunner.input.sorted_copy import find_sorted_copy, prepare_order
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import refresh_listing, writing

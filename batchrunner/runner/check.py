@@ -16,8 +16,8 @@ from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.engines.vector_facts import check_dimensions_of_launched
-from batchrunner.input.sort.decide import OrderDecision
-from batchrunner.input.sort.plan import decide_order
+from batchrunner.input.order import OrderDecision
+from batchrunner.input.sorted_copy import decide_order
 from batchrunner.job.load import load_job
 from batchrunner.job.python_functions import MEDIA
 from batchrunner.output.failures import Failures

@@ -22,7 +22,7 @@ from batchrunner.core.errors import InputError, InputLostError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Lease, Outcome, Request
 from batchrunner.input.dataset import RowBatch, RowReader
-from batchrunner.input.sort.plan import open_order
+from batchrunner.input.sorted_copy import open_order
 from batchrunner.runner.prepared_job import PreparedJob
 
 log = logging.getLogger(__name__)

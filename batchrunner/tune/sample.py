@@ -19,7 +19,7 @@ from batchrunner.core.console import counted
 from batchrunner.core.types import Request
 from batchrunner.input.dataset import RowBatch
 from batchrunner.input.prefixes import prompt_bytes
-from batchrunner.input.sort.plan import decide_order, open_order, prepare_order, remove_sorted_copies
+from batchrunner.input.sorted_copy import decide_order, open_order, prepare_order, remove_sorted_copies
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.files import whole_file, writing
 from batchrunner.runner.prepared_job import PreparedJob

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.input.sort.plan import decide_order
+from batchrunner.input.sorted_copy import decide_order
 from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import prepare
 from tests.conftest import batchrun, job_of, report_of, results_of, write_job

@@ -336,8 +336,8 @@ def test_no_room_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("batchrunner.input.sort.plan.write_sorted", full)
-    monkeypatch.setattr("batchrunner.input.sort.decide.WINDOW_ROWS", 50)
+    monkeypatch.setattr("batchrunner.input.sorted_copy.write_sorted", full)
+    monkeypatch.setattr("batchrunner.input.order.WINDOW_ROWS", 50)
     write_texts(tmp_path / "input.parquet", shuffled(200, 10))
     with pytest.raises(OutputError, match=r"No space left.*MiB are free: free some, or set order: input$"):
         batchrunner.run(sorted_job(tmp_path))
@@ -350,8 +350,8 @@ def test_no_room_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_auto_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room for a sorted copy none is begun, unless the job asks for it."""
-    monkeypatch.setattr("batchrunner.input.sort.decide.WINDOW_ROWS", 50)
-    monkeypatch.setattr("batchrunner.input.sort.plan.DISK_FACTOR", 1 << 50)
+    monkeypatch.setattr("batchrunner.input.order.WINDOW_ROWS", 50)
+    monkeypatch.setattr("batchrunner.input.sorted_copy.DISK_FACTOR", 1 << 50)
     write_texts(tmp_path / "input.parquet", shuffled(200, 10))
     job = sorted_job(tmp_path, order="auto")
     assert batchrunner.run(job).rows_ok == 200
@@ -365,8 +365,8 @@ def test_auto_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_room_for_what_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns that the job does not read take no room in a sorted copy, and make no batch smaller."""
-    monkeypatch.setattr("batchrunner.input.sort.decide.WINDOW_ROWS", 50)
-    monkeypatch.setattr("batchrunner.input.sort.plan.DISK_FACTOR", shutil.disk_usage(tmp_path).free >> 20)
+    monkeypatch.setattr("batchrunner.input.order.WINDOW_ROWS", 50)
+    monkeypatch.setattr("batchrunner.input.sorted_copy.DISK_FACTOR", shutil.disk_usage(tmp_path).free >> 20)
     images = [number.to_bytes(2) * 50_000 for number in range(200)]
     table = pa.table({"text": shuffled(200, 10), "image": images, "text2": images})
     pq.write_table(table, tmp_path / "input.parquet")

@@ -11,9 +11,8 @@ from pyroaring import BitMap64
 from batchrunner.core.errors import ResumeError, TaskHeldError
 from batchrunner.core.timing import TIMING
 from batchrunner.input.job_input import cut_into_leases
-from batchrunner.input.sort.decide import OrderDecision
-from batchrunner.input.sort.plan import prepare_order, remove_sorted_copies
-from batchrunner.input.sort.sorted_copy import SortedCopy
+from batchrunner.input.order import OrderDecision
+from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import writing

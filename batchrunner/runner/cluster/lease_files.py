@@ -20,7 +20,7 @@ import orjson
 from pyroaring import BitMap64
 
 from batchrunner.core.types import rows_from_text, rows_to_text
-from batchrunner.input.sort.sorted_copy import SortedCopy
+from batchrunner.input.sorted_copy import SortedCopy
 from batchrunner.output.files import create_file, make_directory
 from batchrunner.output.stores.store import LOCAL, Store
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from pyroaring import BitMap64
 
 from batchrunner.core.types import Lease
-from batchrunner.input.sort.plan import remove_sorted_copies
+from batchrunner.input.sorted_copy import remove_sorted_copies
 from batchrunner.output.stores.store import LOCAL, Store
 from batchrunner.runner.cluster.lease_files import LeaseFiles, LeasePlan, plans_in, turns_in
 from batchrunner.runner.cluster.planned_leases import PlannedLeases

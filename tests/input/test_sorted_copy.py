@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.input.prefixes import sort_key
-from batchrunner.input.sort.external_sort import cut_into_groups
+from batchrunner.input.sorted_copy import cut_into_groups
 
 
 @given(st.data())

@@ -8,8 +8,8 @@ from math import exp
 
 import pytest
 
+from batchrunner.input.order import STRETCHES, WINDOW_ROWS, decide
 from batchrunner.input.prefixes import common_length
-from batchrunner.input.sort.decide import STRETCHES, WINDOW_ROWS, decide
 from tests.support.documents import document, shuffled
 
 

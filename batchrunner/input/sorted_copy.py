@@ -1,0 +1,401 @@
+"""A sorted copy of rows: a Parquet file that holds them in the order in which they are sent.
+
+It has the columns that the job reads, and last the ordinals. Its metadata says which order and which run it
+belongs to (`about`). A position is the index of a row in the copy, counted from 0. It is written in bounded
+memory: only the sort keys are sorted, by duckdb, which gives the position of each row. Then the rows are
+partitioned by position into buckets, and so pass, whatever their types, through Arrow and Parquet only.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from itertools import accumulate, chain, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyroaring import BitMap64
+
+from batchrunner.core.errors import InputError, OutputError, ResumeError
+from batchrunner.core.types import Request, rows_of_column
+from batchrunner.input.dataset import DatasetReader, RowBatch, RowReader, batch_rows
+from batchrunner.input.files import first_line
+from batchrunner.input.job_input import MOST_LEASE_ROWS, JobInput, lease_rows
+from batchrunner.input.order import OrderDecision, decide_by_sample
+from batchrunner.input.prefixes import common_length, prompt_bytes, sort_key
+from batchrunner.input.source_file import READ_BUFFER_BYTES
+from batchrunner.job.sampling import FromColumn
+from batchrunner.output.arrow_arrays import arrow_array
+from batchrunner.output.buckets import Buckets
+from batchrunner.output.files import whole_file
+from batchrunner.output.run_json import check_same_run, fingerprint
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+log = logging.getLogger(__name__)
+
+_ABOUT = b"batchrunner"
+"""Key of `about` in the Parquet metadata."""
+
+
+class SortedCopy:
+    """Reads a sorted copy. Its row groups keep rows with a common prefix together."""
+
+    def __init__(self, path: Path, *, leased: bool = False) -> None:
+        """Open the file; raises InputError where it is missing or damaged.
+
+        `leased` says that it lies in the run's directory of leases, for the text of the error.
+        """
+        self._path = path
+        try:
+            self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
+            self.about: dict[str, Any] = orjson.loads(self._file.schema_arrow.metadata[_ABOUT])
+        except (OSError, pa.ArrowException, KeyError, TypeError, orjson.JSONDecodeError):
+            again = "run the command again: they are sorted again"
+            if leased:
+                again = (
+                    f"once no task is at work, delete {path.parent} and run --join again: done rows are kept"
+                )
+            raise InputError(
+                f"{path}: the rows in the order of this run are missing or damaged",
+                hint=f"put the file back, or {again}",
+            ) from None
+        groups = range(self._file.num_row_groups)
+        counts = [self._file.metadata.row_group(group).num_rows for group in groups]
+        self.group_starts = [0, *accumulate(counts)]
+        """Position of the first row of each row group, and the number of rows."""
+
+    @property
+    def positions(self) -> range:
+        """All positions."""
+        return range(self.group_starts[-1])
+
+    def rows(self, positions: range) -> BitMap64:
+        """Return the ordinals of the rows at these positions, which must be whole row groups."""
+        found = BitMap64()
+        for group in self._groups(positions):
+            found |= self._rows_of(group)
+        return found
+
+    def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
+        """Yield the rows in the order of the copy, as `RowReader.read` does."""
+        try:
+            for group in self._groups(positions or self.positions):
+                if not rows.isdisjoint(self._rows_of(group)):
+                    yield from self._read_group(group, rows)
+        except (OSError, pa.ArrowException) as failure:
+            raise InputError(f"{self._path}: cannot be read: {first_line(failure)}") from None
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _groups(self, positions: range) -> range:
+        starts = self.group_starts
+        return range(bisect_left(starts, positions.start), bisect_left(starts, positions.stop))
+
+    def _rows_of(self, group: int) -> BitMap64:
+        names = self._file.schema_arrow.names[-1:]
+        return rows_of_column(self._file.read_row_group(group, names, use_threads=False).column(0))
+
+    def _read_group(self, group: int, wanted: BitMap64) -> Iterator[RowBatch]:
+        metadata = self._file.metadata.row_group(group)
+        size = batch_rows(metadata.num_rows, metadata.total_byte_size)
+        for data in self._file.iter_batches(size, [group], use_threads=False):
+            *_, ordinals = data.columns
+            rows = ordinals.to_pylist()
+            kept = [at for at, row in enumerate(rows) if row in wanted]
+            if kept:
+                columns = data.select(data.schema.names[:-1])
+                picked = columns if len(kept) == len(rows) else columns.take(arrow_array(kept, pa.int64()))
+                yield RowBatch([rows[at] for at in kept], picked)
+
+
+MEMORY = "128MB"
+"""Memory limit of duckdb. It takes more than that, but with Arrow's memory the process stays below 512 MB."""
+CHUNK_ROWS = 16_384
+"""Keys that are passed to or from duckdb at once."""
+MOST_OUTPUT_TOKENS = 1 << 30
+"""Upper bound of `max_new_tokens` in a sort key, more than any model generates."""
+MOST_GROUP_BYTES = 32 << 20
+"""Approximate most bytes of a row group."""
+BUCKET_BYTES = 48 << 20
+"""Approximate bytes of rows in a bucket; sorting one takes about three times as much memory."""
+_KEYS = pa.schema(
+    [
+        ("first", pa.int64()),
+        ("key", pa.binary()),
+        ("tail", pa.int64()),
+        ("row", pa.int64()),
+        ("size", pa.int64()),
+    ]
+)
+"""Columns of a sort key: rows are compared by the first four."""
+_POSITION, _ORDINAL = "\0position", "\0row"
+"""Names of columns, which no input column can have."""
+
+
+def write_sorted(
+    job_input: JobInput, rows: BitMap64, path: Path, about: dict[str, Any], check_stop: Callable[[], None]
+) -> None:
+    """Write a sorted copy of these rows; `about["order"]` is "prefix" or "longest_first".
+
+    Each row is rendered once and read twice. `check_stop` is called before each row, and may raise to end
+    the sort. Raises OSError where the disk is full. Nothing is left of a sort that fails.
+    """
+    import duckdb  # noqa: PLC0415 - 25 MB, for jobs that sort
+
+    work = path.with_suffix(".work")
+    work.mkdir()
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "memory_limit": MEMORY,
+        "threads": 1,
+        "temp_directory": str(work / "spilled"),
+    }
+    try:
+        with duckdb.connect(config=config) as db:
+            _sort_keys(db, _keys(job_input, rows, about["order"], check_stop))
+            check_stop()
+            in_order = chain.from_iterable(
+                zip(*(column.to_pylist() for column in batch.columns), strict=True)
+                for batch in db.sql("SELECT key, size FROM sorted").to_arrow_reader(CHUNK_ROWS)
+            )
+            groups = list(cut_into_groups(in_order, lease_rows(len(rows))))
+            buckets = Buckets(work, _POSITION, list(_bucket_ends(groups)))
+            for table in _with_positions(job_input, rows, _positions(db)):
+                buckets.put(table)
+                check_stop()
+        with whole_file(path) as temporary:
+            _write_copy(buckets.take(), [size for size, _ in groups], temporary, about)
+    except duckdb.Error as failure:
+        raise OSError(first_line(failure)) from None
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _sort_keys(db: DuckDBPyConnection, keys: Iterator[tuple[Any, ...]]) -> None:
+    """Sort keys, which are rows of _KEYS, into the table `sorted`."""
+    db.execute("CREATE TABLE keys (first BIGINT, key BLOB, tail BIGINT, row BIGINT, size BIGINT)")
+    while chunk := list(islice(keys, CHUNK_ROWS)):
+        columns = zip(zip(*chunk, strict=True), _KEYS.types, strict=True)
+        db.register("chunk", pa.table([arrow_array(*column) for column in columns], schema=_KEYS))
+        db.execute("INSERT INTO keys SELECT * FROM chunk")
+    db.execute("CREATE TABLE sorted AS SELECT key, row, size FROM keys ORDER BY first, key, tail, row")
+    db.execute("DROP TABLE keys")
+
+
+def _positions(db: DuckDBPyConnection) -> Iterator[pa.Array]:
+    """Yield the sorted positions of the rows, counted from 0, in input order; deletes the keys."""
+    db.execute("CREATE TABLE positions AS SELECT row, rowid AS position FROM sorted")
+    db.execute("DROP TABLE sorted")
+    for batch in db.sql("SELECT position FROM positions ORDER BY row").to_arrow_reader(CHUNK_ROWS):
+        yield batch.column(0)
+
+
+def _write_copy(tables: Iterable[pa.Table], sizes: Iterable[int], path: Path, about: dict[str, Any]) -> None:
+    """Write tables of whole row groups of these sizes; their last columns are ordinal and position."""
+    groups = iter(sizes)
+    with ExitStack() as stack:
+        writer = None
+        for table in tables:
+            rows = table.drop_columns(_POSITION).replace_schema_metadata({_ABOUT: orjson.dumps(about)})
+            writer = writer or stack.enter_context(pq.ParquetWriter(path, rows.schema, compression="zstd"))
+            start = 0
+            while start < rows.num_rows:
+                size = next(groups)
+                writer.write_table(rows.slice(start, size), row_group_size=size)
+                start += size
+
+
+def _keys(
+    job_input: JobInput, rows: BitMap64, order: str, check_stop: Callable[[], None]
+) -> Iterator[tuple[int, bytes, int, int, int]]:
+    """Yield the key of each row, see _KEYS, also of a row that cannot be sent."""
+    by_column = isinstance(job_input.job.sampling.max_new_tokens, FromColumn)
+    for batch in job_input.dataset.read(rows, job_input.renderer.columns):
+        size = batch.data.nbytes // len(batch.rows)  # of a row, without its prompt
+        for item in job_input.renderer.render(batch, check_stop):
+            if not isinstance(item, Request):
+                yield 0, b"", 0, item.ref.row, size
+                continue
+            prompt = prompt_bytes(item)
+            length = len(prompt)
+            if by_column:
+                length = max(0, min(item.sampling["max_new_tokens"], MOST_OUTPUT_TOKENS))
+            first = -length if order == "longest_first" else 0
+            yield first, *sort_key(prompt), item.ref.row, size + len(prompt)
+
+
+def cut_into_groups(rows: Iterable[tuple[bytes, int]], wanted: int) -> Iterator[tuple[int, int]]:
+    """Yield the number of rows and of bytes of each row group; `rows` are sort keys and bytes, in order.
+
+    A group has from `wanted` to twice as many rows, but at most MOST_LEASE_ROWS and about MOST_GROUP_BYTES.
+    Within these limits it ends where two neighbours have the shortest common prefix.
+    """
+    least = max(1, min(wanted, MOST_LEASE_ROWS // 2))
+    shared: list[int] = []  # length of the prefix that each row shares with the row before
+    sizes: list[int] = []
+    before = b""
+    total = 0
+    for key, size in rows:
+        shared.append(common_length(before, key))
+        while len(sizes) == 2 * least or (sizes and total + size > MOST_GROUP_BYTES):
+            first = min(least, (len(sizes) + 1) // 2)
+            cut = min(range(first, len(shared)), key=shared.__getitem__)
+            yield cut, sum(sizes[:cut])
+            shared, sizes = shared[cut:], sizes[cut:]
+            total = sum(sizes)
+        sizes.append(size)
+        total += size
+        before = key
+    if sizes:
+        yield len(sizes), total
+
+
+def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
+    """Yield the position after the last row of each bucket; a bucket holds whole row groups."""
+    position = gathered = 0
+    for rows, size in groups:
+        position += rows
+        gathered += size
+        if gathered >= BUCKET_BYTES:
+            yield position
+            gathered = 0
+    yield position + 1  # the end of the last bucket, which may be empty
+
+
+def _with_positions(job_input: JobInput, rows: BitMap64, positions: Iterator[pa.Array]) -> Iterator[pa.Table]:
+    """Yield the rows in input order with their ordinals and positions; `positions` come in input order."""
+    names = job_input.renderer.columns
+    kinds = [job_input.dataset.type_of(name) for name in names]
+    # one schema: files may give a column different metadata
+    schema = pa.schema(zip([*names, _ORDINAL, _POSITION], [*kinds, pa.int64(), pa.int64()], strict=True))
+    waiting = pa.chunked_array([], pa.int64())
+    for batch in job_input.dataset.read(rows, names):
+        count = len(batch.rows)
+        while len(waiting) < count:
+            waiting = pa.chunked_array([*waiting.chunks, next(positions)])
+        columns = [batch.data.column(name) for name in names]
+        ordinals = arrow_array(batch.rows, pa.int64())
+        yield pa.Table.from_arrays([*columns, ordinals, waiting.slice(0, count)], schema=schema)
+        waiting = waiting.slice(count)
+
+
+DISK_FACTOR = 2
+"""A sort takes the bytes of the rows this many times on disk: in buckets, and in the sorted copy."""
+
+
+def decide_order(
+    job_input: JobInput, rows: BitMap64, check_stop: Callable[[], None] = lambda: None
+) -> OrderDecision:
+    """Return the order for these rows: the job's `order`, or with `auto` by a sample. Raises InputError.
+
+    `check_stop` is called before each row of the sample, and may raise.
+    """
+    asked = job_input.job.order
+    if asked != "auto":
+        return OrderDecision(asked, "set by the job")
+    return decide_by_sample(job_input, rows, check_stop)
+
+
+def prepare_order(
+    job_input: JobInput,
+    rows: BitMap64,
+    directory: Path,
+    token: str,
+    check_stop: Callable[[], None],
+    *,
+    replace: bool = True,
+) -> tuple[Path | None, OrderDecision]:
+    """Decide on the order of these rows and sort them; return the path of the sorted copy and the decision.
+
+    The path is None for input order. The copy is written to `directory`, with `token` in its name; with
+    `replace` earlier copies there are deleted. `check_stop` is called now and then, and may raise to end the
+    sort. Raises InputError, or OutputError where the disk has no space for it and `order` is not `auto`.
+    """
+    if replace:
+        remove_sorted_copies(directory)
+    decision = decide_order(job_input, rows, check_stop)
+    if not rows:
+        return None, decision
+    path = None
+    if decision.order != "input":
+        path = directory / f"order-{token}.parquet"
+        try:
+            _sort(job_input, rows, decision, path, check_stop)
+        except OutputError as failure:
+            if job_input.job.order != "auto":
+                raise
+            path, decision = None, OrderDecision("input", f"{decision.order} would be better, but {failure}")
+            log.warning("%s", decision)
+    return path, decision
+
+
+def open_order(job_input: JobInput, path: Path | None, *, leased: bool = False) -> RowReader:
+    """Open a sorted copy, or the input where `path` is None; raises InputError where the copy is missing.
+
+    `leased` is as for SortedCopy.
+    """
+    if path is None:
+        return DatasetReader(job_input.dataset, job_input.renderer.columns)
+    return SortedCopy(path, leased=leased)
+
+
+def find_sorted_copy(
+    job_input: JobInput, rows: BitMap64, directory: Path
+) -> tuple[Path, OrderDecision] | None:
+    """Return an earlier attempt's sorted copy if it has the job's order and all these rows, else None."""
+    asked = job_input.job.order
+    for path in directory.glob("order-*.parquet"):
+        try:
+            copy = SortedCopy(path)
+            now = fingerprint(job_input.job, job_input.dataset.files, "")
+            check_same_run(copy.about["fingerprint"], now, directory, model_known=False)
+        except (InputError, ResumeError):
+            continue
+        kind = copy.about["order"]
+        if rows and kind in {"auto": {"prefix"}}.get(asked, {asked}) and not rows - copy.rows(copy.positions):
+            return path, OrderDecision(kind, "sorted by an earlier attempt")
+    return None
+
+
+def remove_sorted_copies(directory: Path) -> None:
+    """Delete the sorted copies of earlier attempts, finished or not. Raises OSError."""
+    for path in directory.glob("*order-*"):  # also hidden files, which are not whole
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _sort(
+    job_input: JobInput, rows: BitMap64, decision: OrderDecision, path: Path, check_stop: Callable[[], None]
+) -> None:
+    began = time.monotonic()
+    where, free = path.parent, shutil.disk_usage(path.parent).free
+    size = job_input.dataset.bytes_of(job_input.renderer.columns)
+    needed = int(DISK_FACTOR * size * len(rows) / job_input.dataset.total_rows)  # an estimate
+    takes = f"that takes about {needed >> 20} MiB there, {free >> 20} MiB are free"
+    if needed > free and job_input.job.order == "auto":  # a user who sets the order may know better
+        raise OutputError(
+            f"{where}: not enough space to sort: {takes}",
+            hint=f"free some, or set order: {decision.order} to try",
+        )
+    log.info("sorting %d rows", len(rows))
+    run = fingerprint(job_input.job, job_input.dataset.files, "")
+    try:
+        write_sorted(job_input, rows, path, {"order": decision.order, "fingerprint": run}, check_stop)
+    except (OSError, pa.ArrowException) as failure:
+        raise OutputError(
+            f"{where}: {len(rows)} rows could not be sorted ({first_line(failure)}): {takes}",
+            hint="free some, or set order: input",
+        ) from None
+    log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
