@@ -27,7 +27,7 @@ from batchrunner.engines.logs.series import Thresholds
 from benchmarks.measure import RESULTS, save
 
 if TYPE_CHECKING:
-    from batchrunner.advise.rules.table import Advice
+    from batchrunner.advise.rules import Advice
 
 SEED = 5
 VOCABULARY = 2048

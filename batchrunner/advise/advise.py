@@ -9,7 +9,7 @@ from typing import Any
 
 from batchrunner.advise.from_run import FilesState, read_run, state_of
 from batchrunner.advise.from_server import watch_server
-from batchrunner.advise.rules.table import BY_NAME, Advice, apply_all
+from batchrunner.advise.rules import BY_NAME, Advice, apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.core.console import counted
 from batchrunner.core.errors import InputError

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from batchrunner.advise.rules.passes import LARGEST_CHUNK
+from batchrunner.advise.load_rules import LARGEST_CHUNK
 from batchrunner.engines.recovery.safer_args import LESS_CONSERVATIVE, NORMAL
 from batchrunner.engines.simulation.replica import CostModel, PassWork, RowLengths, fit_spans, steady_work
 from batchrunner.engines.simulation.request import CLIP_TOKENS, SchedulerConfig

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchrunner.advise.rules.memory import STEP
-from batchrunner.advise.rules.passes import LARGEST_CHUNK
-from batchrunner.advise.rules.setup import best_backends
+from batchrunner.advise.load_rules import LARGEST_CHUNK
+from batchrunner.advise.memory_rules import STEP
+from batchrunner.advise.setup_rules import best_backends
 from batchrunner.advise.situation import memory_band
 from batchrunner.engines.device import cards, free_bytes, gpus, on_cpu
 from batchrunner.engines.flags import Flags, command_line, installed, name_in

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchrunner.advise.advise import AdviceReport, advise
-from batchrunner.advise.rules.table import apply_all
+from batchrunner.advise.rules import apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.api import run
 from batchrunner.core.errors import InputError

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batchrunner.engines.vector_facts import pooling_note
 from tests.conftest import batchrun, job_of, results_of, write_job
 from tests.support.fake_sglang import FakeSGLang
 
@@ -42,7 +41,7 @@ def run(directory: Path, engine: Any, **changes: Any) -> Any:
     ("mode", "pooling", "warned"),
     [
         ("pooling_mode_mean_tokens", "cls", True),
-        ("pooling_mode_max_tokens", "mean", True),
+        ("pooling_mode_lasttoken", "mean", True),
         ("pooling_mode_cls_token", "cls", False),
         ("pooling_mode_mean_tokens", "mean", False),
         ("pooling_mode_mean_tokens", "model_defined", False),
@@ -60,7 +59,7 @@ def test_a_server_that_makes_vectors_otherwise(
     assert len(lines) == warned
     if warned:
         assert "they will not be alike" in lines[0]
-        assert FIRST in lines[0] or "the maximum over all tokens" in lines[0]
+        assert FIRST in lines[0] or "the last token" in lines[0]
         assert ("mean_pooling" in lines[0]) == (mode == "pooling_mode_mean_tokens")
 
 
@@ -73,16 +72,6 @@ def test_odd_facts(tmp_path: Path) -> None:
             done = run(tmp_path / str(told), server, output={"dimensions": 4})
         assert done.exit_code == 0
         assert "makes vectors of" not in done.stderr
-
-
-def test_launched_servers_take_the_mean(tmp_path: Path) -> None:
-    """A server that we launch has the mean, whatever it tells; not for other architectures."""
-    model = model_in(tmp_path / "model", "pooling_mode_mean_tokens")
-    told = {"model_path": model, "embedding": {"pooling": "cls"}}
-    assert pooling_note({**told, "architectures": ["XLMRobertaModel"]}, launched=True) is None
-    other = pooling_note({**told, "architectures": ["Qwen3ForCausalLM"]}, launched=True)
-    assert other is not None
-    assert f"of {FIRST}, and the authors of {model} make them of {MEAN}" in other
 
 
 @pytest.mark.parametrize(

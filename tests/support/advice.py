@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.advise.advise import AdviceReport, advise
-from batchrunner.advise.rules.table import apply_all
+from batchrunner.advise.rules import apply_all
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.engines.flags import of_arguments
 from batchrunner.engines.logs.reader import LogReader
@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from batchrunner.advise.rules.table import Advice
+    from batchrunner.advise.rules import Advice
 
 GUIDES = {  # verbatim: which guide, its line, what it reads
     "G2": (

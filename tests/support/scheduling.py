@@ -19,7 +19,7 @@ GROUPS = {
         "test_real_engine.py",
         "test_real_engine_starts.py::test_tokens_made_here_give_the_same_answers",
         "test_real_engine_starts.py::test_trials_of_flags",
-        "tests/advise/rules/test_table.py::test_the_installed_server_takes_every_flag",
+        "tests/advise/test_rules.py::test_the_installed_server_takes_every_flag",
         "tests/engines/test_flags.py::test_the_real_help_is_read",
     ),
     "deaths": ("test_real_engine_starts.py", "test_real_engine_out_of_memory.py"),

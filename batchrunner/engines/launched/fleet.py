@@ -47,12 +47,18 @@ START_TRIES = 3
 once, two draw the same one in 28 of 8,000 starts."""
 TOKENIZERS = "tokenizer-worker-num"
 """Argument above 1 of which SGLang 0.5.23 refuses to start with an API key."""
+KEEP_ALIVE_S = 120
+"""Seconds for which replicas keep the gateway's idle connections; the gateway drops them after 90 s. With
+SGLang's own 5 s it would send rows into connections that are just being closed."""
 _READY_PATHS = ("/ready", "/model_info")
 """Paths that answer 200 when a server takes requests; releases before `/ready` answer 404 there."""
 
 
-class SGLangServer:
-    """A server of `model` with the job's arguments; it can be started again on the same port."""
+class SGLangServer(Supervised):
+    """One `sglang.launch_server` with the job's arguments or safer ones, restarted when it dies or hangs.
+
+    Without a `gateway` all rows in flight are its own.
+    """
 
     def __init__(
         self,
@@ -66,8 +72,12 @@ class SGLangServer:
         argv: tuple[str, ...] = (),
         environ: Mapping[str, str] | None = None,
         healer: Healer | None = None,
+        gateway: GatewayProcess | None = None,
+        failures: FailureClassifier,
+        incidents: IncidentQueue,
+        hang_s: float,
     ) -> None:
-        """`spec` describes all servers of a job; the other arguments are those of this server."""
+        """`spec` describes all servers of a job; `argv` and `environ` are those of this server alone."""
         self._port = HeldPort()
         self.url = f"http://127.0.0.1:{self._port.number}"
         self._model = model
@@ -80,7 +90,7 @@ class SGLangServer:
         self._healer = healer
         self._args: dict[str, Any] = {}  # of the last start
         self._kills: int | None = None  # the kernel's count at the last start
-        self._is_up = False
+        self._has_started = False
         offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")} if Path(model).exists() else {}
         self.process = LaunchedProcess(
             module="sglang.launch_server",
@@ -91,14 +101,19 @@ class SGLangServer:
             python=spec.python,
             name=name,
         )
+        self.supervisor = ServerSupervisor(self, incidents)
+        self.is_up = True
+        self._gateway = gateway
+        self._failures = failures
+        self._hangs = HangDetector(hang_s, alone=gateway is None)
 
     async def start(self) -> None:
         """Start it and wait until it takes requests; raises EngineStartError where it does not.
 
         A start that fails for want of memory is repeated with safer arguments, as after a death.
         """
-        self._is_up = False
-        while not self._is_up:
+        self._has_started = False
+        while not self._has_started:
             self._args = {**self._given, **(self._healer.next_args if self._healer else {})}
             self.process.argv = [*self._own_argv, *to_argv(self._args)]
             self.process.key = self._key_for_start()
@@ -110,7 +125,7 @@ class SGLangServer:
                     raise
                 await self.process.stop()
             else:
-                self._is_up = True
+                self._has_started = True
 
     def heal(self) -> bool:
         """Change the next start's arguments by the cause of death; return whether any help."""
@@ -120,10 +135,37 @@ class SGLangServer:
 
     async def close(self) -> None:
         """End it, and give its port back."""
-        if self._healer and self._is_up and self.process.runs:
+        if self._healer and self._has_started and self.process.runs:
             self._healer.outlived(self._ended())
         await self.process.stop()
         self._port.release()
+
+    async def went_down(self) -> None:
+        """Take the server out of the gateway."""
+        await self._set_up(up=False)
+
+    async def came_up(self) -> None:
+        """Put the server back into the gateway."""
+        await self._set_up(up=True)
+
+    def poll(self, loads: Sequence[SchedulerLoad], endpoint: Endpoint, now: float) -> None:
+        """Restart the server if it hangs; let the gateway spare it while it stalls."""
+        if not self.is_up:
+            return
+        own = [load for load in loads if load.server == self.url]
+        answers = 0 if self._gateway else endpoint.answers
+        hang = self._hangs.poll(now, own, in_flight=endpoint.in_flight, answers=answers)
+        if hang:
+            self.supervisor.hangs(hang)
+        elif self._gateway:
+            self._gateway.spare(self.url, stalls=self._hangs.stalls)
+
+    async def _set_up(self, *, up: bool) -> None:
+        self.is_up = up
+        self._hangs.restarted()
+        self._failures.record(self.url, alive=up)
+        if self._gateway:
+            await self._gateway.list_worker(self.url, listed=up)
 
     def _key_for_start(self) -> str:
         workers = str(self._args.get(TOKENIZERS, 1))
@@ -152,68 +194,6 @@ class SGLangServer:
                 return
             log.warning("%s: another process took one of its ports: starting it again", self.process.name)
             await self.process.stop()
-
-
-KEEP_ALIVE_S = 120
-"""Seconds for which replicas keep the gateway's idle connections; the gateway drops them after 90 s. With
-SGLang's own 5 s it would send rows into connections that are just being closed."""
-
-
-class FleetReplica(Supervised):
-    """A server that a supervisor restarts; without a `gateway` all rows in flight are its own."""
-
-    def __init__(
-        self,
-        server: SGLangServer,
-        gateway: GatewayProcess | None,
-        failures: FailureClassifier,
-        incidents: IncidentQueue,
-        *,
-        hang_s: float,
-    ) -> None:
-        self.server = server
-        self.url = server.url
-        self.process = server.process
-        self.supervisor = ServerSupervisor(self, incidents)
-        self.is_up = True
-        self._gateway = gateway
-        self._failures = failures
-        self._hangs = HangDetector(hang_s, alone=gateway is None)
-
-    async def start(self) -> None:
-        """Start the server and wait until it takes requests; raises EngineStartError where it does not."""
-        await self.server.start()
-
-    def heal(self) -> bool:
-        """Change the next start's arguments by the cause of death; return whether any help."""
-        return self.server.heal()
-
-    async def went_down(self) -> None:
-        """Take the server out of the gateway."""
-        await self._set_up(up=False)
-
-    async def came_up(self) -> None:
-        """Put the server back into the gateway."""
-        await self._set_up(up=True)
-
-    def poll(self, loads: Sequence[SchedulerLoad], endpoint: Endpoint, now: float) -> None:
-        """Restart the server if it hangs; let the gateway spare it while it stalls."""
-        if not self.is_up:
-            return
-        own = [load for load in loads if load.server == self.url]
-        answers = 0 if self._gateway else endpoint.answers
-        hang = self._hangs.poll(now, own, in_flight=endpoint.in_flight, answers=answers)
-        if hang:
-            self.supervisor.hangs(hang)
-        elif self._gateway:
-            self._gateway.spare(self.url, stalls=self._hangs.stalls)
-
-    async def _set_up(self, *, up: bool) -> None:
-        self.is_up = up
-        self._hangs.restarted()
-        self._failures.record(self.url, alive=up)
-        if self._gateway:
-            await self._gateway.list_worker(self.url, listed=up)
 
 
 class LaunchedFleet(HttpEngine):
@@ -251,7 +231,7 @@ class LaunchedFleet(HttpEngine):
             if isinstance(spec, GatewayEngine) and not goes_past_gateways(task)
             else None
         )
-        self._replicas: dict[str, FleetReplica] = {}
+        self._replicas: dict[str, SGLangServer] = {}
         self._healer: Healer | None = None
         self._watching: list[asyncio.Task[None]] = []
 
@@ -266,13 +246,9 @@ class LaunchedFleet(HttpEngine):
         tp = int(spec.tp) if isinstance(spec, GatewayEngine) else None
         await asyncio.to_thread(check_fits, model, server_args(spec.args, cpu=cpu), tp=tp, cpu=cpu)
         self._healer = await asyncio.to_thread(healer_for, spec, model, self._incidents, tp=tp, cpu=cpu)
-        self._replicas = {
-            server.url: FleetReplica(
-                server, self._gateway, self._client.failures, self._incidents, hang_s=self._hang_s
-            )
-            for server in self._make_servers(model, cpu=cpu, healer=self._healer)
-        }
-        programs: list[FleetReplica | GatewayProcess] = [*self._replicas.values()]
+        made = self._make_servers(model, cpu=cpu, healer=self._healer)
+        self._replicas = {server.url: server for server in made}
+        programs: list[SGLangServer | GatewayProcess] = [*self._replicas.values()]
         if self._gateway:
             programs.append(self._gateway)
         log_path = programs[-1].process.log_path
@@ -341,12 +317,15 @@ class LaunchedFleet(HttpEngine):
             watching.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         await super().close()
-        stops = [replica.server.close() for replica in self._replicas.values()]
+        stops = [replica.close() for replica in self._replicas.values()]
         await asyncio.gather(*stops, *([self._gateway.close()] if self._gateway else []))
 
     def _make_servers(self, model: str, *, cpu: bool, healer: Healer | None = None) -> list[SGLangServer]:
         spec = self._spec
-        make = functools.partial(SGLangServer, spec, model, key=self._key, cpu=cpu, healer=healer)
+        make = functools.partial(
+            SGLangServer, spec, model, key=self._key, cpu=cpu, healer=healer, gateway=self._gateway,
+            failures=self._client.failures, incidents=self._incidents, hang_s=self._hang_s,
+        )  # fmt: skip
         if not isinstance(spec, GatewayEngine):
             return [make(log_path=self._log_dir / "engine-server.log")]
         slices = gpu_slices([] if cpu else gpus(spec.env), cards_of(spec.args, int(spec.tp)), spec.replicas)

@@ -35,22 +35,10 @@ from batchrunner.output.files import write_json
 log = logging.getLogger(__name__)
 
 FORMAT = 1
-REMEMBERED = {
-    "chunked-prefill-size", "max-running-requests", "max-total-tokens", "mem-fraction-static",
-    "cuda-graph-max-bs", "cuda-graph-max-bs-decode", "schedule-conservativeness",
-}  # fmt: skip
-"""Arguments that are read from a file if they are numbers; a file in a cache may hold anything."""
-OFF: Mapping[str, Any] = {
-    "cuda-graph-backend-decode": "disabled",
-    "disable-cuda-graph": True,
-    "cuda-graph-backend-prefill": "disabled",
-    "disable-piecewise-cuda-graph": True,
-}
-"""The only other arguments that are read, with their only values: the last steps switch graphs off."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class LearnedArgs:
     """Arguments with which a server ran, after it had died with others."""
 
     args: dict[str, Any]
@@ -61,47 +49,33 @@ class Lesson:
     """Day on which they were learned, YYYY-MM-DD."""
 
 
-class Remembered:
-    """The file for one model, card and version of SGLang."""
+class LearnedArgsFile:
+    """The file of what was learned for one model, card and version of SGLang."""
 
     def __init__(self, model: str, card: str, version: str | None) -> None:
-        self._about = {"model": model, "card": card, "sglang": version or "unknown"}
+        self._about = {"format": FORMAT, "model": model, "card": card, "sglang": version or "unknown"}
         digest = hashlib.sha256(orjson.dumps(self._about, option=orjson.OPT_SORT_KEYS)).hexdigest()[:12]
         name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2])[:60]
         self.path = cache_directory() / "engines" / f"{name}-{digest}.json"
 
-    def recall(self) -> Lesson | None:
+    def read(self) -> LearnedArgs | None:
         """Return what was learned; None without a file, and with a warning where it cannot be read."""
         try:
-            return self._read()
+            stored = orjson.loads(self.path.read_bytes())
+            return LearnedArgs(dict(stored["args"]), str(stored["why"]), str(stored["on"]))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as failure:
             log.warning("%s: not read (%s): delete it", self.path, failure)
             return None
 
-    def keep(self, lesson: Lesson) -> None:
-        """Write a lesson down for the next run; log a warning where that fails."""
+    def write(self, learned: LearnedArgs) -> None:
+        """Write down what was learned for the next run; log a warning where that fails."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_json(self.path, {"format": FORMAT, **self._about, **asdict(lesson)})
+            write_json(self.path, {**self._about, **asdict(learned)})
         except (OSError, BatchrunError) as failure:
             log.warning("what worked is not remembered for the next run: %s", failure)
-
-    def _read(self) -> Lesson | None:
-        stored = orjson.loads(self.path.read_bytes())
-        if stored["format"] != FORMAT or any(stored[name] != value for name, value in self._about.items()):
-            raise ValueError("it is not of this version, or about another engine")
-        args = {name: value for name, value in stored["args"].items() if name in REMEMBERED or name in OFF}
-        if not all(_is_ours(name, value) for name, value in args.items()):
-            raise TypeError("its args should be numbers, or switch graphs off")
-        return Lesson(args, str(stored["why"])[:200], str(stored["on"])[:10]) if args else None
-
-
-def _is_ours(name: str, value: Any) -> bool:
-    """Tell whether healing can have set an argument to this value."""
-    off = OFF.get(name)
-    return type(value) in {int, float} if off is None else type(value) is type(off) and value == off
 
 
 MOST_CHANGES = 6
@@ -122,12 +96,12 @@ class Healer:
     The servers of one engine share a healer: what one of them dies of, the others need not die of too.
     """
 
-    def __init__(self, given: Mapping[str, Any], memory: Remembered, incidents: IncidentQueue) -> None:
+    def __init__(self, given: Mapping[str, Any], file: LearnedArgsFile, incidents: IncidentQueue) -> None:
         """Take the job's `engine.args` and what earlier runs learned."""
         self.args: dict[str, Any] = {}
         """Safer arguments, which replace the job's own, or add to them."""
         self._given = given
-        self._memory = memory
+        self._file = file
         self._incidents = incidents
         self._tried: list[dict[str, Any]] = []
         self._pace: dict[str, Any] = {}  # the conservativeness of the next start and run, by this run
@@ -141,15 +115,16 @@ class Healer:
 
     def recall(self) -> None:
         """Begin with what worked in an earlier run, where the job does not say otherwise; log what it is."""
-        lesson = self._memory.recall()
-        learned = lesson.args if lesson else {}
-        self.args = {n: v for n, v in learned.items() if name_in(self._given, n) not in self._given}
-        if lesson and self.args:
-            self._why = lesson.why
-            why = f"learned on {lesson.on} from {lesson.why}"
+        learned = self._file.read()
+        if learned is None:
+            return
+        self.args = {n: v for n, v in learned.args.items() if name_in(self._given, n) not in self._given}
+        if self.args:
+            self._why = learned.why
+            why = f"learned on {learned.on} from {learned.why}"
             log.info(
                 "starting with %s, %s; engine.args overrules it; delete %s to forget",
-                _shown(self.args), why, self._memory.path,
+                _shown(self.args), why, self._file.path,
             )  # fmt: skip
             self._incidents.report(Incident("recalled", "the engine", why, {"new": dict(self.args)}))
 
@@ -199,10 +174,10 @@ class Healer:
             args, why = self._pace, "requests that waited though the KV pool had room"
         if args:
             self._learn(args, why)
-            log.info("%s: the next run has %s (%s)", self._why, _shown(args), self._memory.path)
+            log.info("%s: the next run has %s (%s)", self._why, _shown(args), self._file.path)
         if self._learned:
             self._learned = False
-            self._memory.keep(Lesson(self.args, self._why, f"{datetime.now(UTC):%Y-%m-%d}"))
+            self._file.write(LearnedArgs(self.args, self._why, f"{datetime.now(UTC):%Y-%m-%d}"))
 
     def _had_all(self, server: EndedServer) -> bool:
         return all(server.args.get(name) == value for name, value in self.args.items())
@@ -249,8 +224,8 @@ def healer_for(
     found = [] if cpu else cards()
     room = found[0].memory_bytes if found else memory_bytes() or 0
     card = f"{ways} x {'CPU' if cpu else found[0].name if found else 'GPU'}, {room >> 30} GiB"
-    memory = Remembered(model_identity(model), card, version_of(spec.python, spec.env))
-    healer = Healer(spec.args, memory, incidents)
+    file = LearnedArgsFile(model_identity(model), card, version_of(spec.python, spec.env))
+    healer = Healer(spec.args, file, incidents)
     healer.recall()
     return healer
 

@@ -1,6 +1,6 @@
 """The page on the rules of `batchrun advise`, from their table."""
 
-from batchrunner.advise.rules.table import RULES, Rule
+from batchrunner.advise.rules import RULES, Rule
 from batchrunner.engines.logs.series import Thresholds
 from docs.tools.reference.markdown import field_docs, table
 

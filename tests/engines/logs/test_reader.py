@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchrunner.advise.advise import advise
-from batchrunner.advise.rules.table import apply_all
+from batchrunner.advise.rules import apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.reader import LogReader

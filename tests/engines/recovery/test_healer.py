@@ -8,7 +8,7 @@ import pytest
 
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.recovery.diagnosis import EndedServer
-from batchrunner.engines.recovery.healer import Healer, Remembered
+from batchrunner.engines.recovery.healer import Healer, LearnedArgsFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,18 +27,18 @@ def retracting(minutes: int) -> list[str]:
 
 
 @pytest.fixture(name="memory")
-def _memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remembered:
+def _memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LearnedArgsFile:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return Remembered("model", "1 x H100", "0.5.23")
+    return LearnedArgsFile("model", "1 x H100", "0.5.23")
 
 
-def next_run(memory: Remembered, given: Mapping[str, Any] | None = None) -> Healer:
+def next_run(memory: LearnedArgsFile, given: Mapping[str, Any] | None = None) -> Healer:
     healer = Healer(given or {}, memory, IncidentQueue())
     healer.recall()
     return healer
 
 
-def test_a_server_that_holds_back_starts_less_careful_the_next_time(memory: Remembered) -> None:
+def test_a_server_that_holds_back_starts_less_careful_the_next_time(memory: LearnedArgsFile) -> None:
     """The next start that comes anyway has 0.3, and so has the next run."""
     healer = next_run(memory)
     assert healer.next_args == {}
@@ -48,7 +48,7 @@ def test_a_server_that_holds_back_starts_less_careful_the_next_time(memory: Reme
     assert next_run(memory).next_args == {NAME: 0.3}
 
 
-def test_a_run_that_begins_with_it_takes_it_back_at_the_first_costs(memory: Remembered) -> None:
+def test_a_run_that_begins_with_it_takes_it_back_at_the_first_costs(memory: LearnedArgsFile) -> None:
     """Two minutes of retractions are enough there; a server without it is judged by five."""
     healer = next_run(memory)
     healer.admit_more()
@@ -67,7 +67,7 @@ def test_a_run_that_begins_with_it_takes_it_back_at_the_first_costs(memory: Reme
     "given",
     [{NAME: 0.8}, {NAME: 1}, {"enable-dp-attention": True}, {"attn-dp-size": 4}],
 )
-def test_what_the_job_sets_is_not_changed(memory: Remembered, given: dict[str, Any]) -> None:
+def test_what_the_job_sets_is_not_changed(memory: LearnedArgsFile, given: dict[str, Any]) -> None:
     """Nor is what SGLang itself has lowered, with DP attention."""
     healer = next_run(memory, given)
     assert healer.admit_more() is None

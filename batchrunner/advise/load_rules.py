@@ -1,13 +1,228 @@
-"""Rules on forward passes: prefill chunks, long prompts, CUDA graphs. Each is pure."""
+"""Rules on queue, token usage, batch size, retractions and forward passes. Each is pure."""
 
 import math
 from typing import Any
 
-from batchrunner.advise.rules.load import conservativeness
-from batchrunner.advise.situation import CHUNK_GB_A_TOKEN, Finding, Situation, memory_band
-from batchrunner.engines.flags import Flags
+from batchrunner.advise.situation import (
+    CHUNK_GB_A_TOKEN,
+    Certainty,
+    ClientActivity,
+    Finding,
+    Situation,
+    memory_band,
+)
+from batchrunner.core.console import counted
+from batchrunner.core.engine_info import QueueBand
+from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.logs.facts import prefill_graph_off
-from batchrunner.engines.recovery.safer_args import LESS_CONSERVATIVE, in_effect, least_fraction
+from batchrunner.engines.recovery.safer_args import (
+    LESS_CONSERVATIVE,
+    MORE_CONSERVATIVE,
+    MOST_CONSERVATIVE,
+    as_flag,
+    in_effect,
+    least_fraction,
+)
+
+CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
+"""Environment variable: most tokens that SGLang reserves for the output of a request (schedule_policy)."""
+FEWER = 0.9
+"""Share of the running requests that `--max-running-requests` is lowered to, where the pool is too small."""
+TOKENIZERS = 4
+"""`--tokenizer-worker-num` where one front process is too slow."""
+_OTHER_WAY = {
+    False: "`engine: {kind: gateway}`: servers with a front process each",
+    True: "a machine with more cores: the front process shares them with the model",
+}
+"""What helps a slow front process where no flag does, by whether the model runs on a CPU."""
+MOST_RUNNING = 4096
+"""SGLang's own largest default of `max_running_requests`."""
+
+
+def conservativeness(s: Situation) -> float:
+    """Return the conservativeness that schedulers use; under DP attention it differs from the flag."""
+    value = s.facts.number("schedule_conservativeness")
+    return 1.0 if value is None else value
+
+
+def queue_empty(s: Situation, flags: Flags) -> Finding | None:
+    """Find that the queue runs empty, and what on the client's side is too slow."""
+    if not s.load.frequent("empty"):
+        return None
+    band = QueueBand(int(s.limits.queue_low), int(s.limits.queue_deep)).scaled(s.max_running)
+    keep = f"keep {band.low}-{band.high} requests waiting"
+    if s.client is None:
+        change, why = f"send requests faster, more at once: {keep}", "the client is the bottleneck"
+    else:
+        change, why = _slow_part(s.client, keep)
+    args = {} if change else _more_workers(s, flags)
+    left = " while rows were left to send" if s.client else ""
+    return Finding(
+        f"#queue-req is 0 {s.often('empty')}{left}: {why}",
+        args,
+        change or command_line(args) or _OTHER_WAY[s.facts.on_cpu],
+        s.evidence("empty"),
+        "high" if s.client else "medium",
+    )
+
+
+def _more_workers(s: Situation, flags: Flags) -> dict[str, Any]:
+    """Return the flag for more tokenizer workers, if the server has a front process with few of them."""
+    few = (s.facts.number("tokenizer_worker_num") or 1) < TOKENIZERS
+    helps = s.client is not None and few and not s.facts.on_cpu
+    return flags.setting("tokenizer-worker-num", TOKENIZERS) if helps else {}
+
+
+def _slow_part(client: ClientActivity, keep: str) -> tuple[str, str]:
+    """Return what to change in the runner, and why; the change is empty where the server is slow."""
+    if 2 * client.on_way > client.empty:
+        remedy = "`tokenize: client`" if client.tokenize == "server" else ""
+        why = "requests are on their way to the scheduler (the front process or the network is slow)"
+        return remedy, why
+    if 2 * client.at_window > client.empty:
+        if client.window != "auto":
+            return f"`window: auto` instead of {client.window}: {keep}", "the job's window is full"
+        if client.connections and client.widest >= 0.9 * client.connections:
+            return "raise `ulimit -n`", f"all {client.connections} connections that it allows are in use"
+        return "`queue`: a higher band in the job", "the window is full, and its queue band is too low"
+    if 2 * client.resting > client.empty:
+        remedy = "find out why the engine refuses rows (report.json: failures, retries)"
+        return remedy, "rows wait for a retry"
+    return (
+        "give the runner more of the machine: cores for rendering and tokens, input on a faster disk",
+        "the window is not full: rows are not read, rendered or tokenized fast enough",
+    )
+
+
+def queue_deep(s: Situation, _: Flags) -> Finding | None:
+    """Find that more requests wait than the scheduler should sort through before each pass."""
+    if not s.load.frequent("deep"):
+        return None
+    how = "send requests evenly, not in bursts" if s.load.frequent("empty") else "send fewer requests at once"
+    how = "`window: auto` and `queue: [100, 2000]` in the job" if s.client else how
+    return Finding(
+        f"#queue-req is above {s.limits.queue_deep:.0f} {s.often('deep')}",
+        change=f"{how}: keep {s.limits.queue_low:.0f}-{s.limits.queue_deep:.0f} waiting",
+        evidence=s.evidence("deep"),
+    )
+
+
+def conservative(s: Situation, flags: Flags) -> Finding | None:
+    """Find that SGLang reserves memory for longer outputs than there are."""
+    if not s.load.frequent("conservative") or s.retracts_often or s.fills_up:
+        return None
+    if s.client and s.client.ignore_eos:  # outputs have max_new_tokens, which is what SGLang reserves
+        return None
+    share = s.client.output_share if s.client else None
+    args = {}
+    if conservativeness(s) > LESS_CONSERVATIVE:
+        name = "schedule-conservativeness"
+        args = flags.setting(name, as_flag(s.facts, name, LESS_CONSERVATIVE))
+    elif share is not None and share >= s.limits.short_output:
+        return None
+    clip = _clip(s.client) if share is not None and share < s.limits.short_output else {}
+    cause, tighter, certainty = _cause(share, clip, s.limits.short_output)
+    return Finding(
+        f"token usage is below {s.limits.usage_good:g} (median {s.load.median('usage'):.2f}) with requests "
+        f"waiting {s.often('conservative')}: SGLang admits too few; {cause}",
+        args,
+        ", or ".join(filter(None, (command_line(args), tighter))),
+        {**s.evidence("conservative"), "output_share_of_max_new_tokens": share},
+        certainty,
+        env={} if args else clip,
+    )
+
+
+def _clip(client: ClientActivity | None) -> dict[str, str]:
+    """Return the variable with which SGLang reserves what outputs need; empty without their lengths."""
+    return {CLIP: str(client.longest_output)} if client and client.longest_output else {}
+
+
+def _cause(share: float | None, clip: dict[str, str], short: float) -> tuple[str, str, Certainty]:
+    """Return why too few requests are admitted, what the job can change, and how certain that is."""
+    tighter = "a max_new_tokens nearer to real outputs"
+    if share is None:
+        return "max_new_tokens may be far above real outputs", tighter, "medium"
+    cause = f"outputs are {share:.0%} of max_new_tokens on average"
+    if share >= short:
+        return f"{cause}, which is not the cause", "", "low"
+    for name, longest in clip.items():
+        tighter += (
+            f" (99% of the outputs have at most {longest} tokens), or "
+            f"{name}={longest} in the server's environment (engine.env), with which SGLang reserves that "
+            "many and cuts no output"
+        )
+    return cause, tighter, "high"
+
+
+def running_capped(s: Situation, flags: Flags) -> Finding | None:
+    """Find that `max_running_requests` is the limit while the KV pool has room."""
+    most = s.max_running or 0
+    if not s.load.frequent("capped") or s.fills_up or not 0 < most < MOST_RUNNING:
+        return None
+    if s.log.median("usage") >= s.limits.usage_good:  # a hybrid model: /v1/loads leaves out its states
+        return None
+    room = s.limits.usage_good / max(s.load.median("usage"), 0.05)
+    target = min(MOST_RUNNING, max(most + 1, math.floor(most * room / 8) * 8))
+    return Finding(
+        f"as many requests run as may ({most}), others wait, and token usage is {s.load.median('usage'):.2f} "
+        f"{s.often('capped')}: max_running_requests is the limit, not memory",
+        flags.setting("max-running-requests", as_flag(s.facts, "max-running-requests", target)),
+        evidence={**s.evidence("capped"), "max_running_requests": most},
+    )
+
+
+def retractions(s: Situation, flags: Flags) -> Finding | None:
+    """Find that the KV pool overflows; about one retraction a minute is fine."""
+    if not s.retractions:
+        return None
+    rate = s.retractions_per_min
+    seen = f"{counted(s.retractions, 'retraction')}, {rate:.1f} a minute, in {s.load.over()}"
+    evidence = {**s.evidence("full"), "retractions": s.retractions, "retractions_per_min": round(rate, 2)}
+    if rate <= s.limits.retractions_per_min:
+        return Finding(f"{seen}: up to about one a minute is fine", evidence=evidence, fine=True)
+    if not s.load.enough:  # the reading has their number
+        return None
+    name = "schedule-conservativeness"
+    now, most = in_effect(s.facts, name) or 1.0, as_flag(s.facts, name, MOST_CONSERVATIVE)
+    target = round(min(most, max(MORE_CONSERVATIVE, MORE_CONSERVATIVE * now)), 2)
+    usage = s.load.median("usage")
+    sign = f"{seen}, with token usage at {usage:.2f}: requests lose their place and their work"
+    share, again = s.log.recomputed_share, s.log.prefills.retracted_tokens
+    if share is not None:
+        cost = f"{again:,} tokens are computed again, {share:.0%} of those generated"
+        evidence |= {"tokens_computed_again": again, "recomputed_share": round(share, 4)}
+        if not s.log.retractions_cost:
+            fine = f"{seen}: {cost}, which costs less than running fewer requests would"
+            return Finding(fine, evidence=evidence, fine=True)
+        sign += f": {cost}"
+    if target > now:
+        return Finding(sign, flags.setting(name, target), evidence=evidence)
+    fewer = as_flag(s.facts, "max-running-requests", int(FEWER * s.load.median("running")))
+    args = flags.setting("max-running-requests", fewer) if fewer else {}
+    return Finding(
+        f"{sign}, and --{name} {now:g} reserves all of max_new_tokens already",
+        args,
+        ", or ".join(filter(None, (command_line(args), "more memory for the KV pool"))),
+        evidence,
+    )
+
+
+def latency_high(s: Situation, flags: Flags) -> Finding | None:
+    """Find that single answers are slow, which does not matter for a run."""
+    if s.client is not None or s.facts.on_cpu or not s.load.frequent("slow"):
+        return None
+    running = s.load.median("running")
+    half = as_flag(s.facts, "max-running-requests", max(1, int(running) // 2))
+    args = flags.setting("max-running-requests", half)
+    return Finding(
+        f"more than {s.limits.latency_s:g} s pass between two tokens of a request {s.often('slow')}, "
+        f"at {running:.0f} running",
+        args,
+        f"{command_line(args)}, only if somebody waits for single answers" if args else "",
+        s.evidence("slow"),
+    )
+
 
 LARGEST_CHUNK = 16_384
 """Largest default of SGLang's `--chunked-prefill-size`, in tokens."""

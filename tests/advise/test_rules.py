@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batchrunner.advise.rules.table import RULES, apply_all
+from batchrunner.advise.rules import RULES, apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.engines.flags import Flags, installed
 from batchrunner.engines.logs.reader import LogReader

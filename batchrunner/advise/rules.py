@@ -7,10 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchrunner.advise.rules import load as load_rules
-from batchrunner.advise.rules import memory as memory_rules
-from batchrunner.advise.rules import passes as pass_rules
-from batchrunner.advise.rules import setup as setup_rules
+from batchrunner.advise import load_rules, memory_rules, setup_rules
 from batchrunner.advise.situation import Certainty, Finding, Situation
 from batchrunner.engines.flags import Flags, command_line
 
@@ -244,7 +241,7 @@ RULES: tuple[Rule, ...] = (
         "for a smaller `--max-prefill-tokens`, and for `--prefill-max-requests`",
         "`--chunked-prefill-size` doubled (with a lower mem-fraction-static); without the other flag",
         "measured on the real engine",
-        pass_rules.prefill_full,
+        load_rules.prefill_full,
         "fewer, larger passes over the weights",
         "1.5 MB of memory a token of the chunk; longer pauses in decoding",
     ),
@@ -264,7 +261,7 @@ RULES: tuple[Rule, ...] = (
         f"< 0.9, running below the limit {OFTEN}",
         "the N that `small-prefills` gives, where prefill passes have ≤ 512 tokens on average; else none",
         "SGLang's scheduler; its gain is not measured yet",
-        pass_rules.prefill_seldom,
+        load_rules.prefill_seldom,
         "a request that ended is followed sooner",
         "decoding is interrupted more often",
     ),
@@ -295,7 +292,7 @@ RULES: tuple[Rule, ...] = (
         "conservativeness ≤ 0.3 already, the pool full in < 10%, and ≥ 25% of the prefill passes full",
         "`--chunked-prefill-size` doubled, up to 16384",
         "G1",
-        pass_rules.running_low,
+        load_rules.running_low,
         "more prompts in a prefill pass, hence a larger batch",
         "longer pauses in decoding; more memory",
         "low",
@@ -339,7 +336,7 @@ RULES: tuple[Rule, ...] = (
         "enable them where they are disabled; else `--cuda-graph-max-bs(-decode)` 512 or 768, with a lower "
         "mem-fraction-static",
         "G1, G2, G4",
-        pass_rules.cuda_graph,
+        load_rules.cuda_graph,
         "less time between kernels at each decode step",
         "about 2 MB for each request, seconds at the start",
     ),
@@ -350,7 +347,7 @@ RULES: tuple[Rule, ...] = (
         "`--chunked-prefill-size` doubled, up to 16384 (with a lower mem-fraction-static, as far as weights "
         "and a pool allow); prefill graphs where they are off",
         "G1",
-        pass_rules.long_prompts,
+        load_rules.long_prompts,
         "fewer, larger passes over the weights",
         "1.5 MB of memory a token of the chunk; longer pauses in decoding",
     ),
@@ -360,7 +357,7 @@ RULES: tuple[Rule, ...] = (
         "passes would be 1.25 times fewer; `#queue-req` not often 0",
         "`--prefill-decode-interval` √(2 · output tokens)",
         "SGLang's pull request 23189",
-        pass_rules.small_prefills,
+        load_rules.small_prefills,
         "decoding is interrupted less often",
         "a request that ended leaves its place empty for some steps; not tried on a GPU here",
         "low",
@@ -371,7 +368,7 @@ RULES: tuple[Rule, ...] = (
         "decoded as well; `#queue-req` not often 0; the chunk has room for twice the running requests",
         "`--enable-mixed-chunk`",
         "SGLang's scheduler; its gain is not measured yet",
-        pass_rules.mixed_chunk,
+        load_rules.mixed_chunk,
         "requests decode during prefill passes",
         "attention of the two kinds is computed in one pass: some models are slower; not with logprobs",
         "low",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batchrunner.advise.rules.table import apply_all
+from batchrunner.advise.rules import apply_all
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.engines.flags import Flags, of_arguments
 from batchrunner.engines.logs.reader import LogReader
