@@ -3,7 +3,7 @@
 import functools
 import logging
 import shlex
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,6 @@ class AdviceReport:
             "version": self.flags.version,
             "flags_known": not self.flags.note,
             "advice": [advice.as_dict() for advice in self.advice],
-            "thresholds": asdict(load.limits),
         }
 
     def reading(self) -> str:

@@ -417,7 +417,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "shared-prefixes",
         "10-60% of prompt tokens from the cache, of ≥ 50 prompts",
-        "the runner's order of rows; `--schedule-policy lpm` (default up to 0.4.3, then fcfs) only for "
+        "the runner's order of rows; `--schedule-policy lpm` only for "
         "servers of other clients whose queue stays under 128",
         "G1-G4",
         setup_rules.shared_prefixes,

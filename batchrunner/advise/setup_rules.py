@@ -31,7 +31,6 @@ _CHOSEN_FOR = (
 model_config and model_overrides)."""
 _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
 """Backends that run on any GPU; another one was chosen for a reason."""
-"""Values of `--kv-cache-dtype` with 16-bit keys and values; others have 8 or 4 bits."""
 
 
 def metrics_off(s: Situation, flags: Flags) -> Finding | None:
@@ -146,9 +145,9 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
     if s.client is not None:
         ordered = s.client.order in {"auto", "prefix"}
         return None if ordered else Finding(f"{seen}, in the input's order", {}, "`order: auto`", evidence)
-    queue, limit = s.load.largest("queue"), s.limits.lpm_queue
+    queue, limit = s.load.longest_queue, s.limits.lpm_queue
     if policy == "lpm" and queue > limit:
-        seen += f"; lpm (default up to 0.4.3) gives up above {limit:.0f} waiting requests"
+        seen += f"; lpm gives up above {limit:.0f} waiting requests"
     if policy in {"lpm", None} or queue >= limit:
         how = "send requests that begin alike one after another, as batchrun does"
         return Finding(seen, {}, how, evidence)

@@ -97,7 +97,7 @@ class Situation:
     @property
     def max_running(self) -> int | None:
         """`max_running_requests` of one scheduler."""
-        return self.facts.max_running or self.load.largest("max_running") or None
+        return self.facts.max_running or self.load.max_running or None
 
     @property
     def fills_up(self) -> bool:

@@ -21,15 +21,7 @@ _SPELLINGS = (
     ("pp-size", "pipeline-parallel-size", "pp"),
     ("ep-size", "expert-parallel-size", "ep"),
 )
-"""The spellings of each renamed flag, newest first (SGLang 0.2.15 to 0.5.23)."""
-_AS_OLD_AS = {
-    "fa3": "moe-dense-tp-size",
-    "trtllm_mha": "decode-attention-backend",
-    "trtllm_mla": "decode-attention-backend",
-    "fp8_e4m3": "ep-size",
-}
-"""For values of flags: a flag that came in the same release or the next. Where only the names of a version's
-flags are known, that flag tells whether the version takes the value."""
+"""The spellings of each renamed flag, newest first."""
 _OPTION = re.compile(r"^  (?:-\w,? .*)?--.*", re.MULTILINE)  # argparse puts an option's names on one line
 _NAME = re.compile(r"--([a-z0-9][\w-]*)(?: \{([^}]*)\})?")
 _VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
@@ -60,20 +52,13 @@ class Flags:
     def setting(self, name: str, value: Any) -> dict[str, Any]:
         """Return `engine.args` for a flag's value, as this version takes it; empty where it cannot."""
         spelling = self.spelling(name)
-        if spelling is None or not self._takes(spelling, str(value)):
+        if spelling is None or str(value) not in self.choices.get(spelling, {str(value)}):
             return {}
         if spelling == "enable-dp-attention":
             return {spelling: True, "dp-size": value}
-        if spelling == "ep-size" and "enable-ep-moe" in self.names:  # 0.4.0 to 0.5.2
-            return {"enable-ep-moe": True, spelling: value}
         if spelling.startswith("enable-"):
             return {spelling: None if value == "disabled" else True}
         return {spelling: value}
-
-    def _takes(self, spelling: str, value: str) -> bool:
-        if spelling in self.choices:
-            return value in self.choices[spelling]
-        return not self.names or _AS_OLD_AS.get(value, spelling) in self.names
 
 
 def name_in(args: Mapping[str, Any], name: str) -> str:

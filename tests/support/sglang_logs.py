@@ -11,11 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-RETRACT_OLD = "Decode out of memory happened. #retracted_reqs: 1, #new_token_ratio: 0.9998 -> 1.0000"
-RETRACT_MID = (
-    "KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_token_ratio: 0.9998 -> 1.0000"
-)
-RETRACT_NEW = (
+RETRACT = (
     "KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 206, "
     "#new_token_ratio: 0.0980 -> 1.0000"
 )
@@ -25,84 +21,41 @@ RETRACT_NEW = (
 class Generation:
     """How a release writes: `r` running, `q` queue, `t` tokens, `u` usage, `g` graph, `p` tokens/s."""
 
-    stamp: str
     decode: str
     prefill: str
     retraction: str
     rank: str = " TP0"
 
 
-_OLD_DECODE = (
-    "Decode batch. #running-req: {r}, #token: {t}, token usage: {u:.2f}, gen throughput (token/s): {p:.2f}, "
-)
-_OLD_PREFILL = (
-    "Prefill batch. #new-seq: {n}, #new-token: {new}, #cached-token: {hit}, cache hit rate: 11.56%, "
-    "token usage: {u:.2f}, #running-req: {r}, #queue-req: {q}"
-)
-_MID_PREFILL = (
-    "Prefill batch. #new-seq: {n}, #new-token: {new}, #cached-token: {hit}, token usage: {u:.2f}, "
-    "#running-req: {r}, #queue-req: {q}, "
-)
-_NEW_PREFILL = (
+_PREFILL = (
     "Prefill batch, #new-seq: {n}, #new-token: {new}, #cached-token: {hit}, token usage: {u:.2f}, "
     "#running-req: {r}, #queue-req: {q}, #pending-token: 0, cuda graph: False, "
     "input throughput (token/s): 812.10"
 )
-_DAY = "%Y-%m-%d %H:%M:%S"
 GENERATIONS = {
-    "0.2": Generation(
-        "%H:%M:%S",
-        f"{_OLD_DECODE}#queue-req: {{q}}",
-        "Prefill batch. #new-seq: {n}, #new-token: {new}, #cached-token: {hit}, cache hit rate: 11.56%, "
-        "#running-req: {r}, #queue-req: {q}",
-        RETRACT_OLD,
-    ),
-    "0.4.2": Generation(
-        _DAY,
-        f"{_OLD_DECODE}#queue-req: {{q}}",
-        _OLD_PREFILL,
-        RETRACT_OLD,
-    ),
-    "0.4.4": Generation(
-        _DAY,
-        f"{_OLD_DECODE}largest-len: 0, #queue-req: {{q}}, ",
-        _MID_PREFILL,
-        RETRACT_OLD,
-    ),
-    "0.5.2": Generation(
-        _DAY,
-        "Decode batch. #running-req: {r}, #token: {t}, token usage: {u:.2f}, cuda graph: {g}, "
-        "gen throughput (token/s): {p:.2f}, #queue-req: {q}, ",
-        _MID_PREFILL,
-        RETRACT_MID,
-    ),
-    "0.5.9": Generation(
-        _DAY,
+    "0.5.16": Generation(
         "Decode batch, #running-req: {r}, #token: {t}, token usage: {u:.2f}, accept len: 2.31, "
         "accept rate: 0.77, cuda graph: {g}, gen throughput (token/s): {p:.2f}, #queue-req: {q}",
-        _NEW_PREFILL,
-        RETRACT_NEW,
+        _PREFILL,
+        RETRACT,
         " DP0 TP0",
     ),
     "0.5.23": Generation(
-        _DAY,
         "Decode batch [417], #running-req: {r}, #token: {t}, token usage: {u:.2f}, cuda graph: {g}, "
         "gen throughput (token/s): {p:.2f}, #queue-req: {q}, est. decode TFLOPS/s (per GPU): 81.20",
-        _NEW_PREFILL,
-        RETRACT_NEW,
+        _PREFILL,
+        RETRACT,
         "",
     ),
     "hybrid": Generation(
-        _DAY,
         "Decode batch, #running-req: {r}, #full token: {t}, full token usage: 0.11, #swa token: 90, "
         "swa token usage: {u:.2f}, mamba num: 9, mamba usage: 0.20, cuda graph: {g}, "
         "gen throughput (token/s): {p:.2f}, #queue-req: {q}",
-        _NEW_PREFILL.replace("token usage", "full token usage"),
-        RETRACT_NEW.replace("gained: 206", "gained: 206, #mamba_num_gained: 3"),
+        _PREFILL.replace("token usage", "full token usage"),
+        RETRACT.replace("gained: 206", "gained: 206, #mamba_num_gained: 3"),
         " TP0 EP0",
     ),
 }
-"""Those without a `cuda graph` field say nothing of graphs."""
 
 
 class LogWriter:
@@ -116,7 +69,7 @@ class LogWriter:
 
     def say(self, text: str) -> LogWriter:
         """Write a line."""
-        self.lines.append(f"[{self.now.strftime(self.form.stamp)}{self.form.rank}] {text}")
+        self.lines.append(f"[{self.now:%Y-%m-%d %H:%M:%S}{self.form.rank}] {text}")
         return self
 
     def decode(

@@ -1,13 +1,12 @@
-"""One line of an SGLang log, of any release → a record of what it says. Pure, the only parser of such lines.
+"""One line of an SGLang log (0.5.16 or newer) → a record of what it says. Pure, the only such parser.
 
-SGLang writes `Decode batch` and `Prefill batch` lines of `name: value` pairs. Their choice and order changed
-with nearly every release, so each pair is found by its name and never by its position. Sources: the
-code of SGLang 0.2.15, 0.3.6, 0.4.2 to 0.4.6, 0.5.2, 0.5.9 and 0.5.23, and the tuning guides.
+SGLang writes `Decode batch` and `Prefill batch` lines of `name: value` pairs. Their choice and order change
+with nearly every release, so each pair is found by its name and never by its position.
 """
 
 import ast
 import re
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -139,8 +138,8 @@ _LABEL = (
     r"(?:(?P<server>\d{1,5}:|[\w.-]+ +\||\[pod/[^\]]*\]) ?)?(?:\d{4}-\S+ )?\s*"
 )
 _ORIGIN = re.compile(
-    _LABEL + r"\[(?P<time>(?:\d{4}-\d\d-\d\d[ T])?\d\d:\d\d:\d\d)?[.,\d]*"
-    r"(?P<rank>(?: ?(?:DP|PP|ATTN_CP|MOE_DP|TP|EP|gpu=)\d+)*)\s*\]"
+    _LABEL + r"\[(?P<time>\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)?[.,\d]*"
+    r"(?P<rank>(?: ?(?:DP|PP|ATTN_CP|MOE_DP|TP|EP)\d+)*)\s*\]"
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _COUNT, _NUMBER = r"(\d{1,15})(?!\d)", r"(\d{1,15}(?:\.\d{1,15})?)"
@@ -350,11 +349,8 @@ def _literal(text: str) -> Any:
 
 @lru_cache(maxsize=64)  # lines of one second stand together
 def _seconds(time: str) -> float | None:
-    """Return a time stamp in seconds; one without a date (before 0.4.2) counts as 1 January 1970."""
+    """Return a time stamp in seconds; None for a damaged one."""
     try:
-        if len(time) > len("12:00:00"):
-            return datetime.fromisoformat(time).replace(tzinfo=UTC).timestamp()
-        hours, minutes, seconds = map(int, time.split(":"))
+        return datetime.fromisoformat(time).replace(tzinfo=UTC).timestamp()
     except ValueError:
         return None
-    return timedelta(hours=hours, minutes=minutes, seconds=seconds).total_seconds()

@@ -3,10 +3,10 @@
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Generic, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 from batchrunner.core.console import counted
 from batchrunner.engines.logs.lines import STEPS_A_LINE, LoggedBatch
@@ -68,41 +68,6 @@ class Thresholds:
     """Fraction of prompt tokens found in the cache from which the order of the rows is good."""
     lpm_queue: float = 128
     """Most waiting requests with which `lpm` looks for prefixes (SGLang's schedule_policy)."""
-
-
-Item = TypeVar("Item")
-
-
-@dataclass(slots=True)
-class Thinned(Generic[Item]):
-    """The items of a series, evenly thinned out, oldest first: at most `most` of them.
-
-    When there are more, every second one is dropped.
-    """
-
-    most: int
-    every: int = 1
-    """One of so many items is kept."""
-    counted: int = 0
-    """Number of all items."""
-    _kept: list[Item] = field(default_factory=list)
-
-    def add(self, item: Item) -> None:
-        """Count an item."""
-        if self.counted % self.every == 0:
-            self._kept.append(item)
-            if len(self._kept) > self.most:
-                self._kept = self._kept[::2]
-                self.every *= 2
-        self.counted += 1
-
-    def __len__(self) -> int:
-        """Return the number of items that are kept."""
-        return len(self._kept)
-
-    def __iter__(self) -> Iterator[Item]:
-        """Iterate over the items that are kept."""
-        return iter(self._kept)
 
 
 WHOLE = 0.9
@@ -253,25 +218,23 @@ SIGNS: dict[str, Callable[[LoadSample, Thresholds], bool | None]] = {
 
 MOST_SAMPLES = 512
 """Most samples kept of a scheduler."""
-MOST_TRACKS = 256
-"""Most schedulers that have a track each; all others share one."""
 PAUSE_S = 30.0
 """A gap of more seconds between two samples is a pause: it counts as no work, and the job before it ended.
 So does time that runs backwards by as much: an older log follows a newer one."""
-DAY_S = 86_400.0
-"""Seconds in a day. Time stamps without a date are less, and begin again at midnight."""
-PEAKS = ("queue", "max_running")
-"""Fields of a sample whose largest value is kept."""
 
 
 @dataclass(slots=True)
 class Track:
     """The samples of one scheduler."""
 
-    samples: Thinned[LoadSample] = field(default_factory=lambda: Thinned[LoadSample](MOST_SAMPLES))
-    """Some of the samples, evenly thinned out, oldest first."""
-    largest: Counter[str] = field(default_factory=Counter)
-    """Largest values of the fields in PEAKS, over all samples."""
+    samples: list[LoadSample] = field(default_factory=list)
+    """One of `every` samples, oldest first: when there are too many, every second one is dropped."""
+    every: int = 1
+    counted: int = 0
+    """Number of all samples."""
+    longest_queue: int = 0
+    max_running: int = 0
+    """Largest limit on the running requests."""
     busy_s: float = 0.0
     """Seconds under load, without pauses."""
     timed: bool = False
@@ -301,14 +264,14 @@ class Track:
         self._dry = 0 if sample.queue else self._dry + 1
         self._queued |= sample.queue > 0
         self._last = sample
-        for name in PEAKS:
-            self.largest[name] = max(self.largest[name], getattr(sample, name) or 0)
-        self.samples.add(sample)
-
-    @property
-    def counted(self) -> int:
-        """Number of all samples."""
-        return self.samples.counted
+        self.longest_queue = max(self.longest_queue, sample.queue)
+        self.max_running = max(self.max_running, sample.max_running or 0)
+        if self.counted % self.every == 0:
+            self.samples.append(sample)
+            if len(self.samples) > MOST_SAMPLES:
+                self.samples = self.samples[::2]
+                self.every *= 2
+        self.counted += 1
 
     def settle(self, limits: Thresholds) -> None:
         """End a stretch of work: the empty queue at its end is no sign, unless rows were left to send."""
@@ -325,8 +288,7 @@ class Track:
         if last is None or last.at is None:
             return 0.0
         self.timed = True
-        gap_s = sample.at - last.at
-        return gap_s + DAY_S if gap_s < -DAY_S / 2 and last.at < DAY_S else gap_s
+        return sample.at - last.at
 
 
 def spread(retractions: int, tracks: Collection[Track]) -> None:
@@ -353,11 +315,7 @@ class Series:
 
     def track(self, scheduler: str) -> Track:
         """Return the track of a scheduler, a new one at its first mention."""
-        track = self.tracks.get(scheduler)
-        if track is None:
-            name = scheduler if len(self.tracks) < MOST_TRACKS else "others"
-            track = self.tracks.setdefault(name, Track())
-        return track
+        return self.tracks.setdefault(scheduler, Track())
 
     def add(self, scheduler: str, sample: LoadSample) -> None:
         """Count a sample."""
@@ -422,7 +380,7 @@ class Series:
     def median(self, name: str) -> float:
         """Return the median of a field, 0 if no sample has it; a kept sample stands for those dropped."""
         found = sorted(
-            (value, track.samples.every)
+            (value, track.every)
             for track in self.tracks.values()
             for sample in track.samples
             if (value := getattr(sample, name)) is not None
@@ -433,9 +391,15 @@ class Series:
         middle = ends[-1] / 2
         return float(found[bisect_left(ends, middle)][0] + found[bisect_right(ends, middle)][0]) / 2
 
-    def largest(self, name: str) -> int:
-        """Return the largest value of a field in PEAKS."""
-        return max((track.largest[name] for track in self.tracks.values()), default=0)
+    @property
+    def longest_queue(self) -> int:
+        """The longest queue of a scheduler."""
+        return max((track.longest_queue for track in self.tracks.values()), default=0)
+
+    @property
+    def max_running(self) -> int:
+        """The largest limit on the running requests of a scheduler; 0 where it is not known."""
+        return max((track.max_running for track in self.tracks.values()), default=0)
 
     def over(self) -> str:
         """Return, in words, how many samples there are and over how many seconds.

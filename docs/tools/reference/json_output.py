@@ -89,7 +89,6 @@ ADVISE = {
     "version": "Version of SGLang; null if unknown.",
     "flags_known": "Whether the flags of that version are known, so that advice spells them as it does.",
     "advice": "Pieces of advice, the most important first.",
-    "thresholds": "Where each sign begins: the [thresholds](advice-rules.md#thresholds) in effect.",
 }
 
 

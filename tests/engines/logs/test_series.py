@@ -48,7 +48,7 @@ def test_a_median_is_in_the_middle(queues: list[int], middle: float) -> None:
 
 def test_the_largest_is_not_thinned_away() -> None:
     """A peak of one sample counts, whether that sample is kept or not."""
-    assert series_of(9000 if at == 301 else 5 for at in range(600)).largest("queue") == 9000
+    assert series_of(9000 if at == 301 else 5 for at in range(600)).longest_queue == 9000
 
 
 LONG, TWO = (1, 2000), (2, 2000)
