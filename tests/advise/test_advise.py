@@ -224,7 +224,6 @@ def test_json_is_for_machines(tmp_path: Path) -> None:
     assert found["reading"]["median_queue"] == 317
     assert found["advice"][0]["rule"] == "conservative"
     assert found["advice"][0]["args"] == {"schedule-conservativeness": 0.3}
-    assert found["thresholds"]["usage_good"] == 0.9
 
 
 def test_healthy_is_an_answer(tmp_path: Path) -> None:

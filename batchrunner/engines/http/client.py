@@ -245,7 +245,7 @@ class SGLangClient:
         names = [found.get(key) for found in models for key in ("served_model_name", "model_path")]
         self._model_names = frozenset(str(name) for name in names if name)
         notes = [f"{source}; connections limited by {limited_by}", *info.notes]
-        if self._task == EMBED and (note := pooling_note(models[0], launched=self._launched)):
+        if self._task == EMBED and not self._launched and (note := pooling_note(models[0])):
             notes.append(note)
         return dataclasses.replace(
             info,

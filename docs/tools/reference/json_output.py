@@ -2,7 +2,7 @@
 
 import inspect
 
-from batchrunner.advise.rules.table import Advice
+from batchrunner.advise.rules import Advice
 from batchrunner.report.report import Report
 from batchrunner.runner.check import Check
 from docs.tools.reference.markdown import field_table, table
