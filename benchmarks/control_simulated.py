@@ -24,7 +24,7 @@ from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand, Schedule
 from batchrunner.dispatch.concurrency.corners import GOOD_USAGE
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row
-from batchrunner.dispatch.slots import Slots
+from batchrunner.dispatch.queue import Slots
 from batchrunner.engines.simulation.replica import H100_8B, Replica
 from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
 from benchmarks.engine import lognormal

@@ -5,7 +5,7 @@ step times of an 8B model on an H100), the gate and the admission are the runner
 in no order, sorted by prompt, and sorted with leaders before followers, in three ways: in windows whose
 shared beginnings take a share of the KV pool; with every follower so many computed tokens behind the row that
 brings its beginning in; and as the runner does it
-(`batchrunner.dispatch.prefix_order.reorder`), which finds its distance itself.
+(`batchrunner.dispatch.reorder`), which finds its distance itself.
 The least that must be computed is known exactly. No figure here is a measurement of a GPU.
 """
 
@@ -26,10 +26,9 @@ import pyarrow as pa
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Request, RowRef
+from batchrunner.dispatch.distance import ReuseDistance
 from batchrunner.dispatch.pending_row import PendingRow
-from batchrunner.dispatch.prefix_order.distance import ReuseDistance
-from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
-from batchrunner.dispatch.prefix_order.reorder import PrimeTask, Reorderer
+from batchrunner.dispatch.reorder import OutputLengths, PrimeTask, Reorderer
 from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet
 from benchmarks.engine import lognormal

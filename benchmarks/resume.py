@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.cli import app
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.dispatch.snapshot import Snapshot
+from batchrunner.dispatch.progress import Snapshot
 from batchrunner.engines.simulated import Simulator
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import make_directory

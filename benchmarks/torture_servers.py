@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.dispatch.checks.asking import SEED_STEP
+from batchrunner.dispatch.checks import SEED_STEP
 from benchmarks.torture_round import LONGEST_START_S, Round, Totals, job_for, undisturbed
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.fragile import FRAGILE

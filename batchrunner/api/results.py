@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.api.runs import run_blocking
 from batchrunner.core.errors import BatchrunError
-from batchrunner.dispatch.checks.checker import AnswerChecker
+from batchrunner.dispatch.checks import AnswerConditions
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.parquet_copy import about_rows, write_rows
 from batchrunner.input.render import Renderer
@@ -61,5 +61,5 @@ def _no_results(job: Job, dataset: Dataset) -> pa.Table:
             dataset, job.input, job.prompt, job.sampling, functions=functions, task=job.forward
         )
         plan = plan_answers(job, functions)
-        AnswerChecker(job, plan, dataset.schema.names)  # raises what is wrong with the checks
+        AnswerConditions(job, plan, dataset.schema.names)  # raises what is wrong with the checks
     return schema_of_run(renderer.carried_schema, plan, {}, job.output.dimensions or 0).empty_table()

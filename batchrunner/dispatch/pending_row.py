@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Protocol
+
 import msgspec
 
-from batchrunner.core.types import Completion, Request, RowRef
+from batchrunner.core.types import Completion, Outcome, Request, RowRef
 from batchrunner.output.check_counts import Rejected
 
 
-class Asking(msgspec.Struct):
+class AnswerHistory(msgspec.Struct):
     """The answers of a row whose answers are checked."""
 
     first: Request
@@ -71,7 +74,7 @@ class PendingRow(msgspec.Struct, eq=False):
     """Engine deaths during its attempts."""
     unencoded: Request | None = None
     """The request before it was tokenised, where it may be asked for again in other words."""
-    asking: Asking | None = None
+    answers: AnswerHistory | None = None
     """Its answers, where they are checked."""
 
     @property
@@ -85,3 +88,36 @@ class PendingRow(msgspec.Struct, eq=False):
         if self.attempts > 1:
             return f"{self.request.ref.row}.{self.attempts}"
         return str((self.group or self).request.ref.row)
+
+
+class RowSource(Protocol):
+    """Where the rows of an attempt come from: files, leases, or a program."""
+
+    @property
+    def total(self) -> int:
+        """Number of rows, those that earlier attempts ended included; with leases an estimate."""
+
+    @property
+    def unread(self) -> int:
+        """Number of rows still to be read; with leases an estimate."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other tasks could do these rows, now or later."""
+
+    def batches(self) -> Iterator[list[Request | Outcome]]:
+        """Read and render rows, a bounded batch at a time; blocks.
+
+        A row that cannot be rendered comes as an Outcome with its error. An empty batch asks to send what was
+        read so far: the next batch may take a while.
+        """
+
+    def stop(self) -> None:
+        """Read no more rows: `batches` ends soon, also while it waits."""
+
+
+class ResultSink(Protocol):
+    """Where the outcomes of rows go: to the disk, or to a program."""
+
+    async def put(self, outcome: Outcome) -> None:
+        """Count and store an outcome; waits while the disk or the program is behind. Raises StorageError."""

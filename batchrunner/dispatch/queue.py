@@ -1,16 +1,154 @@
 """Rows that were read and have not ended: the dispatch queue, and the backlog around it."""
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from batchrunner.core.types import Outcome
-from batchrunner.dispatch.pending_row import PendingRow
-from batchrunner.dispatch.poison_rows import PoisonRows
-from batchrunner.dispatch.prefix_order.reorder import Reorderer
-from batchrunner.dispatch.slots import Slots
-from batchrunner.dispatch.source import RowSource
+from batchrunner.dispatch.pending_row import PendingRow, ResultSink, RowSource
+from batchrunner.dispatch.reorder import Reorderer
+
+FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.5, 30.0
+"""Cooldown of a route that refuses requests, in seconds: it doubles until the route answers again."""
+
+
+@dataclass(slots=True)
+class _RouteSlots:
+    window: int
+    in_flight: int = 0
+    cools_until: float = 0.0
+    cooldown_s: float = FIRST_COOLDOWN_S
+
+
+class Slots:
+    """At most `window` requests on each route; a smaller window cancels none, it waits for their ends."""
+
+    def __init__(self, windows: Mapping[str, int]) -> None:
+        """`windows` gives the slots of each route, 1 at least."""
+        self._routes = {route: _RouteSlots(_checked(window)) for route, window in windows.items()}
+        self._in_flight = 0
+
+    @property
+    def window(self) -> int:
+        """Slots of all routes."""
+        return sum(slots.window for slots in self._routes.values())
+
+    @property
+    def in_flight(self) -> int:
+        """Requests in flight on all routes."""
+        return self._in_flight
+
+    @property
+    def by_route(self) -> dict[str, int]:
+        """Requests in flight on each route."""
+        return {route: slots.in_flight for route, slots in self._routes.items()}
+
+    def in_flight_on(self, route: str) -> int:
+        """Return the number of requests in flight on a route."""
+        return self._routes[route].in_flight
+
+    def take(self, now: float, wants: Callable[[str], bool] = lambda _: True) -> str | None:
+        """Take a slot on the route with the most free slots of those that want one; None if none is free.
+
+        A route in its cooldown is left out, even where all routes are: then nothing is taken before the first
+        cooldown ends.
+        """
+        best, most_free = None, 0
+        for route, slots in self._routes.items():
+            free = slots.window - slots.in_flight
+            if free > most_free and slots.cools_until <= now and wants(route):
+                best, most_free = route, free
+        if best is not None:
+            self._routes[best].in_flight += 1
+            self._in_flight += 1
+        return best
+
+    def may_reuse(self, route: str, now: float) -> bool:
+        """Tell whether the holder of a slot may use it for another request."""
+        slots = self._routes[route]
+        return slots.in_flight <= slots.window and slots.cools_until <= now
+
+    def release(self, route: str) -> None:
+        """Free a slot."""
+        self._routes[route].in_flight -= 1
+        self._in_flight -= 1
+
+    def resize(self, route: str, window: int) -> None:
+        """Change the number of slots of a route."""
+        self._routes[route].window = _checked(window)
+
+    def cool_down(self, route: str, now: float) -> float:
+        """Start the cooldown of a route that refused a request; return the seconds that are left of it.
+
+        Without it a route that refuses at once always has the most free slots and would draw all rows.
+        Requests that fail together count once: a cooldown that has begun is not made longer. The only route
+        there is has no cooldown: there each row has its own pause.
+        """
+        slots = self._routes[route]
+        if len(self._routes) > 1 and slots.cools_until <= now:
+            slots.cools_until = now + slots.cooldown_s
+            slots.cooldown_s = min(slots.cooldown_s * 2, LONGEST_COOLDOWN_S)
+        return max(0.0, slots.cools_until - now)
+
+    def answered(self, route: str) -> None:
+        """Record an answer of a route, which ends its cooldown."""
+        slots = self._routes[route]
+        slots.cools_until = 0.0
+        slots.cooldown_s = FIRST_COOLDOWN_S
+
+
+def _checked(window: int) -> int:
+    if window < 1:
+        raise ValueError(f"a route needs at least one slot (got {window})")
+    return window
+
+
+FEWER = 16
+"""Factor by which each further death reduces the suspects in flight at once."""
+MOST_DEATHS = 4
+"""Engine deaths after which a row is given up: at the last one it was the only suspect in flight."""
+
+Row = TypeVar("Row")
+
+
+class PoisonRows(Generic[Row]):
+    """The suspected rows that are not in flight, by the number of deaths that each has seen."""
+
+    def __init__(self) -> None:
+        self._waiting: defaultdict[int, deque[Row]] = defaultdict(deque)
+        self._in_flight: Counter[int] = Counter()
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether a suspect waits."""
+        return bool(self._waiting)
+
+    def add(self, row: Row, deaths: int) -> None:
+        """Add a row that was in flight at so many deaths."""
+        self._waiting[deaths].append(row)
+
+    def next_degree(self, window: int) -> int | None:
+        """Return the number of deaths of the next suspect that may be sent; None if none may.
+
+        `window` is the number of slots of all routes.
+        """
+        for deaths in sorted(self._waiting, reverse=True):
+            most = 1 if deaths >= MOST_DEATHS - 1 else max(1, window // FEWER**deaths)
+            if self._waiting[deaths] and self._in_flight[deaths] < most:
+                return deaths
+        return None
+
+    def take(self, deaths: int) -> Row:
+        """Take the first row that has seen so many deaths, which counts as in flight from now on."""
+        self._in_flight[deaths] += 1
+        return self._waiting[deaths].popleft()
+
+    def came_back(self, deaths: int) -> None:
+        """Record that a row with so many deaths is no longer in flight."""
+        self._in_flight[deaths] -= 1
+
 
 READ_AHEAD_ROWS, READ_AHEAD_BYTES = 512, 64 << 20
 """Length of the dispatch queue, in rows and in bytes of their prompts, above which the feeder pauses."""
@@ -97,13 +235,6 @@ class DispatchQueue:
         other, kept = max(self._kept.items(), key=lambda item: len(item[1]))
         is_busy = 2 * in_flight >= self._slots.in_flight_on(other) + len(kept)
         return deque() if is_busy and self._count < self._full_rows else kept
-
-
-class ResultSink(Protocol):
-    """What takes the outcomes of rows."""
-
-    async def put(self, outcome: Outcome) -> None:
-        """Count and store an outcome; waits while the disk is behind. Raises StorageError."""
 
 
 class Backlog:
@@ -200,7 +331,7 @@ class Backlog:
         await self._results.put(outcome)
         if row.request.media:  # other rows may refer to this one for long
             row.request = row.request._replace(media=())
-            row.unencoded = row.asking = None
+            row.unencoded = row.answers = None
         for ref in row.duplicates:
             await self._results.put(outcome._replace(ref=ref, latency_s=None, attempts=0))
         self._unended -= 1

@@ -1,9 +1,10 @@
 """Client-side tokenization: prompts become token ids here if these are known to be the engine's own."""
 
 import asyncio
+import dataclasses
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ from batchrunner.core.errors import (
     AttemptFailedError,
     CannotTokenizeError,
     EngineBusyError,
+    JobError,
     RequestError,
     RowRefusedError,
 )
@@ -22,12 +24,14 @@ from batchrunner.core.files import read_json
 from batchrunner.core.timing import pause_before_retry
 from batchrunner.core.types import Outcome, PromptKind, Request
 from batchrunner.engines.base import Engine
+from batchrunner.engines.model_files import class_names, vocabulary_of
 from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, Tokenizer
 from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine, ServerEngine
 from batchrunner.job.output import OF_TOKENS
 from batchrunner.job.sampling import GRAMMARS
+from batchrunner.job.scores import ChoiceTask, ClassifyTask, RerankTask, ScoreTask
 from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog
 
@@ -279,3 +283,221 @@ def _pause_s(state: RetryCallState) -> float:
     assert isinstance(failure, RequestError)
     pause_s = pause_before_retry(failure, tries=state.attempt_number, failures=0, max_attempts=1, jitter=1.0)
     return pause_s or 0.0
+
+
+SLICE_CHARACTERS = 4 << 20
+"""Characters of prompts with choices that are tokenised together."""
+ASKED_AT_ONCE = 16
+"""Texts whose tokens the engine is asked for at the same time, where it alone can tell them."""
+SIMULATED_TOKEN = 4
+"""Characters of a token of the simulated engine."""
+
+
+class ChoiceTokenizer:
+    """Gives requests the token ids of their prompts and choices."""
+
+    def __init__(self, tokenizer: RowTokenizer, engine: Engine, info: EngineInfo) -> None:
+        """Take what tokenises prompts, and the engine to ask where that leaves them to it."""
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._simulated = info.simulated
+        self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
+
+    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
+        """Return the requests as they are sent; the first call may raise CannotTokenizeError."""
+        if self._simulated:
+            return [_simulated(request) for request in requests]
+        found: list[Request | Outcome] = []
+        for some in _slices(requests):
+            texts = [
+                request._replace(prompt=request.prompt + item, items=())
+                for request in some
+                for item in ("", *request.items)
+            ]
+            done = iter(await asyncio.gather(*map(self._ids, await self._tokenizer.tokenize(texts))))
+            for request in some:
+                ids = [next(done) for _ in ("", *request.items)]
+                found.append(_parted(request, ids))
+        return found
+
+    async def _ids(self, item: Request | Outcome) -> list[int] | str:
+        """Return the token ids of a text, or why it has none."""
+        if isinstance(item, Outcome):
+            return item.error or ""
+        if item.kind == "input_ids":
+            return list(item.prompt)
+        if not item.prompt:
+            return "the prompt is empty"
+        async with self._asking:
+            try:
+                found = await engine_tokens(self._engine, item)
+            except CannotTokenizeError as why:
+                raise CannotTokenizeError(
+                    f"prompt.choices: {why}", hint="put the model's tokenizer where the engine has it"
+                ) from None
+        return str(found) if isinstance(found, RowRefusedError) else found
+
+
+def _parted(request: Request, found: Sequence[list[int] | str]) -> Request | Outcome:
+    """Return a request with its prompt as the tokens that all choices begin with, and the rest of each.
+
+    A token in which the end of the prompt and the beginning of a choice have become one belongs to the
+    choice; so that choices can be compared, the others then begin there too.
+    """
+    known = [ids for ids in found if not isinstance(ids, str)]
+    if len(known) < len(found):
+        error = next(ids for ids in found if isinstance(ids, str))
+        return Outcome(request.ref, None, error, None, 0)
+    tokens = 0
+    for column in zip(*known, strict=False):
+        if len(set(column)) > 1:
+            break
+        tokens += 1
+    prompt, choices = known[0][:tokens], tuple(ids[tokens:] for ids in known[1:])
+    if not prompt:
+        return Outcome(request.ref, None, "prompt.choices: the prompt has no token before them", None, 0)
+    if not all(choices):
+        empty = request.items[choices.index([])]
+        error = f"prompt.choices: {empty!r} adds no token to the prompt"
+        return Outcome(request.ref, None, error, None, 0)
+    return request._replace(kind="input_ids", prompt=prompt, item_ids=choices)
+
+
+def _simulated(request: Request) -> Request:
+    return request._replace(
+        item_ids=tuple([0] * (len(item) // SIMULATED_TOKEN + 1) for item in request.items)
+    )
+
+
+def _slices(requests: Sequence[Request]) -> Iterator[list[Request]]:
+    """Cut requests into lists of about SLICE_CHARACTERS, one at least."""
+    some: list[Request] = []
+    size = 0
+    for request in requests:
+        length = len(request.prompt) * (1 + len(request.items))
+        if some and size + length > SLICE_CHARACTERS:
+            yield some
+            some, size = [], 0
+        some.append(request)
+        size += length
+    if some:
+        yield some
+
+
+class LabelTokenizer:
+    """Gives requests the token ids of their labels, and has their prompts tokenised."""
+
+    def __init__(self, task: ScoreTask, tokenizer: RowTokenizer, engine: Engine, info: EngineInfo) -> None:
+        """Take the `task` of all requests, and what tokenises prompts."""
+        self._task = task
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._info = info
+        self._known = info.simulated  # an invented model has no tokens
+
+    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
+        """Return the requests as they are sent; the first call may raise JobError and CannotTokenizeError."""
+        if not self._known and requests:
+            ids = [await self._id_of(label, requests[0]) for label in self._task.labels]
+            self._check(ids)
+            self._task = dataclasses.replace(self._task, label_ids=tuple(ids))
+            self._known = True
+        done = await self._tokenizer.tokenize(requests)
+        return [item if isinstance(item, Outcome) else item._replace(task=self._task) for item in done]
+
+    async def _id_of(self, label: str | int, request: Request) -> int:
+        if isinstance(label, int):
+            return label
+        asked = request._replace(kind="text", prompt=label, task=None)
+        try:
+            found = await engine_tokens(self._engine, asked, special=False)
+        except CannotTokenizeError as why:
+            raise CannotTokenizeError(f"labels: {why}", hint="give the token ids of the labels") from None
+        if isinstance(found, RowRefusedError):
+            raise JobError(f"labels: the engine's tokenizer refuses {label!r}: {found}")
+        if len(found) != 1:
+            raise JobError(
+                f"labels: {label!r} is {len(found)} tokens of the model ({', '.join(map(str, found))})",
+                hint="a label is a single token: take another text, its token id, or prompt.choices",
+            )
+        return found[0]
+
+    def _check(self, ids: list[int]) -> None:
+        """Raise JobError for ids that stand twice, or that the model does not have."""
+        vocabulary = vocabulary_of(self._info.model)
+        for place, number in enumerate(ids):
+            label = self._task.labels[place]
+            if number in ids[:place]:
+                other = self._task.labels[ids.index(number)]
+                raise JobError(f"labels: {other!r} and {label!r} are the same token, {number}")
+            if vocabulary is not None and number >= vocabulary:
+                raise JobError(f"labels: {label!r}: the model has the tokens 0 to {vocabulary - 1}")
+
+
+class AsTheyAre:
+    """Leaves prompts to the engine."""
+
+    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
+        """Return the requests."""
+        return [*requests]
+
+
+class NamedClasses:
+    """Gives requests the names of the model's classes, and has their prompts tokenised."""
+
+    def __init__(self, task: ClassifyTask, tokenizer: RowTokenizer) -> None:
+        """Take the `task` with the names."""
+        self._task = task
+        self._tokenizer = tokenizer
+
+    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
+        """Return the requests as they are sent; the first call may raise CannotTokenizeError."""
+        done = await self._tokenizer.tokenize(requests)
+        return [item if isinstance(item, Outcome) else item._replace(task=self._task) for item in done]
+
+
+class TokenizerByKind:
+    """Has a tokenizer for each kind of prompt that comes."""
+
+    def __init__(self, job: Job, engine: Engine, info: EngineInfo, events: EventLog) -> None:
+        """Keep what a tokenizer is made of."""
+        self._job = job
+        self._engine = engine
+        self._info = info
+        self._events = events
+        self._tokenizers: dict[PromptKind, PromptTokenizer] = {}
+
+    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
+        """Tokenise each request by its kind; the first one of a kind may raise CannotTokenizeError."""
+        found: list[Request | Outcome] = [*requests]
+        for kind in {request.kind for request in requests}:
+            places = [at for at, request in enumerate(requests) if request.kind == kind]
+            done = await self._of_kind(kind).tokenize([requests[at] for at in places])
+            for at, request in zip(places, done, strict=True):
+                found[at] = request
+        return found
+
+    def _of_kind(self, kind: PromptKind) -> PromptTokenizer:
+        if kind not in self._tokenizers:
+            made = PromptTokenizer(self._job, kind, self._engine, self._info, self._events)
+            self._tokenizers[kind] = made
+        return self._tokenizers[kind]
+
+
+def make_tokenizer(
+    job: Job, kind: PromptKind | None, engine: Engine, info: EngineInfo, events: EventLog
+) -> RowTokenizer:
+    """Return what tokenises prompts of a kind, or of any; raises CannotTokenizeError as PromptTokenizer."""
+    task = job.forward
+    if isinstance(task, RerankTask):  # query and document are tokenised as a pair
+        return AsTheyAre()
+    found: RowTokenizer
+    if kind is None:
+        found = TokenizerByKind(job, engine, info, events)
+    else:
+        found = PromptTokenizer(job, kind, engine, info, events)
+    if isinstance(task, ClassifyTask):
+        return NamedClasses(dataclasses.replace(task, names=class_names(info.model)), found)
+    if isinstance(task, ChoiceTask):
+        return ChoiceTokenizer(found, engine, info)
+    return LabelTokenizer(task, found, engine, info) if isinstance(task, ScoreTask) else found

@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from batchrunner.core.hook_pool import HookPool
-from batchrunner.core.types import AskedColumns, ColumnKind, ForwardTask
+from batchrunner.core.hooks.functions import ColumnKind
+from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.types import AskedColumns, Completion, ForwardTask
 from batchrunner.job.output import (
     ANSWER_COLUMNS,
     IDS_TO_CONTINUE,
@@ -106,3 +107,8 @@ def _fixed_schema(job: Job) -> dict[str, Any] | None:
     if isinstance(schema, str):
         schema = json.loads(schema)
     return schema if isinstance(schema, dict) else None
+
+
+def of_sample(complaint: str, number: int, completion: Completion) -> str:
+    """Return a complaint about sample `number` of an answer; it names the sample where there are several."""
+    return complaint if len(completion.texts) == 1 else f"sample {number}: {complaint}"

@@ -113,3 +113,8 @@ def _check_columns(job: Job, facts: HookFacts) -> None:
                 hint=f"let {facts.name} name its own otherwise, or carry yours under another name: "
                 f"input.rename: {{{name}: input_{name}}}",
             )
+
+
+def judges_by_row(functions: HookPool | None) -> bool:
+    """Tell whether a job's function may judge the same answer to equal rows in different ways."""
+    return functions is not None and CHECK in functions.facts and functions.facts[CHECK].takes_row

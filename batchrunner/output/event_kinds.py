@@ -84,15 +84,6 @@ EVENTS = {
         "Launched servers are to admit more requests from their next start on, since they hold them back.",
         {"new": "Value of `--schedule-conservativeness` at the next start and in the next run."},
     ),
-    "gauge": EventKind(
-        "The load that a scheduler tells is not believed from now on, since it cannot be right, or is again.",
-        {
-            "scheduler": "Address of the replica, with `#dpN` where it has several data-parallel ranks.",
-            "believed": "Whether it is believed from now on.",
-            "queue": "Waiting requests that it tells.",
-            "reason": "Reason, with figures.",
-        },
-    ),
     "lead": EventKind(
         "The reuse distance changes: how far a row that computes a prefix runs ahead of its followers.",
         {

@@ -6,8 +6,8 @@ from typing import Any
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import Completion, Outcome
-from batchrunner.dispatch.checks.checker import of_sample
 from batchrunner.input.dataset import carried_of
+from batchrunner.job.answers import of_sample
 from batchrunner.job.python_functions import PARSE
 from batchrunner.runner.sending import Results
 

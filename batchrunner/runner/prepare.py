@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from batchrunner.core.errors import InputError, OutputError, ResumeError
-from batchrunner.core.hook_pool import HookPool
-from batchrunner.core.types import ColumnKind
-from batchrunner.dispatch.checks.checker import AnswerChecker
+from batchrunner.core.hooks.functions import ColumnKind
+from batchrunner.core.hooks.pool import HookPool
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.field_sample import decide_fields
 from batchrunner.input.files import join_paths
@@ -65,7 +64,10 @@ def prepare(
         answers = plan_answers(job, functions)
         renderer = _renderer(job, dataset, answers, functions)
         job, renderer = _with_field_order(job, renderer, dataset, answers, None if fresh else run_dir)
-        AnswerChecker(job, answers, dataset.schema.names)  # raises what is wrong with the checks
+        if answers.checks:
+            from batchrunner.dispatch.checks import AnswerConditions  # noqa: PLC0415 - only for such jobs
+
+            AnswerConditions(job, answers, dataset.schema.names)  # raises what is wrong with the checks
     except BaseException:
         drop_copies(run_dir)
         if functions is not None:

@@ -13,11 +13,11 @@ from pyroaring import BitMap64
 from batchrunner.core.errors import JobError
 from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import EMBEDDINGS_PATH
-from batchrunner.dispatch.checks.python_check import judges_by_row
 from batchrunner.input.dataset import rows_of
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.request_bodies import URL
 from batchrunner.job.answers import AnswerPlan
+from batchrunner.job.python_functions import judges_by_row
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.output.columns import RunSchema, schema_of_run, with_vectors
 from batchrunner.output.resume import schema_of_results

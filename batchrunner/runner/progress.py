@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.dispatch.incidents import IncidentLog
-from batchrunner.dispatch.snapshot import Monitor, Snapshot
+from batchrunner.dispatch.progress import RunProgress, Snapshot
 from batchrunner.output.events import EventLog
 from batchrunner.runner.screen import Opening, engine_line, progress_text
 
@@ -36,12 +35,9 @@ class Display(Protocol):
 class ProgressLog:
     """Shows every load sample on the display, and writes one to the event log every 2 s."""
 
-    def __init__(
-        self, monitor: Monitor, incidents: IncidentLog, display: Display, events: EventLog, *, now: float
-    ) -> None:
+    def __init__(self, progress: RunProgress, display: Display, events: EventLog, *, now: float) -> None:
         """Begin at `now`, in seconds of the monotonic clock."""
-        self._monitor = monitor
-        self._incidents = incidents
+        self._progress = progress
         self._display = display
         self._events = events
         self._began = now
@@ -51,16 +47,15 @@ class ProgressLog:
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Show and write a load sample."""
         self._loads = loads
-        snapshot = self._monitor.snapshot(loads, now)
+        snapshot = self._progress.polled(loads, now)
         self._display.show(snapshot)
         if now >= self._next_sample:
             self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
             self._events.write("sample", **snapshot.as_sample())
-        self._incidents.update()
 
     def finish(self, now: float) -> None:
         """Show and write the last state."""
-        last = self._monitor.snapshot(self._loads, now)
+        last = self._progress.snapshot(self._loads, now)
         self._display.show(last)
         self._events.write("sample", **last.as_sample())
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.snapshot import Snapshot
+from batchrunner.dispatch.progress import Snapshot
 from batchrunner.runner.progress import Display
 from batchrunner.runner.screen import Opening
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from batchrunner.core.console import DETAIL
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, StorageError
-from batchrunner.dispatch.feedback import write_decisions
+from batchrunner.dispatch.load_control import write_decisions
 from batchrunner.engines.base import Engine
 from batchrunner.job.tasks import GENERATE
 from batchrunner.output.columns import RunSchema
@@ -206,7 +206,7 @@ class Run:
         added: list[str] = []
         rows_on_disk, self.control.stage = True, "sending"
         sending = asyncio.ensure_future(self.sending.dispatcher.run(self.sending.feeder))
-        polling = asyncio.ensure_future(self.sending.load_loop.run())
+        polling = asyncio.ensure_future(self.sending.load_control.run(self.sending.observers))
         self.control.listen(functools.partial(self._stop, sending))
         try:
             await asyncio.wait((sending, polling), return_when=asyncio.FIRST_COMPLETED)
@@ -284,10 +284,10 @@ class Run:
     def _finish(self, failure: BatchrunError | None, added: Sequence[str], *, rows_on_disk: bool) -> Report:
         """Make the report, and write the end of the event log."""
         now = time.monotonic()
-        self.sending.incidents.update()
+        self.sending.progress.write_incidents()
         report = self._report(failure, added, now - self.began, rows_on_disk=rows_on_disk)
         with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
-            self.sending.progress.finish(now)
+            self.sending.shown.finish(now)
             self.events.write("end", exit_code=report.exit_code, reason=report.reason)
             report.save(self.prepared.run_dir)
         return report
@@ -318,8 +318,8 @@ class Run:
             task=self.prepared.job.task,
             engine=asdict(self.info),
             window=self.sending.limits.window,
-            load=self.sending.summary.as_dict(retractions=self.sending.totals.retractions),
-            incidents=self.sending.incidents.reported,
+            load=self.sending.progress.load_report(),
+            incidents=self.sending.progress.incidents,
             sharing=self.sending.reorderer.sharing(),
             bundles=self.sending.bundles.as_dict(),
             simulated=self.info.simulated,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from batchrunner.dispatch.snapshot import Snapshot, corners_line
+from batchrunner.dispatch.progress import Snapshot, corners_line
 from batchrunner.job.tasks import GENERATE
 from batchrunner.report.report import duration
 

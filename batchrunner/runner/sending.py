@@ -12,42 +12,28 @@ from typing import Protocol
 from batchrunner.core.engine_info import EngineInfo, QueueBand
 from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import Outcome, PromptKind
-from batchrunner.dispatch.bundles.sender import bundle_senders
-from batchrunner.dispatch.bundles.totals import BundleTotals
-from batchrunner.dispatch.checks.checker import AnswerChecker
-from batchrunner.dispatch.checks.examiner import AnswerExaminer
-from batchrunner.dispatch.checks.python_check import judges_by_row, python_check
+from batchrunner.dispatch.bundles import BundleTotals, bundle_senders
 from batchrunner.dispatch.concurrency.controller import Decision
-from batchrunner.dispatch.concurrency.gauges import MOST_FORWARD_PER_S, QueueGauges
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import (
     BYTES_A_TOKEN,
     BYTES_AN_ID,
+    ForwardPasses,
     cost_of_connections,
     tokens_a_row,
 )
 from batchrunner.dispatch.dispatcher import Dispatcher
-from batchrunner.dispatch.feedback import Feedback
+from batchrunner.dispatch.distance import ReuseDistance
 from batchrunner.dispatch.feeder import Feeder
-from batchrunner.dispatch.forward_passes import ForwardPasses
-from batchrunner.dispatch.held_back import HoldingBack
-from batchrunner.dispatch.incidents import IncidentLog
-from batchrunner.dispatch.load_loop import LoadLoop
-from batchrunner.dispatch.load_summary import LoadSummary
-from batchrunner.dispatch.media import MediaPreparer
-from batchrunner.dispatch.prefix_order.distance import ReuseDistance
-from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
-from batchrunner.dispatch.prefix_order.priming import PrefixPrimer
-from batchrunner.dispatch.prefix_order.reorder import Reorderer
-from batchrunner.dispatch.queue import Backlog
-from batchrunner.dispatch.retries import Retries, RetryPolicy
-from batchrunner.dispatch.route_totals import RouteTotals
-from batchrunner.dispatch.slots import Slots
-from batchrunner.dispatch.snapshot import Monitor, RowTotal
-from batchrunner.dispatch.source import RowSource
-from batchrunner.dispatch.tokenizers import make_tokenizer
+from batchrunner.dispatch.load_control import LoadControl, LoadObserver
+from batchrunner.dispatch.pending_row import RowSource
+from batchrunner.dispatch.progress import RunProgress
+from batchrunner.dispatch.queue import Backlog, Slots
+from batchrunner.dispatch.reorder import OutputLengths, Reorderer
+from batchrunner.dispatch.tokenize import make_tokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.job.answers import AnswerPlan
+from batchrunner.job.python_functions import judges_by_row
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
@@ -57,10 +43,6 @@ from batchrunner.runner.progress import Display, ProgressLog
 from batchrunner.runner.stop_rules import StopRules
 
 log = logging.getLogger(__name__)
-
-
-class CountedSource(RowSource, RowTotal, Protocol):
-    """Rows to send, whose number is known or estimated."""
 
 
 class Results(Protocol):
@@ -78,7 +60,6 @@ class Windows:
     """How many requests may be in flight, at the beginning."""
 
     limits: ConcurrencyLimits
-    gauges: QueueGauges
     slots: Slots
     first: list[Decision]
     """The first window of each scheduler, with its reason."""
@@ -115,9 +96,8 @@ async def open_windows(
     )
     if cost := cost_of_connections(info, limits.fixed):
         log.warning("%s", cost)
-    gauges = QueueGauges() if passes is None else QueueGauges(MOST_FORWARD_PER_S)
-    first = limits.begin(gauges.believable(await engine.loads(), {}, now), now, unsent=unsent)
-    return Windows(limits, gauges, Slots(limits.windows), first, passes)
+    first = limits.begin(await engine.loads(), now, unsent=unsent)
+    return Windows(limits, Slots(limits.windows), first, passes)
 
 
 def _most_new_tokens(job: Job) -> int | None:
@@ -134,20 +114,20 @@ class Sending:
     feeder: Feeder
     backlog: Backlog
     dispatcher: Dispatcher
-    load_loop: LoadLoop
+    load_control: LoadControl
+    observers: Sequence[LoadObserver]
+    """Those of load samples."""
     limits: ConcurrencyLimits
     reorderer: Reorderer
-    totals: RouteTotals
     bundles: BundleTotals
-    summary: LoadSummary
-    incidents: IncidentLog
-    progress: ProgressLog
+    progress: RunProgress
+    shown: ProgressLog
 
 
 def build_sending(
     job: Job,
     kind: PromptKind | None,
-    rows: CountedSource,
+    rows: RowSource,
     done: DoneRows,
     engine: Engine,
     info: EngineInfo,
@@ -172,59 +152,48 @@ def build_sending(
     tokenizer = make_tokenizer(job, kind, engine, info, events)
     if job.prompt.has_media:
         assert functions is not None
+        from batchrunner.dispatch.media import MediaPreparer  # noqa: PLC0415 - only where there are files
+
         tokenizer = MediaPreparer(functions, tokenizer)
-    limits, gauges, slots = windows.limits, windows.gauges, windows.slots
+    limits, slots = windows.limits, windows.slots
 
     # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count and store (`results`)
     reorderer = _reorderer(job, info, windows.first, dedupe=job.dedupe and not judges_by_row(functions))
     backlog = Backlog(rows, reorderer, slots, results)
-    primer = PrefixPrimer(engine, tokenizer, info.routes, reorderer.caches)
-    feeder = Feeder(rows, reorderer, primer, tokenizer, backlog, results, keeps_prompts=job.check.feedback)
-    retries = Retries(RetryPolicy(job.limits.max_attempts, job.limits.engine_wait), backlog)
-    totals = RouteTotals(info.routes, began)
-    feedback = Feedback(limits, gauges, slots, reorderer, totals, events)
+    feeder = Feeder(
+        rows, reorderer, tokenizer, backlog, results, engine, info.routes, keeps_prompts=job.check.feedback
+    )
     bundles = BundleTotals()
     senders = bundle_senders(job, engine, info, windows.passes, bundles, events, schedulers=reorderer.caches)
-    examiner = None
+    checker = None
     if answers.checks:
-        checker = AnswerChecker(job, answers, columns)
-        examiner = AnswerExaminer(checker, answers, job.check, tokenizer, python_check(functions))
-    dispatcher = Dispatcher(
-        backlog, slots, senders, retries, feedback, examiner, by_affinity=info.keeps_together
-    )
+        from batchrunner.dispatch.checks import AnswerChecker  # noqa: PLC0415 - only where answers are checked
 
-    # load samples: engine → slots → summary, display and event log, stop rules
-    summary = LoadSummary(limits, slots)
-    monitor = Monitor(
-        rows,
-        done,
-        counts,
-        slots,
-        limits,
-        backlog,
-        totals,
-        bundles,
-        now=began,
-        simulated=info.simulated,
-        task=job.task,
+        checker = AnswerChecker(job, answers, columns, tokenizer, functions)
+
+    # load samples: engine → windows → slots → progress: display and event log, stop rules
+    may_admit_more = job.sampling.ignore_eos is not True
+    load_control = LoadControl(engine, limits, slots, backlog, events, may_admit_more=may_admit_more)
+    progress = RunProgress(
+        rows, done, counts, slots, limits, backlog, bundles, engine, events, began=began, task=job.task
     )
-    incidents = IncidentLog(engine, events)
-    progress = ProgressLog(monitor, incidents, display, events, now=began)
+    shown = ProgressLog(progress, display, events, now=began)
     stop_rules = StopRules(results, control, job.limits.deadline, now=began)
-    holding_back = HoldingBack(engine, limits, events, helps=job.sampling.ignore_eos is not True)
-    load_loop = LoadLoop(engine, feedback, backlog, holding_back, [summary, progress, stop_rules])
+    dispatcher = Dispatcher(
+        backlog, slots, senders, checker, reorderer, limits, load_control, progress, events, job.limits,
+        by_affinity=info.keeps_together,
+    )  # fmt: skip
     return Sending(
         feeder=feeder,
         backlog=backlog,
         dispatcher=dispatcher,
-        load_loop=load_loop,
+        load_control=load_control,
+        observers=[shown, stop_rules],
         limits=limits,
         reorderer=reorderer,
-        totals=totals,
         bundles=bundles,
-        summary=summary,
-        incidents=incidents,
         progress=progress,
+        shown=shown,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pyroaring import BitMap64
 
 from batchrunner.core.console import counted
-from batchrunner.dispatch.snapshot import MOST_NAMED, sample_line
+from batchrunner.dispatch.progress import MOST_NAMED, sample_line
 from batchrunner.output.events import last_reason, last_sample
 from batchrunner.output.failures import Failures
 from batchrunner.output.opened import look_at_run

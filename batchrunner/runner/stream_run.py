@@ -85,7 +85,7 @@ async def _send(sending: Sending, rows: StreamRows, control: Control) -> None:
     """Send until all rows have an outcome or the stream is to stop."""
     control.listen(functools.partial(_stop, sending, rows, control))
     dispatching = asyncio.ensure_future(sending.dispatcher.run(sending.feeder))
-    polling = asyncio.ensure_future(sending.load_loop.run())
+    polling = asyncio.ensure_future(sending.load_control.run(sending.observers))
     try:
         await asyncio.wait((dispatching, polling), return_when=asyncio.FIRST_COMPLETED)
         if not dispatching.done():
@@ -96,7 +96,7 @@ async def _send(sending: Sending, rows: StreamRows, control: Control) -> None:
         for task in (dispatching, polling):
             task.cancel()
         await asyncio.gather(dispatching, polling, return_exceptions=True)
-        sending.progress.finish(time.monotonic())
+        sending.shown.finish(time.monotonic())
 
 
 def _stop(sending: Sending, rows: StreamRows, control: Control) -> None:

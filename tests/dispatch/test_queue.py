@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from batchrunner.dispatch.pending_row import PendingRow
-from batchrunner.dispatch.queue import DispatchQueue
+from batchrunner.dispatch.queue import LONGEST_COOLDOWN_S, DispatchQueue, Slots
 from tests.support.prompts import InFlight, request
 
 
@@ -34,3 +38,95 @@ def test_a_slow_route_does_not_hold_up_the_others() -> None:
         ready.add(work)
     assert ready.take("slow") is first
     assert [ready.take("fast") is not None for _ in range(3)] == [True, True, False]
+
+
+ROUTES = ("a", "b", "c")
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["take", "leave", "resize", "rest", "answer", "wait"]),
+        st.sampled_from(ROUTES),
+        st.integers(1, 6),
+    ),
+    max_size=60,
+)
+
+
+@given(windows=st.tuples(*[st.integers(1, 6)] * 3), history=events)
+def test_no_window_is_ever_exceeded(
+    windows: tuple[int, int, int], history: list[tuple[str, str, int]]
+) -> None:
+    """Whatever happens, a place is given where there is room on a route that is awake, and only there."""
+    size, inside = dict(zip(ROUTES, windows, strict=True)), dict.fromkeys(ROUTES, 0)
+    gate, now = Slots(size), 0.0
+    awake_at = dict.fromkeys(ROUTES, 0.0)
+    for what, route, number in history:
+        if what == "take":
+            room = {r for r in ROUTES if inside[r] < size[r] and awake_at[r] <= now}
+            taken = gate.take(now)
+            assert (taken in room) if room else taken is None
+            if taken is not None:
+                inside[taken] += 1
+        elif what == "leave" and inside[route]:
+            inside[route] -= 1
+            gate.release(route)
+        elif what == "resize":
+            size[route] = number
+            gate.resize(route, number)
+        elif what == "rest":
+            awake_at[route] = now + gate.cool_down(route, now)
+        elif what == "answer":
+            awake_at[route] = 0.0
+            gate.answered(route)
+        else:
+            now += number
+        assert gate.by_route == inside
+        assert (gate.in_flight, gate.window) == (sum(inside.values()), sum(size.values()))
+        for r in ROUTES:
+            assert gate.may_reuse(r, now) == (inside[r] <= size[r] and awake_at[r] <= now)
+
+
+def test_rows_go_where_there_is_most_room() -> None:
+    """Replicas fill evenly, each by its own window."""
+    gate = Slots({"big": 6, "small": 2})
+    assert [gate.take(0.0) for _ in range(9)].count("small") == 2
+    assert gate.by_route == {"big": 6, "small": 2}
+
+
+def test_a_rest_doubles_until_there_is_an_answer() -> None:
+    """A route that stays down is tried less and less often, at most twice a minute; an answer ends that."""
+    gate, now, rests = Slots({"a": 4, "full": 1}), 0.0, []
+    while gate.by_route["full"] == 0:
+        gate.take(now)
+    gate.resize("a", 9)
+    for _ in range(9):
+        rests.append(gate.cool_down("a", now))
+        assert gate.take(now) is None
+        now += rests[-1]
+        assert gate.take(now) == "a"
+        gate.release("a")
+    assert rests[:4] == [0.5, 1.0, 2.0, 4.0]
+    assert rests[-1] == LONGEST_COOLDOWN_S
+    gate.answered("a")
+    assert gate.cool_down("a", now) == 0.5
+
+
+def test_rows_that_fail_together_are_one_failure() -> None:
+    """A hundred rows that lose one server at once do not make it rest for minutes."""
+    gate = Slots({"a": 100, "b": 100})
+    assert [gate.cool_down("a", 10.0) for _ in range(100)] == [0.5] * 100
+
+
+def test_a_window_holds_at_least_one() -> None:
+    """A window of 0 would be a run that never ends."""
+    gate = Slots({"a": 1})
+    with pytest.raises(ValueError, match="at least one"):
+        gate.resize("a", 0)
+    with pytest.raises(ValueError, match="at least one"):
+        Slots({"a": 0})
+
+
+def test_the_only_route_never_rests() -> None:
+    """Where there is no other, one refused row does not hold up those that would be taken."""
+    gate = Slots({"a": 2})
+    assert gate.cool_down("a", 0.0) == 0.0
+    assert gate.take(0.0) == "a"

@@ -13,7 +13,7 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.poison_rows import MOST_DEATHS
+from batchrunner.dispatch.queue import MOST_DEATHS
 from batchrunner.output.events import read_events
 from tests.conftest import batchrun, eventually, job_of, report_of, results_of, started, write_job, write_rows
 from tests.support.fake_gateway import FakeGateway

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.poison_rows import MOST_DEATHS, PoisonRows
+from batchrunner.dispatch.queue import MOST_DEATHS, PoisonRows
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.launched import supervisor as guard
 from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS, ServerSupervisor

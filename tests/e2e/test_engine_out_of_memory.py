@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.poison_rows import MOST_DEATHS
+from batchrunner.dispatch.queue import MOST_DEATHS
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.recovery.healer import MOST_CHANGES, Healer, LearnedArgs, LearnedArgsFile
 from tests.conftest import batchrun, events_of, job_of, report_of, results_of, write_job

@@ -16,7 +16,7 @@ import pytest
 import batchrunner
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.concurrency import corners
-from batchrunner.dispatch.snapshot import load_line, sample_line
+from batchrunner.dispatch.progress import load_line, sample_line
 from batchrunner.engines.http.connections import free_port
 from tests.conftest import batchrun, eventually, job_of, report_of, results_of
 from tests.support.fake_sglang import FakeSGLang, Sent

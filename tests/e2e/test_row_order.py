@@ -109,8 +109,8 @@ def test_longest_first_with_odd_limits(
     tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A null is the default, 1024; a number that cannot be sent fails its row, and no other."""
-    monkeypatch.setattr("batchrunner.dispatch.prefix_order.reorder.WINDOW_ROWS", 20)
-    monkeypatch.setattr("batchrunner.dispatch.prefix_order.reorder.LAST_ROWS", 10)
+    monkeypatch.setattr("batchrunner.dispatch.reorder.WINDOW_ROWS", 20)
+    monkeypatch.setattr("batchrunner.dispatch.reorder.LAST_ROWS", 10)
     limits = pa.array([10.0, None, 500.0, 1e300, -1e300] * 20, pa.float64())
     texts = [f"{name} {row}" for row in range(20) for name in ("ten", "none", "500", "huge", "wrong")]
     write_texts(tmp_path / "input.parquet", texts, limit=limits)

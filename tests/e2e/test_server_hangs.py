@@ -10,7 +10,7 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.poison_rows import MOST_DEATHS
+from batchrunner.dispatch.queue import MOST_DEATHS
 from batchrunner.engines.hang_detector import WARM_UP
 from tests.conftest import batchrun, events_of, eventually, job_of, results_of, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent

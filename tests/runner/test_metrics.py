@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.types import MetricsAddress
-from batchrunner.dispatch.snapshot import Snapshot
+from batchrunner.dispatch.progress import Snapshot
 from batchrunner.engines.http.connections import free_port
 from batchrunner.runner.metrics import OF_RUN, OF_SCHEDULER, PREFIX, SCHEDULER, metrics_server
 from tests.conftest import ROOT, batchrun, eventually, job_of, results_of, started, write_job

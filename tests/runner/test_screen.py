@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.dispatch.snapshot import Snapshot
+from batchrunner.dispatch.progress import Snapshot
 from batchrunner.runner.progress import ProgressBar, has_colours
 from batchrunner.runner.screen import engine_line
 from tests.conftest import ROOT, job_of, write_job

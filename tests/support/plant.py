@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from batchrunner.dispatch.concurrency.controller import Controller, Decision
-from batchrunner.dispatch.concurrency.reading import Reading
+from batchrunner.dispatch.concurrency.corners import Reading
 
 
 @dataclass

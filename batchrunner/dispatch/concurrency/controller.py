@@ -48,8 +48,7 @@ from dataclasses import dataclass
 
 from batchrunner.core.engine_info import Corner, QueueBand
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.concurrency.corners import CornerChange, CornerWatch
-from batchrunner.dispatch.concurrency.reading import Reading
+from batchrunner.dispatch.concurrency.corners import CornerChange, CornerWatch, Reading
 
 GAIN = 0.37
 """Share of the error that one step corrects: 1/e, the largest that does not overshoot with a delay."""

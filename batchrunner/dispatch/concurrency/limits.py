@@ -5,18 +5,237 @@ gateway or server chooses from, has the sum of their windows, and while one queu
 band none of its windows grows.
 """
 
+import math
 import sys
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.dispatch.concurrency.controller import Controller, Decision
-from batchrunner.dispatch.concurrency.corners import CornerChange
-from batchrunner.dispatch.concurrency.row_tokens import RowTokens
-from batchrunner.dispatch.concurrency.schedulers import KnownScheduler, KnownSchedulers
-from batchrunner.dispatch.concurrency.sharing import Shares
-from batchrunner.dispatch.concurrency.window import first_window
-from batchrunner.dispatch.forward_passes import ForwardPasses
+from batchrunner.dispatch.concurrency.corners import CornerChange, Reading
+from batchrunner.dispatch.concurrency.window import ForwardPasses, first_window
+
+BURST_S = 0.1
+"""Seconds over which the rows of a burst are counted."""
+BURST_HALF_LIFE_S = 10.0
+SILENT_AFTER_S = 5.0
+"""Seconds without a load sample after which a route gets no more of the last rows."""
+GONE_AFTER_S = 15.0
+"""Seconds without a load sample after which one of several schedulers of a route counts as dead."""
+
+
+@dataclass(slots=True, eq=False)
+class KnownScheduler:
+    """A scheduler, its controller, and when it was heard."""
+
+    name: str
+    route: str
+    controller: Controller
+    heard_at: float
+    last: SchedulerLoad | None = None
+    """Its last sample that counted; None before one."""
+    rated: tuple[float, int] | None = None
+    """When its rows that ended were counted last, and how many they were."""
+    rate: float = 0.0
+    """Rows that end there per second, smoothed."""
+
+    def is_silent(self, now: float) -> bool:
+        """Tell whether it has reported its load before and does not do so any more."""
+        return self.last is not None and now - self.heard_at > SILENT_AFTER_S
+
+    def has_news(self, load: SchedulerLoad) -> bool:
+        """Tell whether a sample is new, by its own time or by any change."""
+        if self.last is None or load.taken_at is None:
+            return load != self.last
+        return load.taken_at != self.last.taken_at
+
+    def count(self, ended: int, now: float) -> float:
+        """Return the rows per second that end there, by how many have ended so far."""
+        if self.rated is not None and now > self.rated[0]:
+            newest = (ended - self.rated[1]) / (now - self.rated[0])
+            self.rate = (self.rate + newest) / 2
+        self.rated = (now, ended)
+        return self.rate
+
+
+@dataclass(slots=True)
+class _Ends:
+    """Rows that ended on a route."""
+
+    count: int = 0
+    bucket_began: float = 0.0
+    """Beginning of the present tenth of a second."""
+    bucket: int = 0
+    """Rows in it."""
+    burst: float = 0.0
+    decayed_at: float = 0.0
+
+    def add(self, now: float) -> None:
+        if now - self.bucket_began >= BURST_S:
+            self.bucket_began, self.bucket = now, 0
+        self.bucket += 1
+        self.count += 1
+        self.burst = max(self.burst, self.bucket)
+
+    def recent_burst(self, now: float) -> float:
+        """Return the largest recent burst, which halves every 10 s."""
+        self.burst *= 0.5 ** ((now - self.decayed_at) / BURST_HALF_LIFE_S)
+        self.decayed_at = now
+        return self.burst
+
+
+class KnownSchedulers:
+    """Finds schedulers by name and by route, and reads their samples."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, KnownScheduler] = {}
+        self._on_route: defaultdict[str, list[KnownScheduler]] = defaultdict(list)
+        """Schedulers by route, which is looked up for every row that ends."""
+        self._ends: defaultdict[str, _Ends] = defaultdict(_Ends)
+
+    def add(self, scheduler: KnownScheduler) -> None:
+        """Take a scheduler that was heard for the first time, or a route that tells none."""
+        self.by_name[scheduler.name] = scheduler
+        self._on_route[scheduler.route].append(scheduler)
+
+    def on(self, route: str) -> Sequence[KnownScheduler]:
+        """Return the schedulers that a route leads to."""
+        return self._on_route[route]
+
+    def heard(self, names: Collection[str], now: float) -> None:
+        """Record that these schedulers are there."""
+        for name in self.by_name.keys() & names:
+            self.by_name[name].heard_at = now
+
+    def ended(self, route: str, now: float) -> None:
+        """Record a row that ended on a route."""
+        self._ends[route].add(now)
+
+    def take_gone(self, loads: Sequence[SchedulerLoad], now: float) -> list[KnownScheduler]:
+        """Remove the schedulers of a shared route that are silent while others report; return them."""
+        speaking = {load.route for load in loads}
+        gone = [
+            s
+            for s in self.by_name.values()
+            if s.route in speaking and now - s.heard_at > GONE_AFTER_S and len(self._on_route[s.route]) > 1
+        ]
+        for scheduler in gone:
+            del self.by_name[scheduler.name]
+            self._on_route[scheduler.route].remove(scheduler)
+        return gone
+
+    def silent_routes(self, now: float) -> set[str]:
+        """Return the routes whose schedulers are all silent."""
+        return {r for r, on in self._on_route.items() if on and all(s.is_silent(now) for s in on)}
+
+    def located(self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int]) -> dict[str, int]:
+        """Return this run's requests at each scheduler: exact with a route of its own, else an estimate."""
+        busy: defaultdict[str, int] = defaultdict(int)
+        for load in loads:
+            busy[load.route] += load.running + load.queue
+        shares = {}
+        for load in loads:
+            ours = in_flight.get(load.route, 0)
+            count = len(self._on_route[load.route])
+            total = busy[load.route]
+            part = (load.running + load.queue) / total if total else 1 / count
+            shares[load.scheduler] = ours if count == 1 else round(ours * part)
+        return shares
+
+    def reading(
+        self,
+        load: SchedulerLoad,
+        ours: int,
+        now: float,
+        *,
+        max_running: int | None,
+        fits: float | None,
+        decodes: bool,
+    ) -> Reading:
+        """Return what a sample tells a controller, beside `ours`, this run's requests at the scheduler."""
+        ends, on = self._ends[load.route], len(self._on_route[load.route])
+        return Reading(
+            load.running,
+            load.queue,
+            ours,
+            self.by_name[load.scheduler].count(ends.count // on, now),
+            ends.recent_burst(now) / on,
+            usage=load.token_usage if decodes else 0.0,
+            max_running=max_running,
+            fits=fits,
+            decodes=decodes,
+        )
+
+
+HALF_LIFE_S = 60.0
+"""Half-life of the recent rows, in seconds: rows of one length end in waves as long as one of them takes."""
+PRIOR_ROWS = 10.0
+"""Rows that each route is assumed to have ended at the start, when all count as equally fast."""
+LEAST_ROWS = 1e-3
+"""Fewest recent rows of a route: after a long silence all routes have so many, and are equal."""
+
+
+class Shares:
+    """The share of each route in the rows that are left."""
+
+    def __init__(self, routes: Sequence[str]) -> None:
+        self._ended = dict.fromkeys(routes, PRIOR_ROWS)
+        self._decayed_at: float | None = None  # None until the first call: a clock may begin anywhere
+
+    def ended(self, route: str) -> None:
+        """Record a row that ended on a route."""
+        self._ended[route] += 1
+
+    def of(self, left: int, now: float, silent: Collection[str] = ()) -> dict[str, int]:
+        """Return how many of the `left` rows each route may hold at most; a `silent` route gets one.
+
+        Together they are at least `left`, so that no row waits for ever.
+        """
+        since = now if self._decayed_at is None else self._decayed_at
+        self._decayed_at = now
+        for route, rows in self._ended.items():
+            self._ended[route] = max(LEAST_ROWS, rows * 0.5 ** ((now - since) / HALF_LIFE_S))
+        able = {r: n for r, n in self._ended.items() if r not in silent} or self._ended
+        total = sum(able.values())
+        return {r: max(1, math.ceil(left * able.get(r, 0.0) / total)) for r in self._ended}
+
+
+ENOUGH_ROWS = 100
+"""Rows that must have ended before their average is used."""
+MEMORY_ROWS = 2000
+"""Rows of each scheduler over which the averages are taken: of older ones, less and less is left. Rows that
+began together end by their length: fewer than run at once would be the short ones, and then the long ones."""
+
+
+class RowTokens:
+    """The averages over all rows that the engine has ended."""
+
+    def __init__(self) -> None:
+        self._memory = MEMORY_ROWS
+        self._rows = 0
+        self._own = 0.0
+        self._output = 0.0
+        self._output_squared = 0.0
+
+    def come_from(self, schedulers: int) -> None:
+        """Set the number of schedulers that the rows come from."""
+        self._memory = MEMORY_ROWS * schedulers
+
+    def add(self, own_prompt_tokens: int, output_tokens: int) -> None:
+        """Count a row that ended; the tokens of its prompt without those that the prefix cache held."""
+        self._rows += 1
+        weight = 1 / min(self._rows, self._memory)
+        self._own += weight * (own_prompt_tokens - self._own)
+        self._output += weight * (output_tokens - self._output)
+        self._output_squared += weight * (output_tokens * output_tokens - self._output_squared)
+
+    @property
+    def held(self) -> float | None:
+        """Tokens that a running row holds on average; None before enough rows have ended."""
+        if self._rows < ENOUGH_ROWS or self._output <= 0:
+            return None
+        return self._own + self._output_squared / (2 * self._output)
 
 
 @dataclass(slots=True)
@@ -125,16 +344,14 @@ class ConcurrencyLimits:
         now: float,
         *,
         unsent: int,
-        silenced: Collection[str] = (),
     ) -> list[Decision]:
         """Use a poll's samples, none if it failed; return the changes.
 
         `unsent` counts the rows that are still to be sent, including those that wait for another attempt.
-        The `silenced` schedulers are there, but what they tell is not in `loads`: it cannot be right.
         """
         known = self._schedulers
         decisions = [self._add(load, now) for load in loads if load.scheduler not in known.by_name]
-        known.heard({*(load.scheduler for load in loads), *silenced}, now)
+        known.heard({load.scheduler for load in loads}, now)
         self._draining = unsent == 0
         if self.fixed is not None:
             return []
@@ -151,18 +368,6 @@ class ConcurrencyLimits:
         decisions += self._sample(loads, in_flight, now)
         moves = [scheduler.controller.tick(now) for scheduler in known.by_name.values()]
         return decisions + [move for move in moves if move]
-
-    def restart(self, name: str, now: float) -> list[Decision]:
-        """Forget what a scheduler has told, which was not right; its window is the first one at least."""
-        scheduler = self._schedulers.by_name.get(name)
-        if scheduler is None or self.fixed is not None:
-            return []
-        told, old = scheduler.last, scheduler.controller
-        window, why = self._first_window(told, old.band)
-        scheduler.last = None
-        scheduler.controller = Controller(name, max(window, old.window), old.band, most=self.most, now=now)
-        new = scheduler.controller
-        return [Decision(name, old.window, new.window, new.state, f"its load cannot be right; {why}")]
 
     def ended(self, route: str, retractions: int, now: float) -> None:
         """Record a row that ended on a route."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import QueueBand
 from batchrunner.dispatch.concurrency.controller import BACK_OFF, Controller
-from batchrunner.dispatch.concurrency.reading import Reading
+from batchrunner.dispatch.concurrency.corners import Reading
 from tests.support.examples import examples
 from tests.support.plant import Plant
 

@@ -1,7 +1,4 @@
-"""Orders a window of rows: duplicates once, leaders before followers, at the end long outputs first.
-
-Rows come in the plan's order and are looked at some thousand at a time. Pure: no clock, no engine.
-"""
+"""Expected output lengths: what the job allows, and what rows with the same template have had. Pure."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -9,13 +6,38 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 from batchrunner.core.types import Completion, Outcome, Request
-from batchrunner.dispatch.pending_row import PendingRow
-from batchrunner.dispatch.prefix_order.distance import DistanceChange, ReuseDistance
-from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
-from batchrunner.dispatch.prefix_order.pacing import FollowerRelease
-from batchrunner.dispatch.prefix_order.prefix_tree import find_leaders
-from batchrunner.dispatch.source import RowSource
+from batchrunner.dispatch.distance import DistanceChange, ReuseDistance
+from batchrunner.dispatch.pacing import FollowerRelease
+from batchrunner.dispatch.pending_row import PendingRow, RowSource
+from batchrunner.dispatch.prefix_tree import find_leaders
 from batchrunner.input.prefixes import prompt_bytes
+
+MOST_TEMPLATES = 1024
+"""Templates whose averages are kept."""
+FEWEST_ROWS = 8
+"""Rows that an average needs before it is used."""
+
+
+class OutputLengths:
+    """A running average of the output tokens of each template's rows."""
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[int, int]] = {}  # rows and tokens
+
+    def record(self, row: PendingRow, tokens: int) -> None:
+        """Add the output tokens of an answered row."""
+        rows, sum_ = self._sums.get(row.template, (0, 0))
+        if rows or len(self._sums) < MOST_TEMPLATES:
+            self._sums[row.template] = rows + 1, sum_ + tokens
+
+    def expected(self, row: PendingRow) -> float:
+        """Return the output tokens that a row is expected to have, `max_new_tokens` at most."""
+        most = row.request.sampling["max_new_tokens"]
+        if row.request.sampling.get("ignore_eos"):
+            return float(most)
+        rows, tokens = self._sums.get(row.template, (0, 0))
+        return min(most, tokens / rows) if rows >= FEWEST_ROWS else float(most)
+
 
 WINDOW_ROWS, WINDOW_BYTES = 2048, 32 << 20
 """Rows that are ordered together, and the bytes of their prompts."""

@@ -7,7 +7,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import (
@@ -18,16 +19,161 @@ from batchrunner.core.errors import (
     RequestError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, Request
-from batchrunner.dispatch.bundles.pass_size import PassSize, prompt_tokens
-from batchrunner.dispatch.bundles.size import SHORT_TOKENS, BundleSize
-from batchrunner.dispatch.bundles.totals import BundleTotals
-from batchrunner.dispatch.forward_passes import ForwardPasses
+from batchrunner.core.types import Completion, Request, RequestBody
+from batchrunner.dispatch.concurrency.window import ForwardPasses
 from batchrunner.engines.base import Engine
 from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class BundleTotals:
+    """Counts of this attempt, retries included."""
+
+    requests: int = 0
+    """Requests, those with one row included."""
+    rows: int = 0
+    """Rows in them."""
+    bundles: int = 0
+    """Requests with several rows."""
+    most_rows: int = 0
+    """Most rows of a request."""
+    resent: int = 0
+    """Rows that were sent again because the engine refused their bundle, or did not answer them in it."""
+
+    def add(self, rows: int) -> None:
+        """Count a request with so many rows."""
+        self.requests += 1
+        self.rows += rows
+        self.bundles += rows > 1
+        self.most_rows = max(self.most_rows, rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return report.json's `bundles`."""
+        mean = round(self.rows / self.requests, 2) if self.requests else None
+        return {
+            "requests": self.requests,
+            "rows_per_request": mean,
+            "bundles": self.bundles,
+            "most_rows": self.most_rows,
+            "rows_resent": self.resent,
+        }
+
+
+MOST_ROWS = 64
+"""Most rows of a bundle. SGLang's front process wakes all waiting rows of a request at each event, so its
+cost grows with the square of their number; from 16 rows on, more save little."""
+MOST_TOKENS = 1 << 15
+"""Prompt tokens from which on a bundle is full: the server reads its JSON while it does nothing else."""
+LEAST_ROWS_S = 25.0
+"""Rows that must end in a second for bundles: below, the front process has little to do."""
+FIRST_ROWS = 16
+"""Size before a period is over, where answers are short; else 1."""
+SHORT_TOKENS = 16
+"""Most tokens of a short answer."""
+PERIOD_S = 0.25
+"""Seconds over which the rows that end are counted."""
+SHARE = 4
+"""A bundle has 1/4 of a replica's rows in flight at most: a larger one would wait for rows just begun."""
+
+
+class BundleSize:
+    """The size for one route: the rows that end while a bundle may wait until it is full.
+
+    An engine ends many rows in one step and then none for a while. So the rows are counted in bursts, each as
+    long as a bundle may wait, and the size is that of the burst in which the average row ended.
+    """
+
+    def __init__(
+        self, fill_s: float, fixed: int | None = None, *, short: bool = False, replicas: int = 1
+    ) -> None:
+        """Let a bundle wait for `fill_s` seconds at most; `fixed` rows are the size in any case.
+
+        Tell whether answers are known to be `short`, and how many `replicas` share the route's rows.
+        """
+        self.most_tokens = MOST_TOKENS
+        """Prompt tokens that a bundle holds at most, unless one row has more."""
+        self._fill_s = fill_s
+        self._fixed = fixed
+        self._parts = SHARE * replicas
+        self._rows = FIRST_ROWS if short else 1
+        self._since: float | None = None  # begin of the period
+        self._burst_began = 0.0
+        self._burst = 0
+        self._ended = 0  # rows of the bursts in this period that are over
+        self._squares = 0  # sum of the squares of these bursts
+
+    def taken(self, request: Request) -> None:
+        """Do nothing: how long the prompts are does not matter."""
+
+    def ended(self, now: float) -> None:
+        """Count a row that ended `now`, in seconds of the monotonic clock."""
+        if self._since is None:
+            self._since = self._burst_began = now
+        if now - self._burst_began > self._fill_s:
+            self._ended += self._burst
+            self._squares += self._burst * self._burst
+            self._burst_began, self._burst = now, 0
+            self._end_period(now, now - self._since)
+        self._burst += 1
+
+    def rows(self, outstanding: int) -> int:
+        """Return the size while so many rows are in flight or wait for their bundle; 0 and 1 are one row."""
+        if self._fixed is not None:
+            return self._fixed
+        return min(self._rows, outstanding // self._parts)
+
+    def _end_period(self, now: float, span_s: float) -> None:
+        if span_s >= PERIOD_S:
+            is_fast = self._ended >= LEAST_ROWS_S * span_s
+            self._rows = min(MOST_ROWS, self._squares // self._ended) if is_fast else 1
+            self._since, self._ended, self._squares = now, 0, 0
+
+
+MOST_LIST_ROWS = 256
+"""Most rows of a list. From 16 on more save little, and the reply with all their vectors comes whole."""
+LISTS = 4
+"""A list has 1/4 of the rows in flight at most: while one travels, the server has the others."""
+CHARACTERS_A_TOKEN = 4
+
+
+def prompt_tokens(request: Request) -> int:
+    """Return the tokens of a row that are computed, a guess where they are texts."""
+    if isinstance(request.prompt, RequestBody):
+        return len(request.prompt.content) // CHARACTERS_A_TOKEN
+    length = len(request.prompt)
+    tokens = length if request.kind == "input_ids" else length // CHARACTERS_A_TOKEN
+    if not request.items:
+        return tokens
+    if request.item_ids:  # choices: their prompt is computed once
+        return tokens + sum(map(len, request.item_ids))
+    return tokens * len(request.items) + sum(map(len, request.items)) // CHARACTERS_A_TOKEN
+
+
+class PassSize:
+    """The size for one route: a list has the tokens of a pass, or a quarter of the rows in flight."""
+
+    def __init__(self, passes: ForwardPasses) -> None:
+        self._passes = passes
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt tokens that a list holds at most, unless one row has more."""
+        return self._passes.tokens
+
+    def rows(self, outstanding: int) -> int:
+        """Return the most rows of a list while so many are in flight or wait for theirs; 0 and 1 are one."""
+        return min(MOST_LIST_ROWS, outstanding // LISTS)
+
+    def taken(self, request: Request) -> None:
+        """Count a row that is sent, with the tokens of its prompt."""
+        self._passes.sent(prompt_tokens(request))
+
+    def ended(self, now: float) -> None:
+        """Do nothing: how fast rows end does not matter."""
+
 
 MOST_REFUSALS = 32
 """Bundles that an engine may refuse before it has answered any; then it gets no more."""

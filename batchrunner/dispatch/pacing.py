@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from itertools import count
 from typing import NamedTuple
 
+from batchrunner.dispatch.distance import ReuseDistance
 from batchrunner.dispatch.pending_row import PendingRow
-from batchrunner.dispatch.prefix_order.distance import ReuseDistance
 
 MOST_HELD_ROWS, MOST_HELD_BYTES = 1024, 32 << 20
 """Followers held back while more rows can come, and the bytes of their prompts."""

@@ -1,24 +1,48 @@
-"""The state of a run at one moment, as the display and the event log have it."""
+"""The state of a run, by the load samples and the answers: for the display, the event log and report.json."""
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from batchrunner.core.console import counted
 from batchrunner.core.engine_info import Corner, SchedulerLoad
-from batchrunner.dispatch.bundles.totals import BundleTotals
+from batchrunner.dispatch.bundles import BundleTotals
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.queue import Backlog
-from batchrunner.dispatch.route_totals import Rates, RouteTotals
-from batchrunner.dispatch.slots import Slots
+from batchrunner.dispatch.pending_row import RowSource
+from batchrunner.dispatch.queue import Backlog, Slots
+from batchrunner.engines.base import Engine
 from batchrunner.job.tasks import GENERATE
 from batchrunner.output.counts import RowCounts
+from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
 from batchrunner.report.report import duration
 
 MOST_NAMED = 8
 """Schedulers whose figures are shown one by one; of more, the sum and the range."""
+MOST_POINTS = 200
+"""Points of the window over time; with more, every second one is dropped."""
+REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost"})
+"""Kinds of incidents that report.json lists; changes of a gateway's workers are in the event log only."""
+SPAN_S = 30.0
+"""Seconds over which a rate is taken."""
+
+
+class Rates:
+    """Rates of several counts over the last 30 s."""
+
+    def __init__(self, now: float, counts: int) -> None:
+        """There are so many `counts`, all of them 0 now."""
+        self._points: deque[tuple[float, tuple[int, ...]]] = deque([(now, (0,) * counts)])
+
+    def update(self, now: float, *counts: int) -> list[float]:
+        """Add the counts so far; return the rate of each, per second."""
+        self._points.append((now, counts))
+        while len(self._points) > 2 and self._points[1][0] <= now - SPAN_S:  # noqa: PLR2004
+            self._points.popleft()
+        then, counts_then = self._points[0]
+        span = max(now - then, 1e-9)
+        return [(count - before) / span for count, before in zip(counts, counts_then, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,44 +177,147 @@ def _counts(values: Sequence[int]) -> str:
     return f"{sum(values)} ({min(values)}-{max(values)} each)"
 
 
-class RowTotal(Protocol):
-    """What knows how many rows this task has."""
+class LoadSummary:
+    """How healthy the queues were during the run.
 
-    @property
-    def total(self) -> int:
-        """Number of rows, those that earlier attempts ended included; with leases an estimate."""
+    Steady time begins for a scheduler when its window leaves the state `start`, and ends with the tail.
+    """
+
+    def __init__(self, limits: ConcurrencyLimits, slots: Slots) -> None:
+        self._limits = limits
+        self._slots = slots
+        self._last: float | None = None
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._corners: defaultdict[str, float] = defaultdict(float)
+        self._usage = 0.0
+        self._queue = 0.0
+        self._running: defaultdict[str, float] = defaultdict(float)
+        self._points: list[tuple[float, int]] = []
+        self._began = 0.0
+        self._point_every_s = 0.0
+        self._window_min: int | None = None
+        self._window_max: int | None = None
+
+    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
+        """Add a sample, for the time since the one before."""
+        if self._last is None:
+            self._last = self._began = now
+        span, self._last = now - self._last, now
+        self._seconds["all"] += span
+        self._add_point(now, self._slots.window)
+        states, bands, corners = self._limits.states, self._limits.bands, self._limits.corners
+        if "tail" in states.values():
+            self._seconds["tail"] += span
+        for load in loads:
+            if states.get(load.scheduler) in {None, "start", "tail"}:
+                continue
+            band = bands[load.scheduler]
+            self._seconds["steady"] += span
+            self._seconds["in_band"] += span * (band.low <= load.queue <= band.high)
+            self._seconds["empty"] += span * (load.queue == 0)
+            if load.scheduler in corners:
+                self._corners[corners[load.scheduler]] += span
+            self._usage += span * load.token_usage
+            self._queue += span * load.queue
+            self._running[load.scheduler] += span * load.running
+
+    def as_dict(self, *, retractions: int) -> dict[str, Any]:
+        """Return report.json's `load`; shares are of steady time, None if there was none."""
+        steady = self._seconds["steady"]
+
+        def share(value: float, whole: float) -> float | None:
+            return round(value / whole, 4) if whole else None
+
+        return {
+            "steady_s": round(steady, 1),
+            "in_band_share": share(self._seconds["in_band"], steady),
+            "empty_queue_share": share(self._seconds["empty"], steady),
+            "corner_shares": {str(name): share(self._corners[name], steady) for name in Corner},
+            "mean_queue": share(self._queue, steady),
+            "mean_token_usage": share(self._usage, steady),
+            "tail_share": share(self._seconds["tail"], self._seconds["all"]),
+            "imbalance": self._imbalance(),
+            "retractions": retractions,
+            "window_min": self._window_min,
+            "window_max": self._window_max,
+            "window_over_time": [[round(at - self._began, 1), window] for at, window in self._points],
+        }
+
+    def _imbalance(self) -> float | None:
+        """Return how much less the idlest scheduler ran than the busiest, as a share of the latter."""
+        means = list(self._running.values())
+        return round((max(means) - min(means)) / max(means), 4) if len(means) > 1 and max(means) else None
+
+    def _add_point(self, now: float, window: int) -> None:
+        self._window_min = min(window, self._window_min or window)
+        self._window_max = max(window, self._window_max or window)
+        if self._points and now - self._points[-1][0] < self._point_every_s:
+            return
+        self._points.append((now, window))
+        if len(self._points) > MOST_POINTS:
+            self._points = self._points[::2]
+            self._point_every_s = (now - self._began) / len(self._points)
 
 
-class Monitor:
-    """Makes snapshots of a run."""
+class RunProgress:
+    """What a run has done so far: snapshots of it, and what report.json says of load and incidents."""
 
     def __init__(
         self,
-        rows: RowTotal,
+        rows: RowSource,
         done: DoneRows,
         counts: RowCounts,
         slots: Slots,
         limits: ConcurrencyLimits,
         backlog: Backlog,
-        totals: RouteTotals,
         bundles: BundleTotals,
+        engine: Engine,
+        events: EventLog,
         *,
-        now: float,
-        simulated: bool,
+        began: float,
         task: str = GENERATE,
     ) -> None:
-        """`done` are the rows of earlier attempts, `counts` those of this one, which began `now`."""
+        """`done` are the rows of earlier attempts, `counts` those of this one."""
         self._rows = rows
         self._done = done
         self._counts = counts
         self._slots = slots
         self._limits = limits
         self._backlog = backlog
-        self._totals = totals
         self._bundles = bundles
-        self._rates = Rates(now, counts=6)
-        self._simulated = simulated
+        self._engine = engine
+        self._events = events
         self._task = task
+        self._load = LoadSummary(limits, slots)
+        self._rates = Rates(began, counts=6)
+        routes = limits.info.routes
+        self._tokens, self._retractions = dict.fromkeys(routes, 0), dict.fromkeys(routes, 0)
+        self._token_rates = {route: Rates(began, counts=1) for route in routes}
+        self.incidents: list[dict[str, Any]] = []
+        """Deaths, hangs and healing of the engine's servers, for report.json."""
+
+    def answered(self, route: str, output_tokens: int, retractions: int) -> None:
+        """Count an answer, and how often its row was retracted."""
+        self._tokens[route] += output_tokens
+        self._retractions[route] += retractions
+
+    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> Snapshot:
+        """Take a load sample; return the state of the run."""
+        self._load.polled(loads, now)
+        self.write_incidents()
+        return self.snapshot(loads, now)
+
+    def write_incidents(self) -> None:
+        """Write what happened to the engine's servers since the last call to the event log."""
+        for incident in self._engine.incidents():
+            values = {"who": incident.who, "why": incident.why, **incident.facts}
+            self._events.write(f"engine_{incident.what}", **values)
+            if incident.what in REPORTED:
+                self.incidents.append({"what": incident.what, **values})
+
+    def load_report(self) -> dict[str, Any]:
+        """Return report.json's `load`."""
+        return self._load.as_dict(retractions=sum(self._retractions.values()))
 
     def snapshot(self, loads: Sequence[SchedulerLoad], now: float) -> Snapshot:
         """Return the state of the run; `loads` is the newest load sample."""
@@ -211,11 +338,11 @@ class Monitor:
             window=self._slots.window,
             in_flight=self._slots.in_flight,
             waiting=self._backlog.waiting,
-            retractions=self._totals.retractions,
+            retractions=sum(self._retractions.values()),
             loads=tuple(loads),
             bands={name: (band.low, band.high) for name, band in self._limits.bands.items()},
             by_scheduler=self._by_scheduler(now),
-            simulated=self._simulated,
+            simulated=self._limits.info.simulated,
             rows_per_request=sent_s / requests_s if requests_s else 0.0,
             output_tokens=counts.output_tokens,
             prompt_tokens=counts.prompt_tokens,
@@ -230,7 +357,10 @@ class Monitor:
         }
         for name, corner in self._limits.corners.items():
             known.setdefault(name, {})["corner"] = str(corner)
-        for route, returned in self._totals.sample(now).items():
+        for route, rates in self._token_rates.items():
+            (tokens_s,) = rates.update(now, self._tokens[route])
             if scheduler := self._limits.only_scheduler_on(route):
-                known.setdefault(scheduler, {}).update(returned)
+                known.setdefault(scheduler, {}).update(
+                    output_tokens_per_s=round(tokens_s, 1), retractions=self._retractions[route]
+                )
         return known

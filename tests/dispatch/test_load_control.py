@@ -9,7 +9,8 @@ import pytest
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.held_back import HoldingBack
+from batchrunner.dispatch.load_control import LoadControl
+from batchrunner.dispatch.queue import Slots
 from batchrunner.engines.simulated import Simulator
 from batchrunner.job.engine import SimulatedEngine
 from batchrunner.output.events import EventLog
@@ -46,15 +47,18 @@ class Run:
             EngineInfo("server", "m"), QueueBand(100, 2000), 100, most=1000, fixed=None
         )
         self.limits.begin([self._load(0, 0.0, 0.0)], 0.0, unsent=10**6)
-        self.following = HoldingBack(self.engine, self.limits, log.events, helps=helps)
+        self.slots = Slots({"engine": 1})
+        self.control = LoadControl(
+            self.engine, self.limits, self.slots, None, log.events, may_admit_more=helps
+        )  # type: ignore[arg-type]
         self.now = 0.0
 
     def passes(self, seconds: int, *, queue: int, usage: float) -> None:
         for _ in range(seconds):
             self.now += 1.0
-            in_flight = {"engine": self.limits.windows["engine"]}
-            self.limits.observe([self._load(queue, usage, self.now)], in_flight, self.now, unsent=10**6)
-            self.following.follow()
+            while self.slots.take(self.now) is not None:
+                pass  # all are in use
+            self.control.observe([self._load(queue, usage, self.now)], self.now, unsent=10**6)
 
     def changes(self) -> list[float]:
         """The events of the log."""

@@ -6,8 +6,8 @@ import pytest
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion
+from batchrunner.dispatch.distance import FOLLOWERS_A_CHECK, ReuseDistance
 from batchrunner.dispatch.pending_row import PendingRow
-from batchrunner.dispatch.prefix_order.distance import FOLLOWERS_A_CHECK, ReuseDistance
 from tests.support.prompts import INFO, request
 
 # The distance corrects itself

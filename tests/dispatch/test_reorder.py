@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Outcome, Request, RowRef
+from batchrunner.dispatch.distance import ReuseDistance
+from batchrunner.dispatch.pacing import MOST_HELD_BYTES
 from batchrunner.dispatch.pending_row import PendingRow
-from batchrunner.dispatch.prefix_order.distance import ReuseDistance
-from batchrunner.dispatch.prefix_order.output_lengths import OutputLengths
-from batchrunner.dispatch.prefix_order.pacing import MOST_HELD_BYTES
-from batchrunner.dispatch.prefix_order.reorder import (
+from batchrunner.dispatch.queue import DispatchQueue
+from batchrunner.dispatch.reorder import (
     LAST_ROWS,
     SHARED_ROWS,
     WINDOW_BYTES,
     WINDOW_ROWS,
+    OutputLengths,
     PrimeTask,
     Reorderer,
 )
-from batchrunner.dispatch.queue import DispatchQueue
 from batchrunner.input.prefixes import common_length
 from tests.support.prompts import CARRIED, INFO, PASS_TOKENS, InFlight, request, shared, words
 

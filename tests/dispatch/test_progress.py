@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from batchrunner.dispatch.snapshot import Snapshot
+from batchrunner.dispatch.progress import Snapshot
 from batchrunner.runner.progress import ProgressBar
 
 

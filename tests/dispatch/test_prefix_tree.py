@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.dispatch.prefix_order.prefix_tree import find_leaders
+from batchrunner.dispatch.prefix_tree import find_leaders
 from tests.support.prompts import shared, words
 
 

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.dispatch.bundles.size import FIRST_ROWS, MOST_ROWS, SHARE, BundleSize
+from batchrunner.dispatch.bundles import (
+    FIRST_ROWS,
+    LISTS,
+    MOST_LIST_ROWS,
+    MOST_ROWS,
+    SHARE,
+    BundleSize,
+    PassSize,
+)
+from batchrunner.dispatch.concurrency.window import ForwardPasses
+from tests.support.prompts import request
 
 FILL_S = 0.015
 MANY = 10**6
@@ -76,3 +86,26 @@ def test_a_fixed_size_is_the_size(fixed: int, outstanding: int) -> None:
 @given(ends=st.lists(st.floats(0, 10), max_size=300), outstanding=st.integers(0, 10**4))
 def test_any_ends_give_a_size(ends: list[float], outstanding: int) -> None:
     assert 0 <= size_after(*sorted(ends)).rows(outstanding) <= min(MOST_ROWS, max(1, outstanding))
+
+
+def test_a_list_has_a_pass_or_a_quarter_of_the_rows_in_flight() -> None:
+    """So several are in flight, and the server has rows while one of them travels; the speed is no matter."""
+    size = PassSize(ForwardPasses(16_384))
+    assert size.most_tokens == 16_384
+    for end in range(10):
+        size.ended(10.0 * end)
+    assert [size.rows(outstanding) for outstanding in (1, 7, 40, 10**6)] == [
+        0,
+        1,
+        40 // LISTS,
+        MOST_LIST_ROWS,
+    ]
+
+
+def test_rows_that_are_taken_tell_how_many_a_pass_holds() -> None:
+    """The queue's band is made of their tokens."""
+    passes = ForwardPasses(1000)
+    size = PassSize(passes)
+    for row in range(50):
+        size.taken(request(row, "x" * 40))  # of about 10 tokens
+    assert passes.rows(None) == 100

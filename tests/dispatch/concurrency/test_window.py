@@ -6,7 +6,7 @@ import pytest
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.forward_passes import FIRST_ROW_TOKENS, USUAL_TOKENS, ForwardPasses
+from batchrunner.dispatch.concurrency.window import FIRST_ROW_TOKENS, USUAL_TOKENS, ForwardPasses
 
 URL = "http://server"
 HALF_MINUTE = 120

@@ -1,1 +1,0 @@
-"""Bundles: several rows in one request, each answered when it ends."""

@@ -1,0 +1,420 @@
+"""Whether an answer is good, by the job's conditions, and what its row is asked next where it is not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import orjson
+import regex
+
+from batchrunner.core.errors import JobError, RowRefusedError
+from batchrunner.core.exact_json import part_at, read_exactly
+from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.types import Completion, Outcome, Request
+from batchrunner.dispatch.pending_row import AnswerHistory, PendingRow
+from batchrunner.dispatch.tokenize import RowTokenizer
+from batchrunner.input.dataset import carried_of
+from batchrunner.input.templates import AnswerExpression
+from batchrunner.job.answers import AnswerPlan, of_sample
+from batchrunner.job.arrow_types import fit, kind_of_schema
+from batchrunner.job.output import CUT, IDS_TO_CONTINUE, PARSED, REASONING, TOOL_CALLS
+from batchrunner.job.python_functions import CHECK
+from batchrunner.job.sampling import GRAMMARS
+from batchrunner.job.spec import CheckSpec, Job
+from batchrunner.output.check_counts import ASKED_AGAIN, AskedAgain, Rejected
+from batchrunner.output.columns import OF_THE_PROMPT
+
+MOST_CONTINUED = 3
+"""Times that a cut answer is continued, or asked for with more tokens: twice as many each time."""
+LONGEST_SEARCH_S = 0.2
+"""Seconds after which the search for a regular expression in an answer is given up."""
+KEPT_SCHEMAS = 256
+"""Schemas from a column that are kept compiled."""
+LONGEST_COMPLAINT = 300
+"""Most characters of what is wrong with a value."""
+SEED_STEP, MOST_SEED = 1_000_003, (1 << 31) - 1
+"""Difference between the seeds of two tries of a row, and the largest seed."""
+
+
+class Verdict(NamedTuple):
+    """An answer that was checked, and whether the row ends with it."""
+
+    completion: Completion
+    error: str | None
+    """Why the row failed; None where it succeeded."""
+    again: Request | None = None
+    """What is asked next; None where the row has ended."""
+
+
+class AnswerChecker:
+    """Checks the answers of a run; rejected ones are asked for again."""
+
+    def __init__(
+        self,
+        job: Job,
+        plan: AnswerPlan,
+        columns: Collection[str],
+        tokenizer: RowTokenizer,
+        functions: HookPool | None = None,
+    ) -> None:
+        """Compile the conditions for rows with these columns; `functions` has the job's `check.python`."""
+        self._conditions = AnswerConditions(job, plan, columns)
+        self._check = job.check
+        self._tries = plan.tries
+        self._continues = plan.on_length == "continue"
+        self._tokenizer = tokenizer
+        self._functions = functions if functions is not None and CHECK in functions.facts else None
+        self._thread = None if self._conditions.are_quick else ThreadPoolExecutor(1, "checks")
+        """Where answers are checked that may take long: the event loop goes on meanwhile."""
+
+    async def check(self, row: PendingRow, completion: Completion) -> Verdict:
+        """Check an answer of a row; what is asked next is tokenised. Raises HookLostError."""
+        history = row.answers = row.answers or AnswerHistory(row.request)
+        whole = completion if history.begun is None else _joined(history.begun, completion)
+        if self._thread is None:
+            whole, complaint = self._conditions.check(row.request, whole)
+        else:
+            loop = asyncio.get_running_loop()
+            whole, complaint = await loop.run_in_executor(
+                self._thread, self._conditions.check, row.request, whole
+            )
+        history.last = whole
+        if complaint is None and self._functions is not None:
+            complaint = await _python_complaint(self._functions, row.request, whole)
+        if complaint is None:
+            return Verdict(_with_history(history, is_good=True), None)
+        if CUT in whole.finish_reasons and self._continues and history.continued < MOST_CONTINUED:
+            longer = _with_twice_the_tokens(row.request)
+            if longer is not None:
+                rest = _rest_of(longer, completion)
+                history.begun = whole if rest is not None else history.begun
+                history.continued += 1
+                return Verdict(whole, None, rest or longer)
+        history.rejected.append(Rejected(complaint, whole.output_tokens))
+        history.begun = None
+        again = await self._next_try(row, history, whole, complaint)
+        if again is None:
+            return Verdict(_with_history(history, is_good=False), complaint)
+        return Verdict(whole, None, again)
+
+    def last_answer(self, row: PendingRow) -> Completion | None:
+        """Return the last answer of a row that ends without a further one; None where it had none."""
+        history = row.answers
+        return None if history is None or history.last is None else _with_history(history, is_good=None)
+
+    async def _next_try(
+        self, row: PendingRow, history: AnswerHistory, answer: Completion, complaint: str
+    ) -> Request | None:
+        number = len(history.rejected)
+        if number >= self._tries:
+            return None
+        again: Request | Outcome = _next_try(history.first, self._check, number)
+        if self._check.feedback and row.unencoded is not None and row.unencoded.kind == "messages":
+            told = _with_complaint(_next_try(row.unencoded, self._check, number), answer, complaint)
+            (again,) = await self._tokenizer.tokenize([told])
+        return again if isinstance(again, Request) else None
+
+
+def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion:
+    """Return the last answer of a row, with what its others came to where it had others or is not good."""
+    assert history.last is not None
+    asks = history.asks - (is_good is False)  # the last one was rejected, and nothing was asked after it
+    if asks == 1 and is_good:
+        return history.last
+    asked = AskedAgain(asks, history.continued, tuple(history.rejected), is_good)
+    return history.last._replace(columns={**history.last.columns, ASKED_AGAIN: [asked]})
+
+
+async def _python_complaint(functions: HookPool, request: Request, completion: Completion) -> str | None:
+    """Ask the job's function what is wrong with an answer; one that fails with an answer says so by that."""
+    facts = functions.facts[CHECK]
+    row = (carried_of(request.ref),) if facts.takes_row else ()
+    for number, text in enumerate(completion.texts):
+        try:
+            found: bool | str = await functions.call(CHECK, text, *row)
+        except RowRefusedError as failure:
+            found = str(failure)
+        if found is not True:
+            return of_sample(found or f"{CHECK} {facts.name} does not take the answer", number, completion)
+    return None
+
+
+class AnswerConditions:
+    """The conditions of a job on an answer, but for its Python function. Pure."""
+
+    def __init__(self, job: Job, plan: AnswerPlan, columns: Collection[str]) -> None:
+        """Compile the conditions for rows with these columns; raises JobError."""
+        check = job.check
+        self._fails_cut = plan.on_length != "keep"
+        self._wants_json = plan.checks_json
+        self._adds_parsed = PARSED in plan.columns
+        self._expression = None if check.expression is None else AnswerExpression(check.expression, columns)
+        reads_parsed = self._expression is not None and self._expression.reads(PARSED)
+        self._parses = self._wants_json or self._adds_parsed or reads_parsed
+        self._by_row = plan.schema_by_row
+        self._validator = None
+        if self._parses and plan.schema is not None:
+            where = "check.json" if isinstance(check.json_, dict) else "sampling.json_schema"
+            self._validator = _validator(plan.schema, where)
+        self._kind = kind_of_schema(plan.schema)
+        self._pattern = check.regex
+        conditions = (self._expression, self._pattern, plan.schema)
+        self.are_quick = not self._by_row and all(each is None for each in conditions)
+        """Whether a check takes no longer than reading the answer does, whatever the answer."""
+
+    def check(self, request: Request, completion: Completion) -> tuple[Completion, str | None]:
+        """Return an answer, with its column `parsed` where the run has one, and what is wrong with it.
+
+        Of several samples each must be good, and the first complaint is told.
+        """
+        first: str | None = None
+        fitted: list[Any] = []
+        for number, text in enumerate(completion.texts):
+            value, in_column, complaint = None, None, None
+            if self._parses:
+                value, in_column, complaint = self._parse(request, text)
+            fitted.append(in_column)
+            if first is None:
+                complaint = self._complaint(request, completion, number, value, complaint)
+                first = None if complaint is None else of_sample(complaint, number, completion)
+        if self._adds_parsed:
+            completion = completion._replace(columns={**completion.columns, PARSED: fitted})
+        return completion, first
+
+    def _complaint(
+        self, request: Request, completion: Completion, number: int, value: Any, of_json: str | None
+    ) -> str | None:
+        text, reason = completion.texts[number], completion.finish_reasons[number]
+        if self._fails_cut and reason == CUT:
+            return "the answer was cut at max_new_tokens"
+        has_schema = not self._by_row or request.sampling.get("json_schema") is not None
+        if of_json is not None and self._wants_json and has_schema:
+            return of_json
+        if self._pattern is not None:
+            try:
+                if not _has_match(self._pattern, text):
+                    return f"the answer has no match of check.regex {self._pattern!r}"
+            except TimeoutError:
+                return f"check.regex {self._pattern!r} takes more than {LONGEST_SEARCH_S:g} s on the answer"
+        if self._expression is not None:
+            thoughts = completion.columns.get(REASONING)
+            answer = {
+                "output": text,
+                PARSED: value,
+                "finish_reason": reason,
+                REASONING: thoughts[number] if thoughts else None,
+            }
+            return self._expression.complaint({**(request.row or {}), **answer})
+        return None
+
+    def _parse(self, request: Request, text: str) -> tuple[Any, Any, str | None]:
+        """Return an answer as JSON, as the column `parsed` holds it, and what is wrong with it."""
+        try:
+            value = read_exactly(text)
+        except orjson.JSONDecodeError as failure:
+            why = "it has a code fence (```) around it" if "```" in text else _short(str(failure))
+            return None, None, f"the answer is not JSON: {why}"
+        try:
+            validator, own = self._validator, request.sampling.get("json_schema")
+            if self._by_row and own is not None:
+                validator = _validator_of_text(own if isinstance(own, str) else orjson.dumps(own).decode())
+            wrong = None if validator is None else next(validator.iter_errors(value), None)
+        except JobError as failure:
+            return value, None, str(failure)
+        except Exception as failure:  # noqa: BLE001 - a schema may fail on a value in any way
+            return value, None, f"the answer cannot be checked against its schema ({type(failure).__name__})"
+        if wrong is not None:
+            at = "".join(f"[{step!r}]" for step in wrong.absolute_path)
+            told = f"{at} {_short(wrong.message)}".lstrip()
+            return value, None, f"the answer does not satisfy its schema: {told}"
+        try:
+            return value, fit(value, self._kind), None
+        except ValueError as failure:
+            return value, None, f"the answer does not fit its column: {_short(str(failure))}"
+
+
+def _has_match(pattern: str, text: str) -> bool:
+    """Tell whether a text contains a match; raises TimeoutError after LONGEST_SEARCH_S seconds."""
+    return regex.search(pattern, text, timeout=LONGEST_SEARCH_S, concurrent=True) is not None
+
+
+def _validator(schema: Mapping[str, Any], where: str) -> Any:
+    """Return jsonschema's validator; raises JobError, naming `where`, for a schema that is none."""
+    from jsonschema import FormatChecker  # noqa: PLC0415 - 60 ms, only for jobs with a schema
+    from jsonschema.exceptions import SchemaError  # noqa: PLC0415
+    from jsonschema.validators import Draft202012Validator, extend, validator_for  # noqa: PLC0415
+    from referencing import Registry  # noqa: PLC0415
+
+    base = validator_for(schema, default=Draft202012Validator)
+    patterns = FormatChecker(formats=())
+    patterns.checks("regex", raises=regex.error)(regex.compile)
+    problem = None
+    try:
+        base.check_schema(schema, format_checker=patterns)
+        for reference in _references_in(schema):
+            if not _leads_somewhere(reference, schema):
+                problem = f"its reference {reference!r} leads nowhere in it"
+    except SchemaError as failure:
+        problem = _short(failure.message)
+    except Exception as failure:  # noqa: BLE001 - nested too deeply, for example
+        problem = f"it cannot be read ({type(failure).__name__})"
+    if problem is not None:
+        raise JobError(f"{where}: not a JSON Schema that answers can be checked against: {problem}")
+    own = {"pattern": _check_pattern, "multipleOf": _check_multiple}
+    without_dialect = {name: part for name, part in schema.items() if name != "$schema"}
+    return extend(base, own)(without_dialect, registry=Registry())  # with $schema it would take `base` again
+
+
+@lru_cache(KEPT_SCHEMAS)
+def _validator_of_text(schema: str) -> Any:
+    try:
+        found = read_exactly(schema)
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise JobError(
+            "the row's json_schema: not a JSON Schema that answers can be checked against: not JSON"
+        )
+    return _validator(found, "the row's json_schema")
+
+
+def _check_pattern(_: Any, pattern: str, value: Any, __: Any) -> Any:
+    """Check the keyword `pattern` in a bounded time; jsonschema uses Python's `re`, which has no limit."""
+    from jsonschema.exceptions import ValidationError  # noqa: PLC0415
+
+    if isinstance(value, str) and not _has_match(pattern, value):
+        yield ValidationError(f"{value!r} does not match {pattern!r}")
+
+
+def _check_multiple(_: Any, step: float, value: Any, __: Any) -> Any:
+    """Check the keyword `multipleOf` exactly: for jsonschema 0.07 is no multiple of 0.01."""
+    from jsonschema.exceptions import ValidationError  # noqa: PLC0415
+
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and (Fraction(str(value)) / Fraction(str(step))).denominator != 1:
+        yield ValidationError(f"{value!r} is not a multiple of {step!r}")
+
+
+def _references_in(part: Any) -> Iterator[str]:
+    if isinstance(part, dict):
+        if isinstance(part.get("$ref"), str):
+            yield part["$ref"]
+        part = [*part.values()]
+    for below in part if isinstance(part, list) else ():
+        yield from _references_in(below)
+
+
+def _leads_somewhere(reference: str, schema: Mapping[str, Any]) -> bool:
+    """Tell whether a schema has what a reference names; nothing is looked up elsewhere."""
+    try:
+        if reference.startswith("#/"):
+            part_at(schema, reference)
+    except LookupError:
+        return False
+    return reference.startswith("#")
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= LONGEST_COMPLAINT else line[: LONGEST_COMPLAINT - 1] + "…"
+
+
+def _next_try(first: Request, check: CheckSpec, number: int) -> Request:
+    """Return try `number` of a row, from 1 on: its first request with another seed and temperature."""
+    sampling = {**first.sampling}
+    seed = sampling.get("sampling_seed") or 0
+    sampling["sampling_seed"] = (seed + number * SEED_STEP) & MOST_SEED
+    temperature = check.temperature_of(number, sampling.get("temperature"))
+    if temperature is not None:
+        sampling["temperature"] = temperature
+    return first._replace(sampling=sampling)
+
+
+def _with_complaint(request: Request, answer: Completion, complaint: str) -> Request:
+    """Return a chat in which the model's answer is followed by what is wrong with it.
+
+    Calls of tools stand there as text: chat templates want their results behind calls.
+    """
+    messages: list[dict[str, Any]] = list(request.prompt)
+    calls = answer.columns.get(TOOL_CALLS, [None])[0] or []
+    told = (json.dumps(call["function"], ensure_ascii=False) for call in calls)
+    text = "\n".join(filter(None, (answer.texts[0], *told)))
+    if messages and messages[-1]["role"] == "assistant":  # the beginning of the answer
+        text = f"{messages.pop()['content']}{text}"
+    messages += [
+        {"role": "assistant", "content": text},
+        {"role": "user", "content": f"This answer is not good: {complaint}. Answer again."},
+    ]
+    return request._replace(prompt=messages)
+
+
+def _with_twice_the_tokens(request: Request) -> Request | None:
+    """Return a request with twice the tokens; None where it has no limit."""
+    most = request.sampling.get("max_new_tokens")
+    if not most:
+        return None
+    return request._replace(sampling={**request.sampling, "max_new_tokens": most * 2})
+
+
+def _rest_of(request: Request, answer: Completion) -> Request | None:
+    """Return the request for the rest of an answer that was cut; None where it can only be asked for anew.
+
+    A grammar would begin anew with the rest, and so would a call of a tool that the model has to make.
+    Reasoning that was cut, or a call, is no beginning of a text. What came has `min_new_tokens` already.
+    """
+    others = (answer.columns.get(name, [None])[0] for name in (REASONING, TOOL_CALLS))
+    has_grammar = any(request.sampling.get(name) for name in GRAMMARS)
+    if any(others) or has_grammar or (request.tools is not None and request.tools.must_be_called):
+        return None
+    sampling = {name: value for name, value in request.sampling.items() if name != "min_new_tokens"}
+    request = request._replace(sampling=sampling)
+    text = answer.texts[0]
+    if request.kind == "text":
+        return request._replace(prompt=request.prompt + text)
+    if request.kind == "input_ids":
+        ids = answer.columns.get(IDS_TO_CONTINUE)
+        return request._replace(prompt=[*request.prompt, *ids[0]]) if ids and ids[0] else None
+    messages: list[dict[str, Any]] = list(request.prompt)
+    if messages and messages[-1]["role"] == "assistant" and request.continues:
+        last = messages.pop()
+        text = f"{last['content']}{text}"
+    if not text:
+        return None
+    messages.append({"role": "assistant", "content": text})
+    return request._replace(prompt=messages, continues=True)
+
+
+def _joined(first: Completion, rest: Completion) -> Completion:
+    """Return an answer and its continuation as one.
+
+    Where the rest ends reasoning, all that came before was reasoning too: its beginning may be in the prompt.
+    """
+    begun, thoughts = first.texts[0], rest.columns.get(REASONING)
+    columns = {name: _joined_values(first.columns.get(name), after) for name, after in rest.columns.items()}
+    columns |= {name: first.columns[name] for name in OF_THE_PROMPT if name in first.columns}
+    if thoughts and thoughts[0]:
+        columns[REASONING] = [begun + thoughts[0]]
+        begun = ""
+    return rest._replace(
+        texts=[begun + rest.texts[0]],
+        completion_tokens=[first.output_tokens + rest.output_tokens],
+        prompt_tokens=first.prompt_tokens,
+        cached_tokens=first.cached_tokens,
+        retractions=first.retractions + rest.retractions,
+        columns=columns,
+    )
+
+
+def _joined_values(before: list[Any] | None, after: list[Any]) -> list[Any]:
+    """Return lists one after the other; of other values the last one that there is."""
+    if not before or before[0] is None:
+        return after
+    if after[0] is None:
+        return before
+    return [before[0] + after[0]] if isinstance(after[0], list) else after

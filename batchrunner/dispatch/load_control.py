@@ -1,0 +1,92 @@
+"""Load samples → the slots of the routes, four times a second; each change is an event with its reason."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Protocol
+
+from batchrunner.core.engine_info import Corner, SchedulerLoad
+from batchrunner.core.timing import TIMING
+from batchrunner.dispatch.concurrency.controller import Decision
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.dispatch.queue import Backlog, Slots
+from batchrunner.engines.base import Engine
+from batchrunner.output.events import EventLog
+
+log = logging.getLogger(__name__)
+
+
+class LoadObserver(Protocol):
+    """What looks at every load sample, such as the progress and the rules that stop a run."""
+
+    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
+        """Take a sample, empty if there is none; `now` is seconds of the monotonic clock."""
+
+
+class LoadControl:
+    """Polls the engine's load while rows are sent, and resizes the slots of its routes."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        limits: ConcurrencyLimits,
+        slots: Slots,
+        backlog: Backlog,
+        events: EventLog,
+        *,
+        may_admit_more: bool,
+    ) -> None:
+        """Ask an engine that holds requests back to admit more, once, where it `may_admit_more`.
+
+        With `ignore_eos` that does not help: SGLang reserves all of `max_new_tokens`.
+        """
+        self._engine = engine
+        self._limits = limits
+        self._slots = slots
+        self._backlog = backlog
+        self._events = events
+        self._may_admit_more = may_admit_more
+
+    async def run(self, observers: Sequence[LoadObserver]) -> None:
+        """Poll until cancelled; the observers are called after the slots were resized, and may raise."""
+        while True:
+            loads = await self._engine.loads()
+            now = time.monotonic()
+            self.observe(loads, now, unsent=self._backlog.unsent)
+            self._backlog.wake_dispatcher()
+            for observer in observers:
+                observer.polled(loads, now)
+            await asyncio.sleep(TIMING.load_poll)
+
+    def observe(self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int) -> None:
+        """Resize the slots by a poll of the load; `unsent` rows are still to be sent."""
+        self._apply(self._limits.observe(loads, self._slots.by_route, now, unsent=unsent))
+        for news in self._limits.corner_news():
+            self._events.write("corner", **asdict(news))
+            if news.corner == Corner.HELD:
+                log.info("%s: the server holds back: %s", news.scheduler, news.reason)
+                self._ask_to_admit_more()
+
+    def refused(self, route: str, why: str, now: float) -> None:
+        """Narrow the windows of a route that took no request, or let one wait too long."""
+        self._apply(self._limits.backpressure(route, why, now))
+
+    def _apply(self, decisions: Iterable[Decision]) -> None:
+        for route, window in self._limits.windows.items():
+            self._slots.resize(route, window)
+        write_decisions(self._events, decisions)
+
+    def _ask_to_admit_more(self) -> None:
+        value = self._engine.admit_more() if self._may_admit_more else None
+        self._may_admit_more = False
+        if value is not None:
+            self._events.write("conservativeness", new=value)
+            log.info("schedule-conservativeness is %g at the next start, and in the next run", value)
+
+
+def write_decisions(events: EventLog, decisions: Iterable[Decision]) -> None:
+    """Write changes of windows to the event log."""
+    for decision in decisions:
+        events.write("window", **asdict(decision))
