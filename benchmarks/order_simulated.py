@@ -216,7 +216,7 @@ class AsTheRunner:
         info = EngineInfo("attach", "simulated", max_total_tokens=kv_tokens, prefill_tokens=PASS_TOKENS)
         self._rows = rows
         self._reorderer = Reorderer(ReuseDistance(info, 1), OutputLengths(), dedupe=True)
-        self.unread = len(rows)
+        self.unread = self.total = len(rows)
         self._fleet: Fleet | None = None
 
     def run(self, config: SchedulerConfig) -> Fleet:
@@ -238,6 +238,9 @@ class AsTheRunner:
                 if isinstance(item, PendingRow):
                     item.route, item.sent_at = "r0", self._fleet.now
                     yield self._sample(item, self._rows[item.request.ref.row].outputs)
+
+    def stop(self) -> None:
+        """Do nothing: a run in virtual time is never stopped."""
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
         nothing = pa.RecordBatch.from_pylist([{}])

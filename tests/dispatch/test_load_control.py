@@ -49,8 +49,13 @@ class Run:
         self.limits.begin([self._load(0, 0.0, 0.0)], 0.0, unsent=10**6)
         self.slots = Slots({"engine": 1})
         self.control = LoadControl(
-            self.engine, self.limits, self.slots, None, log.events, may_admit_more=helps
-        )  # type: ignore[arg-type]
+            self.engine,
+            self.limits,
+            self.slots,
+            None,
+            log.events,
+            may_admit_more=helps,  # type: ignore[arg-type]
+        )
         self.now = 0.0
 
     def passes(self, seconds: int, *, queue: int, usage: float) -> None:

@@ -48,8 +48,15 @@ class Source:
         left: int = self._unread()
         return left
 
+    @property
+    def total(self) -> int:
+        return self.unread
+
     def batches(self) -> Iterator[list[Request | Outcome]]:
         return iter(self._batches)
+
+    def stop(self) -> None:
+        pass
 
 
 def arranger(info: EngineInfo = INFO, *, dedupe: bool = True, caches: int = 1) -> Reorderer:
