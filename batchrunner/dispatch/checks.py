@@ -15,7 +15,7 @@ import regex
 
 from batchrunner.core.errors import JobError, RowRefusedError
 from batchrunner.core.exact_json import part_at, read_exactly
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import Completion, Outcome, Request
 from batchrunner.dispatch.pending_row import AnswerHistory, PendingRow
 from batchrunner.dispatch.tokenize import RowTokenizer

@@ -6,9 +6,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from batchrunner.core.hooks.functions import ColumnKind
-from batchrunner.core.hooks.pool import HookPool
-from batchrunner.core.types import AskedColumns, Completion, ForwardTask
+from batchrunner.core.hook_pool import HookPool
+from batchrunner.core.types import AskedColumns, ColumnKind, Completion, ForwardTask
 from batchrunner.job.output import (
     ANSWER_COLUMNS,
     IDS_TO_CONTINUE,

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from batchrunner.core.errors import InputError, OutputError, ResumeError
-from batchrunner.core.hooks.functions import ColumnKind
-from batchrunner.core.hooks.pool import HookPool
+from batchrunner.core.hook_pool import HookPool
+from batchrunner.core.types import ColumnKind
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.field_sample import decide_fields
 from batchrunner.input.files import join_paths
