@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
@@ -48,13 +48,9 @@ class Run:
         )
         self.limits.begin([self._load(0, 0.0, 0.0)], 0.0, unsent=10**6)
         self.slots = Slots({"engine": 1})
+        backlog: Any = None  # observing a poll needs none
         self.control = LoadControl(
-            self.engine,
-            self.limits,
-            self.slots,
-            None,
-            log.events,
-            may_admit_more=helps,  # type: ignore[arg-type]
+            self.engine, self.limits, self.slots, backlog, log.events, may_admit_more=helps
         )
         self.now = 0.0
 
