@@ -29,7 +29,7 @@ from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.feeder import Feeder
 from batchrunner.dispatch.load_control import LoadControl
 from batchrunner.dispatch.pending_row import PendingRow
-from batchrunner.dispatch.progress import RunProgress
+from batchrunner.dispatch.progress import AttemptProgress
 from batchrunner.dispatch.queue import MOST_DEATHS, Backlog, Slots
 from batchrunner.dispatch.reorder import Reorderer
 from batchrunner.job.output import RESPONSE
@@ -57,7 +57,7 @@ class Dispatcher:
         reorderer: Reorderer,
         windows: ConcurrencyLimits,
         load_control: LoadControl,
-        progress: RunProgress,
+        progress: AttemptProgress,
         events: EventLog,
         limits: LimitsSpec,
         *,

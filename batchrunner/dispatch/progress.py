@@ -259,7 +259,7 @@ class LoadSummary:
             self._point_every_s = (now - self._began) / len(self._points)
 
 
-class RunProgress:
+class AttemptProgress:
     """What a run has done so far: snapshots of it, and what report.json says of load and incidents."""
 
     def __init__(

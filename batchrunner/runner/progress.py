@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TextIO
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.dispatch.progress import RunProgress, Snapshot
+from batchrunner.dispatch.progress import AttemptProgress, Snapshot
 from batchrunner.output.events import EventLog
 from batchrunner.runner.screen import Opening, engine_line, progress_text
 
@@ -35,7 +35,7 @@ class Display(Protocol):
 class ProgressLog:
     """Shows every load sample on the display, and writes one to the event log every 2 s."""
 
-    def __init__(self, progress: RunProgress, display: Display, events: EventLog, *, now: float) -> None:
+    def __init__(self, progress: AttemptProgress, display: Display, events: EventLog, *, now: float) -> None:
         """Begin at `now`, in seconds of the monotonic clock."""
         self._progress = progress
         self._display = display

@@ -27,7 +27,7 @@ from batchrunner.dispatch.distance import ReuseDistance
 from batchrunner.dispatch.feeder import Feeder
 from batchrunner.dispatch.load_control import LoadControl, LoadObserver
 from batchrunner.dispatch.pending_row import RowSource
-from batchrunner.dispatch.progress import RunProgress
+from batchrunner.dispatch.progress import AttemptProgress
 from batchrunner.dispatch.queue import Backlog, Slots
 from batchrunner.dispatch.reorder import OutputLengths, Reorderer
 from batchrunner.dispatch.tokenize import make_tokenizer
@@ -120,7 +120,7 @@ class Sending:
     limits: ConcurrencyLimits
     reorderer: Reorderer
     bundles: BundleTotals
-    progress: RunProgress
+    progress: AttemptProgress
     shown: ProgressLog
 
 
@@ -174,7 +174,7 @@ def build_sending(
     # load samples: engine → windows → slots → progress: display and event log, stop rules
     may_admit_more = job.sampling.ignore_eos is not True
     load_control = LoadControl(engine, limits, slots, backlog, events, may_admit_more=may_admit_more)
-    progress = RunProgress(
+    progress = AttemptProgress(
         rows, done, counts, slots, limits, backlog, bundles, engine, events, began=began, task=job.task
     )
     shown = ProgressLog(progress, display, events, now=began)
