@@ -15,7 +15,7 @@ from batchrunner.core import errors
 from batchrunner.core.engine_info import Incident
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.distance import DistanceChange
-from batchrunner.input.sort.decide import OrderDecision
+from batchrunner.input.order import OrderDecision
 from batchrunner.job.load import load_job
 from batchrunner.output.event_kinds import EVENTS, EVERY_EVENT
 from batchrunner.output.events import read_events
