@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from batchrunner.job.spec import Job
     from batchrunner.report.report import Report
     from batchrunner.runner.open_engine import OpenEngine
-    from batchrunner.runner.progress_calls import Progress
+    from batchrunner.runner.progress import Progress
 
     __version__: str
 
@@ -53,7 +53,7 @@ __all__ = [
 _HOMES = {
     "Job": "job.spec",
     "OpenEngine": "runner.open_engine",
-    "Progress": "runner.progress_calls",
+    "Progress": "runner.progress",
     "Report": "report.report",
     "arun": "api",
     "embed": "api",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pyroaring import BitMap64
 
     from batchrunner.input.dataset import RowReader
-    from batchrunner.runner.prepared_job import PreparedJob
+    from batchrunner.runner.prepare import PreparedJob
 
 SEED = 7
 GOAL_S_A_MILLION, GOAL_MB = 400.0, 512

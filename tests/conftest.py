@@ -193,7 +193,7 @@ def _no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     So do those of `started` in other processes.
     """
     if not request.node.get_closest_marker("page"):
-        monkeypatch.setattr("batchrunner.runner.execute.leave_page", lambda _: None)
+        monkeypatch.setattr("batchrunner.runner.run.leave_page", lambda _: None)
         monkeypatch.setenv(NO_PAGE, "1")
 
 

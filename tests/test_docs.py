@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from batchrunner.job.load import load_job
-from batchrunner.runner.screen import Opening
+from batchrunner.runner.progress import Opening
 from tests.support.server_thread import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent

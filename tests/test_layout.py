@@ -148,7 +148,7 @@ def test_nothing_heavy_is_imported_early(code: str) -> None:
 
 def test_a_run_on_a_server_needs_no_engine_package() -> None:
     """Attaching to a server loads neither SGLang nor torch, which its users may not have."""
-    code = "import batchrunner.runner.execute, batchrunner.engines.launched.fleet"
+    code = "import batchrunner.runner.run, batchrunner.engines.launched.fleet"
     assert not loaded_by(code) & {"torch", "sglang", "transformers", "pandas"}
 
 

@@ -5,10 +5,8 @@ engine: `open_engine`. runs: `run`, `arun`. generation: `generate`. streaming: `
 command needs none of them.
 """
 
-from batchrunner.api.engine import open_engine
-from batchrunner.api.generation import generate
-from batchrunner.api.runs import arun, run
+from batchrunner.api.runs import arun, open_engine, run
 from batchrunner.api.streaming import stream
-from batchrunner.api.tasks import embed, rerank, score
+from batchrunner.api.tables import embed, generate, rerank, score
 
 __all__ = ["arun", "embed", "generate", "open_engine", "rerank", "run", "score", "stream"]

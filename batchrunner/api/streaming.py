@@ -4,15 +4,15 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Se
 from pathlib import Path
 from typing import Any
 
-from batchrunner.api.engine import engine_of
+from batchrunner.api.runs import engine_of
 from batchrunner.input.tables import Data, Row, paths_of
 from batchrunner.job.call import GenerateCall, LibraryCall, task_call
 from batchrunner.job.load import EngineLike
 from batchrunner.job.spec import LimitsSpec, OnLength
 from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.runner.open_engine import OpenEngine
-from batchrunner.runner.progress_calls import ProgressListener, make_displays
-from batchrunner.runner.stream_call import StreamCall
+from batchrunner.runner.progress import ProgressListener, make_displays
+from batchrunner.runner.stream import StreamCall
 
 
 def stream(

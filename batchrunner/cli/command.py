@@ -4,19 +4,203 @@ The files of the commands have annotations that are no texts: typer would evalua
 which costs every start of the command 10 ms.
 """
 
+import difflib
+import os
+import signal
+import sys
+import threading
 from collections.abc import Callable
-from typing import Annotated
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer import Typer
+from typer.core import TyperGroup
 
-from batchrunner.cli.entry import start
-from batchrunner.cli.group import HELP_OPTIONS, CommandGroup
 from batchrunner.cli.jobs import check, init, schema, tune
-from batchrunner.cli.on_ray import ray
 from batchrunner.cli.options import EXIT_CODES
 from batchrunner.cli.results import advise, merge, report, status
-from batchrunner.cli.running import batch, run, slurm
-from batchrunner.core.console import show, version_lines
+from batchrunner.cli.running import batch, ray, run, slurm
+from batchrunner.core.console import (
+    as_object,
+    lost_output,
+    open_standard_streams,
+    show,
+    tell,
+    tell_failure,
+    unforeseen,
+    version_lines,
+    wants_json,
+)
+from batchrunner.core.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    EXIT_TERMINATED,
+    EXIT_TIME_UP,
+    BatchrunError,
+    JobError,
+    interrupted,
+)
+from batchrunner.core.processes import SignalWatch
+from batchrunner.core.timing import TIMING
+
+HELP_OPTIONS = ("-h", "--help")
+_ALONE = {*HELP_OPTIONS, "--version"}
+_FLAGS = {"--json", "--quiet", "-q", "--verbose", "-v"}
+"""Options that may stand before the first word and take no value."""
+_UsageError: Any = typer.BadParameter.__base__
+"""Base class of errors in the arguments; typer has no public name for it."""
+
+
+class CommandGroup(TyperGroup):
+    """`batchrun JOB.yaml` is `batchrun run JOB.yaml`; a BatchrunError is one line and its exit code."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put `run` before a job file; raises JobError for a word that looks like a misspelt command."""
+        place = next((i for i, arg in enumerate(args) if arg == "-" or not arg.startswith("-")), None)
+        if place is not None and args[place] not in self.commands and args[0] not in _ALONE:
+            if _FLAGS.issuperset(args[:place]):
+                self._refuse_misspelt(args[place])
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; raises BatchrunError for an interrupt that the command did not handle itself."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise interrupted() from None
+
+    def main(self, *given: Any, **options: Any) -> Any:
+        """Run the command of `args` (default: `sys.argv`) and exit with its code, or return the code.
+
+        It is returned where `standalone_mode` is false. With `--json` among the arguments an error is also an
+        object on standard output.
+        """
+        options = {**dict(zip(("args", "prog_name"), given, strict=False)), **options}
+        args = options.pop("args", None)
+        words = list(sys.argv[1:] if args is None else args)
+        alone = options.get("standalone_mode", True)
+        as_json = wants_json(words)
+        try:
+            ended = super().main(words, **{**options, "standalone_mode": False})
+            code = ended if isinstance(ended, int) else 0
+        except BatchrunError as error:
+            code = tell_failure(error, as_json=as_json)
+        except _UsageError as error:
+            code = error.exit_code
+            if as_json:
+                show(as_object(error, error.format_message(), _help_of(error), code))
+            error.show()
+        except typer.Abort as ended:  # what typer makes of an EOFError, which no command foresees
+            raise (ended.__cause__ or ended) from None
+        if alone:
+            sys.exit(code)
+        return code
+
+    def _refuse_misspelt(self, word: str) -> None:
+        """Raise JobError where a word is no file and looks like the name of a command."""
+        near = difflib.get_close_matches(word.lower(), self.commands, n=1)
+        if near and not Path(word).suffix and not _is_there(word):
+            raise JobError(
+                f"{word}: no such command or job file", hint=f"did you mean {near[0]!r}?", mark=";"
+            )
+
+
+def _help_of(error: Any) -> str:
+    """Return where the arguments of the command are described that an error of typer's is about."""
+    return f"{error.ctx.command_path if error.ctx else 'batchrun'} --help describes the arguments"
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # too long a name, a NUL
+        return False
+
+
+class Interrupts:
+    """Counts Ctrl-C, as SIGINT's handler and as a listener: the one that is late does not count again."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+        """Signals that came."""
+        self._handled = 0
+        """Signals that the main thread has taken: the command ends by itself."""
+        self._is_timed = False
+
+    def came(self, number: signal.Signals) -> None:
+        """Take a signal; see `SignalListener`."""
+        if number == signal.SIGINT and signal.getsignal(number) == self.handle:
+            self._seen += 1
+            self._act()
+
+    def handle(self, _number: int, _frame: FrameType | None) -> NoReturn:
+        """Interrupt the main thread."""
+        self._handled += 1
+        self._act()
+        raise KeyboardInterrupt
+
+    def _act(self) -> None:
+        if max(self._seen, self._handled) > 1:
+            _end_process()
+        if not self._is_timed:
+            self._is_timed = True
+            _after(TIMING.stop_start, self._end_blocked)
+            _after(TIMING.stop_at_once, _end_process)
+
+    def _end_blocked(self) -> None:
+        if not self._handled:
+            _end_process()
+
+
+def _after(seconds: float, act: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+
+
+def _end_process() -> None:
+    """End the process, whatever its threads do; every file becomes visible whole."""
+    os._exit(tell_failure(interrupted(), as_json=wants_json(sys.argv[1:])))
+
+
+_BY_SIGNAL = {EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP}
+"""Exit codes after which nothing is waited for."""
+
+
+def start(app: Typer) -> NoReturn:
+    """Run the command of `sys.argv` and end the process with its exit code, whatever happens."""
+    open_standard_streams()
+    interrupts = Interrupts()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
+        signal.signal(signal.SIGINT, interrupts.handle)
+    with SignalWatch(interrupts):
+        code = _run(app)
+        if signal.getsignal(signal.SIGINT) == interrupts.handle:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # from now on a Ctrl-C has nothing to interrupt
+    if lost := lost_output():
+        tell(f"batchrun: standard output: cannot be written: {lost}")
+        code = code or EXIT_STOPPED
+    others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    if code in _BY_SIGNAL or (code and any(not thread.daemon for thread in others)):
+        os._exit(code)  # a thread that still works is not waited for, nor is Python's own end
+    sys.exit(code)
+
+
+def _run(app: Typer) -> int:
+    """Run the command of `sys.argv`; return its exit code, whatever happens."""
+    try:
+        app()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except KeyboardInterrupt:  # before a command began, or after it
+        return tell_failure(interrupted(), as_json=wants_json(sys.argv[1:]))
+    except Exception as failure:  # noqa: BLE001 - nobody foresaw it
+        return tell_failure(unforeseen(failure), as_json=wants_json(sys.argv[1:]), of=failure)
+    return 0
+
 
 app = typer.Typer(
     cls=CommandGroup,

@@ -4,8 +4,8 @@ from batchrunner.job.spec import Job
 from batchrunner.ray.shared_path import SharedPath
 from batchrunner.report.report import Report
 from batchrunner.runner.control import Control
-from batchrunner.runner.execute import execute
 from batchrunner.runner.foreground import log_to_stderr
+from batchrunner.runner.run import execute
 
 
 class JobWorker:

@@ -1,25 +1,354 @@
 """The stages of a Ray Data pipeline: a data set in, the same rows with their answers out."""
 
+import asyncio
+import functools
 import math
+import socket
+import tempfile
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import ray
 from ray.data import ActorPoolStrategy, Dataset
 
-from batchrunner.core.errors import JobError
+from batchrunner.api import open_engine
+from batchrunner.core.errors import BatchrunError, InputError, JobError
+from batchrunner.core.types import Outcome
 from batchrunner.engines.model_files import check_model
+from batchrunner.engines.model_memory import cards_of
 from batchrunner.engines.registry import launched_model
+from batchrunner.input.columns_read import unknown_column
+from batchrunner.input.live_rows import LiveRenderer
+from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.call import GenerateCall, LibraryCall, Prompt, TaskCall
-from batchrunner.job.engine import EngineSpec
+from batchrunner.job.engine import AttachEngine, EngineSpec, GatewayEngine, SimulatedEngine
 from batchrunner.job.load import EngineLike, parse_engine
-from batchrunner.job.spec import LimitsSpec, OnLength
-from batchrunner.job.tasks import Dtype
-from batchrunner.ray.engine_worker import EngineWorker
-from batchrunner.ray.gpus import gpus_asked, gpus_of_nodes, is_this_machine_alone
-from batchrunner.ray.stage_call import StageCall
-from batchrunner.runner.open_engine import OpenEngine
+from batchrunner.job.python_functions import open_functions
+from batchrunner.job.spec import Job, LimitsSpec, OnLength
+from batchrunner.job.tasks import GENERATE, VECTOR, Dtype, TaskName
+from batchrunner.output.columns import RunSchema, schema_of_run, table_of, with_vectors
+from batchrunner.runner.open_engine import EngineLoop, OpenEngine
+from batchrunner.runner.progress import make_displays
+from batchrunner.runner.rows import MOST_ROWS, LiveRows, RowBuffer
+from batchrunner.runner.stream import send_stream
+
+
+def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
+    """Return the GPUs that an actor asks for; `on_nodes` are those of each node of the cluster.
+
+    With `device: auto` an engine runs on the CPU where no node has a GPU. Raises JobError where the number
+    is not known before the start, or no node has as many.
+    """
+    if isinstance(engine, (AttachEngine, SimulatedEngine)) or getattr(engine, "url", None) is not None:
+        return 0
+    most = int(max(on_nodes, default=0))
+    if engine.device == "cpu" or (engine.device == "auto" and not most):
+        return 0
+    if engine.tp == "auto":
+        raise JobError(
+            "engine.tp: auto: Ray gives an actor its GPUs before the model is looked at", hint="give a number"
+        )
+    asked = cards_of(engine.args, engine.tp)
+    if isinstance(engine, GatewayEngine):
+        if engine.replicas == "auto":
+            raise JobError(
+                "engine.replicas: auto: Ray gives an actor its GPUs before the replicas are counted",
+                hint="give a number, or take kind: server and more actors",
+            )
+        asked *= engine.replicas
+    if asked > most:
+        raise JobError(
+            f"engine: it takes {_gpus(asked)}, and no node of the Ray cluster has more than {most}",
+            hint="set engine.tp to fewer, or add a node with as many",
+            mark=";",
+        )
+    return asked
+
+
+def gpus_of_nodes() -> list[float]:
+    """Return the GPUs of each node of the cluster that this process is connected to."""
+    return [node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]]
+
+
+def is_this_machine_alone() -> bool:
+    """Tell whether all nodes of the cluster are on the machine of this process."""
+    return {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]} == {socket.gethostname()}
+
+
+def _gpus(number: int) -> str:
+    return "a GPU" if number == 1 else f"{number} GPUs"
+
+
+def result_names(plan: AnswerPlan) -> list[str]:
+    """Return the names of the columns of the results, but `row`."""
+    return [name for name in with_vectors(schema_of_run(pa.schema([]), plan, {})).names if name != "row"]
+
+
+@dataclass(frozen=True, slots=True)
+class StageCall:
+    """A call of the library for the rows of a data set, and what becomes of their columns."""
+
+    call: LibraryCall
+    columns: list[str] | None = None
+    """Columns that the rows keep; None for all."""
+    prefix: str = ""
+    """What the names of the result columns begin with."""
+
+    @property
+    def task(self) -> TaskName:
+        """The task of its job."""
+        return self.call.task if isinstance(self.call, TaskCall) else GENERATE
+
+    def job(self, columns: pa.Schema, directory: Path) -> Job:
+        """Return the job on rows of these columns; raises JobError or InputError."""
+        call = self.call
+        if isinstance(call, GenerateCall) and call.parse is not None:  # the function may ask for the row
+            call = replace(call, columns=columns.names if self.columns is None else self.columns)
+        return call.job(columns, [str(directory)], directory)
+
+    def check(self, columns: pa.Schema) -> None:
+        """Raise JobError or InputError where the call does not fit rows of these columns.
+
+        What takes a Python function is not tried: that runs where the rows are.
+        """
+        job = self.job(columns, Path("rows"))
+        if job.prompt.python is None:
+            LiveRenderer(job, columns)
+        self.check_names(columns, plan_answers(job))
+
+    def check_names(self, columns: pa.Schema, plan: AnswerPlan) -> None:
+        """Raise JobError where a column that the rows keep is missing, or has the name of one of the results.
+
+        `plan` tells the columns of the results.
+        """
+        kept = columns.names if self.columns is None else self.columns
+        for name in kept:
+            if name not in columns.names:
+                unknown, hint = unknown_column("columns", name, columns.names)
+                raise InputError(unknown, hint=hint)
+        results = {f"{self.prefix}{name}" for name in result_names(plan)}
+        if both := [name for name in kept if name in results]:
+            raise JobError(
+                f"the data set has a column {both[0]!r}, and so do the results",
+                hint='give a prefix for the names of the results, such as prefix="answer_"',
+                mark=";",
+            )
+
+
+class SentBlock:
+    """Rows that are sent together; done when each has an outcome."""
+
+    def __init__(self, first: int, rows: int) -> None:
+        """`first` is the ordinal of the first row in the stream."""
+        self.first = first
+        self.outcomes: list[Outcome | None] = [None] * rows
+        self._missing = rows
+        self.done: Future[list[Outcome] | None] = Future()
+        """Becomes the outcomes in the order of the rows; None if the stream ends before."""
+        self.done.set_running_or_notify_cancel()  # who waits may be cancelled, and this cannot
+
+    @property
+    def end(self) -> int:
+        """Ordinal of the row after the last one."""
+        return self.first + len(self.outcomes)
+
+    def put(self, outcome: Outcome) -> None:
+        """Take the outcome of a row."""
+        self.outcomes[outcome.ref.row - self.first] = outcome
+        self._missing -= 1
+        if not self._missing:
+            self.done.set_result([outcome for outcome in self.outcomes if outcome is not None])
+
+
+class BlockOutlet:
+    """Takes the outcomes of a stream and sorts them into their blocks. `add` is thread-safe."""
+
+    def __init__(self) -> None:
+        self._blocks: deque[SentBlock] = deque()  # in the order of their rows
+        self._lock = threading.Lock()
+        self._rows = 0
+        self._ended = False
+
+    def add(self, rows: int) -> SentBlock:
+        """Return a new block of the next rows."""
+        with self._lock:
+            block = SentBlock(self._rows, rows)
+            self._rows += rows
+            if self._ended:
+                block.done.set_result(None)
+            else:
+                self._blocks.append(block)
+            return block
+
+    async def give(self, outcome: Outcome, plan: AnswerPlan) -> None:
+        """Take the outcome of a row."""
+        del plan
+        with self._lock:
+            block = next(block for block in self._blocks if outcome.ref.row < block.end)
+            block.put(outcome)
+            if block.done.done():
+                self._blocks.remove(block)
+
+    def end(self) -> None:
+        """Give up the blocks that are not done: no more outcomes come."""
+        with self._lock:
+            self._ended = True
+            for block in self._blocks:
+                block.done.set_result(None)
+            self._blocks.clear()
+
+
+class BlockStream:
+    """One endless stream of rows to an engine, which answers tables in tables of the same rows.
+
+    All methods but `close` are called in one event loop, which is not that of the engine.
+    """
+
+    def __init__(self, call: StageCall, loop: EngineLoop, columns: pa.Schema) -> None:
+        """Begin with rows of these columns; raises JobError or InputError. Blocks."""
+        self._call = call
+        self._order = asyncio.Lock()  # first come, first sent
+        self._feeding = threading.Lock()  # a call that is cancelled still feeds
+        self._buffer = RowBuffer()
+        with ExitStack() as stack:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
+            job = call.job(columns, scratch)
+            functions = open_functions(job)
+            if functions is not None:
+                stack.enter_context(closing(functions))
+            renderer = LiveRenderer(job, columns, functions)
+            self._plan = plan_answers(job, functions)
+            self._schema = RunSchema(pa.schema([]), self._plan, {})
+            call.check_names(columns, self._plan)
+            self._outlet = BlockOutlet()
+            display = make_displays(progress=False, on_progress=None)
+            rows = LiveRows(renderer, self._buffer, [], 0)
+            work = functools.partial(
+                send_stream,
+                job,
+                renderer.kind,
+                rows,
+                self._outlet,
+                display,
+                scratch,
+                functions=functions,
+                schema=self._schema,
+            )
+            self._running = loop.start_stream(work)
+            self._stack = stack.pop_all()
+
+    async def answer(self, block: pa.Table) -> pa.Table:
+        """Send the rows of a block and return them with their answers, in the same order.
+
+        Several calls may wait at once: their rows are sent in the order of the calls, without a pause between
+        blocks. Raises BatchrunError where the stream ends: the engine is lost, or too many rows fail.
+        """
+        if not block.num_rows:
+            return self._with_answers(block, self._answer_table([]), 0)
+        async with self._order:
+            sent = await asyncio.to_thread(self._feed, block)
+        outcomes = await asyncio.wrap_future(sent.done)
+        if outcomes is None:
+            await self._running.wait_async()
+            raise BatchrunError("the stream ended before its rows did")
+        return await asyncio.to_thread(
+            lambda: self._with_answers(block, self._answer_table(outcomes), sent.first)
+        )
+
+    def close(self) -> None:
+        """End the stream, whose requests in flight are cancelled. Blocks."""
+        self._buffer.stop()
+        self._running.cancel_blocking()
+        self._stack.close()
+
+    def _feed(self, block: pa.Table) -> SentBlock:
+        """Add the rows of a block as there is room; stops where none are wanted any more. Blocks."""
+        with self._feeding:
+            sent = self._outlet.add(block.num_rows)
+            for batch in block.to_batches(max_chunksize=MOST_ROWS):
+                if not self._buffer.put(batch):
+                    break
+            return sent
+
+    def _answer_table(self, outcomes: list[Outcome]) -> pa.Table:
+        """Return the columns of the results; vectors are lists, whose type is the same in all blocks."""
+        plan, schema = self._plan, self._schema.schema
+        if outcomes:
+            table = table_of(outcomes, schema, samples=plan.samples, columns=plan.names, explode=plan.explode)
+        else:
+            table = schema.empty_table()
+        vectors = {name for name, kind in plan.parsed if kind[0] == VECTOR}
+        for field in with_vectors(schema):
+            if field.name not in vectors:
+                continue
+            at = schema.get_field_index(field.name)
+            if at < 0:  # no row has one so far
+                table = table.append_column(field.name, pa.nulls(table.num_rows, field.type))
+            else:
+                kind = pa.list_(field.type.value_type)
+                table = table.set_column(at, field.name, table.column(at).cast(kind))
+        return table
+
+    def _with_answers(self, block: pa.Table, answers: pa.Table, first: int) -> pa.Table:
+        """Return the rows of a block beside their answers."""
+        kept = block if self._call.columns is None else block.select(self._call.columns)
+        if self._plan.explode:
+            kept = kept.take(pa.array(row - first for row in answers.column("row").to_pylist()))
+        for name in answers.column_names:
+            if name != "row":
+                kept = kept.append_column(f"{self._call.prefix}{name}", answers.column(name))
+        return kept
+
+
+class EngineWorker:
+    """Answers batches of rows; several calls at once keep the engine busy from one batch to the next.
+
+    Ray Data makes one in each actor, and calls it in an event loop.
+    """
+
+    def __init__(self, call: StageCall) -> None:
+        """Open the engine, which takes as long as a model is loaded; raises EngineStartError."""
+        self._call = call
+        self._stack = ExitStack()
+        self._stream: BlockStream | None = None
+        self._opening = asyncio.Lock()
+        limits = LimitsSpec.model_validate(call.call.limits or {})
+        opening = open_engine(call.call.engine, request_timeout_s=limits.request_timeout, task=call.task)
+        self._engine: OpenEngine = self._stack.enter_context(opening)
+
+    async def __call__(self, batch: pa.Table) -> pa.Table:
+        """Return the rows with their answers; raises BatchrunError."""
+        async with self._opening:
+            stream = self._stream
+            if stream is None:
+                stream = self._stream = await asyncio.to_thread(
+                    BlockStream, self._call, self._engine.loop, batch.schema
+                )
+        try:
+            return await stream.answer(batch)
+        except BatchrunError:
+            await self._leave(stream)
+            raise
+
+    def __del__(self) -> None:
+        """End the stream and the engine; Ray Data lets go of this object at the end of an actor."""
+        if self._stream is not None:
+            self._stream.close()
+        self._stack.close()
+
+    async def _leave(self, stream: BlockStream) -> None:
+        """Close a stream that failed: a pipeline that goes on without its blocks begins another one."""
+        if self._stream is stream:
+            self._stream = None
+            await asyncio.to_thread(stream.close)
+
 
 BATCH_ROWS = 256
 """Rows that are given to an actor together, unless a call says otherwise."""

@@ -26,13 +26,13 @@ from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job
 from batchrunner.output.task_holder import DEAD_AFTER_S
 from batchrunner.ray.connection import HeadNode, connected
-from batchrunner.ray.gpus import gpus_asked, gpus_of_nodes
 from batchrunner.ray.progress import RunProgress
 from batchrunner.ray.shared_path import shared_path
+from batchrunner.ray.stages import gpus_asked, gpus_of_nodes
 from batchrunner.ray.workers import WorkerNeeds, Workers
 from batchrunner.report.report import Report, report_of_all
-from batchrunner.runner.begin_again import discard_run, plan_failed_rows
 from batchrunner.runner.foreground import TERM_DRAIN_S
+from batchrunner.runner.run import discard_run, plan_failed_rows
 
 log = logging.getLogger(__name__)
 

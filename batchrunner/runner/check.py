@@ -22,8 +22,7 @@ from batchrunner.job.load import load_job
 from batchrunner.job.python_functions import MEDIA
 from batchrunner.output.failures import Failures
 from batchrunner.report.report import cause_lines
-from batchrunner.runner.prepare import find_done, prepare
-from batchrunner.runner.prepared_job import PreparedJob
+from batchrunner.runner.prepare import PreparedJob, find_done, prepare
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000

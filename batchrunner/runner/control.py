@@ -1,12 +1,29 @@
-"""Stops a run: gently, so that requests in flight end, or at once."""
+"""Stops a run, gently or at once: by signals, by a limit of the job, or by its caller."""
 
 import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
 import threading
-from collections.abc import Callable
-from typing import Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol, TypeVar
 
-from batchrunner.core.errors import EXIT_STOPPED, EXIT_TERMINATED, EXIT_TIME_UP, BatchrunError
+from batchrunner.core.console import tell_failure, wants_json
+from batchrunner.core.engine_info import SchedulerLoad
+from batchrunner.core.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    EXIT_TERMINATED,
+    EXIT_TIME_UP,
+    BatchrunError,
+)
 from batchrunner.core.timing import TIMING
+from batchrunner.core.types import Outcome
+from batchrunner.output.counts import RowCounts
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -103,3 +120,169 @@ class Sleeper:
             self._stopped.set()
             await asyncio.wait([working])  # a thread left behind could still take the task lock
             raise
+
+
+FEWEST_ROWS = 100
+"""Rows that must have been sent and ended before `limits.abort_failed_share` stops a run."""
+
+
+class InFlightTotal(Protocol):
+    """What knows how many requests are in flight."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests in flight."""
+
+
+class CheckedWriter(Protocol):
+    """What takes outcomes, and may fail in the background."""
+
+    def check(self) -> None:
+        """Raise the StorageError of what failed in the background."""
+
+
+class FailureLimit:
+    """Counts outcomes, and stops the run if too large a share of the rows that were sent failed.
+
+    A refusal comes back at once and an answer late, so rows in flight count as rows that did not fail. Rows
+    that were not sent (a null prompt, for example) say nothing about the engine or the other rows.
+    """
+
+    def __init__(
+        self, counts: RowCounts, control: Control, slots: InFlightTotal, most_failed_share: float
+    ) -> None:
+        """Stop the run above `most_failed_share` (`limits.abort_failed_share`), from 0 to 1."""
+        self._counts = counts
+        self._control = control
+        self._slots = slots
+        self._most_failed_share = most_failed_share
+        self._sent = 0
+        self._failed = 0
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one outcome."""
+        self._counts.add(outcome)
+        if not outcome.attempts:
+            return
+        self._sent += 1
+        if outcome.error is None:
+            return
+        self._failed += 1
+        all_sent = self._sent + max(0, self._slots.in_flight - 1)  # the slot of this row is still taken
+        if self._sent >= FEWEST_ROWS and self._failed / all_sent > self._most_failed_share:
+            self._control.drain(
+                f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
+                "correct what the errors below name, and start with --retry-failed"
+            )
+
+
+class StopRules:
+    """Checks at every load sample whether the run has to end before its last row."""
+
+    def __init__(
+        self, writer: CheckedWriter, control: Control, deadline_s: float | None, *, now: float
+    ) -> None:
+        """Allow `deadline_s` seconds from `now` on (`limits.deadline`); None for no limit."""
+        self._writer = writer
+        self._control = control
+        self._ends_at = None if deadline_s is None else now + deadline_s
+
+    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
+        """Raise the StorageError of a write that failed in the background; drain after the deadline."""
+        del loads
+        self._writer.check()
+        if self._ends_at is not None and now > self._ends_at:
+            self._control.drain("the deadline passed (limits.deadline)")
+
+
+SIGNALS = {
+    signal.SIGINT: ("interrupted", EXIT_INTERRUPTED),
+    signal.SIGTERM: ("interrupted", EXIT_TERMINATED),
+    signal.SIGHUP: ("interrupted", EXIT_TERMINATED),  # no terminal; what nohup ignores stays so
+    signal.SIGUSR1: ("time is nearly up", EXIT_TIME_UP),
+}
+"""The signals that end a run, with the reason and the exit code."""
+
+
+class RunSignals:
+    """Stops a run by signals: the first one gently; a second SIGINT ends it, whatever its threads do.
+
+    A run that sends no rows has nothing to wait for: its process ends within seconds of the first signal. It
+    may be killed at any moment, so nothing is lost by that. Slurm may send other signals than SIGINT twice.
+    """
+
+    def __init__(
+        self, control: Control, loop: asyncio.AbstractEventLoop, bounds_s: Mapping[signal.Signals, float]
+    ) -> None:
+        """`bounds_s` are the seconds that requests in flight get after a signal, where they are limited."""
+        self._control = control
+        self._loop = loop
+        self._bounds_s = bounds_s
+        self._first: tuple[str, int] | None = None
+        """Reason and exit code of the first signal, which a blocked loop does not get to know."""
+        self._stops_at_once = False
+        self._timers: list[threading.Timer] = []
+
+    def came(self, number: signal.Signals) -> None:
+        """Take a signal; see `SignalListener`."""
+        if number not in SIGNALS:
+            return
+        reason, exit_code = SIGNALS[number]
+        again = self._first is not None or self._control.reason is not None
+        self._on_loop(self._control.drain, reason, exit_code)
+        if number == signal.SIGINT and again:
+            self._stop_at_once(reason)
+        elif number in self._bounds_s:
+            self._after(self._bounds_s[number], self._stop_at_once, reason)
+        if again:
+            return
+        self._first = reason, exit_code
+        if self._control.stage == "sending":
+            bound_s = self._bounds_s.get(number)
+            limit = "; once more stops now" if bound_s is None else f", for {bound_s:g} s at most"
+            log.warning("%s: waiting for the rows in flight%s", reason, limit)
+        else:
+            self._after(TIMING.stop_start, self._end_start)
+            self._after(TIMING.stop_at_once, self._end_if_idle)
+
+    def close(self) -> None:
+        """End the run's process no more: the run has ended."""
+        for timer in self._timers:
+            timer.cancel()
+
+    def _stop_at_once(self, reason: str) -> None:
+        """Stop without the rows in flight; end the process if that was asked for, or is of no use."""
+        if self._stops_at_once or self._control.stage != "sending":
+            self._end_process()
+        self._stops_at_once = True
+        self._on_loop(self._control.stop, reason)
+        self._after(TIMING.stop_at_once, self._end_process)
+
+    def _end_start(self) -> None:
+        if self._control.stage == "starting":
+            self._end_process()
+
+    def _end_if_idle(self) -> None:
+        if self._control.stage != "sending":
+            self._end_process()
+
+    def _end_process(self) -> None:
+        """End the process, whatever its threads do; journals need no end."""
+        stopped = Control()
+        stopped.drain(*self._first or (self._control.reason or "", self._control.exit_code))
+        if self._control.stage == "starting":
+            ended = stopped.interrupted("before the first row was sent")
+        else:
+            ended = BatchrunError("interrupted: ended without waiting for its threads")
+            ended.exit_code = stopped.exit_code
+        os._exit(tell_failure(ended, as_json=wants_json(sys.argv[1:])))
+
+    def _after(self, seconds: float, act: Callable[..., None], *arguments: str) -> None:
+        timer = threading.Timer(seconds, act, arguments)
+        timer.daemon = True
+        self._timers.append(timer)
+        timer.start()
+
+    def _on_loop(self, act: Callable[..., None], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(act, *arguments)

@@ -11,7 +11,7 @@ from typing import Any
 from batchrunner.core.errors import JobError
 from batchrunner.core.types import MetricsAddress
 from batchrunner.dispatch.progress import Snapshot
-from batchrunner.runner.screen import Opening
+from batchrunner.runner.progress import Opening
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from batchrunner.job.engine import EngineSpec
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.report.report import Report
-from batchrunner.runner.execute import execute
-from batchrunner.runner.prepared_job import other_task
+from batchrunner.runner.prepare import other_task
+from batchrunner.runner.run import execute
 
 T = TypeVar("T")
 _CLOSED = "the engine is closed: use it within its `with open_engine(…)`"

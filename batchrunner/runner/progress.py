@@ -1,16 +1,114 @@
-"""What a run shows while it goes on: a bar on a terminal, plain lines where there is none."""
+"""What a run shows while it goes on: a bar on a terminal, lines where there is none, calls of a program."""
 
 import contextlib
+import inspect
+import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TextIO
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.dispatch.progress import AttemptProgress, Snapshot
+from batchrunner.core.errors import JobError
+from batchrunner.core.timing import TIMING
+from batchrunner.dispatch.progress import AttemptProgress, Snapshot, corners_line
+from batchrunner.job.tasks import GENERATE
 from batchrunner.output.events import EventLog
-from batchrunner.runner.screen import Opening, engine_line, progress_text
+from batchrunner.report.report import duration
+
+log = logging.getLogger(__name__)
+
+RED, PLAIN = "\x1b[31m", "\x1b[0m"
+_BETWEEN = " · "
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a run is going to do, for a person who sees it begin."""
+
+    rows: int
+    """Rows to do."""
+    rows_done: int
+    """Rows that earlier attempts ended."""
+    model: str
+    """Identity of the model."""
+    kind: str
+    """The job's `engine.kind`."""
+    window: int
+    """Requests in flight at first, over all replicas."""
+    is_fixed: bool
+    """Whether the job sets that number."""
+    results: str
+    """Directory of the results."""
+
+    def lines(self) -> list[str]:
+        """Return the three lines: what, how and where."""
+        before = f" ({self.rows_done:,} done before)" if self.rows_done else ""
+        follows = "set by the job" if self.is_fixed else "adapted to its load"
+        return [
+            f"rows:    {self.rows:,} to do{before}, model {self.model}",
+            f"engine:  {self.kind}, {self.window:,} requests in flight, {follows}",
+            f"results: {self.results} (Ctrl-C stops; the same command resumes)",
+        ]
+
+
+def progress_text(snapshot: Snapshot) -> str:
+    """Return what stands behind the bar: rows per second, and the time left."""
+    left = "?" if snapshot.time_left_s is None else duration(snapshot.time_left_s)
+    return f"rows · {snapshot.rows_per_s:.1f} rows/s · {left} left"
+
+
+def engine_line(snapshot: Snapshot, columns: int, *, colours: bool) -> str:
+    """Return the engine's state in one line of less than `columns` characters; failed rows are not cut.
+
+    `#running-req` and `#queue-req` are sums over the schedulers, the band is that of each.
+    """
+    failed = f"{snapshot.rows_failed:,} failed"
+    parts = [failed, *_engine_parts(snapshot)]
+    while len(parts) > 1 and len(_BETWEEN.join(parts)) >= columns:
+        parts.pop()
+    text = _BETWEEN.join([*parts[1:], failed])[: columns - 1]
+    if not (colours and snapshot.rows_failed):
+        return text
+    return f"{text.removesuffix(failed)}{RED}{failed}{PLAIN}" if text.endswith(failed) else text
+
+
+def _engine_parts(snapshot: Snapshot) -> list[str]:
+    """Return the parts of the line, the most important first."""
+    parts = _load_parts(snapshot) if snapshot.loads else ["load unknown"]
+    if snapshot.prompt_tokens_per_s > 0:
+        parts.append(f"cache {min(1.0, snapshot.cached_tokens_per_s / snapshot.prompt_tokens_per_s):.0%}")
+    if snapshot.waiting:
+        parts.append(f"{snapshot.waiting:,} to retry")
+    parts.append(f"{snapshot.in_flight:,}/{snapshot.window:,} in flight")
+    if snapshot.retractions:
+        parts.append(f"{snapshot.retractions:,} retracted")
+    if snapshot.task == GENERATE:
+        return [*parts, f"{snapshot.output_tokens_per_s:,.0f} tok/s"]
+    return [*parts, f"{snapshot.prompt_tokens_per_s:,.0f} input tok/s"]
+
+
+def _load_parts(snapshot: Snapshot) -> list[str]:
+    loads = snapshot.loads
+    band = snapshot.bands.get(loads[0].scheduler)
+    found = [state["corner"] for state in snapshot.by_scheduler.values() if "corner" in state]
+    corners = corners_line(found, len(loads))
+    each = " each" if len(loads) > 1 else ""
+    healthy = f" ({band[0]:,}-{band[1]:,}{each})" if band else ""
+    return [
+        f"running {sum(load.running for load in loads):,}",
+        f"waiting {sum(load.queue for load in loads):,}{healthy}",
+        f"KV {_range([load.token_usage for load in loads])}",
+        *([corners] if corners else []),
+    ]
+
+
+def _range(shares: Sequence[float]) -> str:
+    low, high = min(shares), max(shares)
+    return f"{high:.0%}" if f"{low:.0%}" == f"{high:.0%}" else f"{low * 100:.0f}-{high:.0%}"
+
 
 COLUMNS = 80
 """Width of a terminal that does not tell it."""
@@ -157,3 +255,157 @@ def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
 def has_colours(stream: TextIO) -> bool:
     """Tell whether a stream is a terminal whose user wants colours, see no-color.org."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The state of a run at one moment, for `on_progress`."""
+
+    rows_done: int
+    """Rows that ended, failed ones and those of earlier starts included."""
+    rows_total: int | None
+    """Rows that the run has; None where `stream` reads an iterator, whose length nobody knows."""
+    rows_failed: int
+    """Rows of `rows_done` that have an error."""
+    rows_per_s: float
+    """Rows that end in a second, over the last seconds."""
+    eta_s: float | None
+    """Seconds to the end at this rate; None where there is no rate yet, or no `rows_total`."""
+    output_tokens_per_s: float
+    """Generated tokens in a second, over the last seconds."""
+    rows_in_flight: int
+    """Rows that the engine has now."""
+    simulated: bool
+    """Whether the answers are made up."""
+
+
+ProgressListener = Callable[[Progress], object]
+"""What a program gives as `on_progress`."""
+
+
+def progress_of(snapshot: Snapshot) -> Progress:
+    """Return what a program is told of a snapshot."""
+    left_s = snapshot.time_left_s
+    return Progress(
+        rows_done=snapshot.rows_done,
+        rows_total=snapshot.rows_total or None,
+        rows_failed=snapshot.rows_failed,
+        rows_per_s=round(snapshot.rows_per_s, 2),
+        eta_s=None if left_s is None or not snapshot.rows_total else round(left_s, 1),
+        output_tokens_per_s=round(snapshot.output_tokens_per_s, 1),
+        rows_in_flight=snapshot.in_flight,
+        simulated=snapshot.simulated,
+    )
+
+
+class ProgressCalls:
+    """Calls a program at most once a second, and once more at the end; in the thread of the run."""
+
+    def __init__(self, listener: ProgressListener) -> None:
+        self._listener: ProgressListener | None = listener
+        self._untold: Snapshot | None = None
+        self._next = 0.0
+
+    def begin(self, opening: Opening) -> None:
+        """Do nothing."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Tell the present state, if the last call is old enough."""
+        self._untold = snapshot
+        if time.monotonic() >= self._next:
+            self._tell()
+            self._next = time.monotonic() + TIMING.progress
+
+    def close(self) -> None:
+        """Tell the last state."""
+        self._tell()
+
+    def _tell(self) -> None:
+        snapshot, self._untold = self._untold, None
+        if snapshot is None or self._listener is None:
+            return
+        try:
+            self._listener(progress_of(snapshot))
+        except Exception:  # the rows of a long run matter more than what is shown of it
+            log.exception("on_progress failed: it is not called any more")
+            self._listener = None
+
+
+class AutoBar:
+    """tqdm's bar for programs: a widget in a notebook, else a line on standard error."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def begin(self, opening: Opening) -> None:
+        """Do nothing."""
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Move the bar."""
+        if self._bar is None:
+            from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is asked for
+
+            self._bar = tqdm(
+                initial=snapshot.rows_done, total=snapshot.rows_total or None, unit="row",
+                desc="simulated" if snapshot.simulated else None, dynamic_ncols=True,
+            )  # fmt: skip
+        self._bar.n, self._bar.total = snapshot.rows_done, snapshot.rows_total or None
+        with contextlib.suppress(OSError):  # the terminal was closed
+            self._bar.set_postfix({"failed": snapshot.rows_failed, "in flight": snapshot.in_flight})
+
+    def close(self) -> None:
+        """Leave the last state on the screen."""
+        if self._bar is not None:
+            with contextlib.suppress(OSError):
+                self._bar.close()
+
+
+class Displays:
+    """Several displays as one."""
+
+    def __init__(self, displays: Sequence[Display]) -> None:
+        self._displays = displays
+
+    def begin(self, opening: Opening) -> None:
+        """Show on all what the run is going to do."""
+        for display in self._displays:
+            display.begin(opening)
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Show the present state on all."""
+        for display in self._displays:
+            display.show(snapshot)
+
+    def close(self) -> None:
+        """Finish all."""
+        for display in self._displays:
+            display.close()
+
+
+def _not_a_listener(given: object) -> str | None:
+    """Return why an object cannot be called with a Progress; None where it can."""
+    if not callable(given):
+        return "is no function"
+    if inspect.iscoroutinefunction(given):
+        return "is an asynchronous function"
+    try:
+        inspect.signature(given).bind(None)
+    except TypeError:
+        return "does not take one argument"
+    except ValueError:  # some functions written in C do not tell their arguments
+        return None
+    return None
+
+
+def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> Displays:
+    """Return what shows a run to a program that asks for a bar, calls, both or neither.
+
+    Raises JobError where `on_progress` cannot be called with a Progress.
+    """
+    if on_progress is not None and (problem := _not_a_listener(on_progress)):
+        raise JobError(
+            f"on_progress: {on_progress!r} {problem}",
+            hint="give a plain function of one argument, a batchrunner.Progress",
+        )
+    calls = [ProgressCalls(on_progress)] if on_progress is not None else []
+    return Displays([*([AutoBar()] if progress else []), *calls])

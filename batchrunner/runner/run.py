@@ -1,45 +1,333 @@
-"""One run: its parts, built in the order in which rows and load samples flow through them, and its course."""
+"""One run, from the check of its input to the report: its parts by name, in the order in which rows flow."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
+import gc
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+
+from pyroaring import BitMap64
 
 from batchrunner.core.console import DETAIL
 from batchrunner.core.engine_info import EngineInfo
-from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, StorageError
+from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, JobError, StorageError
+from batchrunner.core.files import read_json
 from batchrunner.dispatch.load_control import write_decisions
+from batchrunner.dispatch.media import check_takes_media
+from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.base import Engine
-from batchrunner.job.tasks import GENERATE
+from batchrunner.engines.registry import make_engine, model_of
+from batchrunner.engines.vector_facts import check_dimensions_of_launched, check_dimensions_of_open
+from batchrunner.input.order import OrderDecision
+from batchrunner.input.sorted_copy import find_sorted_copy, prepare_order
+from batchrunner.job.spec import Job
+from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.output.columns import RunSchema
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.disk_wait import DiskWait
 from batchrunner.output.events import EventLog, attempts_in
-from batchrunner.output.resume import read_done, schema_of_results
-from batchrunner.output.run_json import fingerprint, without_secrets, write_run_json
+from batchrunner.output.files import refresh_listing, writing
+from batchrunner.output.holding import hold_task
+from batchrunner.output.log_upload import uploading_logs
+from batchrunner.output.parts import recover
+from batchrunner.output.resume import DoneRows, done_by_all, drop_failed, read_done, schema_of_results
+from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.output.run_json import (
+    fingerprint,
+    read_run_json,
+    without_secrets,
+    write_limits,
+    write_run_json,
+)
+from batchrunner.output.starting import engine_starting
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import ResultWriter
-from batchrunner.report.report import Report, make_report, verdict_of_done, versions
-from batchrunner.runner.attempt import Attempt
-from batchrunner.runner.cluster.leased_rows import LeasedRows
-from batchrunner.runner.control import Control
-from batchrunner.runner.fitting_results import fitting
-from batchrunner.runner.handover import Handover, StoredAndGiven
-from batchrunner.runner.parsed_results import parsing
-from batchrunner.runner.prepare import facts_of_functions
-from batchrunner.runner.prepared_job import PreparedJob
-from batchrunner.runner.progress import Display
-from batchrunner.runner.screen import Opening
-from batchrunner.runner.sending import Results, Sending, Windows, build_sending, open_windows
-from batchrunner.runner.stop_rules import FailureLimit
-from batchrunner.runner.task_rows import FixedRows
+from batchrunner.report.html.page import leave_page
+from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
+from batchrunner.runner.control import Control, FailureLimit, Sleeper
+from batchrunner.runner.join import LeasedRows, join
+from batchrunner.runner.prepare import (
+    PreparedJob,
+    check_resumes,
+    check_same_weights,
+    drop_copies,
+    facts_of_functions,
+    find_done,
+    new_task,
+    prepare,
+)
+from batchrunner.runner.progress import Display, NoDisplay, Opening
+from batchrunner.runner.results import Handover, OutcomeSink
+from batchrunner.runner.rows import FixedRows
+from batchrunner.runner.sending import Sending, Windows, build_sending, open_windows
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt of a task: what it has to do, and what is done."""
+
+    rows: FixedRows | LeasedRows
+    done: DoneRows
+    """Rows that earlier attempts of this task ended."""
+    rows_of_run: int
+    """Rows of the whole run, over all tasks."""
+    order: OrderDecision
+    rows_of_others: int = 0
+    """Rows that other living tasks held when this attempt found nothing to do."""
+
+
+def plan_attempt(
+    prepared: PreparedJob,
+    lock: TaskLock,
+    model: str | None,
+    sleeper: Sleeper,
+    counts: RowCounts,
+    events: EventLog,
+    *,
+    fresh: bool,
+    retry_failed: bool,
+) -> Attempt:
+    """Find the rows that this attempt does, and recover what the attempt before left half done.
+
+    `lock` is held on the task; `counts` and `events` are those of this attempt. Raises InputError,
+    OutputError, ResumeError or StorageError.
+    """
+    run_dir = prepared.run_dir
+    with writing(run_dir.path):
+        for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
+            refresh_listing(directory)
+        if prepared.joins:
+            find_done(prepared, model)
+            return _plan_joined(prepared, sleeper, counts, events, retry_failed=retry_failed)
+        done = DoneRows()
+        if fresh:
+            check_nobody_works(run_dir, sleeper)
+        else:
+            done = find_done(prepared, model, without_failed=retry_failed)
+            recover(run_dir, lock, prepared.results_schema)
+        selected = prepared.selected(sleeper.check)
+        todo = selected - done.rows
+        place = run_dir.task_directory
+        copy, order = find_sorted_copy(prepared, todo, place) or prepare_order(
+            prepared, todo, place, lock.token, sleeper.check
+        )
+        return Attempt(FixedRows(prepared, todo, len(selected | done.rows), copy), done, len(selected), order)
+
+
+def _plan_joined(
+    prepared: PreparedJob, sleeper: Sleeper, counts: RowCounts, events: EventLog, *, retry_failed: bool
+) -> Attempt:
+    rows, rows_of_run, order = join(prepared, sleeper, counts, events, retry_failed=retry_failed)
+    if rows.take_first(sleeper.sleep):
+        return Attempt(rows, DoneRows(), rows_of_run, order)
+    nothing = FixedRows(prepared, BitMap64(), rows_of_run, None)
+    held, _ = rows.held_elsewhere()  # before the done rows are counted: what is held may end meanwhile
+    return Attempt(nothing, done_by_all(prepared.run_dir), rows_of_run, order, held)
+
+
+def check_nobody_works(run_dir: RunDir, sleeper: Sleeper) -> None:
+    """Raise TaskHeldError if another task is at work: what it writes may not be discarded."""
+    for task in run_dir.other_tasks():
+        with hold_task(task, sleeper.sleep):
+            pass
+
+
+GC_THRESHOLD = 10_000
+"""New objects between two searches for garbage cycles. Python's 700 means a search every few rows, through
+all rows that wait to be written: a quarter of our CPU time."""
+
+
+async def execute(
+    job: Job,
+    *,
+    engine: Engine | None = None,
+    info: EngineInfo | None = None,
+    fresh: bool = False,
+    retry_failed: bool = False,
+    join: bool = False,
+    display: Display | None = None,
+    control: Control | None = None,
+    page: bool = True,
+    handover: Handover | None = None,
+    opened_for: TaskName | None = None,
+) -> Report:
+    """Run a job to its end and return the report, which is also in report.json, and report.html (`page`).
+
+    `engine` is an open engine, with its `info`, and the task that it was `opened_for` (None for any); without
+    one the job's own is opened and closed. With `join` this task shares the rows with all others that do.
+    `handover` gets every row, those that earlier attempts ended first. Raises
+    BatchrunError if the run could not start or go on; finished rows are kept.
+    """
+    if join and fresh:
+        raise JobError(
+            "--fresh would discard what other tasks have done", hint="delete the directory instead"
+        )
+    task = new_task() if join else MAIN_TASK
+    prepared = await asyncio.to_thread(prepare, job, task, fresh=fresh, keeps_copies=True)
+    run_dir = prepared.run_dir
+    control, display = control or Control(), display or NoDisplay()
+    counts, events = RowCounts(), EventLog(run_dir.events)
+    async with contextlib.AsyncExitStack() as at_last, contextlib.AsyncExitStack() as stack:
+        at_last.callback(leave, prepared)
+        await asyncio.to_thread(prepared.check_engine_task, opened_for)
+        stack.enter_context(contextlib.closing(display))
+        stack.enter_context(_rare_garbage_collection())
+        sleeper = Sleeper(control)
+        holding = hold_task(run_dir, sleeper.sleep)
+        lock = await sleeper.run(lambda: stack.enter_context(holding))
+        model = info.model if info else model_of(job.engine)
+        attempt = await sleeper.run(
+            lambda: plan_attempt(
+                prepared, lock, model, sleeper, counts, events, fresh=fresh, retry_failed=retry_failed
+            )
+        )
+        stack.push_async_callback(give_back, attempt.rows, lock)
+        stack.enter_context(uploading_logs(run_dir))
+        if not (attempt.rows.unread or fresh):
+            await _give_earlier(prepared, handover)
+            return _finished_before(prepared, attempt)
+        if engine is None or info is None:
+            await asyncio.to_thread(check_dimensions_of_launched, job)
+            engine = make_engine(
+                job.engine, log_dir=run_dir.log_directory, limits=job.limits,
+                detokenizer=detokenizer_for(job), task=await asyncio.to_thread(lambda: prepared.model_task),
+            )  # fmt: skip
+            stack.push_async_callback(engine.close)
+            with engine_starting(run_dir):
+                info = await _open(engine, control)
+        check_takes_media(job, info)
+        await asyncio.to_thread(check_dimensions_of_open, job, info)
+        if model is None and not fresh:
+            await asyncio.to_thread(check_resumes, prepared, info.model)
+        if model_of(job.engine) is None and not fresh:
+            await asyncio.to_thread(check_same_weights, prepared, info.weights)
+        if fresh:
+            await sleeper.run(lambda: check_nobody_works(run_dir, sleeper))
+            with writing(run_dir.path):
+                run_dir.discard()
+        elif retry_failed:  # only now: a refused attempt changes nothing
+            await asyncio.to_thread(drop_failed, run_dir)
+        if page:
+            at_last.push_async_callback(_leave_page, run_dir, control)
+        if attempt.rows.unread:
+            with writing(run_dir.merged):
+                run_dir.discard_merged()
+        with contextlib.closing(events):
+            events.open()
+            await _give_earlier(prepared, handover)
+            run = await build_run(
+                prepared, attempt, engine, info, lock, counts, events, control, display, handover
+            )
+            return await run.go()
+
+
+def leave(prepared: PreparedJob) -> None:
+    """Close what is open, and delete what no later start needs: copies of the input, and of a joined run."""
+    drop_copies(prepared.run_dir, is_done=read_json(prepared.run_dir.report_json).get("rows_left") == 0)
+    prepared.close()
+    if prepared.joins and not prepared.run_dir.journals():
+        prepared.run_dir.store.discard_copy(prepared.run_dir.task)
+
+
+async def _give_earlier(prepared: PreparedJob, handover: Handover | None) -> None:
+    if handover is not None:
+        await handover.put_earlier(prepared.run_dir, prepared.columns)
+
+
+@contextlib.contextmanager
+def _rare_garbage_collection() -> Iterator[None]:
+    """Collect garbage cycles less often; a second run in the same process leaves the setting as it is."""
+    before = gc.get_threshold()
+    if not 0 < before[0] < GC_THRESHOLD:
+        yield
+        return
+    gc.set_threshold(GC_THRESHOLD, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
+    """Make the report of an attempt that found nothing to do."""
+    report = make_report(prepared.run_dir, attempt.done, attempt.rows.total, RowCounts())
+    exit_code, reason = verdict_of_done(report, prepared.job.limits.max_failed_rows)
+    if report.rows_left > attempt.rows_of_others:
+        exit_code = EXIT_STOPPED
+        reason = "rows are left that no living task holds: run the same command again"
+    elif report.rows_left:
+        reason = "nothing is free: other tasks do the rest"
+    else:
+        drop_copies(prepared.run_dir, is_done=True)
+        write_limits(prepared.run_dir, prepared.job)
+    starts, wall_s = attempts_in(prepared.run_dir.events)
+    old = read_run_json(prepared.run_dir) or {}
+    engine = old.get("engine", {})
+    report = replace(
+        report, exit_code=exit_code, reason=reason, starts=starts, wall_s_all_starts=round(wall_s, 3),
+        engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
+    )  # fmt: skip
+    if not prepared.joins:
+        last = read_json(prepared.run_dir.report_json)  # it says more than these zeros
+        verdict = {"exit_code": exit_code, "reason": reason}
+        if not last:
+            report.save(prepared.run_dir)
+        elif not (report.rows_left or verdict.items() <= last.items()):  # by other limits
+            save_report(prepared.run_dir, {**last, **verdict})
+    return report
+
+
+async def _leave_page(run_dir: RunDir, control: Control) -> None:
+    """Write report.html once the engine is closed: a GPU is not held for it."""
+    # a refused attempt leaves no run.json; and in a stop at once a SIGKILL may be near
+    if run_dir.run_json.exists() and not control.at_once:
+        await asyncio.to_thread(leave_page, run_dir)
+
+
+async def _open(engine: Engine, control: Control) -> EngineInfo:
+    """Open the engine; a stop while it loads ends the wait."""
+    opening = asyncio.ensure_future(engine.open())
+    asked = asyncio.Event()
+    control.listen(asked.set)
+    stopped = asyncio.ensure_future(asked.wait())
+    try:
+        await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if opening.done():
+            return opening.result()
+        raise control.interrupted("while the engine was starting")
+    finally:
+        opening.cancel()
+        stopped.cancel()
+        await asyncio.gather(opening, stopped, return_exceptions=True)
+
+
+def discard_run(job: Job) -> None:
+    """Discard what earlier attempts wrote, once the job is known to be right; raises BatchrunError."""
+    with closing(prepare(job, fresh=True)) as prepared, hold_task(prepared.run_dir):
+        check_nobody_works(prepared.run_dir, Sleeper(Control()))
+        with writing(prepared.run_dir.path):
+            prepared.run_dir.discard()
+
+
+def plan_failed_rows(job: Job) -> None:
+    """Plan the failed rows again, as the first of several tasks; raises BatchrunError."""
+    prepared = prepare(job, new_task())
+    try:
+        with hold_task(prepared.run_dir):
+            events = EventLog(prepared.run_dir.events)
+            rows, *_ = join(prepared, Sleeper(Control()), RowCounts(), events, retry_failed=True)
+            rows.stop()
+            rows.give_back()
+    finally:
+        leave(prepared)
+
 
 SPOOL_S = 1.0
 """Seconds within which a row is in the journal on this machine, where results are uploaded."""
@@ -72,6 +360,7 @@ async def build_run(
         job, engine, info, unsent=rows.unread, now=began, decodes=decodes, prompt_bytes=own_bytes
     )
     schema = await asyncio.to_thread(_schema, prepared, info)
+    counter = FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share)
     writer = ResultWriter(
         run_dir,
         schema,
@@ -80,14 +369,18 @@ async def build_run(
         durable_s=job.output.durable if run_dir.store.objects is None else min(job.output.durable, SPOOL_S),
         upload_s=None if run_dir.store.objects is None else job.output.uploaded_within_s,
         lock=lock,
-        counter=FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share),
+        counter=counter,
         listener=rows,
         disk=DiskWait(job.limits.disk_wait, control),
     )
-    results: Results = writer
-    if handover is not None:
-        results = StoredAndGiven(writer, handover, prepared.answers)
-    results = parsing(fitting(results, schema, prepared.answers), prepared.functions)
+    results = OutcomeSink(
+        prepared.answers,
+        counter,
+        writer=writer,
+        outlet=handover,
+        functions=prepared.functions,
+        schema=schema,
+    )
     sending = build_sending(
         job, prepared.renderer.kind, rows, attempt.done, engine, info, windows, results, counts, events,
         control, display, prepared.answers, prepared.dataset.schema.names, began=began,
@@ -205,14 +498,8 @@ class Run:
         failure: BatchrunError | None = None
         added: list[str] = []
         rows_on_disk, self.control.stage = True, "sending"
-        sending = asyncio.ensure_future(self.sending.dispatcher.run(self.sending.feeder))
-        polling = asyncio.ensure_future(self.sending.load_control.run(self.sending.observers))
-        self.control.listen(functools.partial(self._stop, sending))
         try:
-            await asyncio.wait((sending, polling), return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
-                polling.result()  # it failed: that ends the run
-            await sending
+            await self.sending.send(self.control)
             added = await self.control.reading(self._look_at_input, "while the input was looked at")
         except BatchrunError as error:
             failure = error
@@ -221,10 +508,7 @@ class Run:
                 self.control.stop("cancelled")
                 raise
         finally:
-            for task in (sending, polling):
-                task.cancel()
             try:
-                await asyncio.gather(sending, polling, return_exceptions=True)
                 await self.writer.close()
             except BaseException as error:  # also a second cancellation: rows may be in a journal only
                 rows_on_disk = False
@@ -240,13 +524,6 @@ class Run:
             failure.report = report
             raise failure
         return report
-
-    def _stop(self, sending: asyncio.Future[None]) -> None:
-        """Send no row any more; if all is to end at once, cancel those in flight."""
-        self.sending.backlog.stop()
-        self.attempt.rows.stop()
-        if self.control.at_once:
-            sending.cancel()
 
     def _look_at_input(self) -> list[str]:
         """Return the files that were added since the start and that the job's limit does not exclude.

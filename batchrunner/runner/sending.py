@@ -3,6 +3,8 @@
 It is the same for a run, whose outcomes are written, and for a stream, whose outcomes go to a program.
 """
 
+import asyncio
+import functools
 import logging
 import sys
 from collections.abc import Sequence
@@ -11,7 +13,7 @@ from typing import Protocol
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand
 from batchrunner.core.hook_pool import HookPool
-from batchrunner.core.types import Outcome, PromptKind
+from batchrunner.core.types import PromptKind
 from batchrunner.dispatch.bundles import BundleTotals, bundle_senders
 from batchrunner.dispatch.concurrency.controller import Decision
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
@@ -38,21 +40,18 @@ from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
-from batchrunner.runner.control import Control
+from batchrunner.runner.control import Control, StopRules
 from batchrunner.runner.progress import Display, ProgressLog
-from batchrunner.runner.stop_rules import StopRules
+from batchrunner.runner.results import OutcomeSink
 
 log = logging.getLogger(__name__)
 
 
-class Results(Protocol):
-    """What takes the outcomes."""
+class StoppableRows(RowSource, Protocol):
+    """Rows to send, of which no more are read once that is told."""
 
-    async def put(self, outcome: Outcome) -> None:
-        """Count and store an outcome; waits while what takes them is behind. Raises StorageError."""
-
-    def check(self) -> None:
-        """Raise the StorageError of what failed in the background."""
+    def stop(self) -> None:
+        """Read no more rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +110,7 @@ def _most_new_tokens(job: Job) -> int | None:
 class Sending:
     """The parts that send rows, built by `build_sending`."""
 
+    rows: StoppableRows
     feeder: Feeder
     backlog: Backlog
     dispatcher: Dispatcher
@@ -123,16 +123,42 @@ class Sending:
     progress: AttemptProgress
     shown: ProgressLog
 
+    async def send(self, control: Control) -> None:
+        """Send rows until each has an outcome, or `control` says to stop; raises BatchrunError.
+
+        A gentle stop lets the rows in flight end; one at once, or a cancellation, cancels them.
+        """
+        sending = asyncio.ensure_future(self.dispatcher.run(self.feeder))
+        polling = asyncio.ensure_future(self.load_control.run(self.observers))
+        control.listen(functools.partial(self._stop, control, sending))
+        try:
+            await asyncio.wait((sending, polling), return_when=asyncio.FIRST_COMPLETED)
+            if not sending.done():
+                polling.result()  # it failed: that ends the run
+            await sending
+        finally:
+            self.rows.stop()
+            for task in (sending, polling):
+                task.cancel()
+            await asyncio.gather(sending, polling, return_exceptions=True)
+
+    def _stop(self, control: Control, sending: asyncio.Future[None]) -> None:
+        if control.reason is not None:
+            self.backlog.stop()
+            self.rows.stop()
+        if control.at_once:
+            sending.cancel()
+
 
 def build_sending(
     job: Job,
     kind: PromptKind | None,
-    rows: RowSource,
+    rows: StoppableRows,
     done: DoneRows,
     engine: Engine,
     info: EngineInfo,
     windows: Windows,
-    results: Results,
+    results: OutcomeSink,
     counts: RowCounts,
     events: EventLog,
     control: Control,
@@ -184,6 +210,7 @@ def build_sending(
         by_affinity=info.keeps_together,
     )  # fmt: skip
     return Sending(
+        rows=rows,
         feeder=feeder,
         backlog=backlog,
         dispatcher=dispatcher,

@@ -19,7 +19,7 @@ from batchrunner.output.run_json import holds_run, read_run_json, require_run_js
 from batchrunner.output.starting import Starting, starting_of
 from batchrunner.output.task_holder import holders_of, is_recent
 from batchrunner.report.report import GO_ON, cause_lines, duration, says_next_step
-from batchrunner.runner.cluster.leases import Leases
+from batchrunner.runner.leases import Leases
 
 
 def status(run: str | Path | RunDir, *, watch: bool = True) -> dict[str, Any]:

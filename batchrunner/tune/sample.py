@@ -22,7 +22,7 @@ from batchrunner.input.prefixes import prompt_bytes
 from batchrunner.input.sorted_copy import decide_order, open_order, prepare_order, remove_sorted_copies
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.files import whole_file, writing
-from batchrunner.runner.prepared_job import PreparedJob
+from batchrunner.runner.prepare import PreparedJob
 
 MOST_ROWS = 16_384
 """Rows of a sample at most: four times what SGLang runs at once by default (4096)."""

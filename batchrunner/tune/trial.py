@@ -34,7 +34,7 @@ from batchrunner.engines.simulation.replica import PassWork
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import CheckSpec, InputSpec, Job
 from batchrunner.runner.control import Control
-from batchrunner.runner.execute import execute
+from batchrunner.runner.run import execute
 from batchrunner.tune.measurement import End, PassSpan, TrialProgress, TrialResult, TrialWatch
 from batchrunner.tune.sample import TuningSample
 from batchrunner.tune.search import TrialRequest

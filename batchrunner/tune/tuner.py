@@ -32,8 +32,7 @@ from batchrunner.output.run_dir import TUNE
 from batchrunner.output.run_json import fingerprint
 from batchrunner.output.stores.addresses import store_address
 from batchrunner.report.report import duration
-from batchrunner.runner.prepare import prepare
-from batchrunner.runner.prepared_job import PreparedJob
+from batchrunner.runner.prepare import PreparedJob, prepare
 from batchrunner.tune.measurement import TrialResult
 from batchrunner.tune.sample import write_sample
 from batchrunner.tune.search import FlagSetting, Search, TrialRequest, changes, key_of

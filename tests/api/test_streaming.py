@@ -14,7 +14,7 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import BatchrunError, EngineStartError, InputError, JobError, ResumeError
-from tests.api.test_generation import FORMS, NAMES
+from tests.api.test_tables import FORMS, NAMES
 from tests.conftest import INSTANT
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.server_thread import PATIENCE_S

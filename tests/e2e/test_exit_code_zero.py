@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from batchrunner.output.task_lock import TaskLock
-    from batchrunner.runner.cluster.leased_rows import LeasedRows
+    from batchrunner.runner.join import LeasedRows
     from tests.support.fake_sglang import FakeSGLang
 
 NO_ENGINE = "engine={kind: attach, urls: ['http://127.0.0.1:9']}"

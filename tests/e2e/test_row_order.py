@@ -467,7 +467,7 @@ def test_only_who_sorts_loads_the_database(tmp_path: Path, order: str, *, loads:
     file = write_job(job_of(tmp_path, order=order), tmp_path)
     code = (
         "import asyncio; from batchrunner.job.load import load_job; "
-        "from batchrunner.runner.execute import execute; "
+        "from batchrunner.runner.run import execute; "
         f"asyncio.run(execute(load_job({str(file)!r}), page=False))"
     )
     assert ("duckdb" in loaded_by(code)) == loads

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchrunner.core.errors import OutputError
-from batchrunner.runner.cluster.leases import Leases
+from batchrunner.runner.leases import Leases
 from batchrunner.runner.status import status
 from tests.conftest import batchrun, job_of, results_of, started, write_job, write_rows
 from tests.support.server_thread import PATIENCE_S

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from batchrunner.cli import main
 from batchrunner.output import store_lock, task_holder, watching
-from batchrunner.runner import execute
+from batchrunner.runner.run import execute
 
 GONE_AFTER_S = "BATCHRUNNER_TEST_GONE_AFTER_S"
 CLOCK_OFF_S = "BATCHRUNNER_TEST_CLOCK_OFF_S"

@@ -18,10 +18,9 @@ from batchrunner.output.journal import Journal
 from batchrunner.output.parts import write_part
 from batchrunner.output.task_holder import this_process
 from batchrunner.output.task_lock import TaskLock
-from batchrunner.runner.cluster.join import join
 from batchrunner.runner.control import Control, Sleeper
-from batchrunner.runner.prepare import prepare
-from batchrunner.runner.prepared_job import task_name
+from batchrunner.runner.join import join
+from batchrunner.runner.prepare import prepare, task_name
 
 
 class Task:

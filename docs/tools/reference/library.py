@@ -9,7 +9,7 @@ from typing import Any
 
 import batchrunner
 from batchrunner.report.report import Report
-from batchrunner.runner.progress_calls import Progress
+from batchrunner.runner.progress import Progress
 from docs.tools.reference.markdown import fenced, field_table, paragraphs
 
 HEAD = """# Python library

@@ -1,9 +1,11 @@
-"""One call of `stream`: what it opens, in the program's event loop, and closes when its end comes."""
+"""Streams: rows of a program through an engine, whose outcomes the program gets as they end."""
 
 import asyncio
 import contextlib
 import functools
+import logging
 import tempfile
+import time
 from collections.abc import AsyncGenerator, AsyncIterable, Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -16,23 +18,97 @@ from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError, InputError, ResumeError
 from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import PromptKind
+from batchrunner.dispatch.media import check_takes_media
 from batchrunner.engines.base import Engine
+from batchrunner.engines.registry import make_engine
+from batchrunner.engines.vector_facts import check_dimensions_of_launched, check_dimensions_of_open
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.live_rows import LiveRenderer
 from batchrunner.input.parquet_copy import about_rows, write_rows
 from batchrunner.input.tables import batches_of, rows_known
+from batchrunner.job.answers import plan_answers
 from batchrunner.job.call import LibraryCall
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
+from batchrunner.output.columns import RunSchema
+from batchrunner.output.counts import RowCounts
+from batchrunner.output.events import EventLog
 from batchrunner.output.files import make_directory, writing
+from batchrunner.output.resume import DoneRows
 from batchrunner.output.run_dir import RunDir
-from batchrunner.runner.execute import execute
-from batchrunner.runner.handover import Handover
+from batchrunner.runner.control import Control, FailureLimit
 from batchrunner.runner.open_engine import EngineLoop, open_portal
 from batchrunner.runner.progress import Display
-from batchrunner.runner.row_feed import RowBuffer, make_reader
-from batchrunner.runner.stream_rows import FailedRow, FileRows, LiveRows, StreamRows, take_batches
-from batchrunner.runner.stream_run import send_stream
+from batchrunner.runner.results import Handover, OutcomeSink, Outlet
+from batchrunner.runner.rows import (
+    FailedRow,
+    FileRows,
+    LiveRows,
+    RowBuffer,
+    StreamRows,
+    make_reader,
+    take_batches,
+)
+from batchrunner.runner.run import execute
+from batchrunner.runner.sending import build_sending, open_windows
+
+log = logging.getLogger(__name__)
+
+
+async def send_stream(
+    job: Job,
+    kind: PromptKind | None,
+    rows: StreamRows,
+    outlet: Outlet,
+    display: Display,
+    log_directory: Path,
+    *,
+    engine: Engine | None = None,
+    info: EngineInfo | None = None,
+    functions: HookPool | None = None,
+    schema: RunSchema | None = None,
+) -> None:
+    """Send all rows, with prompts of a kind, and give their outcomes to `outlet`, which ends with them.
+
+    `engine` is an open engine, with its `info`; without one the job's own is opened and closed. `functions`
+    are the job's Python functions; `schema` says which vectors fit. Cancelled, it cancels the requests in
+    flight. Raises BatchrunError where the engine cannot be opened or is lost, or where a limit of the job
+    ended the stream.
+    """
+    control, counts, events = Control(), RowCounts(), EventLog(log_directory / "events.jsonl")
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(contextlib.closing(display))
+            if engine is None or info is None:
+                await asyncio.to_thread(check_dimensions_of_launched, job)
+                engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=job.task)
+                stack.push_async_callback(engine.close)
+                info = await engine.open()
+            check_takes_media(job, info)
+            await asyncio.to_thread(check_dimensions_of_open, job, info)
+            for note in info.notes:
+                log.info("%s", note)
+            stack.enter_context(contextlib.closing(events))
+            events.open()
+            began = time.monotonic()
+            windows = await open_windows(job, engine, info, unsent=rows.unread, now=began)
+            counter = FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share)
+            answers = plan_answers(job, functions)
+            results = OutcomeSink(answers, counter, outlet=outlet, functions=functions, schema=schema)
+            sending = build_sending(
+                job, kind, rows, DoneRows(), engine, info, windows, results, counts, events, control, display,
+                answers, rows.names, began=began, functions=functions,
+            )  # fmt: skip
+            try:
+                await sending.send(control)
+            finally:
+                sending.shown.finish(time.monotonic())
+        if control.reason is not None:
+            raise BatchrunError(f"{control.reason}: the stream ended after {counts.done} rows")
+    finally:
+        rows.stop()
+        outlet.end()
+
 
 COMPARED_ROWS = 1024
 """Rows that are read at once to compare the rows of two starts."""

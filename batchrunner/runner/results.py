@@ -1,4 +1,6 @@
-"""Outcomes on their way from a run to the program that iterates over a stream."""
+"""What becomes of outcomes: one sink parses answers, stores them, and hands them over to a program."""
+
+from __future__ import annotations
 
 import asyncio
 from collections import deque
@@ -9,18 +11,119 @@ from typing import Any, Protocol
 import pyarrow as pa
 from pyroaring import BitMap64
 
+from batchrunner.core.errors import RowRefusedError
+from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, Outcome
 from batchrunner.input.dataset import RowBatch, UnreadableValue, carried_of, rows_of
-from batchrunner.job.answers import AnswerPlan
+from batchrunner.job.answers import AnswerPlan, of_sample
 from batchrunner.job.output import SAMPLE
+from batchrunner.job.python_functions import PARSE
 from batchrunner.job.tasks import VECTOR, numbers_of
-from batchrunner.output.columns import ResultRow, answer_value, result_rows
+from batchrunner.output.columns import ResultRow, RunSchema, answer_value, result_rows
 from batchrunner.output.parts import open_part
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.writer import ResultWriter
 
 MOST_ROWS = 256
 """Rows that wait for the program; with more the run pauses."""
+
+
+class Outlet(Protocol):
+    """Takes outcomes for a program, in the event loop of the run."""
+
+    async def give(self, outcome: Outcome, plan: AnswerPlan) -> None:
+        """Take an outcome, which becomes what `plan` says; waits while the program is behind."""
+
+    def end(self) -> None:
+        """Record that no more outcomes come."""
+
+
+class OutcomeCount(Protocol):
+    """Counts outcomes."""
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one outcome."""
+
+
+class OutcomeSink:
+    """Takes every outcome once: makes columns of its answer, stores it, and gives it to the program.
+
+    A row keeps its answer where the job's Python function cannot parse it; one whose vector is of another
+    length than the first fails.
+    """
+
+    def __init__(
+        self,
+        plan: AnswerPlan,
+        counter: OutcomeCount,
+        *,
+        writer: ResultWriter | None = None,
+        outlet: Outlet | None = None,
+        functions: HookPool | None = None,
+        schema: RunSchema | None = None,
+    ) -> None:
+        """Without a `writer`, which counts outcomes itself, nothing is stored.
+
+        `plan` says what an outcome becomes, `schema` which vectors fit into the columns of the results.
+        """
+        self._plan = plan
+        self._counter = counter
+        self._writer = writer
+        self._outlet = outlet
+        self._schema = schema if plan.task is not None else None
+        self._functions = functions if functions is not None and PARSE in functions.facts else None
+        self._last: tuple[Completion, Completion, str | None] | None = None
+
+    async def put(self, outcome: Outcome) -> None:
+        """Count, store and give an outcome; waits while disk or program are behind.
+
+        Raises StorageError, and HookLostError where the Python function's processes cannot go on.
+        """
+        if outcome.completion is not None and outcome.error is None:
+            if self._functions is not None:
+                outcome = await self._parsed(outcome, outcome.completion, self._functions)
+            if self._schema is not None and outcome.completion is not None:
+                misfit = self._schema.misfit(outcome.completion)
+                if misfit is not None:
+                    outcome = outcome._replace(completion=None, error=misfit)
+        if self._writer is None:
+            self._counter.add(outcome)
+        else:
+            await self._writer.put(outcome)
+        if self._outlet is not None:
+            await self._outlet.give(outcome, self._plan)
+
+    def check(self) -> None:
+        """Raise the StorageError of a background write that failed for good."""
+        if self._writer is not None:
+            self._writer.check()
+
+    async def _parsed(self, outcome: Outcome, completion: Completion, functions: HookPool) -> Outcome:
+        """Return an outcome with the columns that the job's Python function makes of its answer."""
+        takes_row = functions.facts[PARSE].takes_row
+        last = self._last
+        if last is None or last[0] is not completion or takes_row:  # else that of an equal row
+            row = (carried_of(outcome.ref),) if takes_row else ()
+            parsed, error = await _columns_of_answer(completion, row, functions)
+            last = self._last = completion, parsed, error
+        return outcome._replace(completion=last[1], error=last[2])
+
+
+async def _columns_of_answer(
+    completion: Completion, row: tuple[Any, ...], functions: HookPool
+) -> tuple[Completion, str | None]:
+    """Return an answer with the values of the columns, or as it is with an error."""
+    calls = (functions.call(PARSE, text, *row) for text in completion.texts)
+    samples: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+    failures = {number: each for number, each in enumerate(samples) if isinstance(each, BaseException)}
+    for failure in failures.values():
+        if not isinstance(failure, RowRefusedError):
+            raise failure
+    for number, failure in failures.items():
+        return completion, of_sample(str(failure), number, completion)
+    names = [name for name, _ in functions.facts[PARSE].columns]
+    made = {name: [sample[name] for sample in samples] for name in names}
+    return completion._replace(columns={**completion.columns, **made}), None
 
 
 class Handover:
@@ -84,60 +187,6 @@ class Handover:
         """Record that no more rows come."""
         self._ended = True
         self._came.set()
-
-
-class Outlet(Protocol):
-    """Takes the outcomes of a stream, in the event loop of the run."""
-
-    async def give(self, outcome: Outcome, plan: AnswerPlan) -> None:
-        """Take an outcome, which becomes what `plan` says; waits while the program is behind."""
-
-    def end(self) -> None:
-        """Record that no more outcomes come."""
-
-
-class OutcomeCount(Protocol):
-    """Counts outcomes."""
-
-    def add(self, outcome: Outcome) -> None:
-        """Count one outcome."""
-
-
-class GivenResults:
-    """Gives outcomes to the program, and stores them nowhere; what a stream has for a ResultWriter."""
-
-    def __init__(self, outlet: Outlet, counter: OutcomeCount, plan: AnswerPlan) -> None:
-        """Take the parts; `plan` says what an outcome becomes."""
-        self._outlet = outlet
-        self._counter = counter
-        self._plan = plan
-
-    async def put(self, outcome: Outcome) -> None:
-        """Count an outcome and give it to the program; waits while the program is behind."""
-        self._counter.add(outcome)
-        await self._outlet.give(outcome, self._plan)
-
-    def check(self) -> None:
-        """Do nothing: nothing happens in the background."""
-
-
-class StoredAndGiven:
-    """Stores outcomes, and then gives them to the program."""
-
-    def __init__(self, writer: ResultWriter, handover: Handover, plan: AnswerPlan) -> None:
-        """Take the parts; `plan` says what an outcome becomes."""
-        self._writer = writer
-        self._handover = handover
-        self._plan = plan
-
-    async def put(self, outcome: Outcome) -> None:
-        """Count, store and give an outcome; waits while disk or program are behind. Raises StorageError."""
-        await self._writer.put(outcome)
-        await self._handover.give(outcome, self._plan)
-
-    def check(self) -> None:
-        """Raise the StorageError of a background write that failed for good."""
-        self._writer.check()
 
 
 def _columns_of(parts: Sequence[Path]) -> dict[str, None]:

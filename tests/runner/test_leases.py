@@ -9,7 +9,7 @@ from unittest import mock
 
 from pyroaring import BitMap64
 
-from batchrunner.runner.cluster.leases import Leases, next_lease
+from batchrunner.runner.leases import Leases, next_lease
 from tests.conftest import job_of
 from tests.support.task import Task
 

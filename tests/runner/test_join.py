@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.runner.cluster.takeover import Takeover
-from batchrunner.runner.prepared_job import task_name
+from batchrunner.runner.join import Takeover
+from batchrunner.runner.prepare import task_name
 from tests.conftest import eventually, job_of, parts_of
 from tests.support.examples import examples
 from tests.support.task import Task

@@ -1,0 +1,236 @@
+"""Tables of answers: generate, embed, score and rerank for all rows."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from batchrunner.api.runs import engine_of, run_blocking
+from batchrunner.core.errors import BatchrunError
+from batchrunner.dispatch.checks import AnswerConditions
+from batchrunner.input.dataset import Dataset
+from batchrunner.input.parquet_copy import about_rows, write_rows
+from batchrunner.input.render import Renderer
+from batchrunner.input.tables import Data, batches_of, paths_of
+from batchrunner.job.answers import plan_answers
+from batchrunner.job.call import GenerateCall, LibraryCall, TaskCall
+from batchrunner.job.load import EngineLike
+from batchrunner.job.python_functions import open_functions
+from batchrunner.job.spec import Job, LimitsSpec, OnLength
+from batchrunner.job.tasks import Dtype
+from batchrunner.output.columns import schema_of_run
+from batchrunner.output.merge import merge
+from batchrunner.runner.open_engine import OpenEngine
+from batchrunner.runner.progress import Display, ProgressListener, make_displays
+
+
+def results_of(rows: Data, call: LibraryCall, opened: OpenEngine | None, display: Display) -> pa.Table:
+    """Run the job of a call and return its results, which stay nowhere else."""
+    with _rows_and_run() as (source, out):
+        paths = paths_of(rows)
+        if paths is None:
+            write_rows(batches_of(rows), source)
+        dataset = Dataset(paths or str(source))
+        job = call.job(dataset.schema, paths or [str(source)], out)
+        if not dataset.total_rows:
+            return _no_results(job, dataset)
+        report = run_blocking(job, opened, page=False, display=display)
+        if report.rows_left:
+            raise BatchrunError(
+                f"{report.reason}: {report.rows_left} of {report.rows_total} rows were not sent"
+            )
+        merged = merge(out)
+        return pa.concat_tables(pq.read_table(file) for file in sorted(merged.path.glob("*.parquet")))
+
+
+@contextmanager
+def _rows_and_run() -> Iterator[tuple[Path, Path]]:
+    """Give the paths of a file for the rows of a call and of its run directory, which are deleted."""
+    with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
+        source = Path(scratch) / "input.parquet"
+        with about_rows(source):
+            yield source, Path(scratch) / "run"
+
+
+def _no_results(job: Job, dataset: Dataset) -> pa.Table:
+    """Return the results of an input without rows, which pipelines have; the job is checked."""
+    functions = open_functions(job)
+    with closing(functions) if functions else nullcontext():
+        renderer = Renderer(
+            dataset, job.input, job.prompt, job.sampling, functions=functions, task=job.forward
+        )
+        plan = plan_answers(job, functions)
+        AnswerConditions(job, plan, dataset.schema.names)  # raises what is wrong with the checks
+    return schema_of_run(renderer.carried_schema, plan, {}, job.output.dimensions or 0).empty_table()
+
+
+def generate(
+    rows: Data,
+    *,
+    prompt: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    parse: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    engine: OpenEngine | EngineLike | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    columns: Sequence[str] = (),
+    answers: Sequence[str] = (),
+    explode: bool = False,
+    check: Mapping[str, Any] | None = None,
+    on_length: OnLength | None = None,
+    limits: Mapping[str, Any] | LimitsSpec | None = None,
+    progress: bool = False,
+    on_progress: ProgressListener | None = None,
+) -> pa.Table:
+    """Send every row and return the results as a pyarrow Table in input order.
+
+    `rows` are texts (which become the column `text`), mappings, or a mix, as a list or any iterable; a table
+    or data frame (of pyarrow, pandas, polars or duckdb, or any other that speaks Arrow's C interface); a data
+    set of pyarrow or Hugging Face; or the path of a file, a directory or a glob. An iterator or a data set is
+    read in bounded memory; the results are in memory.
+
+    `prompt` is the user template, the `prompt` part of a job, or a function that makes the prompt of a row;
+    without it the only text column is the prompt. `parse` is a function that makes columns of an answer, or
+    the `parse` part of a job. Functions run in processes of their own. `engine` is an open engine, the
+    `engine` part of a job, a model's name or directory (a server is started), the address of a server or a
+    list of addresses, or "simulated". `columns` are carried into the result, whose other columns are those
+    of a result row (`row`, `output`, `finish_reason`, …, `error`), and those of `answers` (`output.columns`
+    of a job, such as "logprobs"). With `explode` each output of a row is a row, where `sampling` has `n`.
+    `check` and `on_length` are those of a job: which answers are good.
+    `progress` and `on_progress` are as for `run`.
+
+    Failed rows have an `error`; the table always has as many rows as the input. Raises BatchrunError, and
+    what an iterator of `rows` raises.
+    """
+    display = make_displays(progress=progress, on_progress=on_progress)
+    opened, spec = engine_of(engine)
+    call = GenerateCall(
+        engine=spec,
+        prompt=prompt,
+        columns=columns,
+        limits=limits,
+        parse=parse,
+        sampling=sampling,
+        answers=answers,
+        explode=explode,
+        check=check,
+        on_length=on_length,
+        own_rows=paths_of(rows) is None,
+    )
+    return results_of(rows, call, opened, display)
+
+
+def embed(
+    rows: Data,
+    *,
+    prompt: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    engine: OpenEngine | EngineLike | None = None,
+    columns: Sequence[str] = (),
+    dtype: Dtype = "float32",
+    normalize: bool = False,
+    dimensions: int | None = None,
+    limits: Mapping[str, Any] | LimitsSpec | None = None,
+    progress: bool = False,
+    on_progress: ProgressListener | None = None,
+) -> pa.Table:
+    """Make a vector of every row and return the results as a pyarrow Table in input order.
+
+    Example: `embed(["a cat", "a dog"], engine="BAAI/bge-small-en-v1.5").column("embedding")`.
+
+    The arguments are as for `generate`; an open engine is one of `open_engine(…, task="embed")`. `prompt` is
+    the template of a text, or the column with it, the `prompt` part of a job, or a function that makes the
+    text or the token ids of a row. `dtype`, `normalize` and `dimensions` are those of a job's `output`.
+
+    The column `embedding` has lists of one fixed size; it is null where a row has an `error`. Raises
+    BatchrunError, and what an iterator of `rows` raises.
+    """
+    display = make_displays(progress=progress, on_progress=on_progress)
+    opened, spec = engine_of(engine)
+    call = TaskCall(
+        task="embed",
+        engine=spec,
+        prompt=prompt,
+        columns=columns,
+        limits=limits,
+        fields={"dtype": dtype, "normalize": normalize, "dimensions": dimensions},
+    )
+    return results_of(rows, call, opened, display)
+
+
+def score(
+    rows: Data,
+    *,
+    labels: Sequence[str | int] | None = None,
+    choices: str | Sequence[str] | None = None,
+    prompt: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    engine: OpenEngine | EngineLike | None = None,
+    columns: Sequence[str] = (),
+    softmax: bool = False,
+    limits: Mapping[str, Any] | LimitsSpec | None = None,
+    progress: bool = False,
+    on_progress: ProgressListener | None = None,
+) -> pa.Table:
+    """Tell how probable labels or choices are after every row, as a pyarrow Table in input order.
+
+    Example: `score(["Is the sky blue? Answer:"], labels=[" yes", " no"], engine="Qwen/Qwen3-8B")`.
+
+    The arguments are as for `generate`; an open engine is one of `open_engine(…, task="score")`. `prompt` is
+    the template of a text, or the column with it, the `prompt` part of a job, or a function that makes the
+    text or the token ids of a row. Give either `labels`, single tokens by their texts or ids, or `choices`, a
+    list of texts for all rows or the column with a list for each.
+
+    The column `scores` has a list for each row: probabilities of the labels among all tokens, or with
+    `softmax` among the labels; or log likelihoods of the choices, which `scores_per_token` and
+    `scores_per_byte` have divided by their lengths. It is null where a row has an `error`. Raises
+    BatchrunError, and what an iterator of `rows` raises.
+    """
+    display = make_displays(progress=progress, on_progress=on_progress)
+    given = choices if choices is None or isinstance(choices, str) else list(choices)
+    opened, spec = engine_of(engine)
+    call = TaskCall(
+        task="score",
+        engine=spec,
+        prompt=prompt,
+        columns=columns,
+        limits=limits,
+        fields={"softmax": softmax},
+        labels=labels,
+        items={} if given is None else {"choices": given},
+    )
+    return results_of(rows, call, opened, display)
+
+
+def rerank(
+    rows: Data,
+    *,
+    documents: str,
+    prompt: str | Mapping[str, Any] | None = None,
+    engine: OpenEngine | EngineLike | None = None,
+    columns: Sequence[str] = (),
+    limits: Mapping[str, Any] | LimitsSpec | None = None,
+    progress: bool = False,
+    on_progress: ProgressListener | None = None,
+) -> pa.Table:
+    """Tell how relevant the documents of every row are to its query, as a pyarrow Table in input order.
+
+    Example: `rerank(rows, prompt="{{ query }}", documents="documents", engine="BAAI/bge-reranker-base")`.
+
+    The arguments are as for `generate`; an open engine is one of `open_engine(…, task="rerank")`. `prompt` is
+    the template of the query, or the column with it; `documents` is the column with a list of texts, or one.
+
+    The column `scores` has a list for each row, in the order of its documents; it is null where a row has an
+    `error`. Raises BatchrunError, and what an iterator of `rows` raises.
+    """
+    display = make_displays(progress=progress, on_progress=on_progress)
+    opened, spec = engine_of(engine)
+    call = TaskCall(
+        task="rerank",
+        engine=spec,
+        prompt=prompt,
+        columns=columns,
+        limits=limits,
+        items={"documents": documents},
+    )
+    return results_of(rows, call, opened, display)

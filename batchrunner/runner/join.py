@@ -1,0 +1,519 @@
+"""Tasks that share a run: the first plans it, each takes leases and takes over those of dead tasks."""
+
+import functools
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+
+from pyroaring import BitMap64
+from tenacity import (
+    RetryCallState,
+    Retrying,
+    retry_if_exception_type,
+    sleep_using_event,
+    stop_after_delay,
+    wait_fixed,
+)
+
+from batchrunner.core.errors import OutputError, ResumeError, TaskHeldError, TaskLockLostError
+from batchrunner.core.timing import TIMING
+from batchrunner.core.types import Lease
+from batchrunner.input.job_input import cut_into_leases
+from batchrunner.input.order import OrderDecision
+from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
+from batchrunner.output.counts import RowCounts
+from batchrunner.output.events import EventLog
+from batchrunner.output.files import cannot_write, writing
+from batchrunner.output.holding import hold_task
+from batchrunner.output.parts import recover
+from batchrunner.output.resume import done_by_all, drop_failed, read_done
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_json import check_same_run, fingerprint, raise_total
+from batchrunner.output.task_holder import POLL_S, SHORT_POLL_S, LivenessMonitor
+from batchrunner.output.task_lock import TaskLock
+from batchrunner.output.watching import is_task_held, watch
+from batchrunner.runner.control import Sleeper
+from batchrunner.runner.leases import LeasePlan, Leases, next_lease
+from batchrunner.runner.prepare import PreparedJob
+from batchrunner.runner.rows import TaskRows
+
+log = logging.getLogger(__name__)
+
+
+class Takeover:
+    """Watches the tasks that hold leases, and takes over from those that have died."""
+
+    def __init__(self, prepared: PreparedJob, leases: Leases, events: EventLog) -> None:
+        """Watch the other tasks of this task's run."""
+        self._prepared = prepared
+        self._run_dir = prepared.run_dir
+        self._leases = leases
+        self._events = events
+        self._watches: dict[str, LivenessMonitor] = {}
+        self._lives: dict[str, bool | None] = {}
+
+    def poll(self) -> None:
+        """Find out who holds leases, and whether they live."""
+        holders = set(self._leases.held().values()) - {self._run_dir.task}
+        self._watches = {task: self._watches.get(task) or self._watch(task) for task in sorted(holders)}
+        self._lives = {task: watch.poll() for task, watch in self._watches.items()}
+
+    @property
+    def living(self) -> int:
+        """Number of other tasks that held leases at the last poll and were not known to be dead."""
+        return sum(lives is not False for lives in self._lives.values())
+
+    def is_dead(self, task: str) -> bool:
+        """Tell whether a task is known to be dead; one that was never watched is looked at now."""
+        watch = self._watches.get(task) or self._watch(task)
+        return watch.poll() is False
+
+    def settle(self) -> bool | None:
+        """Take over from the tasks that were dead at the last poll.
+
+        Returns True if rows are free now, None if it is not known yet of some task whether it lives, else
+        False. Raises OSError, or OutputError if a dead task's results cannot be written.
+        """
+        dead = [task for task, lives in self._lives.items() if lives is False]
+        taken = [task for task in dead if self._take_over(task)]
+        if taken:
+            return True
+        return None if dead or None in self._lives.values() else False
+
+    def _watch(self, task: str) -> LivenessMonitor:
+        return watch(self._run_dir.of_task(task))
+
+    def _take_over(self, task: str) -> bool:
+        dead = self._run_dir.of_task(task)
+        try:
+            with hold_task(dead, _at_once, dead_owner=self._watches[task].owner_content) as lock:
+                recover(dead, lock, self._prepared.results_schema)
+                self._leases.refresh()  # it may have ended its leases, or another task took over
+                # an attempt without --join may have done rows since the plan, see `join`
+                done = read_done(dead).rows | read_done(dead.of_task()).rows
+                left = [(lease, lease.rows - done) for lease in self._leases.held_by(task)]
+                lock.verify()
+                for lease, rows in left:
+                    self._leases.end(lease, rows)
+        except (TaskHeldError, TaskLockLostError):  # another task takes over
+            return False
+        dead.store.discard_copy(task)
+        if left:
+            rows_left = sum(len(rows) for _, rows in left)
+            log.warning("took over from %s, which died: %d rows were left", task, rows_left)
+            numbers = [lease.number for lease, _ in left]
+            self._events.write("takeover", task=task, leases=numbers, rows_left=rows_left)
+        return True
+
+
+def _at_once(_: float) -> None:
+    """Refuse to wait for another task that takes over: the next poll will tell."""
+    raise TaskHeldError("not waited for")
+
+
+REFRESH_S = 3.0
+"""Seconds between two looks at what other tasks have taken, as long as free leases are known."""
+
+
+class LeasedRows(TaskRows):
+    """Rows that a task takes lease by lease.
+
+    The task ends when its own rows are done and living tasks hold all others: they do them themselves.
+    """
+
+    is_shared = True
+
+    def __init__(
+        self,
+        prepared: PreparedJob,
+        leases: Leases,
+        counts: RowCounts,
+        events: EventLog,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Hold no lease yet; `counts` tells how many of the rows taken have ended."""
+        super().__init__(prepared)
+        self._leases = leases
+        self._held = _HeldLeases(leases, events)
+        self._takeover = Takeover(prepared, leases, events)
+        self._counts = counts
+        self._clock = clock
+        self._refreshed_at = -REFRESH_S
+        self._first: Lease | None = None
+        self._last: int | None = None
+        self._taken = 0
+        self._to_read = 0
+        self._rows_free = 0
+
+    @property
+    def total(self) -> int:
+        """Rows that were taken, and this task's share of the free ones."""
+        return self._taken + self._share_of_free()
+
+    @property
+    def unread(self) -> int:
+        """Rows of this task's leases still to be read, and its share of the free ones."""
+        return self._to_read + self._share_of_free()
+
+    def take_first(self, sleep: Callable[[float], None]) -> bool:
+        """Take the first lease; tell whether there was one. `sleep` raises if the run is stopped."""
+        self._first = self._wait_for_lease(sleep)
+        return self._first is not None
+
+    def take(self, *, wait: bool) -> Lease | None:
+        """Take the next lease."""
+        if self._first is not None:
+            lease, self._first = self._first, None
+            return lease
+        if wait:
+            return self._wait_for_lease(sleep_using_event(self._stopped))
+        try:
+            return None if self._stopped.is_set() else self._try_take()
+        except (OSError, OutputError):  # the next call waits for the disk
+            return None
+
+    def record_read(self, rows: int) -> None:
+        """Record that so many rows were read."""
+        self._to_read -= rows
+
+    def committed(self, rows: BitMap64) -> None:
+        """End the leases whose last rows are in parts now."""
+        self._held.committed(rows)
+
+    def give_back(self) -> None:
+        """End all leases as they are."""
+        self.stop()
+        self._held.end_all()
+        if copies := self._leases.planned.copies():
+            self._leases.refresh()
+            if self._leases.is_done():
+                for copy in copies:
+                    self._leases.store.remove(copy)
+
+    def newest_plan(self) -> LeasePlan:
+        """Return the run's newest plan, which another task may have added. Raises OSError."""
+        now = Leases(self._leases.directory, store=self._leases.store)
+        now.refresh()
+        assert now.plan is not None
+        return now.plan
+
+    def held_elsewhere(self) -> tuple[int, int]:
+        """Return the number of rows that other living tasks hold, and of those that nobody living holds.
+
+        Rows of plans that came after this task count as held while a living task holds some of that plan.
+        """
+        now = Leases(self._leases.directory, store=self._leases.store)
+        now.refresh()
+        dead = {task for task in set(now.held().values()) if self._takeover.is_dead(task)}
+        now.refresh()  # a task that has ended meanwhile ended its leases before
+        held, free = Counter[bool](), Counter[bool]()  # by whether this task knows the plan
+        unheld = 0
+        for number, (task, rows) in now.rows_held().items():
+            if task == self._prepared.run_dir.task or task in dead:
+                unheld += rows
+            else:
+                held[number < len(self._leases)] += rows
+        for number in now.free():
+            free[number < len(self._leases)] += now.count_left(number)
+        later = free[False] if held[False] else 0
+        return held.total() + later, unheld + free.total() - later
+
+    def _wait_for_lease(self, sleep: Callable[[float], None]) -> Lease | None:
+        """Take a lease, or wait until it is known that there is none for this task."""
+        retrying = self._waiting_for_disk(sleep)
+        while not self._stopped.is_set():
+            lease, is_over = retrying(self._take_or_settle)
+            if lease is not None or is_over:
+                return lease
+            sleep(SHORT_POLL_S if self._rows_free else POLL_S)
+        return None
+
+    def _take_or_settle(self) -> tuple[Lease | None, bool]:
+        """Return a lease, and whether there will be none."""
+        lease = self._try_take()
+        if lease is None and not self._has_its_share():
+            settled = self._settle()
+            if settled:
+                return self._try_take(), False
+            return None, settled is False and self._unfinished() == 0
+        return lease, False
+
+    def _try_take(self) -> Lease | None:
+        """Take a lease that is free as far as is known."""
+        if self._clock() - self._refreshed_at > REFRESH_S:
+            self._refresh()
+        if self._has_its_share():
+            return None
+        while (number := next_lease(self._leases.free(), self._last)) is not None:
+            lease = self._leases.take(number)
+            if lease is not None:
+                return self._hold(lease)
+        return None
+
+    def _hold(self, lease: Lease) -> Lease | None:
+        self._held.add(lease)
+        if self._stopped.is_set():
+            self._held.end(lease)
+            return None
+        self._last = lease.number
+        self._taken += len(lease.rows)
+        self._to_read += len(lease.rows)
+        self._rows_free -= len(lease.rows)
+        return lease
+
+    def _settle(self) -> bool | None:
+        """Look again; tell whether something is free now, or None while that is not known."""
+        self._refresh()
+        if self._rows_free:
+            return True
+        settled = self._takeover.settle()
+        if settled:
+            self._refresh()
+        return settled
+
+    def _refresh(self) -> None:
+        self._leases.refresh()
+        self._takeover.poll()
+        self._rows_free = self._leases.rows_free()
+        self._refreshed_at = self._clock()
+
+    def _has_its_share(self) -> bool:
+        """Tell whether this task has as many of the unfinished rows as each of the others can have.
+
+        With few rows left, or slow ones, one task could otherwise take what keeps all of them busy.
+        """
+        mine = self._unfinished()
+        return mine * (1 + self._takeover.living) > self._rows_free + mine
+
+    def _unfinished(self) -> int:
+        return self._taken - self._counts.done
+
+    def _share_of_free(self) -> int:
+        return -(-self._rows_free // (1 + self._takeover.living))
+
+    def _waiting_for_disk(self, sleep: Callable[[float], None]) -> Retrying:
+        return Retrying(
+            retry=retry_if_exception_type((OSError, OutputError)),
+            wait=wait_fixed(POLL_S),
+            stop=stop_after_delay(self._prepared.job.limits.disk_wait),
+            sleep=sleep,
+            before_sleep=functools.partial(_warn_once, self._leases),
+            retry_error_callback=functools.partial(_give_up, self._leases),
+        )
+
+
+class _HeldLeases:
+    """The leases that this task holds, with their uncommitted rows.
+
+    The reader, the writer of parts and the end of the run use them from different threads.
+    """
+
+    def __init__(self, leases: Leases, events: EventLog) -> None:
+        self._leases = leases
+        self._events = events
+        self._uncommitted: dict[int, tuple[Lease, BitMap64]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, lease: Lease) -> None:
+        with self._lock:
+            self._uncommitted[lease.number] = lease, lease.rows
+        self._events.write("lease", lease=lease.number, turn=lease.turn, rows=len(lease.rows))
+
+    def committed(self, rows: BitMap64) -> None:
+        with self._lock:
+            left_of = {number: (lease, left - rows) for number, (lease, left) in self._uncommitted.items()}
+            self._uncommitted = left_of
+            for lease, left in list(left_of.values()):
+                if not left:
+                    self._end(lease, left)
+
+    def end(self, lease: Lease) -> None:
+        with self._lock:
+            self._end(*self._uncommitted[lease.number])
+
+    def end_all(self) -> None:
+        with self._lock:
+            for lease, left in list(self._uncommitted.values()):
+                self._end(lease, left)
+
+    def _end(self, lease: Lease, left: BitMap64) -> None:
+        self._leases.end(lease, left)
+        del self._uncommitted[lease.number]
+        self._events.write("lease_end", lease=lease.number, rows_left=len(left))
+
+
+def _warn_once(leases: Leases, state: RetryCallState) -> None:
+    if state.attempt_number == 1 and state.outcome:
+        log.warning("%s: %s: waiting for the disk", leases.directory, state.outcome.exception())
+
+
+def _give_up(leases: Leases, state: RetryCallState) -> None:
+    failure = state.outcome.exception() if state.outcome else None
+    if isinstance(failure, OSError):
+        raise cannot_write(leases.directory, failure) from None
+    assert failure is not None
+    raise failure
+
+
+def join(
+    prepared: PreparedJob, sleeper: Sleeper, counts: RowCounts, events: EventLog, *, retry_failed: bool
+) -> tuple[LeasedRows, int, OrderDecision]:
+    """Return the rows that this task will take, the number of rows of the whole run, and their order.
+
+    The first task makes the plan. A task that finds files added or a larger limit adds a plan of the new
+    rows, whatever has become of the others. After the end of all plans the next task that comes makes another
+    one: of failed rows that are to be tried again, of rows whose part was moved away. `sleeper` sleeps while
+    another task makes a plan. Raises InputError, OutputError or ResumeError.
+    """
+    run_dir = prepared.run_dir
+    leases = Leases(run_dir.leases, run_dir.task, run_dir.store)
+    with writing(run_dir.leases):
+        leases.refresh()
+        if not leases.is_done():
+            _leave_out_done_alone(prepared, leases, sleeper)
+        if retry_failed and not leases.is_done():
+            raise ResumeError(
+                f"{run_dir.name}: --retry-failed: other tasks are still at it, or died at it",
+                hint="wait for their end, or run --join without --retry-failed first",
+            )
+        plan = partial(_plan, prepared, leases, sleeper, retry_failed=retry_failed)
+        while leases.is_done() or _is_behind(leases, prepared):
+            known = len(leases.planned.plans)
+            _in_turn(prepared, leases, sleeper, plan)
+            if len(leases.planned.plans) == known:  # there was nothing to add
+                break
+    assert leases.plan is not None
+    _check_plan(leases, prepared)
+    leases.join()
+    rows = LeasedRows(prepared, leases, counts, events)
+    return rows, leases.plan.rows_total, OrderDecision(**leases.plan.choice)
+
+
+def _check_plan(leases: Leases, prepared: PreparedJob) -> None:
+    """Raise ResumeError where the newest plan is one of another run."""
+    if leases.plan is not None:
+        new = fingerprint(prepared.job, prepared.dataset.files, "")
+        check_same_run(leases.plan.fingerprint, new, prepared.run_dir.name, model_known=False)
+
+
+def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
+    """Tell whether this task's input has files, or its limit has rows, that no plan has.
+
+    Raises ResumeError where the newest plan is one of another run.
+    """
+    if leases.plan is None:
+        return True
+    _check_plan(leases, prepared)
+    known = leases.plan.fingerprint
+    more_files = len(prepared.dataset.files) > len(known["files"])
+    return more_files or known["limit"] != prepared.job.input.limit
+
+
+def _leave_out_done_alone(prepared: PreparedJob, leases: Leases, sleeper: Sleeper) -> None:
+    """Take rows out of the plan that an attempt without `--join` has done since.
+
+    That is possible if all tasks of the plan failed to start. Such an attempt that begins now is refused.
+    """
+    main = prepared.run_dir.of_task()
+    # a task that makes a plan holds this lock for a moment
+    if main.journals() or is_task_held(main) is not False:
+        _in_turn(prepared, leases, sleeper, partial(_recover, prepared, sleeper))
+    leases.leave_out(read_done(main).rows)
+
+
+def _recover(prepared: PreparedJob, sleeper: Sleeper) -> None:
+    """Recover what the task of a run that nobody joined left half done; raises TaskHeldError if it works."""
+    main = prepared.run_dir.of_task()
+    with hold_task(main, sleeper.sleep) as lock:
+        recover(main, lock, prepared.results_schema)
+
+
+def _in_turn(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, do: Callable[[], None]) -> None:
+    """Call `do` while no other task does so; skip it if another task makes a plan meanwhile."""
+    known = len(leases.planned.plans)
+    is_logged = False
+    while len(leases.planned.plans) == known:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(hold_task(prepared.run_dir, sleeper.sleep, directory=leases.directory))
+            except TaskHeldError as held:
+                if not is_logged:
+                    log.info("another task makes the plan: %s", held)
+                is_logged = True
+                sleeper.sleep(POLL_S)
+                leases.refresh()
+                continue
+            leases.refresh()
+            do()
+            return
+
+
+def _plan(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, *, retry_failed: bool) -> None:
+    is_done = leases.is_done()
+    if not (is_done or _is_behind(leases, prepared)):  # another task was faster
+        return
+    main = prepared.run_dir.of_task()
+    with hold_task(main, sleeper.sleep) as lock:  # no attempt without --join may be at work
+        recover(main, lock, prepared.results_schema)
+        done = _done_by_all(main, leases if is_done else None, sleeper)
+        if retry_failed:
+            for task in main.all_tasks():
+                drop_failed(task)
+            done = _done_by_all(main, None, sleeper)
+        selected = prepared.selected(sleeper.check)
+        rows = selected - done
+        if not is_done:  # what is planned is done by others, or taken over from them
+            rows -= leases.planned.rows()
+        if rows or _is_behind(leases, prepared):
+            _add_plan(prepared, leases, rows, selected, lock, sleeper, is_first=is_done)
+        else:
+            leases.remove_copies()
+
+
+def _add_plan(
+    prepared: PreparedJob,
+    leases: Leases,
+    rows: BitMap64,
+    selected: BitMap64,
+    lock: TaskLock,
+    sleeper: Sleeper,
+    *,
+    is_first: bool,
+) -> None:
+    """Write a plan of these rows, of all that are `selected`; `is_first` says that no other is at work."""
+    run_dir = prepared.run_dir
+    remove_sorted_copies(run_dir.of_task().task_directory)
+    if is_first:
+        leases.remove_copies()
+    path, choice = prepare_order(prepared, rows, leases.directory, lock.token, sleeper.check, replace=False)
+    if path:
+        leases.store.publish(path)
+        cuts, name = SortedCopy(path).group_starts, path.name
+    else:
+        cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
+    new = fingerprint(prepared.job, prepared.dataset.files, "")
+    leases.make_plan(LeasePlan(rows, cuts, len(selected), new, name, asdict(choice)))
+    raise_total(run_dir, len(selected), new)
+
+
+def _done_by_all(run_dir: RunDir, leases: Leases | None, sleeper: Sleeper) -> BitMap64:
+    """Return the rows in all parts; parts that another host has just written may take a while to appear."""
+    expected = leases.plan.rows_total if leases is not None and leases.plan is not None else 0
+    waited_s = 0.0
+    while True:
+        done = done_by_all(run_dir).rows
+        if len(done) >= expected or waited_s > TIMING.parts_appear:
+            return done
+        if not waited_s:
+            log.warning(
+                "%s: %d rows were done that are in no part: waiting %.0f s for another host's to be seen",
+                run_dir.parts, expected - len(done), TIMING.parts_appear,
+            )  # fmt: skip
+        sleeper.sleep(POLL_S)
+        waited_s += POLL_S
