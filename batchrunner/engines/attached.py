@@ -12,38 +12,11 @@ from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.hang_detector import HangDetector, progress_of
 from batchrunner.engines.http.client import GATEWAY_ROUTE, HttpEngine, SGLangClient
-from batchrunner.engines.http.model_guard import ModelGuard
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TaskName
 
 log = logging.getLogger(__name__)
-
-
-class ModelWatcher:
-    """Asks a server for its model now and then: behind a proxy it may become another one unseen."""
-
-    def __init__(self, guard: ModelGuard, url: str) -> None:
-        self._guard = guard
-        self._url = url
-        self._question: asyncio.Future[None] | None = None
-        self._asked_at = time.monotonic()
-
-    def look(self) -> None:
-        """Raise the AnotherModelError of the last question, and put the next one if it is due."""
-        if self._question is not None and self._question.done():
-            question, self._question = self._question, None
-            with contextlib.suppress(EngineDownError):  # it is away: rows find out
-                question.result()
-        if self._question is None and time.monotonic() - self._asked_at >= TIMING.model_check:
-            self._asked_at = time.monotonic()
-            self._question = asyncio.ensure_future(self._guard.confirm(self._url))
-
-    async def close(self) -> None:
-        """End a question that is not answered."""
-        if self._question is not None:
-            self._question.cancel()
-            await asyncio.gather(self._question, return_exceptions=True)
 
 
 class AttachedServers(HttpEngine):
@@ -58,18 +31,18 @@ class AttachedServers(HttpEngine):
         self._closed_s = limits.hang
         self._closed: dict[str, tuple[float, object]] = {}
         """By server that hangs: the time until which it gets no rows, and its load when it was found."""
-        self._watchers: list[ModelWatcher] = []
+        self._model_watch: asyncio.Task[None] | None = None
 
     async def open(self) -> EngineInfo:
         """Connect and read the description of every server; see `Engine.open`."""
         info = await self._client.open(self._urls)
-        self._watchers = [ModelWatcher(self._client.guard, url) for url in self._urls]
+        self._model_watch = asyncio.create_task(self._watch_model())
         return info
 
     async def loads(self) -> Sequence[SchedulerLoad]:
-        """Return the load of each scheduler that answers now."""
-        for watcher in self._watchers:
-            watcher.look()
+        """Return the load of each scheduler that answers now; raises AnotherModelError for a new model."""
+        if self._model_watch is not None and self._model_watch.done():
+            self._model_watch.result()
         loads = await self._client.loads()
         now = time.monotonic()
         for url in self._client.endpoints:
@@ -84,9 +57,18 @@ class AttachedServers(HttpEngine):
 
     async def close(self) -> None:
         """Close all connections."""
-        for watcher in self._watchers:
-            await watcher.close()
+        if self._model_watch is not None:
+            self._model_watch.cancel()
+            await asyncio.gather(self._model_watch, return_exceptions=True)
         await super().close()
+
+    async def _watch_model(self) -> None:
+        """Ask servers for their model now and then: behind a proxy it may become another one unseen."""
+        while True:
+            await asyncio.sleep(TIMING.model_check)
+            for url in self._urls:
+                with contextlib.suppress(EngineDownError):  # it is away: rows find out
+                    await self._client.guard.confirm(url)
 
     def _watch(self, url: str, loads: Sequence[SchedulerLoad], now: float) -> None:
         endpoint = self._client.endpoints[url]

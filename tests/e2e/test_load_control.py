@@ -20,7 +20,6 @@ from batchrunner.dispatch.progress import load_line, sample_line
 from batchrunner.engines.http.connections import free_port
 from tests.conftest import batchrun, eventually, job_of, report_of, results_of
 from tests.support.fake_sglang import FakeSGLang, Sent
-from tests.support.launchable import launchable
 from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -266,32 +265,6 @@ async def test_a_replica_that_dies_and_comes_back(tmp_path: Path) -> None:
             steady.answer_held()
             await running
     assert whole(job, 1500)
-
-
-OLD_RELEASE = """
-class Handler(Server):
-    known = {
-        "/get_model_info": {"model_path": "old"},
-        "/get_server_info": {"version": "0.4.1", "max_running_requests": 16},
-        "/model_info": {"model_path": "old"},
-    }
-    def asked(self, body):
-        print("[2024-12-01 12:00:00 TP0] Decode batch. #running-req: 5, #token: 50, token usage: 0.05, "
-              "gen throughput (token/s): 4.01, #queue-req: 3,", flush=True)
-        time.sleep(0.2)
-        self.answer("old answer")
-
-print("[2024-12-01 12:00:00] max_total_num_tokens=1000, max_running_requests=16", flush=True)
-"""
-
-
-def test_an_old_release_tells_its_load_in_its_log(tmp_path: Path) -> None:
-    """A launched server without /v1/loads and /metrics is read by its log lines."""
-    job = job_of(tmp_path, launchable(tmp_path, OLD_RELEASE), rows=150)
-    batchrunner.run(job)
-    assert whole(job, 150)
-    signals = [signal for sample in events_of(job, "sample") for signal in sample["signals"]]
-    assert {(s["source"], s["running"], s["queue"], s["max_running"]) for s in signals} == {("log", 5, 3, 16)}
 
 
 def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

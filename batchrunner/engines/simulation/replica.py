@@ -1,11 +1,10 @@
 """A server in virtual time: a scheduler, the time that its passes take, and gauges as late as real ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from batchrunner.engines.least_squares import LeastSquares
 from batchrunner.engines.simulation.request import DECAY_STEPS, SchedulerConfig, SimulatedRequest
 from batchrunner.engines.simulation.scheduler import Scheduler, StepResult
 
@@ -92,6 +91,8 @@ def _sample(row: RowLengths) -> SimulatedRequest:
 
 PARTS = 5
 """Parts of a model."""
+MOST_SWEEPS, SETTLED = 20_000, 1e-9
+"""When the fit ends: after so many sweeps, or when no part moves by more than this share."""
 RIDGE = 1e-3
 """Weight against large parts when a model is fitted to stretches of passes, which are much alike."""
 
@@ -179,12 +180,40 @@ def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
         (float(w.decodes + w.prefills), w.samples, w.kv_tokens, w.prefill_tokens, float(w.prefills))
         for w, _ in spans
     ]
-    return CostModel(*LeastSquares(rows, [seconds for _, seconds in spans]).parts(ridge=RIDGE))
+    return CostModel(*least_squares(rows, [seconds for _, seconds in spans]))
 
 
-INTERVAL_STEPS: Mapping[str, int] = {"loads": 15, "metrics": 40}
-"""Decode passes between two updates of the gauges, which are updated at each prefill too: SGLang's defaults
-of `--load-snapshot-publish-interval` for `/v1/loads` and of `--decode-log-interval` for `/metrics`."""
+def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+    """Return what a unit of each column costs, none below 0, with the least sum of squares over the rows.
+
+    Columns are scaled to a mean square of 1, since amounts differ by orders of magnitude. Each part is set to
+    its best value beside the others, again and again: that converges, as no part may be negative.
+    """
+    count, columns = len(rows), range(len(rows[0]))
+    scales = [(sum(row[i] ** 2 for row in rows) / count) ** 0.5 or 1.0 for i in columns]
+    products = [
+        [sum(row[i] * row[j] for row in rows) / (scales[i] * scales[j] * count) for j in columns]
+        for i in columns
+    ]
+    sums = [
+        sum(row[i] * value for row, value in zip(rows, values, strict=True)) / (scales[i] * count)
+        for i in columns
+    ]
+    parts = [0.0] * len(columns)
+    for _ in range(MOST_SWEEPS):
+        moved = 0.0
+        for i in columns:
+            others = sum(products[i][j] * parts[j] for j in columns if j != i)
+            best = max(0.0, (sums[i] - others) / (products[i][i] + RIDGE))
+            moved, parts[i] = max(moved, abs(best - parts[i])), best
+        if moved <= SETTLED * max(parts):
+            break
+    return [part / scale for part, scale in zip(parts, scales, strict=True)]
+
+
+INTERVAL_STEPS = 15
+"""Decode passes between two updates of the gauges, which are updated at each prefill too: SGLang's default
+of `--load-snapshot-publish-interval` for `/v1/loads`."""
 
 
 class EndedRequest(NamedTuple):
@@ -222,22 +251,12 @@ class Replica:
     is dropped while it waits is not reported; one that decodes is reported when its last pass ends.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        cost: CostModel,
-        *,
-        source: Literal["loads", "metrics"] = "loads",
-        interval_steps: int | None = None,
-    ) -> None:
-        """`source` is the endpoint that the gauges stand for, `interval_steps` the server's flag for it."""
+    def __init__(self, config: SchedulerConfig, cost: CostModel) -> None:
         self.scheduler = Scheduler(config)
         self.cost = cost
         self.now_s = 0.0
         self.busy_s = 0.0
         """Seconds spent in passes."""
-        self._interval_steps = interval_steps or INTERVAL_STEPS[source]
-        self._publishes_when_idle = source == "loads"  # `/metrics` keeps its last values
         self._unpublished_steps = 0
         self._free_at_s = 0.0  # when the current pass ends
         self._ended: list[EndedRequest] = []  # with the current pass
@@ -276,7 +295,7 @@ class Replica:
         within = self.cost.steps_within(until_s - began_s, scheduler.running, scheduler.context_tokens)
         step = scheduler.step(max(1, within))
         if step is None:
-            if self._publishes_when_idle and not self._shows_idle:
+            if not self._shows_idle:
                 self.gauges = self._gauges(began_s, 0, 0, 0)
             self._free_at_s = until_s
             return False
@@ -294,8 +313,8 @@ class Replica:
             self._next_gauges = self._gauges(self._free_at_s, step.running, step.queue, step.used_tokens)
             return
         since = self._unpublished_steps + step.steps
-        self._unpublished_steps = since % self._interval_steps
-        if since < self._interval_steps or not step.steps:
+        self._unpublished_steps = since % INTERVAL_STEPS
+        if since < INTERVAL_STEPS or not step.steps:
             return
         late = self._unpublished_steps  # passes of this step after the one that published
         at_s = self._free_at_s - (self._free_at_s - began_s) * late / step.steps

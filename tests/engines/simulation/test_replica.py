@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
-from batchrunner.engines.simulation.replica import H100_8B, PARTS, CostModel, PassWork, Replica, fit_spans
+from batchrunner.engines.simulation.replica import (
+    H100_8B,
+    PARTS,
+    RIDGE,
+    CostModel,
+    PassWork,
+    Replica,
+    fit_spans,
+    least_squares,
+)
 from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
 
 UNIT = CostModel(1.0, 0.0, 0.0, 0.0)
 """Every pass takes a second."""
 
 
-def replica(max_running: int = 256, **options: Any) -> Replica:
-    return Replica(SchedulerConfig(max_running, 100_000), UNIT, **options)
+def replica(max_running: int = 256) -> Replica:
+    return Replica(SchedulerConfig(max_running, 100_000), UNIT)
 
 
 def test_the_clock_stops_where_it_is_told() -> None:
@@ -51,10 +60,9 @@ def test_small_and_large_ticks_agree() -> None:
     assert ends(0.004) == ends(0.1) == ends(1000.0)
 
 
-@pytest.mark.parametrize(("source", "interval"), [("loads", 15), ("metrics", 40)])
-def test_gauges_are_as_stale_as_the_real_ones(source: str, interval: int) -> None:
+def test_gauges_are_as_stale_as_the_real_ones() -> None:
     """Written at each prefill, without those that are prefilled, and then every so many decode passes."""
-    server = replica(max_running=1, source=source)
+    server, interval = replica(max_running=1), 15
     for _ in range(3):
         server.submit(SimulatedRequest(10, 100))
     seen = {}
@@ -67,8 +75,7 @@ def test_gauges_are_as_stale_as_the_real_ones(source: str, interval: int) -> Non
     assert seen[2 * interval] == seen[interval + 1]
     assert server.gauges.used_tokens == 10 + int(server.gauges.at_s) - 1
     server.advance(1000.0)
-    idle = (server.gauges.running, server.gauges.queue)
-    assert idle == ((0, 0) if source == "loads" else (1, 0))
+    assert (server.gauges.running, server.gauges.queue) == (0, 0)
 
 
 def test_steps_within_counts_whole_passes() -> None:
@@ -99,3 +106,25 @@ def test_a_fit_tells_the_time_of_like_work() -> None:
     for work, seconds in spans[40:]:
         assert found.work_s(work) == pytest.approx(seconds, rel=0.1)
     assert fit_spans(spans[: PARTS - 1]) is None
+
+
+def test_no_part_is_negative_and_no_others_are_better() -> None:
+    """What is dropped may return; amounts that differ by orders of magnitude do not matter."""
+    made = random.Random(3)
+    rows = [[made.uniform(0, 10.0**place) for place in range(4)] for _ in range(60)]
+    for parts in ([0.01, 0.0, 2e-5, 3e-4], [0.3, -5e-2, -1e-2, 1e-3], [-1.0] * 4):
+        values = [sum(map(float.__mul__, parts, row)) * (1 + made.uniform(-0.2, 0.2)) for row in rows]
+
+        def left(found: Sequence[float], values: Sequence[float] = values) -> float:
+            told = zip(rows, values, strict=True)
+            apart = [sum(map(float.__mul__, found, row)) - value for row, value in told]
+            scaled = [part * 10.0**place for place, part in enumerate(found)]
+            return sum(each**2 for each in apart) / len(rows) + RIDGE * sum(each**2 for each in scaled) / 3
+
+        found = least_squares(rows, values)
+        assert min(found) >= 0
+        for place in range(4):
+            for change in (-1e-2, 1e-2):
+                other = [*found]
+                other[place] = max(0.0, other[place] + change / 10.0**place)
+                assert left(other) >= left(found) * (1 - 1e-3)
