@@ -47,12 +47,10 @@ test: .venv/.dev .venv/.engine data/docs.parquet data/smollm2-135m-instruct/conf
 test-fast: .venv/.dev ## Run the tests of the rooms: none of tests/e2e, and none with an engine, gateway, Slurm, Ray or browser
 	$(PYTEST) --ignore=tests/e2e -m "not engine and not gateway and not slurm and not ray and not browser"
 
-torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost and doubled rows; fuzz; try properties 20 times as long
+torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost and doubled rows; try properties 20 times as long
 	.venv/bin/python -m benchmarks.torture
 	.venv/bin/python -m benchmarks.torture_batch
 	.venv/bin/python -m benchmarks.torture_store
-	.venv/bin/python -m benchmarks.torture_vectors
-	.venv/bin/python -m benchmarks.fuzz
 	$(PYTEST) -m "hypothesis and not engine" --hypothesis-profile torture
 
 docs: .venv/.dev ## Build the documentation site into site/; a dead link or a missing anchor fails
@@ -77,30 +75,16 @@ clean: ## Delete the virtual environment, the prepared data and all results
 ##@ Benchmarks (method and figures: benchmarks/ and benchmarks/results/)
 
 bench-client: .venv/.light ## Cost of the runner beside a bare aiohttp loop, one row and many in a request
-bench-journal: .venv/.light ## Cost of durability: runs with and without the journal
 bench-functions: .venv/.light ## Rows a second through a trivial Python function
-bench-memory: .venv/.light ## Peak memory at 100,000 and at a million rows
+bench-large-runs: .venv/.light ## Memory and time of whole commands at 100,000 and a million rows
 bench-read-store: .venv/.dev ## Reading input from an object store beside obstore alone
-bench-planning: .venv/.light ## Time and memory to sort rows into prefix order
-bench-resume: .venv/.light ## Time to resume, report and merge a run of 10 million rows
-bench-ray-data: .venv/.dev ## Throughput of a stage of Ray Data beside batchrun, simulated engine
 bench-control-simulated: .venv/.light ## Adaptive concurrency on 1 to 64 simulated replicas
 bench-order-simulated: .venv/.light ## Cache hits of several sending orders, simulated
-bench-cadence-simulated: .venv/.light ## Prefill seldom or at once on an H100, a prediction of the simulated scheduler
-bench-fields: .venv/.light ## Cache hits of a prompt's fields in the written and the chosen order
 bench-engine: $(ENGINE) ## Throughput beside the best bare loop, real engine
 bench-bundles: $(ENGINE) ## Many rows in one request beside one by one and Engine.generate, real engine
-bench-embed: $(ENGINE) data/docs.parquet data/all-minilm-l6-v2/config.json ## Embeddings beside Engine.encode and a bare loop, real engine
-bench-gateway: $(ENGINE) ## Cost of the Model Gateway, real engine
-bench-control: $(ENGINE) ## Adaptive concurrency beside fixed windows, real engine
 bench-simulation: $(ENGINE) ## Simulated scheduler beside the real one
-bench-simulation-flags: $(ENGINE) ## The same under the flags that change when it prefills
 bench-order: $(ENGINE) ## Prefix-aware order beside Engine.generate, real engine
-bench-order-distance: $(ENGINE) ## Reuse distance at which a prefix is still cached, real engine
-bench-tokenize: $(ENGINE) ## CPU time of tokenization, client and server
-bench-advice: $(ENGINE) ## Throughput before and after following the advice
-bench-tune: $(ENGINE) ## batchrun tune beside a grid search
-bench-tune-corner: $(ENGINE) ## batchrun tune from starts with two wrong flags, real engine
+bench-advice: $(ENGINE) ## What a bad value of each flag costs, and whether advice names it
 bench-tune-simulated: .venv/.dev ## batchrun tune from five bad starts beside 60 random settings, simulated
 bench-card: $(ENGINE) ## Default flags, advice and tuning on a GPU
 
