@@ -30,7 +30,7 @@ from benchmarks.measure import RESULTS, save
 from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
-    from batchrunner.advise.rules.table import Advice
+    from batchrunner.advise.rules import Advice
 
 SEED = 5
 VOCABULARY = 2048
