@@ -109,10 +109,9 @@ def main() -> None:
         return
     few, many = (measure(rows) for rows in args.rows)
     more_mb = many["run"]["peak_mb"] - few["run"]["peak_mb"]
-    shown = ", ".join(
-        f"{name} {found['s']:.1f} s / {found['peak_mb']:.0f} MB" for name, found in many.items()
-    )
-    line = f"large runs: {args.rows[1]:,} rows: {shown}; the run's peak {more_mb:+.0f} MB beside {args.rows[0]:,}"
+    shown = ", ".join(f"{name} {found['s']:.1f} s, {found['peak_mb']:.0f} MB" for name, found in many.items())
+    beside = f"the run's peak {more_mb:+.0f} MB beside {args.rows[0]:,}"
+    line = f"large runs: {args.rows[1]:,} rows: {shown}; {beside}"
     met = more_mb < GOAL_MB and all(many[name]["s"] < GOAL_S for name in ("status", "nothing_to_do"))
     figures = {
         "goal": {"difference_below_mb": GOAL_MB, "status_and_resume_below_s": GOAL_S, "met": met},
