@@ -85,89 +85,6 @@ class _Ends:
         return self.burst
 
 
-class KnownSchedulers:
-    """Finds schedulers by name and by route, and reads their samples."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, KnownScheduler] = {}
-        self._on_route: defaultdict[str, list[KnownScheduler]] = defaultdict(list)
-        """Schedulers by route, which is looked up for every row that ends."""
-        self._ends: defaultdict[str, _Ends] = defaultdict(_Ends)
-
-    def add(self, scheduler: KnownScheduler) -> None:
-        """Take a scheduler that was heard for the first time, or a route that tells none."""
-        self.by_name[scheduler.name] = scheduler
-        self._on_route[scheduler.route].append(scheduler)
-
-    def on(self, route: str) -> Sequence[KnownScheduler]:
-        """Return the schedulers that a route leads to."""
-        return self._on_route[route]
-
-    def heard(self, names: Collection[str], now: float) -> None:
-        """Record that these schedulers are there."""
-        for name in self.by_name.keys() & names:
-            self.by_name[name].heard_at = now
-
-    def ended(self, route: str, now: float) -> None:
-        """Record a row that ended on a route."""
-        self._ends[route].add(now)
-
-    def take_gone(self, loads: Sequence[SchedulerLoad], now: float) -> list[KnownScheduler]:
-        """Remove the schedulers of a shared route that are silent while others report; return them."""
-        speaking = {load.route for load in loads}
-        gone = [
-            s
-            for s in self.by_name.values()
-            if s.route in speaking and now - s.heard_at > GONE_AFTER_S and len(self._on_route[s.route]) > 1
-        ]
-        for scheduler in gone:
-            del self.by_name[scheduler.name]
-            self._on_route[scheduler.route].remove(scheduler)
-        return gone
-
-    def silent_routes(self, now: float) -> set[str]:
-        """Return the routes whose schedulers are all silent."""
-        return {r for r, on in self._on_route.items() if on and all(s.is_silent(now) for s in on)}
-
-    def located(self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int]) -> dict[str, int]:
-        """Return this run's requests at each scheduler: exact with a route of its own, else an estimate."""
-        busy: defaultdict[str, int] = defaultdict(int)
-        for load in loads:
-            busy[load.route] += load.running + load.queue
-        shares = {}
-        for load in loads:
-            ours = in_flight.get(load.route, 0)
-            count = len(self._on_route[load.route])
-            total = busy[load.route]
-            part = (load.running + load.queue) / total if total else 1 / count
-            shares[load.scheduler] = ours if count == 1 else round(ours * part)
-        return shares
-
-    def reading(
-        self,
-        load: SchedulerLoad,
-        ours: int,
-        now: float,
-        *,
-        max_running: int | None,
-        fits: float | None,
-        decodes: bool,
-    ) -> Reading:
-        """Return what a sample tells a controller, beside `ours`, this run's requests at the scheduler."""
-        ends, on = self._ends[load.route], len(self._on_route[load.route])
-        return Reading(
-            load.running,
-            load.queue,
-            ours,
-            self.by_name[load.scheduler].count(ends.count // on, now),
-            ends.recent_burst(now) / on,
-            usage=load.token_usage if decodes else 0.0,
-            max_running=max_running,
-            fits=fits,
-            decodes=decodes,
-        )
-
-
 HALF_LIFE_S = 60.0
 """Half-life of the recent rows, in seconds: rows of one length end in waves as long as one of them takes."""
 PRIOR_ROWS = 10.0
@@ -240,7 +157,12 @@ class RowTokens:
 
 @dataclass(slots=True)
 class ConcurrencyLimits:
-    """Decides how many requests each route may have in flight."""
+    """Decides how many requests each route may have in flight.
+
+    A route of its own leads to one scheduler. A gateway, or a server with several DP ranks, chooses the
+    scheduler itself: there this run's requests are assumed to be spread as the schedulers' own running +
+    waiting say, and the rows that end to be spread evenly.
+    """
 
     info: EngineInfo
     band: QueueBand
@@ -256,11 +178,15 @@ class ConcurrencyLimits:
     """Whether the job sets the band (`queue`), which then holds for passes too."""
     row_tokens: RowTokens = field(default_factory=RowTokens)
     """Tokens of the KV pool that a row holds, by the rows that have ended."""
-    _schedulers: KnownSchedulers = field(default_factory=KnownSchedulers)
-    _draining: bool = False
+    _known: dict[str, KnownScheduler] = field(default_factory=dict)
+    """Schedulers by their names."""
+    _on_route: defaultdict[str, list[KnownScheduler]] = field(default_factory=lambda: defaultdict(list))
+    """Schedulers by route, which is looked up for every row that ends."""
+    _ends: defaultdict[str, _Ends] = field(default_factory=lambda: defaultdict(_Ends))
     _shares: Shares = field(init=False)
     _most_of_rest: dict[str, int] = field(default_factory=dict)
     """Share of each route in the rows that are left."""
+    _draining: bool = False
 
     def __post_init__(self) -> None:
         """Set up the shares of the engine's routes."""
@@ -269,8 +195,7 @@ class ConcurrencyLimits:
     def begin(self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int) -> list[Decision]:
         """Set the first windows, from the engine's limits; return one decision for each scheduler."""
         made = [self._add(load, now) for load in loads]
-        silent = [route for route in self.info.routes if not self._schedulers.on(route)]
-        made += [self._add(None, now, route) for route in silent]
+        made += [self._add(None, now, route) for route in self.info.routes if not self._on_route[route]]
         self._share_out(unsent, now)
         return made
 
@@ -293,12 +218,12 @@ class ConcurrencyLimits:
         return sum(map(self._wanted, self.info.routes))
 
     def _wanted(self, route: str) -> int:
-        return min(self.most, sum(scheduler.controller.window for scheduler in self._schedulers.on(route)))
+        return min(self.most, sum(scheduler.controller.window for scheduler in self._on_route[route]))
 
     @property
     def bands(self) -> dict[str, QueueBand]:
         """Queue band of each scheduler."""
-        return {name: s.controller.band for name, s in self._schedulers.by_name.items()}
+        return {name: s.controller.band for name, s in self._known.items()}
 
     @property
     def windows_of_schedulers(self) -> dict[str, int]:
@@ -306,74 +231,60 @@ class ConcurrencyLimits:
         if self.fixed is not None:
             return {}
         windows = self.windows
-        return {
-            name: min(s.controller.window, windows[s.route]) for name, s in self._schedulers.by_name.items()
-        }
+        return {name: min(s.controller.window, windows[s.route]) for name, s in self._known.items()}
 
     def only_scheduler_on(self, route: str) -> str | None:
         """Return the scheduler that a route leads to; None if it leads to several."""
-        on = self._schedulers.on(route)
+        on = self._on_route[route]
         return on[0].name if len(on) == 1 else None
 
     @property
     def states(self) -> dict[str, str]:
         """State of each scheduler's controller."""
         if self.fixed is not None:
-            return dict.fromkeys(self._schedulers.by_name, "tail" if self._draining else "fixed")
-        return {name: s.controller.state for name, s in self._schedulers.by_name.items()}
+            return dict.fromkeys(self._known, "tail" if self._draining else "fixed")
+        return {name: s.controller.state for name, s in self._known.items()}
 
     @property
     def corners(self) -> dict[str, Corner]:
         """Corner of each scheduler that is in one; see `corners.py`."""
-        controllers = [scheduler.controller for scheduler in self._schedulers.by_name.values()]
+        controllers = [scheduler.controller for scheduler in self._known.values()]
         return {c.scheduler: c.corner for c in controllers if c.corner is not None and self.fixed is None}
 
     def corner_news(self) -> list[CornerChange]:
         """Return the corners that schedulers came into since the last call."""
-        news = [
-            change
-            for scheduler in self._schedulers.by_name.values()
-            for change in scheduler.controller.take_news()
-        ]
-        return [change for change in news if self.fixed is None]
+        news = [change for scheduler in self._known.values() for change in scheduler.controller.take_news()]
+        return news if self.fixed is None else []
 
     def observe(
-        self,
-        loads: Sequence[SchedulerLoad],
-        in_flight: Mapping[str, int],
-        now: float,
-        *,
-        unsent: int,
+        self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float, *, unsent: int
     ) -> list[Decision]:
         """Use a poll's samples, none if it failed; return the changes.
 
         `unsent` counts the rows that are still to be sent, including those that wait for another attempt.
         """
-        known = self._schedulers
-        decisions = [self._add(load, now) for load in loads if load.scheduler not in known.by_name]
-        known.heard({load.scheduler for load in loads}, now)
+        decisions = [self._add(load, now) for load in loads if load.scheduler not in self._known]
+        for load in loads:
+            self._known[load.scheduler].heard_at = now
         self._draining = unsent == 0
         if self.fixed is not None:
             return []
         if self._draining:
-            for scheduler in known.by_name.values():
+            for scheduler in self._known.values():
                 scheduler.controller.drain()
             return decisions
-        decisions += [
-            Decision(s.name, s.controller.window, 0, "gone", f"no load sample for {now - s.heard_at:.0f} s")
-            for s in known.take_gone(loads, now)
-        ]
-        self.row_tokens.come_from(len(known.by_name))
+        decisions += self._forget_gone(loads, now)
+        self.row_tokens.come_from(len(self._known))
         decisions += self._share_out(unsent + sum(in_flight.values()), now)
-        decisions += self._sample(loads, in_flight, now)
-        moves = [scheduler.controller.tick(now) for scheduler in known.by_name.values()]
+        moves = self._sample(loads, in_flight, now)
+        moves += [scheduler.controller.tick(now) for scheduler in self._known.values()]
         return decisions + [move for move in moves if move]
 
     def ended(self, route: str, retractions: int, now: float) -> None:
         """Record a row that ended on a route."""
-        self._schedulers.ended(route, now)
+        self._ends[route].add(now)
         self._shares.ended(route)
-        on = self._schedulers.on(route)
+        on = self._on_route[route]
         for scheduler in on:
             scheduler.controller.ended(int(len(on) == 1))
             if retractions:
@@ -383,52 +294,71 @@ class ConcurrencyLimits:
         """Narrow the windows of a route that refused a request or let it wait too long."""
         if self.fixed is not None:
             return []
-        moves = [scheduler.controller.backpressure(now, what) for scheduler in self._schedulers.on(route)]
+        moves = [scheduler.controller.backpressure(now, what) for scheduler in self._on_route[route]]
         return [move for move in moves if move]
 
     def _add(self, load: SchedulerLoad | None, now: float, route: str = "") -> Decision:
+        """Take a scheduler that was heard for the first time, or a route that tells none."""
         name, route = (load.scheduler, load.route) if load is not None else (route, route)
         band = self._band(load)
         window, why = self._first_window(load, band)
         controller = Controller(name, window, band, most=self.most, now=now)
-        self._schedulers.add(KnownScheduler(name, route, controller, heard_at=now))
-        self.row_tokens.come_from(len(self._schedulers.by_name))
-        return Decision(
-            name,
-            0,
-            controller.window,
-            controller.state,
-            f"{why}; #queue-req {band.low}-{band.high} ({band.why})",
-        )
+        self._known[name] = KnownScheduler(name, route, controller, heard_at=now)
+        self._on_route[route].append(self._known[name])
+        self.row_tokens.come_from(len(self._known))
+        why = f"{why}; #queue-req {band.low}-{band.high} ({band.why})"
+        return Decision(name, 0, controller.window, controller.state, why)
+
+    def _forget_gone(self, loads: Sequence[SchedulerLoad], now: float) -> list[Decision]:
+        """Forget the schedulers of a shared route that are silent while others report."""
+        decisions = []
+        for route in {load.route for load in loads}:
+            on = self._on_route[route]
+            gone = [s for s in on if now - s.heard_at > GONE_AFTER_S] if len(on) > 1 else []
+            for s in gone:
+                why = f"no load sample for {now - s.heard_at:.0f} s"
+                decisions.append(Decision(s.name, s.controller.window, 0, "gone", why))
+                del self._known[s.name]
+                on.remove(s)
+        return decisions
 
     def _sample(
         self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float
-    ) -> list[Decision]:
+    ) -> list[Decision | None]:
         """Let each controller see its scheduler's sample, if it is news; return their moves."""
-        known, held = self._schedulers, self.row_tokens.held
-        ours = known.located(loads, in_flight)
-        bands = self.bands
-        full = {load.route for load in loads if load.queue > bands[load.scheduler].high}
+        held, decodes = self.row_tokens.held, self.passes is None
+        busy: defaultdict[str, int] = defaultdict(int)
+        for load in loads:
+            busy[load.route] += load.running + load.queue
+        full = {load.route for load in loads if load.queue > self._known[load.scheduler].controller.band.high}
         moves = []
         for load in loads:
-            scheduler = known.by_name[load.scheduler]
-            if scheduler.has_news(load):
-                scheduler.last = load
-                max_running, pool = _limits(self.info, load)
-                fits = pool / held if pool and held else None
-                if self.passes is not None:
-                    scheduler.controller.band = self._band(load)
-                seen = known.reading(
-                    load,
-                    ours[load.scheduler],
-                    now,
-                    max_running=max_running,
-                    fits=fits,
-                    decodes=self.passes is None,
-                )
-                may_grow = len(known.on(load.route)) == 1 or load.route not in full
-                moves.append(scheduler.controller.sample(now, seen, may_grow=may_grow))
-        return [move for move in moves if move]
+            scheduler, on = self._known[load.scheduler], len(self._on_route[load.route])
+            if not scheduler.has_news(load):
+                continue
+            scheduler.last = load
+            ours = in_flight.get(load.route, 0)
+            if on > 1:
+                total = busy[load.route]
+                ours = round(ours * ((load.running + load.queue) / total if total else 1 / on))
+            max_running, pool = _limits(self.info, load)
+            if not decodes:
+                scheduler.controller.band = self._band(load)
+            ends = self._ends[load.route]
+            seen = Reading(
+                load.running,
+                load.queue,
+                ours,
+                scheduler.count(ends.count // on, now),
+                ends.recent_burst(now) / on,
+                usage=load.token_usage if decodes else 0.0,
+                max_running=max_running,
+                fits=pool / held if pool and held else None,
+                decodes=decodes,
+            )
+            may_grow = on == 1 or load.route not in full
+            moves.append(scheduler.controller.sample(now, seen, may_grow=may_grow))
+        return moves
 
     def _band(self, load: SchedulerLoad | None) -> QueueBand:
         """Return the healthy queue of a scheduler: as the job says, or by what its passes take."""
@@ -448,7 +378,7 @@ class ConcurrencyLimits:
         """Limit each route to its share of what is left; return a decision when that begins to matter."""
         if len(self.info.routes) == 1:
             return []
-        silent = self._schedulers.silent_routes(now)
+        silent = {r for r, on in self._on_route.items() if on and all(s.is_silent(now) for s in on)}
         before, self._most_of_rest = self._most_of_rest, self._shares.of(left, now, silent)
         return [
             Decision(route, self._wanted(route), most, "share", f"its share of the {left} rows that are left")
