@@ -114,7 +114,13 @@ Row = TypeVar("Row")
 
 
 class PoisonRows(Generic[Row]):
-    """The suspected rows that are not in flight, by the number of deaths that each has seen."""
+    """Rows that were in flight when the engine died or hung, and are not now: one may be the reason. Pure.
+
+    Thousands of rows are in flight at a death, and nearly all are harmless. They are sent again a few at a
+    time, beside rows that are not suspected, so that the next death leaves fewer suspects: after one death
+    1/16 of the window is in flight at once, after two 1/256, from three on one row alone. A row that is in
+    flight at a fourth death was the only suspect of its degree (the deaths that it has seen), and is given up.
+    """
 
     def __init__(self) -> None:
         self._waiting: defaultdict[int, deque[Row]] = defaultdict(deque)

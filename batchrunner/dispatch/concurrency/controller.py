@@ -38,7 +38,7 @@ band, not the middle, with W at the lower end of its dead band too: hence 0.75.
 - `tail`: nothing is left to send; W is left alone. A row that comes back for another try ends it.
 
 For 10 s after a retraction, and while the queue is empty though the KV pool is full, q* is 1.5·low: more in
-the queue cannot help. While the pool fills up, W is also what it has room for (`filling.py`).
+the queue cannot help. While the pool fills up, W is also what it has room for (`corners.py`).
 
 Sources: SGLang's hyperparameter tuning guide (the band); Vegas (a band instead of a point); integral
 control with dead time, K·τ ≤ 1/e; BBR (throughput's plateau, for `probe`).

@@ -8,7 +8,7 @@
 | any | rises to 1 | `filling`: rows grow, and soon they will not fit | is what the pool has room for |
 | in the band | < 0.9 for 60 s | `held`: fewer run than may, the server holds back | follows the queue |
 
-`filling.py` says when the pool fills, and how many rows it has room for.
+`Filling` says when the pool fills, and how many rows it has room for.
 
 A corner is told (event log, display) once it has lasted TOLD_AFTER_S; `held` begins after HELD_AFTER_S. A
 scheduler with a queue and an unused pool is in no corner before that, nor is one whose window is not in use.
@@ -70,7 +70,23 @@ ROWS_COUNTED = 100
 
 
 class Filling:
-    """Follows the token usage of one scheduler. Times are seconds of any clock that does not go back."""
+    """Whether a scheduler's KV pool fills up, and how many rows it may have meanwhile.
+
+    **The sign.** Token usage is near 1, and is 1 within a quarter of a row's life if it goes on rising as in
+    the last seconds. Rows that are retracted are a sign too, but a late one: the engine tells it when the row
+    ends.
+
+    **The limit.** Rows that began together grow together: they take the whole pool at once, some are
+    retracted, the scheduler then admits few rows, and soon many together, which is the next wave. So no more
+    rows are in flight than ROOM of those that the pool holds on average, and rows begin at an even pace: of
+    those that do not run yet, no more are in flight than begin in one sampling period, PACE times as fast as
+    the pool can take them in the long run. It lasts for GUARD lives of a row after the last sign, or until
+    token usage is under EASED.
+
+    Source: "Past-Future Scheduler" (Gong et al., ASPLOS 2025), which admits by the lengths of past outputs;
+    here without a look into the running rows, whose progress a client does not see. Times are seconds of any
+    clock that does not go back.
+    """
 
     def __init__(self) -> None:
         self.why = ""

@@ -94,7 +94,12 @@ LEAST_ROWS = 1e-3
 
 
 class Shares:
-    """The share of each route in the rows that are left."""
+    """The share of each route in the rows that are left, so that all replicas end at the same time.
+
+    A row that waits in a replica's queue cannot move to another one: at the end the replica with the longest
+    queue would work alone. So no route may hold more than its share of all rows that have not ended, in
+    proportion to the rows that it ended recently. While much input is left, no share is below a window.
+    """
 
     def __init__(self, routes: Sequence[str]) -> None:
         self._ended = dict.fromkeys(routes, PRIOR_ROWS)
@@ -126,7 +131,12 @@ began together end by their length: fewer than run at once would be the short on
 
 
 class RowTokens:
-    """The averages over all rows that the engine has ended."""
+    """How many tokens of the KV pool a row holds on average, by the rows that have ended.
+
+    A row with p prompt tokens of its own and L output tokens, one a pass, holds p + L/2 while it runs. Long
+    rows run longer: p + E[L²] / 2 E[L] is the average over those that run at one moment. Short rows end
+    first: at the beginning of a run the figure is too low, and limits less than it should.
+    """
 
     def __init__(self) -> None:
         self._memory = MEMORY_ROWS
