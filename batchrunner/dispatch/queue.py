@@ -119,7 +119,7 @@ class PoisonRows(Generic[Row]):
     Thousands of rows are in flight at a death, and nearly all are harmless. They are sent again a few at a
     time, beside rows that are not suspected, so that the next death leaves fewer suspects: after one death
     1/16 of the window is in flight at once, after two 1/256, from three on one row alone. A row that is in
-    flight at a fourth death was the only suspect of its degree (the deaths that it has seen), and is given up.
+    flight at a fourth death was the only suspect of its degree, and is given up.
     """
 
     def __init__(self) -> None:
