@@ -8,7 +8,6 @@ from typing import Any
 import jinja2.meta
 import jinja2.nodes as tree_of
 from jinja2.sandbox import SandboxedEnvironment
-from jinja2.visitor import NodeTransformer
 
 from batchrunner.core.errors import JobError
 
@@ -20,9 +19,7 @@ FILTERS_TO_TEXT = (
 PRINTING = frozenset({*FILTERS_TO_TEXT, "default", "d", "safe", "tojson"})
 """Filters whose result shows the value that they are given."""
 ROW = "row"
-"""Name of the mapping of all columns in a template, unless a column has this name."""
-_ALL_COLUMNS = "_batchrunner_columns"
-"""Name that stands for the mapping where a column is called `row`."""
+"""Name of the mapping of all columns in a template."""
 _TAKEN = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
 """Words of templates, which do not read columns of these names."""
 _OTHER_SEPARATORS = (";", "\t", "|")
@@ -42,28 +39,23 @@ class ColumnsRead:
         available: Collection[str],
     ) -> None:
         """Look through a template; raises JobError, naming `where`, for an unknown column."""
-        if any(name.name == "self" for name in tree.find_all(tree_of.Name)):
-            raise JobError(
-                f"{where}: `self` is a template's own name: no column can be read by it",
-                hint='write row["self"]' if "self" in available else None,
-            )
-        self._where = where
-        self._available = available
-        own_row = ROW in available
-        stored = any(name.name == ROW and name.ctx != "load" for name in tree.find_all(tree_of.Name))
-        if own_row and not stored:
-            tree = _RowOfColumns(available).visit(tree)
         self.tree = tree
         found = _free_names(tree, environment, available)
-        self._mapping = next((name for name in (_ALL_COLUMNS, ROW) if name in found), None)
-        if self._mapping == ROW and own_row:
-            self._mapping = None
-        if self._mapping:
-            found = found - {self._mapping} | self._through_row(self._mapping, every=stored)
+        self._reads_mapping = ROW in found
+        reads = [
+            (node.node, name)
+            for node, name in self._fields()
+            if isinstance(node.node, tree_of.Name) and node.node.name == ROW
+        ]
+        if self._reads_mapping:
+            uses = [name.ctx for name in tree.find_all(tree_of.Name) if name.name == ROW]
+            names = {name for _, name in reads if name in available or name not in _METHODS}
+            is_each_named = len(reads) == len(uses) and {*uses} == {"load"}
+            every = not is_each_named or None in names or len(names) < len({name for _, name in reads})
+            found = found - {ROW} | (set(available) if every else {name for name in names if name})
         for name in sorted(found):
             if name not in available:
-                meant = _meant(name, tree, available)
-                unknown, hint = unknown_column(where, name, available, meant, in_template=True)
+                unknown, hint = unknown_column(where, name, available, in_template=True)
                 raise JobError(unknown, hint=hint)
         self.names = sorted(found)
         self.printed = sorted(found.intersection(self._printed()))
@@ -71,14 +63,19 @@ class ColumnsRead:
 
     def variables(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what the template gets for a row: its columns, and the mapping of them where it is read."""
-        if self._mapping is None:
-            return row
-        if self._mapping == _ALL_COLUMNS and isinstance(row.get(ROW), dict):
-            return {**row, self._mapping: {**row, **row[ROW]}}  # a field of the struct `row` comes first
-        return {**row, self._mapping: row}
+        return {**row, ROW: row} if self._reads_mapping else row
+
+    def _fields(self) -> Iterator[tuple[tree_of.Getitem | tree_of.Getattr, str | None]]:
+        """Yield each place where a field is read, with its name; None for one that is computed."""
+        for get in self.tree.find_all(tree_of.Getattr):
+            yield get, get.attr
+        for item in self.tree.find_all(tree_of.Getitem):
+            name = item.arg.value if isinstance(item.arg, tree_of.Const) else None
+            yield item, name if isinstance(name, str) else None
 
     def _printed(self) -> Iterator[str]:
         """Yield the names of what the template prints."""
+        fields = {id(node): name for node, name in self._fields()}
         for output in self.tree.find_all(tree_of.Output):
             for node in output.nodes:
                 shown: tree_of.Expr | None = node
@@ -87,47 +84,10 @@ class ColumnsRead:
                 if isinstance(shown, tree_of.Name):
                     yield shown.name
                 elif isinstance(shown, (tree_of.Getattr, tree_of.Getitem)):
-                    of_row = isinstance(shown.node, tree_of.Name) and shown.node.name == self._mapping
-                    name = shown.attr if isinstance(shown, tree_of.Getattr) else _constant(shown.arg)
+                    of_row = isinstance(shown.node, tree_of.Name) and shown.node.name == ROW
+                    name = fields[id(shown)]
                     if of_row and name is not None:
                         yield name
-
-    def _through_row(self, mapping: str, *, every: bool) -> set[str]:
-        """Return the columns that are read through `row`: all of them unless each is named."""
-        reads: list[tree_of.Getitem | tree_of.Getattr] = []
-        for kind in (tree_of.Getitem, tree_of.Getattr):
-            for node in self.tree.find_all(kind):
-                assert isinstance(node, tree_of.Getitem | tree_of.Getattr)
-                if isinstance(node.node, tree_of.Name) and node.node.name == mapping:
-                    reads.append(node)
-        uses = sum(name.name == mapping for name in self.tree.find_all(tree_of.Name))
-        names: set[str] = set()
-        for node in reads:
-            name = node.attr if isinstance(node, tree_of.Getattr) else _constant(node.arg)
-            if name is None or (name in _METHODS and name not in self._available):
-                every = True
-            else:
-                names.add(name)
-        return set(self._available) if every or len(reads) < uses else names
-
-
-class _RowOfColumns(NodeTransformer):
-    """Lets `row["name"]` mean a column where another column is called `row`."""
-
-    def __init__(self, available: Collection[str]) -> None:
-        self._available = available
-
-    def visit_Getitem(self, node: tree_of.Getitem) -> tree_of.Node:  # noqa: N802 - jinja2 calls it so
-        """Read the column of this name from all columns."""
-        self.generic_visit(node)
-        is_row = isinstance(node.node, tree_of.Name) and node.node.name == ROW
-        if is_row and _constant(node.arg) in self._available:
-            node.node = tree_of.Name(_ALL_COLUMNS, "load", lineno=node.lineno)
-        return node
-
-
-def _constant(node: tree_of.Expr) -> str | None:
-    return node.value if isinstance(node, tree_of.Const) and isinstance(node.value, str) else None
 
 
 def _free_names(
@@ -143,48 +103,21 @@ def _free_names(
     tree.set_environment(bare)
     names = jinja2.meta.find_undeclared_variables(tree)
     tree.set_environment(environment)
-    others = (_names_set(tree) - {ROW}) | set(environment.globals)
+    own = {macro.name for macro in tree.find_all(tree_of.Macro)}
+    own |= {name.name for name in tree.find_all(tree_of.Name) if name.ctx == "store"}
+    others = (own - {ROW}) | set(environment.globals)
     return names - (others - set(available))
 
 
-def _names_set(tree: tree_of.Template) -> set[str]:
-    """Return the names of a template's variables and macros."""
-    names = {macro.name for macro in tree.find_all(tree_of.Macro)}
-    for kind in (tree_of.Assign, tree_of.AssignBlock):
-        for assignment in tree.find_all(kind):
-            assert isinstance(assignment, tree_of.Assign | tree_of.AssignBlock)
-            target = assignment.target
-            found = [target] if isinstance(target, tree_of.Name) else target.find_all(tree_of.Name)
-            names |= {name.name for name in found if name.ctx == "store"}
-    return names
-
-
-def _meant(name: str, tree: tree_of.Template, available: Collection[str]) -> str | None:
-    """Return the column whose name has dots, and which a template reads as if it were fields of `name`."""
-    paths = {_path(node).removeprefix(f"{ROW}.") for node in tree.find_all(tree_of.Getattr)}
-    return next((path for path in sorted(paths & set(available)) if path.startswith(f"{name}.")), None)
-
-
-def _path(node: tree_of.Node) -> str:
-    """Return a name with its fields, as the template has them; empty for other expressions."""
-    if isinstance(node, tree_of.Name):
-        return node.name
-    path = _path(node.node) if isinstance(node, tree_of.Getattr) else ""
-    return f"{path}.{node.attr}" if isinstance(node, tree_of.Getattr) and path else ""
-
-
 def unknown_column(
-    where: str, name: str, available: Collection[str], meant: str | None = None, *, in_template: bool = False
+    where: str, name: str, available: Collection[str], *, in_template: bool = False
 ) -> tuple[str, str | None]:
-    """Return the error text for a missing column, and the hint in it.
-
-    The hint names the column that is `meant`, or the most similar one.
-    """
+    """Return the error text for a missing column, and the hint in it, which names the most similar one."""
     names = ", ".join(column or '""' for column in available)
     if mark := other_separator(available):
         write = f"{mark!r} separates no columns here: write the file with commas, or as Parquet"
         return f"{where}: unknown column {name!r}; {write} (the input has: {names})", write
-    near = [meant] if meant is not None else difflib.get_close_matches(name, available, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
     near = near or [column for column in available if name in column.split() or column.startswith(name)][:1]
     hint = f"did you mean {written(near[0], in_template=in_template)}?" if near else None
     how = odd_names(available) if in_template else None

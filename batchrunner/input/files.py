@@ -19,7 +19,7 @@ from batchrunner.core.errors import InputError
 from batchrunner.core.files import ENDINGS, is_special, known_format
 from batchrunner.core.processes import RAISE_LIMIT, too_many_files
 from batchrunner.job.output import StorageSpec
-from batchrunner.output.stores.addresses import NEEDS_EXTRA, StoreAddress, has_client, store_address
+from batchrunner.output.stores.addresses import NEEDS_EXTRA, has_client, store_address
 
 _COMMIT = re.compile(r"@[0-9a-f]{40}(?=/|$)")
 
@@ -104,7 +104,12 @@ def _locate(given: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
         return pafs.LocalFileSystem(), given
     address = store_address(given)
     if address is not None and (has_client() or address.scheme == "az"):
-        return _object_files(address, storage), "/".join(filter(None, (address.bucket, address.key)))
+        if not has_client():
+            raise InputError(f"{address}: object stores of Azure need a package", hint=NEEDS_EXTRA)
+        from batchrunner.input.object_files import ObjectFiles  # noqa: PLC0415 - an extra
+
+        files = pafs.PyFileSystem(ObjectFiles(address.scheme, storage))
+        return files, f"{address.bucket}/{address.key}".rstrip("/")
     try:
         fs, path = pafs.FileSystem.from_uri(given)
         path = at_commit(fs, path) if given.startswith("hf://") else path
@@ -114,14 +119,6 @@ def _locate(given: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
         said = "no scheme that can be read" if unknown else said
         raise InputError(f"{given}: cannot be opened: {said}", hint=_SCHEMES if unknown else None) from None
     return fs, path
-
-
-def _object_files(address: StoreAddress, storage: StorageSpec) -> pafs.FileSystem:
-    if not has_client():
-        raise InputError(f"{address}: object stores of Azure need a package", hint=NEEDS_EXTRA)
-    from batchrunner.input.object_files import ObjectFiles  # noqa: PLC0415 - an extra
-
-    return pafs.PyFileSystem(ObjectFiles(address.scheme, storage))
 
 
 def _local_files(given: str, path: Path, run: Path | None) -> dict[str, str]:
@@ -159,13 +156,14 @@ def _nearest(path: Path) -> str | None:
 
 
 def _local_files_below(directory: Path) -> Iterator[Path]:
-    for parent, _, names in os.walk(directory, onerror=_refuse_unless_closed):
+    """Yield the files below a directory; one that may not be looked into has none."""
+
+    def refuse(failure: OSError) -> None:
+        if not isinstance(failure, PermissionError):
+            raise failure
+
+    for parent, _, names in os.walk(directory, onerror=refuse):
         yield from (Path(parent, name) for name in names)
-
-
-def _refuse_unless_closed(failure: OSError) -> None:
-    if not isinstance(failure, PermissionError):
-        raise failure
 
 
 def _of_one_kind(given: str, paths: Sequence[str]) -> list[str]:

@@ -69,8 +69,7 @@ class LiveRenderer:
         self._job = job
         self._files = files
         self._functions = functions
-        fields = (_text_if_null(field) for field in normalized(first))
-        self._first = pa.schema(fields)
+        self._first = normalized(first)
         self.names: list[str] = list(self._first.names)
         """Names of the columns of the first batch."""
         renderer = self._make(self._first)
@@ -132,8 +131,3 @@ class LiveRenderer:
             task=job.forward,
             first_temperature=job.check.first_temperature,
         )
-
-
-def _text_if_null(field: pa.Field) -> pa.Field:
-    """Return a field with the type of texts where the first rows have no value in it."""
-    return field.with_type(pa.string()) if pt.is_null(field.type) else field

@@ -71,11 +71,8 @@ def paths_of(data: object) -> list[str] | None:
     try:
         find_files([data])
     except InputError as failure:
-        most = 200
-        told = str(failure)
-        told = told if len(told) <= most else f"{told[:most]}…"
         raise InputError(
-            f"rows: {told} (a text names files: give texts as a list)", hint="give texts as a list"
+            f"rows: {str(failure)[:200]}", hint="a text names files: give texts as a list"
         ) from None
     return [data]
 
@@ -248,8 +245,7 @@ def batches_of_rows(
     names = list(dict.fromkeys(chain.from_iterable(rows)))  # a row may have more than the first one
     if not names:
         raise InputError(
-            f"{_WANTED} (got {len(rows)} rows without a column, from row {first} on: give each one at least)",
-            hint="give each one at least",
+            f"rows: {len(rows)} rows without a column, from row {first} on", hint="give each one at least"
         )
     try:
         columns = [to_array([row.get(name) for row in rows]) for name in names]

@@ -181,15 +181,6 @@ def test_row_is_a_mapping(tmp_path: Path, server: FakeSGLang, template: str, pro
     assert server.prompts == [prompt]
 
 
-def test_a_column_called_row_is_itself(tmp_path: Path, server: FakeSGLang) -> None:
-    """A job that reads its column `row` goes on to do so, also where it is a struct."""
-    table = pa.table({"row": [{"text": "inner", "n": 1}], "text": ["outer"], "max tok": [7]})
-    pq.write_table(table, tmp_path / "input.parquet")
-    text = "{{ row.text }} {{ row['text'] }} {{ row['n'] }} {{ text }} {{ row['max tok'] }}"
-    batchrunner.run(job_of(tmp_path, server, prompt={"text": text}))
-    assert server.prompts == ["inner inner 1 outer 7"]
-
-
 @pytest.mark.parametrize(
     ("template", "hints"),
     [
@@ -199,32 +190,19 @@ def test_a_column_called_row_is_itself(tmp_path: Path, server: FakeSGLang) -> No
         ("{{ Description-en }}", ['did you mean row["Description-en"]?']),
         ('{{ row["max tk"] }}', ["unknown column 'max tk'", 'did you mean row["max tok"]?']),
         ("{{ row.rnge }}", ["unknown column 'rnge'", "did you mean 'range'?"]),
-        ("{{ self }}", ['write row["self"]']),
     ],
 )
 def test_the_nearest_column_is_named(tmp_path: Path, template: str, hints: list[str]) -> None:
     """An unknown name is refused with the nearest column, written as a template has to write it."""
     source = odd_columns(tmp_path, "row")
     told(refusal(job_of(tmp_path, input=source, prompt={"user": template}), tmp_path), "prompt.user", *hints)
-    if "self" not in template and "row." not in template and "{{ max tok" not in template:
+    if "row." not in template and "{{ max tok" not in template:
         filtered = {**source, "filter": template.strip("{} ")}
         told(
             refusal(job_of(tmp_path, input=filtered, prompt={"text": "2024"}), tmp_path),
             "input.filter",
             hints[-1],
         )
-
-
-@pytest.mark.parametrize(
-    "template", ["{{ ANSI.letters }}", "{{ row.ANSI.letters }}", "{{ ANSI.letters | lower }}"]
-)
-def test_a_name_with_dots_is_named_as_it_is_meant(tmp_path: Path, template: str) -> None:
-    """A template that reads a column `a.b` as a field of `a` is told how to write it."""
-    names = ["", "ANSI.digits", "ANSI.letters", "ANSI.letters.old"]
-    pq.write_table(pa.table([["1"], ["2"], ["3"], ["4"]], names), tmp_path / "input.parquet")
-    printed = refusal(job_of(tmp_path, prompt={"user": template}), tmp_path)
-    told(printed, "prompt.user", 'did you mean row["ANSI.letters"]?', '(the input has: "", ANSI.digits, ')
-    assert 'row[""]' not in printed
 
 
 @pytest.mark.parametrize(
