@@ -24,6 +24,7 @@ from batchrunner.job.spec import Job, LimitsSpec, OnLength
 from batchrunner.job.tasks import Dtype
 from batchrunner.output.columns import schema_of_run
 from batchrunner.output.merge import merge
+from batchrunner.output.run_dir import RunDir
 from batchrunner.runner.open_engine import OpenEngine
 from batchrunner.runner.progress import Display, ProgressListener, make_displays
 
@@ -34,7 +35,7 @@ def results_of(rows: Data, call: LibraryCall, opened: OpenEngine | None, display
         paths = paths_of(rows)
         if paths is None:
             write_rows(batches_of(rows), source)
-        dataset = Dataset(paths or str(source))
+        dataset = Dataset(paths or str(source), copies=RunDir(out).copies)
         job = call.job(dataset.schema, paths or [str(source)], out)
         if not dataset.total_rows:
             return _no_results(job, dataset)

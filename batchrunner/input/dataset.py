@@ -25,6 +25,7 @@ import pyarrow.types as pt
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import BatchrunError, InputError
+from batchrunner.core.files import format_of
 from batchrunner.core.processes import thread_pool
 from batchrunner.core.types import InputFile, RowRef
 from batchrunner.input.columns_read import unknown_column
@@ -131,11 +132,11 @@ class Dataset:
                 f"these are {len(paths)} batch files, {paths[0]} and {paths[1]} among them",
                 hint="give one: a custom_id is unique in its file only",
             )
-        if copies is None:
+        if copies is None and (batch or any(format_of(path).kind != "Parquet" for path in paths)):
             copies = Path(tempfile.mkdtemp(prefix="batchrunner-copies-"))
             weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
         with thread_pool(READERS) as pool:
-            shared = repeat(copies), repeat(types), repeat(batch)
+            shared = repeat(copies or Path()), repeat(types), repeat(batch)
             self._sources = list(pool.map(SourceFile, repeat(fs), paths, *shared))
         _unify_json_lines(self._sources)
         self._starts = [0, *accumulate(source.rows for source in self._sources)]

@@ -107,12 +107,29 @@ def write_parquet(
 
 
 def write_rows(batches: Iterable[pa.RecordBatch], path: Path) -> None:
-    """Write a program's rows as a Parquet file; raises InputError or StorageError."""
+    """Write a program's rows as a Parquet file; raises InputError, StorageError, and what the rows raise."""
     try:
         with writing(path):
-            write_parquet(batches, path)
+            write_parquet(_guarded(batches), path)
+    except _SourceError as failure:
+        raise failure.source from None
     except pa.ArrowException as failure:
         raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
+
+
+class _SourceError(Exception):
+    """The rows raised an error, which is none of writing them."""
+
+    def __init__(self, source: Exception) -> None:
+        super().__init__()
+        self.source = source
+
+
+def _guarded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    try:
+        yield from batches
+    except Exception as failure:  # noqa: BLE001 - it goes on as it is
+        raise _SourceError(failure) from None
 
 
 @contextlib.contextmanager

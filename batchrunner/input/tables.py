@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeAlias
 import pyarrow as pa
 
 from batchrunner.core.errors import InputError
+from batchrunner.core.exact_json import has_more_levels
 from batchrunner.input.files import find_files, first_line
 from batchrunner.input.parquet_copy import array_of
 
@@ -21,6 +22,8 @@ TEXT = "text"
 """Name of the column that texts become."""
 CHUNK_ROWS, CHUNK_BYTES = 1024, 16 << 20
 """Most rows of an iterator that are converted together, and the bytes of their texts."""
+MOST_LEVELS = 49
+"""Most levels of a value: Parquet has two for each list, and 100 in all."""
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 """Modes of Pillow's images that a PNG file can hold."""
 _WANTED = (
@@ -117,18 +120,28 @@ def _stream_of(data: Any) -> Iterator[pa.RecordBatch] | None:
     if hasattr(data, "__arrow_c_stream__"):
         with contextlib.suppress(pa.ArrowInvalid):  # a column, which has values and no columns
             return _from_reader(pa.RecordBatchReader.from_stream(data))
-    elif hasattr(data, "collect_batches"):  # a lazy frame of polars
-        frames = (pa.table(frame).to_batches() for frame in data.collect_batches())
-        return chain([_no_rows(pa.table(data.head(0).collect()).schema)], chain.from_iterable(frames))
+    elif hasattr(data, "collect"):  # a lazy frame of polars, which older versions compute whole
+        frames = data.collect_batches() if hasattr(data, "collect_batches") else [data.collect()]
+        return _from_tables(map(pa.table, frames), lambda: pa.table(data.collect()).schema)
     elif hasattr(data, "scanner"):  # a data set of pyarrow
         return _from_reader(data.scanner().to_reader())
     elif hasattr(data, "to_reader"):  # a scanner of pyarrow
         return _from_reader(data.to_reader())
     elif hasattr(data, "with_format"):  # a data set of Hugging Face
-        tables = (table.to_batches() for table in data.with_format("arrow").iter(batch_size=CHUNK_ROWS))
+        tables = data.with_format("arrow").iter(batch_size=CHUNK_ROWS)
         features = getattr(data, "features", None)
-        return chain([_no_rows(features.arrow_schema)] if features else [], chain.from_iterable(tables))
+        return _from_tables(
+            tables, lambda: features.arrow_schema if features else pa.schema([(TEXT, pa.string())])
+        )
     return None
+
+
+def _from_tables(tables: Iterable[pa.Table], schema: Callable[[], pa.Schema]) -> Iterator[pa.RecordBatch]:
+    """Yield the batches of tables; where there are none, `schema` tells the columns."""
+    batches = chain.from_iterable(table.to_batches() for table in tables)
+    first = next(batches, None)
+    yield _no_rows(schema()) if first is None else first
+    yield from batches
 
 
 def _from_reader(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
@@ -247,10 +260,23 @@ def batches_of_rows(
         raise InputError(
             f"rows: {len(rows)} rows without a column, from row {first} on", hint="give each one at least"
         )
-    try:
-        columns = [to_array([row.get(name) for row in rows]) for name in names]
-        return [pa.RecordBatch.from_arrays(columns, names=names)]
-    except (TypeError, ValueError, OverflowError, RecursionError, pa.ArrowException) as failure:
-        raise InputError(
-            f"rows: cannot be made a table: rows {first} to {first + len(rows) - 1}: {first_line(failure)}"
-        ) from None
+    for number, row in enumerate(rows, first):
+        for name, value in row.items():
+            if has_more_levels(value, MOST_LEVELS):  # pyarrow would crash
+                raise InputError(
+                    f"rows: cannot be made a table: column {name!r}, row {number}: "
+                    f"has more than {MOST_LEVELS} levels, or contains itself",
+                    hint="give it as JSON text",
+                )
+    columns = []
+    for name in names:
+        if not isinstance(name, str):
+            raise InputError(f"rows: a column has the name {name!r}", hint="give a text")
+        try:
+            columns.append(to_array([row.get(name) for row in rows]))
+        except Exception as failure:  # noqa: BLE001 - values of any kind: a number over 64 bits, for example
+            raise InputError(
+                f"rows: cannot be made a table: column {name!r}, "
+                f"rows {first} to {first + len(rows) - 1}: {first_line(failure)}"
+            ) from None
+    return [pa.RecordBatch.from_arrays(columns, names=names)]

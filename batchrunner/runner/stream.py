@@ -196,7 +196,7 @@ class StreamCall:
 
     def _open_files(self, paths: list[str], scratch: Path) -> StreamSource | None:
         """Return the rows of files; None where they have none."""
-        dataset = Dataset(paths)
+        dataset = Dataset(paths, copies=scratch / "copies")
         job = self._call.job(dataset.schema, paths, scratch)
         problems = (pa.field(name, pa.string()) for name in dataset.problems)
         renderer, functions = _open_renderer(job, pa.schema([*dataset.schema, *problems]), dataset)
