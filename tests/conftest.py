@@ -370,11 +370,11 @@ _COMMAND = f"""
 import os, sys
 from batchrunner.cli import main
 from batchrunner.core.timing import TIMING
-from batchrunner.runner import execute
+from batchrunner.runner import run
 TIMING.part = 3600.0
 TIMING.server_open = {PATIENCE_S}
 if "{NO_PAGE}" in os.environ:
-    execute.leave_page = lambda _: None
+    run.leave_page = lambda _: None
 sys.argv[0] = "batchrun"
 main()
 """
