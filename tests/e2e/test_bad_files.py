@@ -138,7 +138,7 @@ FILES = [
     ("a.csv", "id,text\n1,a\n".encode("utf-16"), "is UTF-16: write it as UTF-8"),
     ("a.csv", b"PAR1\x15\x04\x15", "is Parquet: end its name with .parquet"),
     ("a.jsonl", b"ARROW1\0\0abc", "is Arrow: end its name with .arrow"),
-    ("a.csv", gzip.compress(b"id,text\n1,a\n"), "is compressed by gzip: end its name with .gz"),
+    ("a.csv", gzip.compress(b"id,text\n1,a\n", mtime=0), "is compressed by gzip: end its name with .gz"),
     ("a.csv", b"PK\x03\x04abc", "is a ZIP archive or a spreadsheet: unpack it, or save it as CSV"),
     ("a.csv", b"id;text\n1;a\n", "unknown column 'text'; ';' separates no columns here: write the file with"),
     ("a.csv", b"id,t\xe9xt\n1,a\n", "line 1: the header is not UTF-8"),

@@ -92,7 +92,7 @@ def test_bodies_that_the_server_does_not_take(tmp_path: Path, server: FakeSGLang
         {"frobnicate": {"a": [1, None]}}, {"n": 0}, {"n": "x"}, {"logprobs": 5}, {"max_tokens": "a"},
         {"temperature": 10**30}, {"tools": 5}, {"n": 2, "logprobs": True, "stream": True},
     ]  # fmt: skip
-    refusal = b'{"message":"no such value","type":"BadRequestError","limit":123456789012345678901,"code":400}'
+    refusal = b'{"message":"no such value","type":"BadRequestError","limit":1234567890123456789,"code":400}'
 
     def script(sent: Sent) -> Any:
         if int(sent.prompt.split()[1]) in {0, 7}:

@@ -36,14 +36,6 @@ def run(tmp_path: Path, store_bucket: StoreBucket) -> str:
     return uri
 
 
-def compared_runs(*runs: str) -> dict[str, Any]:
-    """Return what the command says of runs."""
-    compared = batchrun("compare", *runs, "--json")
-    assert compared.exit_code == 0, compared.stderr
-    found: dict[str, Any] = json.loads(compared.stdout)
-    return found
-
-
 def one_line(*arguments: object) -> str:
     """Return the refusal of a command."""
     result = batchrun(*arguments)
@@ -52,22 +44,11 @@ def one_line(*arguments: object) -> str:
     return line
 
 
-def test_compare(tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang) -> None:
-    """A run in a store is compared like another."""
-    uri, other = f"{store_bucket.uri}/run", str(tmp_path / "other")
-    for path, window in ((uri, 8), (other, 64)):
-        batchrunner.run(job_of(tmp_path, server, rows=30, output={"path": path}, window=window))
-    for pair in ((uri, other), (other, uri)):
-        compared = compared_runs(*pair)
-        assert [run["path"] for run in compared["runs"]] == list(pair)
-
-
-@pytest.mark.parametrize("command", ["status", "merge", "report", "advise", "compare"])
-def test_no_run(tmp_path: Path, store_bucket: StoreBucket, run: str, command: str) -> None:
+@pytest.mark.parametrize("command", ["status", "merge", "report", "advise"])
+def test_no_run(store_bucket: StoreBucket, command: str) -> None:
     """A URI without a run is named as it was given."""
     uri = f"{store_bucket.uri}/nothing"
-    more = {"compare": run}.get(command)
-    told(one_line(command, uri, *([more] if more else [])), uri, "not a run's output path")
+    told(one_line(command, uri), uri, "not a run's output path")
 
 
 def test_files_that_are_local(tmp_path: Path, store_bucket: StoreBucket, run: str) -> None:

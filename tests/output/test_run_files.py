@@ -76,7 +76,7 @@ def test_a_pipe(tmp_path: Path, job: dict[str, object], name: str) -> None:
     file = write_job(job, tmp_path)
     commands = [
         ("merge", run), ("status", run), ("merge", run, tmp_path / "x.csv"), ("report", run),
-        ("advise", run), ("compare", run, run), (file,), (file, "--join"), ("check", file),
+        ("advise", run), (file,), (file, "--join"), ("check", file),
     ]  # fmt: skip
     for command in commands:
         result = batchrun(*command)

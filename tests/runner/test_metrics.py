@@ -158,14 +158,3 @@ def test_the_dashboard_asks_for_what_there_is() -> None:
     asked = set(re.findall(r"batchrunner_\w+", text))
     assert asked <= exposed()
     assert all(re.search(r"batchrunner_\w+", query) for query in queries)
-
-
-def test_the_page_explains_each_metric() -> None:
-    """docs/how-to/watch-a-run.md has all of them; a name that begins with … has the prefix of its row."""
-    page = (DOCS / "how-to" / "watch-a-run.md").read_text()
-    rows = re.findall(r"^\| (`batchrunner_.*?) \|", page, re.MULTILINE)
-    told = set()
-    for row in rows:
-        prefix = SCHEDULER if f"`{SCHEDULER}" in row else PREFIX
-        told |= {re.sub("^…_", prefix, name) for name in re.findall(r"`([^`]+)`", row)}
-    assert told == exposed()

@@ -28,5 +28,4 @@ CARRIED: dict[str, pa.Array[Any]] = {
     "half": pa.array([1.5, None, 2.5], pa.float32()),
     "boolean": pa.array([True, None, False]),
     "time": pa.array([dt.time(1, 2, 3), None, dt.time(0)], pa.time64("us")),
-    "null": pa.nulls(3),
 }
