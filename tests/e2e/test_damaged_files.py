@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import yaml
 
 import batchrunner
 from tests.conftest import batchrun, job_of, write_job
@@ -16,22 +15,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = pytest.mark.page
-ALIASES = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 10)}]\n" for i in range(8)
-)
-MERGES = "a: &a {x: 1}\n" + "".join(
-    f"{chr(98 + i)}: &{chr(98 + i)} {{<<: [{', '.join(['*' + chr(97 + i)] * 10)}]}}\n" for i in range(8)
-)
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        (ALIASES, "more than 200,000 values"),
-        (MERGES, "more than 200,000 values"),
-        ("a: &a [*a]", "an alias stands in itself"),
-        ("a: " + "[" * 3000, "nested too deeply"),
-        ("# " + "x" * (3 << 20), "more than 2 MiB"),
         ("a:\n\tb: 1", "cannot start any token"),
         ("a: \0", "not valid YAML"),
         ("a: 1\na: 2", "given twice"),
@@ -42,35 +30,10 @@ def test_yaml_that_is_no_job(tmp_path: Path, text: str, problem: str) -> None:
     told(refusal(text, tmp_path), "job.yaml", problem)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
-def test_editors_mark_their_encoding(tmp_path: Path, encoding: str) -> None:
-    """A job file may begin with a byte order mark."""
-    file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(job_of(tmp_path)), encoding=encoding)
-    assert batchrun("check", file).exit_code == 0
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [{"regex": "(" * 5000 + ")" * 5000}, {"json_schema": "[" * 100_000}, {"regex": "a{99999999999999}"}],
-)
-def test_nested_grammars(tmp_path: Path, sampling: dict[str, Any]) -> None:
-    """What Python cannot parse is refused with the field, in a short line."""
-    message = refusal(job_of(tmp_path, sampling=sampling), tmp_path)
-    told(message, f"sampling.{next(iter(sampling))}: not a ")
-    assert len(message) < 500
-
-
 def test_a_store_that_cannot_be_reached(tmp_path: Path) -> None:
     """Packages that open a store raise errors of their own."""
     job = job_of(tmp_path, input={"path": "hf://datasets/no/such/x.parquet"})
     told(refusal(job, tmp_path), "hf://datasets/no/such/x.parquet")
-
-
-def test_rows_that_no_table_holds() -> None:
-    """A number over 64 bits is refused as a row that cannot be sent."""
-    with pytest.raises(batchrunner.InputError, match="cannot be made a table: rows 0 to 0"):
-        batchrunner.generate([{"text": 10**30}], prompt="{{ text }}", engine={"kind": "simulated"})
 
 
 @pytest.mark.parametrize(
