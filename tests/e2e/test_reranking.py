@@ -182,7 +182,7 @@ def test_resumed_joined_merged(tmp_path: Path) -> None:
     assert [len(row["scores"]) for row in rows] == [len(each) for each in DOCUMENTS * 4]
     merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
     assert merged.column("scores").to_pylist() == [row["scores"] for row in rows]
-    assert batchrun("export", job["output"]["path"], tmp_path / "out.jsonl").exit_code == 0
+    assert batchrun("merge", job["output"]["path"], tmp_path / "out.jsonl").exit_code == 0
 
 
 def test_the_function_and_the_job(tmp_path: Path, reranker: FakeSGLang) -> None:

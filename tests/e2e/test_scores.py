@@ -234,7 +234,7 @@ def test_resumed_joined_merged_exported(tmp_path: Path) -> None:
     assert merged.column("row").to_pylist() == list(range(ROWS))
     assert merged.column("scores").to_pylist() == scores_of(job)
     for ending in ("jsonl", "csv", "arrow"):
-        result = batchrun("export", job["output"]["path"], tmp_path / f"out.{ending}")
+        result = batchrun("merge", job["output"]["path"], tmp_path / f"out.{ending}")
         assert result.exit_code == 0, result.stderr
     with pa.ipc.open_file(tmp_path / "out.arrow") as arrow:
         assert arrow.read_all().column("scores").to_pylist() == scores_of(job)

@@ -83,7 +83,7 @@ from batchrunner.cli import results
 from batchrunner.cli.command import main
 from batchrunner.report import merged
 
-def merge_run(run, push):
+def merge_run(*args, **options):
     # as in a call that does not return to Python: its handler of the signal does not run
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     print("blocked", file=sys.stderr, flush=True)
