@@ -66,7 +66,6 @@ def test_files_that_are_local(tmp_path: Path, store_bucket: StoreBucket, run: st
     ]
     for command in commands:
         told(one_line(*command), f"{uri}/a" if "init" not in command else uri, "is a URI")
-    told(one_line(f"{uri}/job.yaml"), f"{uri}/job.yaml: is a URI")
     assert not any(":" in path.name for path in tmp_path.iterdir())
 
 
