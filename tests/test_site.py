@@ -152,7 +152,7 @@ SOUGHT = {
     "retry failed rows": "how-to/resume.html#send-failed-rows-again",
     "too slow": "troubleshooting.html#it-is-slow",
     "max_new_tokens": "how-to/values-by-row.html",
-    "merge to CSV": "how-to/data.html#results-to-other-formats",
+    "merge to CSV": "how-to/data.html#merge-to-csv-and-other-formats",
     "exit code 3": "reference/exit-codes.html",
 }
 """What people look for, and where they should find it among the first results."""
