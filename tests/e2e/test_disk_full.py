@@ -171,10 +171,9 @@ def limited(size: int, *args: object) -> subprocess.CompletedProcess[str]:
 ENGINE = ("--model", "simulated", "--set", "engine.step_s=0")
 
 
-@pytest.mark.parametrize("ending", ["", ".gz"])
-def test_results_of_a_batch_that_do_not_fit(tmp_path: Path, ending: str) -> None:
+def test_results_of_a_batch_that_do_not_fit(tmp_path: Path) -> None:
     """The line names the file that did not fit, nothing of it is left, and the next call writes it."""
-    requests, results = batch_of(tmp_path), tmp_path / f"results.jsonl{ending}"
+    requests, results = batch_of(tmp_path), tmp_path / "results.jsonl"
     command = ("batch", requests, "-o", results, *ENGINE)
     assert batchrun(*command).exit_code == 0
     whole = results.read_bytes()
@@ -183,7 +182,7 @@ def test_results_of_a_batch_that_do_not_fit(tmp_path: Path, ending: str) -> None
     assert ended.returncode == 1
     line = next(line for line in ended.stderr.splitlines() if line.startswith("batchrun: "))
     told(line, "cannot be written: File too large", "allow larger files (ulimit -f)")
-    assert line.startswith(f"batchrun: {results}")  # or a file of the run, RESULTS.run/…, which may not fit
+    assert line.partition(": cannot")[0] == f"batchrun: {results}"
     assert "200 of 200 rows ok" in ended.stderr  # what was done is said too
     assert [path.name for path in tmp_path.iterdir() if "results" in path.name] == [f"{results.name}.run"]
     assert not list((tmp_path / f"{results.name}.run").glob(".publish*"))
