@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchrunner.runner.foreground import prepare_batch, run_batch
+from batchrunner.runner.batch import prepare_batch, run_batch
 from benchmarks.measure import save
 from benchmarks.torture_round import CALLS, LONGEST_START_S, MOMENTS, TOGETHER, count_calls, die_at
 

@@ -150,7 +150,8 @@ def batch(
 
     Example: batchrun batch requests.jsonl -o results.jsonl --model Qwen/Qwen3-8B
     """
-    from batchrunner.runner.foreground import log_to_stderr, prepare_batch, run_batch  # noqa: PLC0415
+    from batchrunner.runner.batch import prepare_batch, run_batch  # noqa: PLC0415
+    from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
     log_to_stderr(quiet=quiet, details=verbose or as_json)
     files, made = prepare_batch(

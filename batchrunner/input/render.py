@@ -27,7 +27,6 @@ from batchrunner.input.columns_read import written
 from batchrunner.input.dataset import ColumnSource, Row, RowBatch, UnreadableValue, rows_of
 from batchrunner.input.fields_block import FieldsBlock, names_made, not_shown, with_block
 from batchrunner.input.items import ItemSource
-from batchrunner.input.media.prompts import MediaPrompts
 from batchrunner.input.messages import WANTED as MESSAGES_WANTED
 from batchrunner.input.messages import MessagesColumn, MessageTemplates, from_list, holds_messages
 from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_list, is_text
@@ -78,6 +77,8 @@ class Renderer:
         self.kind, self._prompt_of, used = made.kind, made.prompt_of, made.columns
         self._media: MediaPrompts | None = None
         if prompt.has_media:
+            from batchrunner.input.media.prompts import MediaPrompts  # noqa: PLC0415 - only where there are files
+
             self._media = MediaPrompts(prompt, dataset, made.prompt_of, made.printed)
             used = [*used, *self._media.columns]
         self._request_kind: PromptKind = self.kind or "messages"  # until the prompt is filled in

@@ -43,7 +43,6 @@ from batchrunner.output.run_json import (
     refuse_nesting,
 )
 from batchrunner.output.watching import is_task_held
-from batchrunner.runner.leases import Leases
 
 log = logging.getLogger(__name__)
 
@@ -208,6 +207,8 @@ def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
     old = read_run_json(run_dir)
     if old is not None:
         return cast("Mapping[str, Any]", old["fingerprint"])
+    from batchrunner.runner.leases import Leases  # noqa: PLC0415 - only where tasks share a run
+
     leases = Leases(run_dir.leases, store=run_dir.store)
     leases.refresh()
     return leases.plan.fingerprint if leases.plan else None

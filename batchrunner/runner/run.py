@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
 
@@ -50,7 +51,6 @@ from batchrunner.output.writer import ResultWriter
 from batchrunner.report.html.page import leave_page
 from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
 from batchrunner.runner.control import Control, FailureLimit, Sleeper
-from batchrunner.runner.join import LeasedRows, join
 from batchrunner.runner.prepare import (
     PreparedJob,
     check_resumes,
@@ -65,6 +65,9 @@ from batchrunner.runner.progress import Display, NoDisplay, Opening
 from batchrunner.runner.results import Handover, OutcomeSink
 from batchrunner.runner.rows import FixedRows
 from batchrunner.runner.sending import Sending, Windows, build_sending, open_windows
+
+if TYPE_CHECKING:
+    from batchrunner.runner.join import LeasedRows
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +127,8 @@ def plan_attempt(
 def _plan_joined(
     prepared: PreparedJob, sleeper: Sleeper, counts: RowCounts, events: EventLog, *, retry_failed: bool
 ) -> Attempt:
+    from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
+
     rows, rows_of_run, order = join(prepared, sleeper, counts, events, retry_failed=retry_failed)
     if rows.take_first(sleeper.sleep):
         return Attempt(rows, DoneRows(), rows_of_run, order)
@@ -318,6 +323,8 @@ def discard_run(job: Job) -> None:
 
 def plan_failed_rows(job: Job) -> None:
     """Plan the failed rows again, as the first of several tasks; raises BatchrunError."""
+    from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
+
     prepared = prepare(job, new_task())
     try:
         with hold_task(prepared.run_dir):
@@ -538,7 +545,7 @@ class Run:
     def _write_run_json(self) -> None:
         job, rows = self.prepared.job, self.attempt.rows
         mine, total = fingerprint(job, self.prepared.dataset.files, self.info.model), self.attempt.rows_of_run
-        if isinstance(rows, LeasedRows):  # another task may have found more files since this one was planned
+        if not isinstance(rows, FixedRows):  # another task may have found more files
             plan = rows.newest_plan()
             mine, total = {**plan.fingerprint, "model": self.info.model}, plan.rows_total
         write_run_json(
@@ -554,7 +561,7 @@ class Run:
     def _rows_elsewhere(self) -> tuple[int, int]:
         """Return the rows that other living tasks hold, and those that nobody living holds."""
         with contextlib.suppress(OSError, BatchrunError):
-            if isinstance(self.attempt.rows, LeasedRows):
+            if not isinstance(self.attempt.rows, FixedRows):
                 return self.attempt.rows.held_elsewhere()
         return 0, 0
 

@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -238,16 +238,6 @@ def _sbatch(script: str) -> str:
         told = done.stderr.replace("sbatch: error: ", "").strip().splitlines()
         raise SubmitError(f"sbatch refused: {'; '.join(told) or f'exit {done.returncode}'}")
     return done.stdout.strip().partition(";")[0]  # ID;CLUSTER where there are several
-
-
-def task_name(environ: Mapping[str, str]) -> str | None:
-    """Return node, task and restart for log lines, such as `n1 12_3 restart 1`; None outside Slurm."""
-    job = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID")
-    if job is None:
-        return None
-    task, restart = environ.get("SLURM_ARRAY_TASK_ID"), environ.get("SLURM_RESTART_COUNT")
-    name = f"{environ.get('SLURMD_NODENAME', '?')} {job}" + (f"_{task}" if task else "")
-    return f"{name} restart {restart}" if restart else name
 
 
 def _check_array(text: str) -> None:

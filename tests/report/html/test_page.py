@@ -154,7 +154,7 @@ def shown(run: Path) -> str:
 def test_a_run_of_tasks(tmp_path: Path) -> None:
     """Each task leaves its page, that of the whole has all rows and the schedulers of each task."""
     run = tmp_path / "run"
-    with FakeSGLang(max_running=32, delay_s=0.05) as server:
+    with FakeSGLang(max_running=32, delay_s=0.15) as server:
         file = write_job(job_of(tmp_path, server, rows=1500), tmp_path)
         with started(file, "-q", "--join") as other:
             eventually(lambda: [*run.glob("leases/*.0")])
