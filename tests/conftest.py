@@ -52,8 +52,6 @@ settings.load_profile("short")
 ROOT = Path(__file__).parent.parent
 SMALL_MODEL = ROOT / "data" / "smollm2-135m-instruct"
 INSTANT = {"kind": "simulated", "step_s": 0}
-NO_PAGE = "BATCHRUNNER_TEST_NO_PAGE"
-"""Variable that tells a process of a test to leave no report.html."""
 
 
 def pytest_configure() -> None:
@@ -184,17 +182,6 @@ def _full_parts() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TIMING, "part", 3600.0)
         yield
-
-
-@pytest.fixture(autouse=True)
-def _no_page(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs leave no report.html, which costs 0.1 to 0.3 s of CPU, but for tests marked `page`.
-
-    So do those of `started` in other processes.
-    """
-    if not request.node.get_closest_marker("page"):
-        monkeypatch.setattr("batchrunner.runner.run.leave_page", lambda _: None)
-        monkeypatch.setenv(NO_PAGE, "1")
 
 
 @pytest.fixture(autouse=True)
@@ -370,16 +357,13 @@ _COMMAND = f"""
 import os, sys
 from batchrunner.cli import main
 from batchrunner.core.timing import TIMING
-from batchrunner.runner import run
 TIMING.part = 3600.0
 TIMING.server_open = {PATIENCE_S}
-if "{NO_PAGE}" in os.environ:
-    run.leave_page = lambda _: None
 sys.argv[0] = "batchrun"
 main()
 """
-"""The command, but that parts are written when they are full, servers may be silent for long before the first
-row, and no page is written where NO_PAGE is set."""
+"""The command, but that parts are written when they are full, and servers may be silent for long before the
+first row."""
 
 
 @contextlib.contextmanager

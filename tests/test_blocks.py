@@ -153,7 +153,6 @@ def test_python_is_spelled_right(block: Block) -> None:
     assert ("ray" in used) == bool(on_ray)
 
 
-@pytest.mark.page
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if blocks], ids=name_of)
 def test_the_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of a page run one after the other in an empty directory; none fails.

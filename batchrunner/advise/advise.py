@@ -1,13 +1,11 @@
 """`batchrun advise`: read a log, watch a server or read a run, and apply the rules."""
 
-import functools
 import logging
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchrunner.advise.from_run import FilesState, read_run, state_of
+from batchrunner.advise.from_run import read_run
 from batchrunner.advise.from_server import watch_server
 from batchrunner.advise.rules import BY_NAME, Advice, apply_all
 from batchrunner.advise.situation import Situation
@@ -121,14 +119,8 @@ def advise(
 def advise_run(run: Path) -> AdviceReport:
     """Advise on a run, without asking an installed SGLang; a simulated run gets no advice.
 
-    A run that was judged last, and whose files are the same, is not read again: its page and the last line of
-    its command tell the same. Raises OutputError where the path holds no run.
+    Raises OutputError where the path holds no run.
     """
-    return _advise_run(run, state_of(run))
-
-
-@functools.lru_cache(maxsize=1)
-def _advise_run(run: Path, _: FilesState) -> AdviceReport:
     situation = read_run(run, Thresholds())
     situation.facts.config = _config(situation.facts)
     flags = of_arguments(situation.facts.version, situation.facts.arguments)
@@ -169,42 +161,3 @@ def _flags(situation: Situation, python: str | None, *, ask: bool) -> Flags:
         return of_arguments(facts.version, facts.arguments)
     here = installed(python) if ask else Flags()
     return here if facts.version in {None, here.version} else Flags(facts.version)
-
-
-LAUNCHED = frozenset({"server", "gateway"})
-"""Kinds of engines whose flags are in the job."""
-
-
-def closing_line(run: Path) -> str | None:
-    """Return the change that would gain most in the next run; None where nothing is wrong.
-
-    `run` is the run's output path. A failure is logged and ends nothing: the results are written already.
-    """
-    try:
-        report = advise_run(run)
-    except Exception as failure:  # noqa: BLE001 - a log may hold anything
-        log.debug("no advice: %s: %s", type(failure).__name__, failure)
-        return None
-    found = [advice for advice in report.advice if advice.change and not BY_NAME[advice.rule].option]
-    if not found:
-        return None
-    client = report.situation.client
-    launched = client is not None and client.kind in LAUNCHED
-    change = _typed(found[0], launched=launched)
-    return f"to gain more: {change}: {found[0].sign} (batchrun advise {shlex.quote(str(run))})"
-
-
-def _typed(advice: Advice, *, launched: bool) -> str:
-    """Return the change as options of `batchrun`, or as flags of a server that somebody else starts."""
-    if advice.args and not launched:
-        return f"start the server {'' if advice.change.startswith('without ') else 'with '}{advice.change}"
-    settings = [f"engine.args.{name}={_value(value)}" for name, value in advice.args.items()]
-    if launched:
-        settings += [f'engine.env.{name}="{value}"' for name, value in advice.env.items()]  # YAML: a text
-    if not settings or None in advice.args.values():
-        return advice.change
-    return " ".join(f"--set {shlex.quote(setting)}" for setting in settings)
-
-
-def _value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

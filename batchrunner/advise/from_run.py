@@ -25,7 +25,6 @@ from batchrunner.output.run_json import require_run_json
 
 MOST_PARTS = 20
 """Newest parts that are read for the lengths of outputs."""
-FilesState = tuple[tuple[str, int, int], ...]
 FULL = 0.9
 """Share of the window in flight from which the window counts as full."""
 SAME_FLAGS = ("version", "card", "max_running", "prefill_tokens")
@@ -57,18 +56,6 @@ def read_run(run: Path | RunDir, limits: Thresholds) -> Situation:
     if gpus and server.arguments:
         server.idle_gpus = max(0, gpus - server.gpus)
     return Situation(load if load.counted else log.series, log.series, server, client)
-
-
-def state_of(run: Path) -> FilesState:
-    """Return the size and the time of last change of each file that `read_run` reads, by its path."""
-    run_dir = RunDir(run)
-    logs = [log for task in (run_dir, *run_dir.all_tasks()) for log in (task.events, *_logs(task))]
-    found: list[tuple[str, int, int]] = []
-    for path in [run_dir.run_json, *logs, *run_dir.all_parts()[-MOST_PARTS:]]:
-        with contextlib.suppress(OSError):  # just removed, or never written
-            state = path.stat()
-            found.append((str(path), state.st_size, state.st_mtime_ns))
-    return tuple(found)
 
 
 def _logs(task: RunDir) -> list[Path]:

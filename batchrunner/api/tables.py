@@ -39,7 +39,7 @@ def results_of(rows: Data, call: LibraryCall, opened: OpenEngine | None, display
         job = call.job(dataset.schema, paths or [str(source)], out)
         if not dataset.total_rows:
             return _no_results(job, dataset)
-        report = run_blocking(job, opened, page=False, display=display)
+        report = run_blocking(job, opened, display=display)
         if report.rows_left:
             raise BatchrunError(
                 f"{report.reason}: {report.rows_left} of {report.rows_total} rows were not sent"

@@ -64,7 +64,7 @@ def report(
 ) -> None:
     """Write the page of a run: RUN/report.html.
 
-    The run may be over, at work or killed. A run writes the page at its end too.
+    The run may be over, at work or killed.
 
     Example: batchrun report out/summarize --open
     """

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -40,16 +39,6 @@ def telling_report(*, quiet: bool) -> Iterator[None]:
 def _metrics(port: int | None, host: str) -> MetricsAddress | None:
     """Return where metrics are served; None without a port."""
     return None if port is None else MetricsAddress(port, host)
-
-
-def _tell_advice(results: str) -> None:
-    """Print what would gain most in the next run; nothing of a run whose directory is in a store."""
-    from batchrunner.advise.advise import closing_line  # noqa: PLC0415
-
-    path = Path(results)
-    line = closing_line(path.parent) if path.exists() else None
-    if line:
-        tell(line)
 
 
 def run(
@@ -95,9 +84,8 @@ def run(
     elif not quiet or done.exit_code:
         tell("\n".join(done.lines()))
     if not as_json and not quiet:
-        sent = done.rows_ok + done.rows_failed > done.rows_resumed
-        if sent and not (done.simulated or join):  # of several tasks none knows which is the last
-            _tell_advice(done.results)
+        if done.wall_s:
+            tell(done.next_commands())
         show([done.results])
     raise typer.Exit(done.exit_code)
 

@@ -18,7 +18,7 @@ class JobWorker:
         """Do rows until none is free, and return the report; raises BatchrunError."""
         log_to_stderr(quiet=quiet)
         shared.enter()
-        return await execute(job, join=True, control=self._control, page=False)
+        return await execute(job, join=True, control=self._control)
 
     async def stop(self, reason: str, exit_code: int) -> None:
         """Send no more rows; those in flight end."""

@@ -13,7 +13,6 @@ from batchrunner.output.opened import look_at_run
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import read_run_json
 from batchrunner.output.task_holder import is_held
-from batchrunner.report.html.page import leave_page
 from batchrunner.report.report import Report, report_of_all
 
 
@@ -86,8 +85,6 @@ def merge_run(
     target = _push_target(run_dir, push) if file is None else None
     path, rows = merge(run_dir, file, force=force)
     report = report_of_all(run_dir)
-    if file is None:
-        leave_page(run_dir)
     place = f"{run_dir.store.uri}/{path.name}" if file is None and run_dir.store.uri else str(path)
     merged = MergedRun(place, report, rows, _is_at_work(run_dir), push=str(target) if target else None)
     if target is None or merged.exit_code != EXIT_DONE:

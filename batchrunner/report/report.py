@@ -1,13 +1,14 @@
 """The report of a run: report.json, and the lines at its end."""
 
 import platform
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from batchrunner.core.console import counted, installed_version
-from batchrunner.core.engine_info import EngineInfo
+from batchrunner.core.engine_info import Corner, EngineInfo
 from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE
@@ -21,6 +22,8 @@ from batchrunner.output.run_json import require_run_json
 
 GO_ON = "run the same command again"
 """What a user does after a run that did not come to its end."""
+MOST_IDLE = 0.5
+"""Share of the steady time in which an engine may have too few requests, or hold back, without a word."""
 CAUSES_SHOWN = 5
 """Causes of failed rows that are shown on the screen, the commonest first; report.json has all."""
 
@@ -158,6 +161,14 @@ class Report:
         lines += cause_lines(self.failures, "failed")
         lines.append(f"results: {self.results}")
         return lines
+
+    def next_commands(self) -> str:
+        """Name the command that shows the run and, where the engine failed or idled, the one that advises."""
+        run, corners = shlex.quote(self.path), self.load.get("corner_shares", {})
+        idle = (corners.get(Corner.SHORT) or 0.0) + (corners.get(Corner.HELD) or 0.0)
+        advised = self.incidents or idle > MOST_IDLE
+        told = f"; batchrun advise {run} says what to change" if advised else ""
+        return f"batchrun report {run} shows the run{told}"
 
     def _check_lines(self) -> list[str]:
         """Describe the answers that were not good, and what they cost."""

@@ -48,7 +48,6 @@ from batchrunner.output.run_json import (
 from batchrunner.output.starting import engine_starting
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import ResultWriter
-from batchrunner.report.html.page import leave_page
 from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
 from batchrunner.runner.control import Control, FailureLimit, Sleeper
 from batchrunner.runner.prepare import (
@@ -159,11 +158,10 @@ async def execute(
     join: bool = False,
     display: Display | None = None,
     control: Control | None = None,
-    page: bool = True,
     handover: Handover | None = None,
     opened_for: TaskName | None = None,
 ) -> Report:
-    """Run a job to its end and return the report, which is also in report.json, and report.html (`page`).
+    """Run a job to its end and return the report, which is also in report.json.
 
     `engine` is an open engine, with its `info`, and the task that it was `opened_for` (None for any); without
     one the job's own is opened and closed. With `join` this task shares the rows with all others that do.
@@ -219,8 +217,6 @@ async def execute(
                 run_dir.discard()
         elif retry_failed:  # only now: a refused attempt changes nothing
             await asyncio.to_thread(drop_failed, run_dir)
-        if page:
-            at_last.push_async_callback(_leave_page, run_dir, control)
         if attempt.rows.unread:
             with writing(run_dir.merged):
                 run_dir.discard_merged()
@@ -287,13 +283,6 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
         elif not (report.rows_left or verdict.items() <= last.items()):  # by other limits
             save_report(prepared.run_dir, {**last, **verdict})
     return report
-
-
-async def _leave_page(run_dir: RunDir, control: Control) -> None:
-    """Write report.html once the engine is closed: a GPU is not held for it."""
-    # a refused attempt leaves no run.json; and in a stop at once a SIGKILL may be near
-    if run_dir.run_json.exists() and not control.at_once:
-        await asyncio.to_thread(leave_page, run_dir)
 
 
 async def _open(engine: Engine, control: Control) -> EngineInfo:

@@ -44,6 +44,7 @@ def main() -> None:
         command = "batchrun jobs/demo.yaml"
         printed = recorded(command, directory)
         (PICTURES / "terminal.svg").write_text(drawn(command, until(printed, DURING)))
+        subprocess.run([sys.executable, "-m", "batchrunner", "report", "out/demo"], cwd=directory, check=True)
         asyncio.run(photographed(directory / "out" / "demo" / "report.html", directory))
     finally:
         shutil.rmtree(directory, ignore_errors=True)

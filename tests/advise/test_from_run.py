@@ -10,9 +10,8 @@ from typing import Any
 import orjson
 import pytest
 
-from batchrunner.advise.advise import AdviceReport, advise, advise_run, closing_line
+from batchrunner.advise.advise import AdviceReport, advise, advise_run
 from batchrunner.api import run
-from batchrunner.engines.logs.reader import LogReader
 from tests.conftest import eventually, job_of, started, write_job
 from tests.support.advice import QUICK, changes
 from tests.support.fake_sglang import FakeSGLang
@@ -332,45 +331,3 @@ def test_a_run_writes_down_the_gpus_that_its_server_saw(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     own = a_run(tmp_path, engine=launchable(tmp_path, SERVER, **given))
     assert json.loads((own / "run.json").read_text())["engine"]["gpus"] == expected
-
-
-def test_a_run_is_read_once(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its page and its last line say the same, from one reading; a log that has grown is read again."""
-    LogWriter().started(most=64).decode(30, r=64, u=0.3).write(own, "engine-server.log")
-    tell(own / "events.jsonl", running=64, max_running=64, token_usage=0.3)
-    read: list[Path] = []
-    reader = LogReader.read
-
-    def counting(self: LogReader, path: Path) -> LogReader:
-        read.append(path)
-        return reader(self, path)
-
-    monkeypatch.setattr(LogReader, "read", counting)
-    first = advise_run(own)
-    assert read == [own / "engine-server.log"]
-    line = closing_line(own)
-    assert line is not None
-    assert first.advice[0].change in line
-    assert len(read) == 1
-    with (own / "engine-server.log").open("a") as log:
-        log.write(LogWriter().decode(1, r=64, u=0.3).text())
-    advise_run(own)
-    assert len(read) == 2
-
-
-def test_what_the_cache_could_serve_is_read(own: Path) -> None:
-    """A run's own look at its rows tells that a cache which is off would pay; a damaged event does not."""
-    with_job(own, engine={"kind": "server"})
-    LogWriter().started(disable_radix_cache=True).decode(30).write(own, "engine-server.log")
-    tell(own / "events.jsonl")
-    told = own.joinpath("events.jsonl").read_bytes()
-    cases: list[tuple[dict[str, Any], bool]] = [
-        ({"input_share": 0.1, "sorted_share": 0.6}, True),
-        ({"input_share": 0.6}, True),
-        ({"input_share": 0.01, "sorted_share": 0.02}, False),
-        ({"input_share": "much", "sorted_share": None}, False),
-    ]
-    for shares, named in cases:
-        order = {"time": 1000.0, "elapsed_s": 0.0, "event": "order", "order": "prefix", **shares}
-        (own / "events.jsonl").write_bytes(told + orjson.dumps(order) + b"\n")
-        assert ("cache-off" in changes(advise(str(own)))) is named

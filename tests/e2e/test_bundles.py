@@ -20,6 +20,7 @@ from tests.support.fake_gateway import FakeGateway
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.fragile import FRAGILE
 from tests.support.launchable import launchable
+from tests.support.page import page_of
 from tests.support.raw_answers import Body, Endless, OnWire
 from tests.support.rows import rows_once, status_of
 from tests.support.server_thread import PATIENCE_S
@@ -99,12 +100,11 @@ def test_sizes_follow_the_rows_a_second(
     check_answers(job, rows=4000)
 
 
-@pytest.mark.page
 @pytest.mark.usefixtures("full_requests")
 def test_the_page_tells_of_bundles(tmp_path: Path, server: FakeSGLang) -> None:
     job = bundled_job(tmp_path, server)
     batchrunner.run(job)
-    assert "rows each on average, 8 at most" in (tmp_path / "run" / "report.html").read_text()
+    assert "rows each on average, 8 at most" in page_of(tmp_path / "run").text
 
 
 @pytest.mark.usefixtures("full_requests")

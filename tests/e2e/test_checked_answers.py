@@ -25,6 +25,7 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.fake_sglang import FakeSGLang, Sent, answer
+from tests.support.page import page_of
 from tests.support.raw_answers import Body
 
 if TYPE_CHECKING:
@@ -437,12 +438,11 @@ def test_the_conditions_do_not_change_within_a_run(tmp_path: Path, server: FakeS
     assert batchrun(file, "--set", "check.tries=9", "--set", "input.limit=2").exit_code == 0
 
 
-@pytest.mark.page
 def test_what_it_cost_is_told(tmp_path: Path, server: FakeSGLang) -> None:
     server.script = script("bad", "good")
     result = batchrun(write_job(job_of(tmp_path, server, check={"regex": "good"}), tmp_path))
     assert "10 rows were asked again 10 times: 10 then had a good answer, 0 failed" in result.stderr
-    assert "asked again" in (tmp_path / "run" / "report.html").read_text()
+    assert "asked again" in page_of(tmp_path / "run").text
 
 
 async def test_in_the_library(server: FakeSGLang) -> None:

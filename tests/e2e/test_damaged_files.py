@@ -14,8 +14,6 @@ from tests.support.refusals import refusal, told
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = pytest.mark.page
-
 
 @pytest.mark.parametrize(
     ("text", "problem"),

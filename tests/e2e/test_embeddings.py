@@ -31,6 +31,7 @@ from tests.conftest import (
 )
 from tests.support.embeddings import LENGTH, vector_for
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.page import page_of
 from tests.support.raw_answers import Body
 
 if TYPE_CHECKING:
@@ -119,13 +120,12 @@ def test_lists_are_filled_by_tokens(tmp_path: Path) -> None:
     assert len(results_of(job)) == 201
 
 
-@pytest.mark.page
 def test_page_and_advice(tmp_path: Path, embedder: FakeSGLang) -> None:
     """The run has its page, without outputs; status and advice read its results."""
     embedder.script = lambda sent: "too long" if sent.prompt == str([3, 4, 7]) else "answer"
     job = ids_job(tmp_path, embedder, limits={"max_failed_rows": 1})
     assert run(job, tmp_path).exit_code == 0
-    page = (Path(job["output"]["path"]) / "report.html").read_text()
+    page = page_of(Path(job["output"]["path"])).text
     assert "Latency" in page
     assert "results cannot be read" not in page
     for command in ("status", "advise"):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import batchrunner
+from batchrunner.output.run_dir import RunDir
+from batchrunner.report.html.page import write_page
 from tests.conftest import job_of, write_rows
 from tests.support import raw_answers
 from tests.support.browser import new_page, require_chromium
@@ -16,7 +18,7 @@ from tests.support.page import HOSTILE
 if TYPE_CHECKING:
     from pathlib import Path
 
-pytestmark = [pytest.mark.browser, pytest.mark.page]
+pytestmark = pytest.mark.browser
 
 DESKTOP, PHONE = (1280, 900), (360, 740)
 CHARTS = ["output", "replicas", "prompt", "queue", "usage", "running", "window", "windows"]
@@ -74,7 +76,7 @@ def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> str:
         job["prompt"] = {"user": "{{ title }} row {{ id }}"}
         job["output"]["path"] = str(directory / "<img src=x onerror=alert(2)>")
         batchrunner.run(job)
-    return (directory / "<img src=x onerror=alert(2)>" / "report.html").as_uri()
+    return write_page(RunDir(directory / "<img src=x onerror=alert(2)>")).as_uri()
 
 
 def _refuse_some(sent: Sent) -> Behaviour:

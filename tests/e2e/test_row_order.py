@@ -463,12 +463,12 @@ def test_auto_sorts_where_it_pays(tmp_path: Path, server: FakeSGLang) -> None:
 
 @pytest.mark.parametrize(("order", "loads"), [("auto", False), ("prefix", True)])
 def test_only_who_sorts_loads_the_database(tmp_path: Path, order: str, *, loads: bool) -> None:
-    """A start that leaves rows as they stand does not pay for what sorts them; the page is another matter."""
+    """A start that leaves rows as they stand does not pay for what sorts them."""
     file = write_job(job_of(tmp_path, order=order), tmp_path)
     code = (
         "import asyncio; from batchrunner.job.load import load_job; "
         "from batchrunner.runner.run import execute; "
-        f"asyncio.run(execute(load_job({str(file)!r}), page=False))"
+        f"asyncio.run(execute(load_job({str(file)!r})))"
     )
     assert ("duckdb" in loaded_by(code)) == loads
 

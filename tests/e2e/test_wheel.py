@@ -99,4 +99,5 @@ def test_the_installed_command_runs_a_job(program: tuple[str, ...], installed: P
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     command(installed / program[0], *program[1:], "job.yaml", cwd=tmp_path)
     assert [row["row"] for row in results_of(job)] == list(range(10))
+    command(installed / program[0], *program[1:], "report", "run", cwd=tmp_path)
     assert (tmp_path / "run" / "report.html").stat().st_size > 0

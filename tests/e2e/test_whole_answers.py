@@ -251,7 +251,6 @@ def exploded(directory: Path, server: FakeSGLang, **changes: Any) -> Any:
     )
 
 
-@pytest.mark.page
 def test_one_row_a_sample(tmp_path: Path, server: FakeSGLang) -> None:
     """No list is left, and everything that counts rows counts those of the input."""
     job = exploded(tmp_path, server, input={"columns": ["id"]})

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.report.report import report_of_all
+from batchrunner.report.report import Report, report_of_all
 from tests.conftest import (
     batchrun,
     job_of,
@@ -99,7 +99,6 @@ def test_a_lost_engine_leaves_a_report(tmp_path: Path, server: FakeSGLang) -> No
     assert json.loads(result.stdout)["rows_total"] == 10
 
 
-@pytest.mark.page
 @pytest.mark.parametrize("samples", [1, 3])
 def test_cut_answers_are_counted_wherever_rows_are(tmp_path: Path, server: FakeSGLang, samples: int) -> None:
     """An answer that was cut counts as ok, and is said to be cut; later starts know it too."""
@@ -131,7 +130,6 @@ def test_what_became_of_the_rows_stands_in_one_pair_of_brackets(tmp_path: Path) 
     assert "done: 4 of 4 rows ok (2 cut at max_new_tokens, 2 left out by prompt.python), 0 failed" in said
 
 
-@pytest.mark.page
 def test_there_is_one_next_step(tmp_path: Path, server: FakeSGLang) -> None:
     """What the reason says to do is all that is said, on the screen, by `status` and on the page."""
     server.script = lambda _: "too long"
@@ -146,7 +144,6 @@ def test_there_is_one_next_step(tmp_path: Path, server: FakeSGLang) -> None:
     assert re.search(r"failed: \d+ rows: 400: The input \(6001 tokens\) is longer", told[1])
 
 
-@pytest.mark.page
 def test_pauses_between_starts_are_no_run_time(tmp_path: Path) -> None:
     """`merge` counts the time in which the run was at work, not the night before its second start."""
     job = job_of(tmp_path)
@@ -162,7 +159,6 @@ def test_pauses_between_starts_are_no_run_time(tmp_path: Path) -> None:
     assert 0 < report.wall_s < 3600
 
 
-@pytest.mark.page
 def test_the_page_has_no_empty_slots(tmp_path: Path) -> None:
     """A chart of zeros has an axis of whole numbers, and no headline says that it is unknown."""
     batchrunner.run(job_of(tmp_path))
@@ -177,3 +173,11 @@ def test_the_page_has_no_empty_slots(tmp_path: Path) -> None:
     page = page_of(run)
     assert not [text for text in page.texts if re.fullmatch(r"\d+(\.\d+)?e-\d+", text)]
     assert "unknown" not in page.text.partition("Over time")[0]
+
+
+@pytest.mark.parametrize(("short", "advised"), [(0.2, False), (0.6, True)])
+def test_what_to_look_at_next(short: float, advised: bool) -> None:
+    """The end of a run names the command that shows it, and that for advice where the engine idled."""
+    told = Report("out/my run", load={"corner_shares": {"short": short, "held": None}}).next_commands()
+    assert told.startswith("batchrun report 'out/my run' shows the run")
+    assert ("batchrun advise 'out/my run'" in told) is advised

@@ -1,7 +1,6 @@
 """The command as on a machine of its own, which needs few seconds to see that another one is gone.
 
-It leaves no report.html, which would cost 0.3 s of CPU, and has no boto3, which takes another 0.2 s to find
-what obstore finds as well: the credentials are in variables.
+It has no boto3, which takes 0.2 s to find what obstore finds as well: the credentials are in variables.
 
 `python other_machine.py NAME ARGUMENTS...`; the process has its own host name and cache. The variable
 BATCHRUNNER_TEST_GONE_AFTER_S has the seconds: many where all machines live, and one may only stand still
@@ -19,7 +18,6 @@ from typing import Any, cast
 
 from batchrunner.cli import main
 from batchrunner.output import store_lock, task_holder, watching
-from batchrunner.runner.run import execute
 
 GONE_AFTER_S = "BATCHRUNNER_TEST_GONE_AFTER_S"
 CLOCK_OFF_S = "BATCHRUNNER_TEST_CLOCK_OFF_S"
@@ -37,7 +35,6 @@ def be_another_machine(name: str) -> None:
     store_lock.StoreTaskLock.beat_s = 0.5
     vars(store_lock)["TRUSTED_S"] = gone_after_s / 2
     vars(watching)["LOOK_S"] = 0.5
-    vars(execute)["leave_page"] = lambda _: None
     cast("dict[str, Any]", sys.modules)["boto3"] = None  # as where it is not installed
 
 

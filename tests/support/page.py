@@ -5,6 +5,9 @@ from __future__ import annotations
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.output.run_dir import RunDir
+from batchrunner.report.html.page import write_page
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -42,8 +45,8 @@ class Reader(HTMLParser):
 
 
 def page_of(run: Path) -> Reader:
-    """Read the page of a run."""
-    return Reader((run / "report.html").read_text(encoding="utf-8"))
+    """Write and read the page of a run."""
+    return Reader(write_page(RunDir(run)).read_text(encoding="utf-8"))
 
 
 def sample(time: float, **values: Any) -> dict[str, Any]:

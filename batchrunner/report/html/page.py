@@ -23,7 +23,7 @@ from batchrunner.core.files import read_json
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.events import last_sample, read_events
 from batchrunner.output.files import whole_file, writing
-from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import require_run_json
 from batchrunner.output.task_holder import holders_of
 from batchrunner.report.html.charts import draw_counts, load_charts, number
@@ -45,29 +45,17 @@ _UNSEEN = re.compile(
 
 
 def write_page(run_dir: RunDir) -> Path:
-    """Write the page of a run, or of one task of several, beside its report.json; return its path.
+    """Write the page of a run, of all its tasks, beside its report.json; return its path.
 
     Raises OutputError where there is no run, ResumeError where a part is damaged, StorageError where the
     page cannot be written.
     """
-    text = make_page(run_dir)
-    path = run_dir.report_html
+    path, text = run_dir.report_html, make_page(run_dir)
     with writing(path):
         with whole_file(path, run_dir.task) as temporary:
             temporary.write_text(text, encoding="utf-8", errors="replace")  # surrogates in file names
         run_dir.store.publish(path)
     return path
-
-
-def leave_page(run_dir: RunDir) -> None:
-    """Write the page at the end of a run; a failure is logged, and does not fail the run."""
-    began = time.monotonic()
-    try:
-        path = write_page(run_dir)
-    except Exception as failure:  # noqa: BLE001 - the results are safe, whatever fails here
-        log.warning("no report.html: %s: %s", type(failure).__name__, failure)
-    else:
-        log.info("%s shows the run (%.1f s)", path, time.monotonic() - began)
 
 
 def make_page(run_dir: RunDir) -> str:
@@ -83,7 +71,7 @@ def make_page(run_dir: RunDir) -> str:
         p=_headline(run_dir, facts, results, timeline, histories),
         r=results,
         prompts=prompts_of(facts, [int(answer["row"]) for answer in results.answers], run_dir.copies),
-        judged=advise_run(run_dir.path) if run_dir.task == MAIN_TASK else None,  # advice is about all tasks
+        judged=advise_run(run_dir.path),
         histograms=[draw_counts(counts) for counts in results.histograms],
         decisions=[*_decisions(histories, timeline, facts), *_load(run_dir)],
         windows=sum((history.windows for history in histories), start=Counter[str]()).most_common(
@@ -104,11 +92,11 @@ def _headline(
     timeline: Timeline,
     histories: Sequence[TaskHistory],
 ) -> dict[str, Any]:
-    """Return the state and the main figures of a run, or of one of its tasks, for the template.
+    """Return the state and the main figures of a run for the template.
 
     `facts` is the content of run.json; `state_kind` is the style of the state: good, warn, bad or live.
     """
-    total = facts["rows_total"] if run_dir.task == MAIN_TASK else histories[0].rows_total if histories else 0
+    total = facts["rows_total"]
     counts = results.counts
     left = max(0, total - counts.done)
     most_failed = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
@@ -117,10 +105,9 @@ def _headline(
     )
     working_s = timeline.axis.length_s
     tasks, attempts = len(histories), sum(len(history.attempts) for history in histories)
-    whose = "" if run_dir.task == MAIN_TASK else f", task {run_dir.task}"
     engine = facts["engine"]
     return {
-        "name": (run_dir.store.uri or str(run_dir.path.absolute())).rpartition("/")[2] + whose,
+        "name": (run_dir.store.uri or str(run_dir.path.absolute())).rpartition("/")[2],
         "path": run_dir.store.uri or str(run_dir.path.absolute()),
         "model": engine["model"] if engine["model"] != engine["kind"] else "",
         "engine": engine["kind"] + (f", SGLang {engine['version']}" if engine.get("version") else ""),
@@ -197,9 +184,7 @@ def _own() -> dict[str, Any]:
 
 
 def _tasks(run_dir: RunDir) -> list[RunDir]:
-    """Return the tasks that the page shows: all of a run, or the one whose directory it is."""
-    if run_dir.task != MAIN_TASK:
-        return [run_dir]
+    """Return the tasks of a run, each once."""
     return [*{task.log_directory: task for task in (run_dir, *run_dir.all_tasks())}.values()]
 
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-pytestmark = pytest.mark.page
-
 
 def test_a_long_log_stays_small_and_keeps_its_extremes() -> None:
     """The samples of a day become a few hundred cells, with the mean and the highest value of each."""
