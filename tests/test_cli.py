@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import jsonschema
+import jsonschema_rs
 import pytest
 import yaml
 
@@ -230,9 +230,9 @@ def test_results_on_standard_output(tmp_path: Path) -> None:
     assert schema["title"] == "Job"
     engine = {**schema["properties"]["engine"], "$defs": schema["$defs"]}
     for good in ("simulated", "Qwen/Qwen3-8B", ["http://a:1", "http://b:1"], {"kind": "simulated"}):
-        jsonschema.validate(good, engine)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({"kind": "simulation"}, engine)
+        jsonschema_rs.validate(engine, good)
+    with pytest.raises(jsonschema_rs.ValidationError):
+        jsonschema_rs.validate(engine, {"kind": "simulation"})
 
 
 def test_merge_to_a_file_as_json(tmp_path: Path) -> None:

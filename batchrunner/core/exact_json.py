@@ -1,43 +1,10 @@
-"""JSON whose numbers stay as they are written, also those that 64 bits cannot hold."""
+"""JSON values: how deep they are, and where a reference in a schema leads."""
 
 from typing import Any
 from urllib.parse import unquote
 
-import msgspec
-import orjson
-
 DEEPEST = 250
 """Most levels of lists and objects that are written: readers differ in how many they take."""
-
-
-class WrittenNumber(float):
-    """A number with a fraction or an exponent, which JSON text holds as it was written."""
-
-    def __init__(self, written: str) -> None:
-        """Make the nearest float of a number in JSON; one that is too large is infinite."""
-        self.written = written
-
-
-_decoder = msgspec.json.Decoder(float_hook=WrittenNumber)
-_encoder = msgspec.json.Encoder(enc_hook=lambda number: msgspec.Raw(number.written.encode()))
-
-
-def read_exactly(text: str | bytes) -> Any:
-    """Return the value of JSON text; of a key that an object has twice, the last value counts.
-
-    Whole numbers have any size, other numbers are `WrittenNumber`. Raises orjson.JSONDecodeError.
-    """
-    try:
-        return _decoder.decode(text)
-    except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
-        return orjson.loads(text)  # says what is wrong and where; it reads more levels
-
-
-def write_exactly(value: Any) -> str:
-    """Return a value of `read_exactly` as JSON text; raises RecursionError below DEEPEST levels."""
-    if has_more_levels(value, DEEPEST):
-        raise RecursionError
-    return _encoder.encode(value).decode()
 
 
 def has_more_levels(value: object, most: int) -> bool:

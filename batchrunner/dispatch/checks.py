@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import msgspec
 import orjson
 import regex
 
 from batchrunner.core.errors import JobError, RowRefusedError
-from batchrunner.core.exact_json import part_at, read_exactly
 from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import Completion, Outcome, Request
 from batchrunner.dispatch.pending_row import AnswerHistory, PendingRow
@@ -216,8 +215,8 @@ class AnswerConditions:
     def _parse(self, request: Request, text: str) -> tuple[Any, Any, str | None]:
         """Return an answer as JSON, as the column `parsed` holds it, and what is wrong with it."""
         try:
-            value = read_exactly(text)
-        except orjson.JSONDecodeError as failure:
+            value = msgspec.json.decode(text)
+        except (msgspec.MsgspecError, RecursionError) as failure:
             why = "it has a code fence (```) around it" if "```" in text else _short(str(failure))
             return None, None, f"the answer is not JSON: {why}"
         try:
@@ -230,7 +229,7 @@ class AnswerConditions:
         except Exception as failure:  # noqa: BLE001 - a schema may fail on a value in any way
             return value, None, f"the answer cannot be checked against its schema ({type(failure).__name__})"
         if wrong is not None:
-            at = "".join(f"[{step!r}]" for step in wrong.absolute_path)
+            at = "".join(f"[{step!r}]" for step in wrong.instance_path)
             told = f"{at} {_short(wrong.message)}".lstrip()
             return value, None, f"the answer does not satisfy its schema: {told}"
         try:
@@ -245,79 +244,25 @@ def _has_match(pattern: str, text: str) -> bool:
 
 
 def _validator(schema: Mapping[str, Any], where: str) -> Any:
-    """Return jsonschema's validator; raises JobError, naming `where`, for a schema that is none."""
-    from jsonschema import FormatChecker  # noqa: PLC0415 - 60 ms, only for jobs with a schema
-    from jsonschema.exceptions import SchemaError  # noqa: PLC0415
-    from jsonschema.validators import Draft202012Validator, extend, validator_for  # noqa: PLC0415
-    from referencing import Registry  # noqa: PLC0415
+    """Return the validator of a schema; raises JobError, naming `where`, for a schema that is none.
 
-    base = validator_for(schema, default=Draft202012Validator)
-    patterns = FormatChecker(formats=())
-    patterns.checks("regex", raises=regex.error)(regex.compile)
-    problem = None
+    Its patterns are bounded by a limit on backtracking, and nothing is fetched.
+    """
+    import jsonschema_rs  # noqa: PLC0415 - only for jobs with a schema
+
     try:
-        base.check_schema(schema, format_checker=patterns)
-        for reference in _references_in(schema):
-            if not _leads_somewhere(reference, schema):
-                problem = f"its reference {reference!r} leads nowhere in it"
-    except SchemaError as failure:
-        problem = _short(failure.message)
-    except Exception as failure:  # noqa: BLE001 - nested too deeply, for example
-        problem = f"it cannot be read ({type(failure).__name__})"
-    if problem is not None:
-        raise JobError(f"{where}: not a JSON Schema that answers can be checked against: {problem}")
-    own = {"pattern": _check_pattern, "multipleOf": _check_multiple}
-    without_dialect = {name: part for name, part in schema.items() if name != "$schema"}
-    return extend(base, own)(without_dialect, registry=Registry())  # with $schema it would take `base` again
+        return jsonschema_rs.validator_for(schema, offline=True)
+    except ValueError as failure:
+        problem = _short(getattr(failure, "message", str(failure)))
+        raise JobError(f"{where}: not a JSON Schema that answers can be checked against: {problem}") from None
 
 
 @lru_cache(KEPT_SCHEMAS)
 def _validator_of_text(schema: str) -> Any:
     try:
-        found = read_exactly(schema)
+        return _validator(orjson.loads(schema), "the row's json_schema")
     except orjson.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise JobError(
-            "the row's json_schema: not a JSON Schema that answers can be checked against: not JSON"
-        )
-    return _validator(found, "the row's json_schema")
-
-
-def _check_pattern(_: Any, pattern: str, value: Any, __: Any) -> Any:
-    """Check the keyword `pattern` in a bounded time; jsonschema uses Python's `re`, which has no limit."""
-    from jsonschema.exceptions import ValidationError  # noqa: PLC0415
-
-    if isinstance(value, str) and not _has_match(pattern, value):
-        yield ValidationError(f"{value!r} does not match {pattern!r}")
-
-
-def _check_multiple(_: Any, step: float, value: Any, __: Any) -> Any:
-    """Check the keyword `multipleOf` exactly: for jsonschema 0.07 is no multiple of 0.01."""
-    from jsonschema.exceptions import ValidationError  # noqa: PLC0415
-
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and (Fraction(str(value)) / Fraction(str(step))).denominator != 1:
-        yield ValidationError(f"{value!r} is not a multiple of {step!r}")
-
-
-def _references_in(part: Any) -> Iterator[str]:
-    if isinstance(part, dict):
-        if isinstance(part.get("$ref"), str):
-            yield part["$ref"]
-        part = [*part.values()]
-    for below in part if isinstance(part, list) else ():
-        yield from _references_in(below)
-
-
-def _leads_somewhere(reference: str, schema: Mapping[str, Any]) -> bool:
-    """Tell whether a schema has what a reference names; nothing is looked up elsewhere."""
-    try:
-        if reference.startswith("#/"):
-            part_at(schema, reference)
-    except LookupError:
-        return False
-    return reference.startswith("#")
+        raise JobError("the row's json_schema is not JSON") from None
 
 
 def _short(text: str) -> str:

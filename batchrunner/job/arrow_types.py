@@ -12,9 +12,10 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
-from batchrunner.core.exact_json import part_at, write_exactly
+from batchrunner.core.exact_json import DEEPEST, has_more_levels, part_at
 from batchrunner.core.types import ColumnKind
 
 PLAIN_TYPES: dict[str, pa.DataType] = {
@@ -129,10 +130,9 @@ def _instance(value: Any, name: str, *classes: type) -> Any:
 
 
 def _json_text(value: Any) -> str:
-    try:
-        return write_exactly(value)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    if has_more_levels(value, DEEPEST):
+        raise ValueError("it is nested too deeply")
+    return msgspec.json.encode(value).decode()
 
 
 def _whole_number(value: Any, bits: int) -> int:

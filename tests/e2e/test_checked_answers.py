@@ -104,8 +104,8 @@ NODE = {"properties": {"v": {"type": "integer"}, "n": {"$ref": "#/$defs/n"}}}
 BAD = {
     '{"kind": "a", "sco': "the answer is not JSON: ",
     "": "the answer is not JSON: ",
-    '{"kind": "c"}': "the answer does not satisfy its schema: ['kind'] 'c' is not one of ['a', 'b']",
-    "{}": "the answer does not satisfy its schema: 'kind' is a required property",
+    '{"kind": "c"}': 'the answer does not satisfy its schema: [\'kind\'] "c" is not one of "a" or "b"',
+    "{}": 'the answer does not satisfy its schema: "kind" is a required property',
     "[" * 5000: "the answer is not JSON: ",
 }
 
@@ -193,7 +193,7 @@ ASKED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "regex": ({"regex": r"^\d+$"}, "no 5", "55", r"the answer has no match of check.regex '^\\d+$'"),
     "lookahead": ({"regex": r"^(?!no)"}, "no", "yes", "the answer has no match of check.regex"),
     "slow regex": ({"regex": SLOW}, LONG, "aa", "check.regex"),
-    "slow pattern": ({"json": {"pattern": SLOW}}, f'"{LONG}"', '"aa"', "the answer cannot be checked"),
+    "slow pattern": ({"json": {"pattern": SLOW}}, f'"{LONG}"', '"aa"', "the answer does not satisfy"),
     "keys": (
         {"json": {"patternProperties": {"^a": True}, "additionalProperties": {"type": "string"}}},
         '{"a": 1, "b": 1}', '{"a": 1, "b": "x"}', "the answer does not satisfy its schema: ['b']",
@@ -477,9 +477,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "schema": ({"sampling": {"json_schema": {"type": "strin"}}}, "not a JSON Schema that answers"),
     "reference": (
         {"sampling": {"json_schema": {"$ref": "#/$defs/x"}}},
-        "its reference '#/$defs/x' leads nowhere in it",
+        "Pointer '/$defs/x' does not exist",
     ),
-    "elsewhere": ({"check": {"json": {"$ref": "http://localhost/x"}}}, "leads nowhere in it"),
+    "elsewhere": ({"check": {"json": {"$ref": "http://localhost/x"}}}, "cannot fetch http://localhost/x"),
     "parsed": (
         {"output": {"columns": ["parsed"]}, "input": {"columns": ["parsed"]}},
         "a result has a column 'parsed' of its own",

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jsonschema
+import jsonschema_rs
 import pytest
 import yaml
 from hypothesis import given
@@ -265,4 +265,4 @@ def test_wrong_engines_are_explained(engine: dict[str, Any], told: str) -> None:
 def test_the_schema_accepts_the_jobs_that_we_ship(file: str) -> None:
     """An editor that checks job files by `batchrun schema` finds no fault with ours."""
     job = yaml.safe_load((ROOT / "jobs" / file).read_text())
-    jsonschema.validate(job, Job.model_json_schema())
+    jsonschema_rs.validate(Job.model_json_schema(), job)
