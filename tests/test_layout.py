@@ -98,10 +98,20 @@ def test_class_names_are_unique() -> None:
 
 
 MOST_TOKENS = {
-    "core": 9_700, "job": 25_000, "output": 33_100, "input": 45_500, "engines": 57_600, "advise": 13_600,
-    "report": 12_800, "dispatch": 28_700, "runner": 32_200, "tune": 16_000, "api": 2_700,
-    "ray": 7_700, "cli": 4_500,
-}  # fmt: skip
+    "core": 9_500,
+    "job": 25_000,
+    "output": 33_100,
+    "input": 45_500,
+    "engines": 57_600,
+    "advise": 13_600,
+    "report": 12_800,
+    "dispatch": 28_100,
+    "runner": 32_200,
+    "tune": 16_000,
+    "api": 2_700,
+    "ray": 7_700,
+    "cli": 4_500,
+}
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 
