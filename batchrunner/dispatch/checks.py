@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -160,7 +160,7 @@ class AnswerConditions:
         self._validator = None
         if self._parses and plan.schema is not None:
             where = "check.json" if isinstance(check.json_, dict) else "sampling.json_schema"
-            self._validator = _validator(plan.schema, where)
+            self._validator = _validator({**plan.schema}, where)
         self._kind = kind_of_schema(plan.schema)
         self._pattern = check.regex
         conditions = (self._expression, self._pattern, plan.schema)
@@ -243,7 +243,7 @@ def _has_match(pattern: str, text: str) -> bool:
     return regex.search(pattern, text, timeout=LONGEST_SEARCH_S, concurrent=True) is not None
 
 
-def _validator(schema: Mapping[str, Any], where: str) -> Any:
+def _validator(schema: dict[str, Any], where: str) -> Any:
     """Return the validator of a schema; raises JobError, naming `where`, for a schema that is none.
 
     Its patterns are bounded by a limit on backtracking, and nothing is fetched.
