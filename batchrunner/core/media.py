@@ -1,10 +1,15 @@
 """Media of a prompt: what is known of each file before its request, and how parts of a chat stand for it."""
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 KindName: TypeAlias = Literal["image", "audio", "video"]
+
+
+class BadFileError(Exception):
+    """An image, audio, a video or a document that cannot be sent; its text says why, after what it is."""
 
 
 class MediaKind(NamedTuple):
@@ -122,7 +127,12 @@ _PAGES = re.compile(r"\s*\d+\s*(-\s*\d+\s*)?(,\s*\d+\s*(-\s*\d+\s*)?)*")
 
 
 def page_ranges(pages: str) -> list[range]:
-    """Return ranges of page numbers, counted from 1; raises ValueError, whose text says what is wrong."""
+    """Return ranges of page numbers, counted from 1; raises ValueError, whose text says what is wrong.
+
+    `all` has no end.
+    """
+    if pages.strip() == "all":
+        return [range(1, sys.maxsize)]
     if not _PAGES.fullmatch(pages):
         raise ValueError(f"pages are `all`, a number, or ranges such as 1-3,7 (got {pages!r})")
     found = []

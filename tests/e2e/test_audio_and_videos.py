@@ -193,7 +193,7 @@ def test_structs_and_cut_videos(tmp_path: Path, ears: FakeSGLang) -> None:
     ]
     rows = _run(_job(tmp_path, ears, {"user": "What?", "videos": "clip"}, {"clip": clips}), tmp_path, code=3)
     assert [row["error"] is None for row in rows] == [True, False, False]
-    assert "is a broken MP4 file: it ends after" in rows[1]["error"]
+    assert "is a broken video file: it ends after" in rows[1]["error"]
     assert "is no video file that is known here" in rows[2]["error"]
     assert _shape(ears.sent[0]) == [[("video_url", CLIP), "What?"]]
 
@@ -280,4 +280,4 @@ def test_check_opens_files(tmp_path: Path) -> None:
     result = batchrun("check", write_job(job, tmp_path))
     assert result.exit_code == 0
     assert "column 'voice' (low.wav)" in result.output
-    assert "is a broken WAV file" in result.output
+    assert "is a broken audio file" in result.output

@@ -10,7 +10,6 @@ import orjson
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.media import PromptFile, file_of_part
 from batchrunner.core.types import BATCH_PATHS, CHAT_PATH, AskedColumns, Request, RequestBody
-from batchrunner.input.media.containers import media_type_of
 from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.job.engine import GATEWAY_DROPS
 from batchrunner.job.output import OF_TOKENS
@@ -129,6 +128,8 @@ def generate_body(request: Request) -> dict[str, Any]:
 
 def _urls(file: PromptFile) -> list[str]:
     """Return the data URLs of a file, or of the pages of a document."""
+    from batchrunner.input.media.prepare import media_type_of  # noqa: PLC0415 - only where there are files
+
     found = []
     for content in file.ready or ():
         media_type = media_type_of(content, file.kind.name) or "image/png"

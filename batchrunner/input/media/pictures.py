@@ -1,28 +1,30 @@
-"""Checks and converts one picture with Pillow: decoded whole, upright, of a kind that every model takes."""
+"""Images as every model takes them: pictures, decoded whole with Pillow, and pages, drawn with PDFium."""
 
 import io
 import math
 import warnings
-from functools import cache
+from collections.abc import Iterator
 from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from batchrunner.input.media.bad_file import BadFileError
+from batchrunner.core.media import BadFileError, page_ranges
 
 MOST_PIXELS = 89_478_485
-"""Most pixels of an image, Pillow's own limit against decompression bombs: decoded they take 358 MB."""
+"""Most pixels of an image, against decompression bombs: decoded they take 358 MB."""
+QUALITY = 95
+"""Quality of a JPEG file that is written again, of 100."""
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "JPEG2000", "AVIF", "TGA")
 """Formats that are read, where Pillow was built with them. Others are rare, or start programs (EPS)."""
 _SENT_AS_IS = {"PNG", "JPEG", "WEBP"}
-_PLAIN_MODES = {"RGB", "L"}
 _LOSSY = {"JPEG", "MPO", "WEBP", "AVIF", "JPEG2000"}
+_PLAIN_MODES = {"RGB", "L"}
 _ORIENTATION = 0x0112
 _WHITE = (255, 255, 255)
-QUALITY = 95
-"""Quality of a JPEG file that is written again, of 100."""
+_POINTS_AN_INCH = 72
 
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # our own limit is the same
+Image.MAX_IMAGE_PIXELS = MOST_PIXELS // 2  # Pillow refuses more than twice as many, and warns of more
+warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 def sendable(content: bytes, max_pixels: int | None) -> bytes:
@@ -30,65 +32,41 @@ def sendable(content: bytes, max_pixels: int | None) -> bytes:
 
     The file stays as it is where nothing has to be changed. An animated picture becomes its first frame.
     """
+    Image.init()
+    known = [name for name in _FORMATS if name in Image.OPEN]
     try:
-        with Image.open(io.BytesIO(content), formats=_known_formats()) as image:
+        with Image.open(io.BytesIO(content), formats=known) as image:
             return _checked(image, content, max_pixels)
-    except BadFileError:
+    except (BadFileError, MemoryError):
         raise
     except UnidentifiedImageError:
         raise BadFileError(f"is no image that can be read ({len(content)} bytes)") from None
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise BadFileError(f"has more than {MOST_PIXELS} pixels") from None
-    except MemoryError:
-        raise
     except Exception as failure:  # noqa: BLE001 - Pillow raises what its many decoders raise
         why = " ".join(str(failure).split()) or type(failure).__name__
         raise BadFileError(f"is a broken image: {why}") from None
 
 
-@cache
-def _known_formats() -> tuple[str, ...]:
-    Image.init()
-    return tuple(name for name in _FORMATS if name in Image.OPEN)
-
-
-def encoded(image: Image.Image, *, lossy: bool = False) -> bytes:
-    """Return a picture in RGB or grey as a file: JPEG where it was lossy before, else PNG."""
-    stream = io.BytesIO()
-    if lossy:
-        image.save(stream, "JPEG", quality=QUALITY, subsampling=0)
-    else:
-        image.save(stream, "PNG", compress_level=3)
-    return stream.getvalue()
-
-
-def scale_to(width: float, height: float, max_pixels: int | None) -> float:
-    """Return the factor by which a picture becomes smaller; 1 where it may stay."""
-    if max_pixels is None or width * height <= max_pixels:
-        return 1.0
-    return math.sqrt(max_pixels / (width * height))
-
-
 def _checked(image: Any, content: bytes, max_pixels: int | None) -> bytes:
-    kind, (width, height) = str(image.format), image.size
-    if width * height > MOST_PIXELS:
-        raise BadFileError(f"has {width} x {height} pixels: the most are {MOST_PIXELS}")
-    scale = scale_to(width, height, max_pixels)
-    if scale < 1 and kind == "JPEG":  # decoded in a size that is near the one wanted
-        image.draft(None, (math.ceil(width * scale), math.ceil(height * scale)))
-    many = kind in _SENT_AS_IS and getattr(image, "n_frames", 1) > 1
+    kind, is_one = str(image.format), getattr(image, "n_frames", 1) == 1
+    scale = _scale_to(image.width, image.height, max_pixels)
+    if scale < 1:  # a JPEG file is decoded in a size that is near the one wanted
+        image.draft(None, tuple(math.ceil(side * scale) for side in image.size))
     image.load()
     upright = _is_upright(image)
-    as_is = kind in _SENT_AS_IS and image.mode in _PLAIN_MODES and upright and not many and scale == 1
-    if as_is and "transparency" not in image.info:
+    is_plain = image.mode in _PLAIN_MODES and not image.has_transparency_data
+    if kind in _SENT_AS_IS and is_plain and upright and is_one and scale == 1:
         return content
     plain = _plain(image if upright else ImageOps.exif_transpose(image))
     if scale < 1:
-        width, height = plain.size
-        again = scale_to(width, height, max_pixels)
-        size = max(1, math.floor(width * again)), max(1, math.floor(height * again))
+        again = _scale_to(plain.width, plain.height, max_pixels)
+        size = tuple(max(1, math.floor(side * again)) for side in plain.size)
         plain = plain.resize(size, Image.Resampling.LANCZOS)
-    return encoded(plain, lossy=kind in _LOSSY)
+    return _encoded(plain, lossy=kind in _LOSSY)
+
+
+def _scale_to(width: float, height: float, max_pixels: int | None) -> float:
+    """Return the factor by which a picture becomes smaller; 1 where it may stay."""
+    return 1.0 if max_pixels is None else min(1.0, math.sqrt(max_pixels / (width * height)))
 
 
 def _is_upright(image: Any) -> bool:
@@ -100,16 +78,48 @@ def _is_upright(image: Any) -> bool:
 
 def _plain(image: Any) -> Any:
     """Return a picture in RGB or 8 bits of grey, on white where it is transparent."""
-    if image.mode in {"I;16", "I;16L", "I;16B", "I;16N"}:
-        return image.convert("I").point(lambda value: value / 257).convert("L")
-    if image.mode == "I":  # a PNG file of 16 bits in some versions of Pillow
+    if image.mode.startswith("I"):  # 16 bits, or 32
+        image = image.convert("I")
         _, most = image.getextrema()
         return image.point(lambda value: value / 257).convert("L") if most > 255 else image.convert("L")  # noqa: PLR2004
     if image.mode == "F":
         raise BadFileError("has pixels of 32-bit numbers: write it with 8 or 16 bits")
-    if image.mode in {"RGBA", "LA", "PA", "RGBa", "La"} or "transparency" in image.info:
+    if image.has_transparency_data:
         clear = image.convert("RGBA")
         ground = Image.new("RGB", clear.size, _WHITE)
         ground.paste(clear, mask=clear.getchannel("A"))
         return ground
     return image if image.mode in _PLAIN_MODES else image.convert("RGB")
+
+
+def _encoded(image: Image.Image, *, lossy: bool = False) -> bytes:
+    """Return a picture in RGB or grey as a file: JPEG where it was lossy before, else PNG."""
+    stream = io.BytesIO()
+    if lossy:
+        image.save(stream, "JPEG", quality=QUALITY, subsampling=0)
+    else:
+        image.save(stream, "PNG", compress_level=3)
+    return stream.getvalue()
+
+
+def page_images(content: bytes, pages: str, dpi: float, max_pixels: int | None) -> Iterator[bytes]:
+    """Yield pages of a document as PNG files; raises BadFileError.
+
+    Of a range those pages are taken that the document has; it must have the first one.
+    """
+    import pypdfium2  # noqa: PLC0415 - only for documents
+
+    try:
+        with pypdfium2.PdfDocument(content) as document:
+            for wanted in page_ranges(pages):
+                if wanted.start > len(document):
+                    raise BadFileError(f"has no page {wanted.start}: it has {len(document)}")
+                for number in wanted[: len(document) + 1 - wanted.start]:
+                    page = document[number - 1]
+                    scale = dpi / _POINTS_AN_INCH
+                    width, height = page.get_size()
+                    scale *= _scale_to(width * scale, height * scale, max_pixels or MOST_PIXELS)
+                    bitmap = page.render(scale=scale)
+                    yield _encoded(bitmap.to_pil().convert("RGB"))
+    except pypdfium2.PdfiumError as failure:
+        raise BadFileError(f"is no PDF document that can be read ({failure})") from None

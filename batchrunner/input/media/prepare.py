@@ -1,58 +1,194 @@
-"""What the processes of the pool do: read the files of a row, check them, and make what is sent."""
+"""Files of a row → what is sent of them: read, checked and, for images, converted.
 
+This runs in the processes of a job's Python functions: a broken file ends none but such a process. Audio
+and videos are sent as they are: the server has a decoder. What is found here is what goes wrong most: another
+kind of file, an error page, a file that was cut.
+"""
+
+import io
+import re
+import stat
+import struct
 from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
-from batchrunner.core.media import PromptFile
-from batchrunner.input.media.bad_file import BadFileError
-from batchrunner.input.media.containers import sendable
-from batchrunner.input.media.estimates import tokens_of_file
-from batchrunner.input.media.reading import content_of
+from batchrunner.core.media import BadFileError, KindName, MediaRules, PromptFile
+from batchrunner.input.media.download import download
 
+MOST_FILE_BYTES = 256 << 20
+"""Most bytes of a file."""
 MOST_FILES, MOST_SENT_BYTES = 1000, 60 << 20
 """Most files of one row, and the bytes of them as they are sent."""
-
-
-class _Prepared:
-    """The files of a row as they are sent, so far."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[tuple[bytes, ...], int]] = []
-        self._count = self._size = 0
-
-    def add(self, file: PromptFile) -> None:
-        """Prepare a file, or the pages of a document; raises BadFileError."""
-        ready: list[bytes] = []
-        for each in _made(file):
-            ready.append(each)
-            self._count, self._size = self._count + 1, self._size + len(each)
-            if self._count > MOST_FILES or self._size > MOST_SENT_BYTES:
-                what = file.kind.field if file.kind.field != file.kind.name else "audio files"
-                raise BadFileError(
-                    f"the row has more than {MOST_FILES} {what} or {MOST_SENT_BYTES >> 20} MiB of them"
-                )
-        self.found.append((tuple(ready), sum(tokens_of_file(each, file.kind.name) for each in ready)))
+PIXELS_A_TOKEN = 28 * 28
+"""Pixels of an image for each token, as of the Qwen-VL and InternVL families; others are near it."""
+USUAL_TOKENS = 1024
+"""Tokens that a file is expected to take whose size is not known before it is opened."""
+MOST_TOKENS = 16_384
+"""Most tokens that a file is expected to take: more than the processors of models let through."""
+TOKENS_A_SECOND = 25
+"""Tokens of a second of audio, as of the Qwen Audio and Omni families; others are near it."""
+AUDIO_BYTES_A_SECOND = 16_000
+"""Bytes of a second of audio in a compressed file, at 128 kbit/s."""
+VIDEO_BYTES_A_TOKEN = 500
+"""Bytes of a video for each token: 1 Mbit/s, and 250 tokens for the two frames of each second."""
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_NO_SIZE = 1 << 30
+"""Programs that write to a pipe give a WAV file such a size or a larger one, or none."""
+_KNOWN: tuple[tuple[re.Pattern[bytes], str, str], ...] = tuple(
+    (re.compile(start, re.DOTALL), media_type, kinds)
+    for start, media_type, kinds in (
+        (rb"\x89PNG", "image/png", "image"),
+        (rb"\xff\xd8", "image/jpeg", "image"),
+        (rb"RIFF.{4}WEBP", "image/webp", "image"),
+        (rb"(RIFF|RF64).{4}WAVE", "audio/wav", "audio"),
+        (rb"RIFF.{4}AVI ", "{kind}/x-msvideo", "audio video"),
+        (rb"FORM.{4}AIF[FC]", "audio/aiff", "audio"),
+        (rb"fLaC", "audio/flac", "audio"),
+        (rb"ID3", "audio/mpeg", "audio"),
+        (rb"#!AMR", "audio/amr", "audio"),
+        (rb"\xff[\xf0\xf1\xf8\xf9]", "audio/aac", "audio"),
+        (rb"\xff[\xe2-\xe5\xf2-\xf5\xfa-\xfd][\x00-\xef]", "audio/mpeg", "audio"),
+        (rb".{4}ftyp(M4A |M4B |M4P |F4A )", "audio/mp4", "audio"),
+        (rb".{4}(ftyp|moov|mdat|free|skip|wide|pnot)", "{kind}/mp4", "audio video"),
+        (rb"OggS", "{kind}/ogg", "audio video"),
+        (rb"\x1a\x45\xdf\xa3", "{kind}/webm", "audio video"),  # Matroska too
+        (rb"\x30\x26\xb2\x75\x8e\x66\xcf\x11", "{kind}/x-ms-asf", "audio video"),
+        (rb"FLV\x01", "video/x-flv", "video"),
+        (rb"\x00\x00\x01[\xba\xb3]", "video/mpeg", "video"),
+        (rb"\x47.{187}\x47", "video/mp2t", "video"),
+        (rb"GIF8", "image/gif", "video"),
+    )
+)
+"""First bytes of a file, its media type, and what it can be sent as. Frames of MPEG audio begin with eleven
+bits of one, then say version, layer and bit rate; packets of a transport stream are 188 bytes apart."""
 
 
 def prepare(files: tuple[PromptFile, ...]) -> list[tuple[tuple[bytes, ...], int]] | str:
     """Return for each file of a row the files that are sent and their tokens, or why it cannot be sent."""
-    prepared = _Prepared()
+    found: list[tuple[tuple[bytes, ...], int]] = []
+    count = size = 0
     for file in files:
+        ready: list[bytes] = []
         try:
-            prepared.add(file)
+            for each in _made(file):
+                ready.append(each)
+                count, size = count + 1, size + len(each)
+                if count > MOST_FILES or size > MOST_SENT_BYTES:
+                    most = f"{MOST_FILES} files or {MOST_SENT_BYTES >> 20} MiB of them"
+                    return f"{file.rules.field}: the row has more than {most}"
         except BadFileError as failure:
             return f"{file.rules.field}: {file.label}: {failure}"
-    return prepared.found
+        found.append((tuple(ready), sum(tokens_of_file(each, file.kind.name) for each in ready)))
+    return found
+
+
+def media_type_of(content: bytes, kind: KindName) -> str | None:
+    """Return the media type of a file that can be sent as one of this kind; None for any other file."""
+    found = next((known for known in _KNOWN if known[0].match(content)), None)
+    return found[1].format(kind=kind) if found is not None and kind in found[2] else None
+
+
+def tokens_of(pixels: float, most_pixels: int | None = None) -> int:
+    """Return the tokens of an image with so many pixels, which has `most_pixels` when it is sent."""
+    sent = pixels if most_pixels is None else min(pixels, most_pixels)
+    return _between(sent / PIXELS_A_TOKEN)
+
+
+def tokens_of_file(content: bytes, kind: KindName = "image", most_pixels: int | None = None) -> int:
+    """Return the tokens of a file by its first bytes and its size, or those of most files of its kind."""
+    if not content:
+        return tokens_of(USUAL_TOKENS * PIXELS_A_TOKEN, most_pixels)
+    if kind == "video":
+        return _between(len(content) / VIDEO_BYTES_A_TOKEN)
+    if kind == "audio":
+        bytes_a_second = AUDIO_BYTES_A_SECOND
+        if media_type_of(content, kind) == "audio/wav" and content[12:16] == b"fmt ":
+            (bytes_a_second,) = struct.unpack_from("<I", content.ljust(32, b"\0"), 28)
+        return _between(TOKENS_A_SECOND * len(content) / max(1, bytes_a_second))
+    try:
+        from PIL import Image  # noqa: PLC0415 - an extra, and heavy
+
+        with Image.open(io.BytesIO(content)) as image:
+            return tokens_of(image.width * image.height, most_pixels)
+    except Exception:  # noqa: BLE001 - what is wrong with a file is said when it is prepared
+        return tokens_of_file(b"", kind, most_pixels)
+
+
+def _between(tokens: float) -> int:
+    return max(1, min(MOST_TOKENS, round(tokens)))
 
 
 def _made(file: PromptFile) -> Iterator[bytes]:
-    content, rules = content_of(file), file.rules
+    """Yield what is sent of a file: itself, an image in a form that models take, or a document's pages."""
+    content, rules = file.content or _read(file.place, file.rules), file.rules
     if rules.kind != "image":
-        yield sendable(content, rules.kind)
+        _check(content, rules.kind)
+        yield content
         return
     # Pillow and PDFium are of an extra that audio and videos do without
-    from batchrunner.input.media import documents, pictures  # noqa: PLC0415
+    from batchrunner.input.media.pictures import page_images, sendable  # noqa: PLC0415
 
     if rules.dpi is None:
-        yield pictures.sendable(content, rules.max_pixels)
+        yield sendable(content, rules.max_pixels)
     else:
-        yield from documents.page_images(content, file.pages, rules.dpi, rules.max_pixels)
+        yield from page_images(content, file.pages, rules.dpi, rules.max_pixels)
+
+
+def _read(place: str, rules: MediaRules) -> bytes:
+    """Return the bytes at a path in the allowed folder, or at a URL; raises BadFileError."""
+    found = _SCHEME.match(place)
+    scheme = found[1].lower() if found else "file"
+    if scheme in {"http", "https"}:
+        if not rules.allow_urls:
+            raise BadFileError("is a URL: set allow_urls: true to download it")
+        return download(place, MOST_FILE_BYTES)
+    if scheme != "file":
+        raise BadFileError(f"{scheme}:// is not known here: give a path, or an http(s) URL")
+    try:
+        path = Path(rules.folder, unquote(urlsplit(place).path) if found else place).resolve()
+        if rules.confined and not path.is_relative_to(Path(rules.folder).resolve()):
+            raise BadFileError(
+                f"leads out of {rules.folder}: name the folder of the files in `folder`, or set it to /"
+            )
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would wait for ever
+            raise BadFileError("is no file")
+        if path.stat().st_size > MOST_FILE_BYTES:
+            raise BadFileError(f"has more than {MOST_FILE_BYTES >> 20} MiB")
+        return path.read_bytes()
+    except (OSError, ValueError, RuntimeError) as failure:  # a null byte, links in a circle
+        raise BadFileError(f"cannot be read: {getattr(failure, 'strerror', None) or failure}") from None
+
+
+def _check(content: bytes, kind: KindName) -> None:
+    """Raise BadFileError for what is no audio or video, and for a file that ends early."""
+    media_type = media_type_of(content, kind)
+    if media_type is None:
+        raise BadFileError(f"is no {kind} file that is known here ({len(content)} bytes)")
+    size = 0
+    if media_type == "audio/wav":
+        size = _size_of_wav(content)
+    elif media_type.endswith("/mp4"):
+        size = _size_of_mp4(content)
+    if size > len(content):
+        raise BadFileError(f"is a broken {kind} file: it ends after {len(content)} of {size} bytes")
+
+
+def _size_of_wav(content: bytes) -> int:
+    """Return where a WAV file says that its samples end; 0 where it does not say."""
+    at = content.find(b"data", 12)
+    size = int.from_bytes(content[at + 4 : at + 8], "little")
+    return at + 8 + size if at > 0 and 0 < size < _NO_SIZE else 0
+
+
+def _size_of_mp4(content: bytes) -> int:
+    """Return where the last box of an MP4 file ends, by the sizes that boxes begin with."""
+    at = 0
+    while at < len(content):
+        size = int.from_bytes(content[at : at + 4])
+        if size == 1:  # a long one says its size behind its name
+            size = int.from_bytes(content[at + 8 : at + 16])
+        if size == 0:  # up to the end
+            break
+        at += size
+    return at

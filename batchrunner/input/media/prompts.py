@@ -1,4 +1,4 @@
-"""Puts files into prompts: where templates and conversations have them, or before the text."""
+"""Files of a row: which ones its columns name, and where they stand in its prompt."""
 
 from __future__ import annotations
 
@@ -6,15 +6,27 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache, partial
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
-from batchrunner.core.errors import JobError, RowRefusedError
-from batchrunner.core.media import KINDS, KindName, MediaKind, PromptFile
+import pyarrow as pa
+import pyarrow.types as pt
+
+from batchrunner.core.errors import InputError, JobError, RowRefusedError
+from batchrunner.core.media import KIND_OF_FIELD, KINDS, MediaRules, PromptFile, page_ranges
 from batchrunner.input.dataset import ColumnSource
-from batchrunner.input.media.columns import FileColumn
-from batchrunner.job.prompt import PromptSpec
+from batchrunner.input.media.prepare import tokens_of, tokens_of_file
+from batchrunner.input.prompt_types import is_bytes, is_list, is_text
+from batchrunner.job.prompt import ImagesSpec, MediaSpec, PdfSpec, PromptSpec
 
-USER, ASSISTANT = "user", "assistant"
+PAGE_INCHES = 8.5 * 11
+MOST_PAGES = 8
+"""Most pages of a document whose tokens are counted before it is opened."""
+_LONGEST_NAME = 120
+_USER = "user"
 
 
 class Marks(list[str]):
@@ -24,26 +36,114 @@ class Marks(list[str]):
         return "".join(self)
 
 
-class _Placing:
+class FileColumn:
+    """A column with images, audio, videos or PDF documents."""
+
+    def __init__(self, name: str, field: str, spec: MediaSpec | PdfSpec, source: ColumnSource) -> None:
+        """Check the type of the column, which this field of the prompt names; raises InputError."""
+        self.name, self.field = name, field
+        self._spec, self._source = spec, source
+        self._rules_in = cache(partial(_rules, spec, field))
+        kind = source.field(name, where=f"prompt.{field}").type
+        self.holds_lists = is_list(kind) and not isinstance(spec, PdfSpec)
+        if not _holds_files(kind.value_type if self.holds_lists else kind):
+            raise InputError(
+                f"prompt.{field}: column {name!r} must hold bytes, structs {{bytes, path}}, paths or URLs "
+                f"(got {kind})"
+            )
+
+    def files(self, row: int, value: Any, pages: Any = None) -> list[PromptFile]:
+        """Return the files of a value of the row with this ordinal; raises RowRefusedError.
+
+        `pages` are those of a PDF document, where a column says them.
+        """
+        folder = self._source.directory_of(row) if self._spec.folder is None else self._spec.folder
+        rules, label = self._rules_in(folder), f"column {self.name!r}"
+        if not self.holds_lists or value is None:
+            return [self._file(value, label, self._pages(pages), rules)]
+        return [self._file(item, f"{label}, item {at}", "", rules) for at, item in enumerate(value, 1)]
+
+    def _file(self, value: Any, label: str, pages: str, rules: MediaRules) -> PromptFile:
+        if isinstance(value, Mapping):
+            value = value.get("path") if value.get("bytes") is None else value["bytes"]
+        if value is None:
+            raise RowRefusedError(f"{rules.field}: {label} is null")
+        content, place = b"", ""
+        if not isinstance(value, str):
+            content = bytes(value)
+        elif value[:5].lower() == "data:":
+            content = _content_of_url(value, f"{rules.field}: {label}")
+        else:
+            place = value
+            label += f" ({place if len(place) <= _LONGEST_NAME else f'{place[:_LONGEST_NAME]}…'})"
+        if not content and not place:
+            raise RowRefusedError(f"{rules.field}: {label} is empty")
+        key = blake2b(content or f"{rules.folder}\0{place}".encode("utf-8", "surrogatepass"), digest_size=16)
+        key.update(pages.encode())
+        return PromptFile(
+            key.digest(), self._tokens(content, pages, rules), label, content, place, pages, rules
+        )
+
+    def _pages(self, given: Any) -> str:
+        """Return the pages of a document as a text; empty for other files."""
+        if not isinstance(self._spec, PdfSpec):
+            return ""
+        pages = self._spec.pages if self._spec.page_column is None else given
+        if isinstance(pages, float) and pages.is_integer():
+            pages = int(pages)  # pandas turns a column of whole numbers with a null into floats
+        try:
+            page_ranges(str(pages))
+        except ValueError as failure:
+            raise RowRefusedError(f"prompt.pdf: {failure}") from None
+        return str(pages)
+
+    def _tokens(self, content: bytes, pages: str, rules: MediaRules) -> int:
+        """Return about how many tokens a file takes, or the pages of a document together."""
+        if rules.dpi is None:
+            return tokens_of_file(content, rules.kind, rules.max_pixels)
+        count = min(sum(map(len, page_ranges(pages))), MOST_PAGES)
+        return count * tokens_of(PAGE_INCHES * rules.dpi**2, rules.max_pixels)
+
+
+def _rules(spec: MediaSpec | PdfSpec, field: str, folder: str | None) -> MediaRules:
+    """Return how files of this field are read, in a folder or, for rows of no file, in the current one."""
+    is_confined = folder is None or Path(folder) != Path("/")
+    return MediaRules(
+        folder=str(Path(folder or "").absolute() if is_confined else Path.cwd()),
+        confined=is_confined,
+        allow_urls=spec.allow_urls,
+        max_pixels=spec.max_pixels if isinstance(spec, (ImagesSpec, PdfSpec)) else None,
+        dpi=spec.dpi if isinstance(spec, PdfSpec) else None,
+        kind=KIND_OF_FIELD[field].name,
+    )
+
+
+def _content_of_url(url: str, where: str) -> bytes:
+    """Return the bytes of a data URL; raises RowRefusedError."""
+    try:
+        with urlopen(url) as found:  # noqa: S310 - a data URL
+            return bytes(found.read())
+    except (ValueError, OSError):
+        raise RowRefusedError(f"{where}: no data URL that can be read") from None
+
+
+def _holds_files(kind: pa.DataType) -> bool:
+    if pt.is_struct(kind):
+        known = [field.type for field in kind if field.name in {"bytes", "path"}]
+        return bool(known) and all(map(_holds_files, known))
+    return is_bytes(kind) or is_text(kind) or pt.is_null(kind)
+
+
+class _Placed:
     """The files of one prompt, in the order in which it has them."""
 
-    def __init__(self, given: Sequence[PromptFile]) -> None:
-        self._given = given
+    def __init__(self) -> None:
         self.files: list[PromptFile] = []
 
-    def part(self, index: int) -> dict[str, Any]:
-        """Return the part of a content for one of the given files."""
-        name = self.kind_of(index).name
-        self.files.append(self._given[index])
-        return {"type": name, name: len(self.files) - 1}
-
-    def kind_of(self, index: int) -> MediaKind:
-        """Return what one of the given files is."""
-        return self._given[index].kind
-
-    def by_kind(self, indices: Sequence[int]) -> dict[KindName, list[int]]:
-        """Return the given files of each kind, by the kind's name."""
-        return {name: [index for index in indices if self.kind_of(index).name == name] for name in KINDS}
+    def part(self, file: PromptFile) -> dict[str, Any]:
+        """Return the part of a content for the next file."""
+        self.files.append(file)
+        return {"type": file.kind.name, file.kind.name: len(self.files) - 1}
 
 
 class MediaPrompts:
@@ -58,177 +158,126 @@ class MediaPrompts:
     ) -> None:
         """`prompt_of` makes prompts whose templates print these columns. Raises JobError or InputError."""
         self._prompt_of = prompt_of
-        self._columns = [
-            FileColumn(name, spec, source, field)
-            for field, spec in prompt.media.items()
-            for name in prompt.columns_of(field)
-        ]
-        self._page_column = None if prompt.pdf is None else prompt.pdf.page_column
-        self._printed = {column.name for column in self._columns} & {*printed}
+        self._printed = printed
         self._is_text = prompt.text is not None
-        self._from_column = isinstance(prompt.messages, str)
-        specs = ((kind, getattr(prompt, kind.field)) for kind in KINDS.values())
-        self._placeholders: dict[str, str] = {
-            kind.field: spec.placeholder for kind, spec in specs if spec and spec.placeholder is not None
-        }
-        if self._is_text:
-            self._check_placeholders()
+        self._is_column = isinstance(prompt.messages, str)
+        self._columns: list[FileColumn] = []
+        self._placeholders: dict[str, str] = {}
+        for field, spec in prompt.media.items():
+            self._columns += [FileColumn(name, field, spec, source) for name in prompt.columns_of(field)]
+            placeholder = None if isinstance(spec, PdfSpec) else spec.placeholder
+            self._placeholders[KIND_OF_FIELD[field].name] = placeholder or ""
+            shown = sorted({*prompt.columns_of(field)} & {*printed})
+            if self._is_text and shown and not placeholder:
+                raise JobError(
+                    f"prompt.text: nothing is known to stand for the {field} of {shown[0]!r}",
+                    hint=f"give {field}.placeholder, the model's own token, or leave the column out",
+                )
+        self._page_column = None if prompt.pdf is None else prompt.pdf.page_column
         self._secret = secrets.token_hex(8)  # no value of a row can contain it
         self._mark = re.compile(f"\ue000{self._secret}:(\\d+)\ue001")
-        pages = () if self._page_column is None else (self._page_column,)
-        self.columns = [*(column.name for column in self._columns), *pages]
+        self.columns = [column.name for column in self._columns]
+        if self._page_column is not None:
+            self.columns.append(self._page_column)
 
     def prompt(self, ordinal: int, row: dict[str, Any]) -> tuple[Any, tuple[PromptFile, ...]]:
         """Return the prompt of a row and its files; raises RowRefusedError."""
         given: list[PromptFile] = []
-        first: list[int] = []  # those that no template places
+        before: list[int] = []  # those that no template places
         marked = dict(row)
         for column in self._columns:
-            value = row[column.name]
-            if value is None and column.name in self._printed:
+            value, is_printed = row[column.name], column.name in self._printed
+            if value is None and is_printed:
                 continue  # the template may do without
             start = len(given)
             given += column.files(ordinal, value, row[self._page_column] if self._page_column else None)
-            marks = Marks(f"\ue000{self._secret}:{index}\ue001" for index in range(start, len(given)))
+            marks = Marks(f"\ue000{self._secret}:{number}\ue001" for number in range(start, len(given)))
             marked[column.name] = marks if column.holds_lists else str(marks)
-            if column.name not in self._printed:
-                first += range(start, len(given))
-        prompt = self._prompt_of(marked)
-        placing = _Placing(given)
+            if not is_printed:
+                before += range(start, len(given))
+        prompt, placed = self._prompt_of(marked), _Placed()
+        if self._is_column:
+            return _conversation(prompt, given, placed), tuple(placed.files)
+        messages = [{"role": _USER, "content": prompt}] if self._is_text else prompt
+        shown = {int(number) for message in messages for number in self._mark.findall(message["content"])}
+        first = [given[number] for number in before if number not in shown]  # a loop may print more
+        target = max((at for at, message in enumerate(messages) if message["role"] == _USER), default=0)
+        filled = []
+        for at, message in enumerate(messages):
+            parts = [placed.part(file) for file in first] if at == target else []
+            for piece, text in enumerate(self._mark.split(message["content"])):  # text, number, text, …
+                if piece % 2:
+                    parts.append(placed.part(given[int(text)]))
+                elif text:
+                    parts.append({"type": "text", "text": text})
+            has_files = any(part["type"] != "text" for part in parts)
+            filled.append({**message, "content": parts} if has_files else message)
         if self._is_text:
-            return self._text(prompt, first, placing), tuple(placing.files)
-        if self._from_column:
-            return _conversation(prompt, first, placing), tuple(placing.files)
-        shown = {int(n) for message in prompt for n in self._mark.findall(message["content"])}
-        first = [index for index in first if index not in shown]  # a loop prints what no name does
-        users = [at for at, message in enumerate(prompt) if message["role"] == USER]
-        target = users[-1] if users else 0
-        messages = [
-            {**message, "content": self._content(message["content"], first if at == target else (), placing)}
-            for at, message in enumerate(prompt)
-        ]
-        return messages, tuple(placing.files)
+            return self._with_placeholders(filled[0]["content"]), tuple(placed.files)
+        return filled, tuple(placed.files)
 
-    def _content(self, text: str, first: Sequence[int], placing: _Placing) -> Any:
-        """Return the content of a message: `first` files, then the text with files where its marks are."""
-        pieces = self._mark.split(text)  # text, number, text, …
-        self._check_marks(pieces[::2])
-        if not first and len(pieces) == 1:
-            return text
-        parts = [placing.part(index) for index in first]
-        for at, piece in enumerate(pieces):
-            if at % 2:
-                parts.append(placing.part(int(piece)))
-            elif piece:
-                parts.append({"type": "text", "text": piece})
-        return parts
-
-    def _text(self, text: str, first: Sequence[int], placing: _Placing) -> str:
-        """Return a prompt without a chat template, with placeholders for its files."""
-        pieces = self._mark.split(text)
-        self._check_marks(pieces[::2])
-        inside = [*map(int, pieces[1::2])]
-        before = [index for index in first if index not in {*inside}]
-        for index in (*before, *inside):
-            placing.part(index)
-        pieces[1::2] = [self._placeholder(placing, index) for index in inside]
-        return "".join([*(self._placeholder(placing, index) for index in before), *pieces])
-
-    def _placeholder(self, placing: _Placing, index: int) -> str:
-        return self._placeholders.get(placing.kind_of(index).field, "")
-
-    def _check_placeholders(self) -> None:
-        """Raise JobError where a text prints a column, and nothing is known to stand for its files."""
-        bare = [column for column in self._columns if column.field not in self._placeholders]
-        shown = sorted((column.name, column.field) for column in bare if column.name in self._printed)
-        if shown:
-            name, field = shown[0]
-            raise JobError(
-                f"prompt.text: nothing is known to stand for the {field} of {name!r}",
-                hint=f"give {field}.placeholder, the model's own token, or leave the column out",
-            )
-
-    def _check_marks(self, texts: Sequence[str]) -> None:
-        if any(self._secret in text for text in texts):
-            raise RowRefusedError("template: changes what stands for a file: print its column as it is")
+    def _with_placeholders(self, content: Any) -> str:
+        """Return a prompt without a chat template, with what stands for its files."""
+        if isinstance(content, str):
+            return content
+        return "".join(part.get("text") or self._placeholders[part["type"]] for part in content)
 
 
 def _conversation(
-    messages: list[dict[str, Any]], files: Sequence[int], placing: _Placing
+    messages: list[dict[str, Any]], files: Sequence[PromptFile], placed: _Placed
 ) -> list[dict[str, Any]]:
     """Put files into a conversation, of each kind where it has parts or marks for it, or before its text."""
-    kinds = placing.by_kind(files)
-    bare = Counter(_bare_kind(part) for part in _parts(messages))
-    users = [_texts(message) for message in messages if message["role"] == USER]
-    filled, marked = dict[str, Iterator[int]](), dict[str, Iterator[int]]()
-    first: list[int] = []
-    for name, indices in kinds.items():
-        if wanted := bare[name]:
-            _check_count(name, wanted, len(indices))
-            filled[name] = iter(indices)
-        elif indices and sum(text.count(KINDS[name].mark) for text in users) == len(indices):
-            marked[name] = iter(indices)
-        else:
-            first += indices
-    found = [_placed(message, filled, marked, placing) for message in messages]
-    if not first:
-        return found
-    target = next((at for at, message in enumerate(found) if message["role"] == USER), 0)
-    content = found[target].get("content") or []
-    own = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    found[target] = {**found[target], "content": [*map(placing.part, first), *own]}
-    return found
-
-
-def _check_count(name: KindName, wanted: int, given: int) -> None:
-    """Raise RowRefusedError where a conversation has another number of parts than the row has files."""
-    if wanted != given:
-        field = KINDS[name].field
-        raise RowRefusedError(
-            f"prompt.{field}: the messages have {wanted} parts of type {name}, "
-            f"and the row has {given} {field if field != name else 'files of it'}"
-        )
-
-
-def _parts(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     contents = [message.get("content") for message in messages]
-    return [part for content in contents if isinstance(content, list) for part in content]
+    bare = Counter(_bare_kind(part) for each in contents if isinstance(each, list) for part in each)
+    texts = [message["content"] for message in messages if _is_users_text(message)]
+    waiting: dict[str, Iterator[PromptFile]] = {}
+    marks: list[str] = []
+    first: list[PromptFile] = []
+    for name, kind in KINDS.items():
+        own = [file for file in files if file.kind.name == name]
+        if bare[name] and bare[name] != len(own):
+            raise RowRefusedError(
+                f"prompt.{kind.field}: the messages have {bare[name]} parts of type {name}, "
+                f"and the row has {len(own)} {kind.field}"
+            )
+        waiting[name] = iter(own)
+        if not bare[name] and own:
+            if sum(text.count(kind.mark) for text in texts) == len(own):
+                marks.append(kind.mark)
+            else:
+                first += own
+    pattern = re.compile(f"({'|'.join(marks)})") if marks else None
+    found = []
+    for message in messages:
+        content: Any = message.get("content")
+        if isinstance(content, list):
+            kinds = map(_bare_kind, content)
+            content = [
+                placed.part(next(waiting[kind])) if kind else part
+                for part, kind in zip(content, kinds, strict=True)
+            ]
+        elif pattern and _is_users_text(message) and pattern.search(content):
+            content = [
+                placed.part(next(waiting[piece[1:-1]]))
+                if piece in marks
+                else {"type": "text", "text": piece.strip("\n")}
+                for piece in pattern.split(content)
+                if piece.strip()
+            ]
+        found.append({**message, "content": content} if "content" in message else message)
+    if first:
+        target = next((message for message in found if message["role"] == _USER), found[0])
+        content = target.get("content") or []
+        own_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        target["content"] = [*map(placed.part, first), *own_parts]
+    return found
 
 
 def _bare_kind(part: Any) -> str | None:
     """Return which kind of file a part stands for that is elsewhere, as in the chats of Hugging Face."""
-    others = {name: value for name, value in part.items() if name != "type" and value}
-    name = part.get("type")
-    return name if isinstance(name, str) and name in KINDS and not others else None
+    others = [name for name, value in part.items() if name != "type" and value]
+    return part["type"] if part["type"] in KINDS and not others else None
 
 
-def _texts(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    return content if isinstance(content, str) else ""
-
-
-def _placed(
-    message: dict[str, Any],
-    filled: Mapping[str, Iterator[int]],
-    marked: Mapping[str, Iterator[int]],
-    placing: _Placing,
-) -> dict[str, Any]:
-    """Return a message with files in the place of its parts that stand for some, or of marks in its text."""
-    content = message.get("content")
-    if isinstance(content, list):
-        kinds = [_bare_kind(part) for part in content]
-        parts = [
-            part if kind is None or kind not in filled else placing.part(next(filled[kind]))
-            for part, kind in zip(content, kinds, strict=True)
-        ]
-        return {**message, "content": parts}
-    pattern = "|".join(re.escape(f"<{name}>") for name in marked)
-    if message["role"] != USER or not pattern or not re.search(pattern, _texts(message)):
-        return message
-    parts = []
-    for at, piece in enumerate(re.split(f"({pattern})", _texts(message))):  # text, mark, text, …
-        if at % 2:
-            parts.append(placing.part(next(marked[piece[1:-1]])))
-        elif piece.strip():
-            parts.append({"type": "text", "text": piece.strip("\n")})
-    return {**message, "content": parts}
+def _is_users_text(message: Mapping[str, Any]) -> bool:
+    return message["role"] == _USER and isinstance(message.get("content"), str)
