@@ -101,7 +101,7 @@ MOST_TOKENS = {
     "core": 9_600,
     "job": 25_000,
     "output": 33_100,
-    "input": 43_400,
+    "input": 41_300,
     "engines": 57_600,
     "advise": 13_600,
     "report": 12_800,

@@ -13,7 +13,7 @@ from batchrunner.api.runs import engine_of, run_blocking
 from batchrunner.core.errors import BatchrunError
 from batchrunner.dispatch.checks import AnswerConditions
 from batchrunner.input.dataset import Dataset
-from batchrunner.input.parquet_copy import about_rows, write_rows
+from batchrunner.input.parquet_copy import write_rows
 from batchrunner.input.render import Renderer
 from batchrunner.input.tables import Data, batches_of, paths_of
 from batchrunner.job.answers import plan_answers
@@ -53,8 +53,7 @@ def _rows_and_run() -> Iterator[tuple[Path, Path]]:
     """Give the paths of a file for the rows of a call and of its run directory, which are deleted."""
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
         source = Path(scratch) / "input.parquet"
-        with about_rows(source):
-            yield source, Path(scratch) / "run"
+        yield source, Path(scratch) / "run"
 
 
 def _no_results(job: Job, dataset: Dataset) -> pa.Table:

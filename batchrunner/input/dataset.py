@@ -11,13 +11,12 @@ import functools
 import shutil
 import tempfile
 import weakref
-from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -35,7 +34,6 @@ from batchrunner.input.parquet_copy import (
     common_schema,
     fitted,
     normalize,
-    normalized,
     not_for_parquet,
     stored_schema,
 )
@@ -50,13 +48,13 @@ READERS = 8
 """Files that are looked at at once. On a network file system most of the time is waiting."""
 SIZED_FILES = 32
 """Files from whose footers the size of a column over all files is estimated."""
-SPAN_ROWS, SPAN_BYTES = 256, 8 << 20
-"""Most rows and bytes of row groups that are read together, and of a batch."""
-_CODES = {
+BATCH_ROWS, BATCH_BYTES = 256, 8 << 20
+"""Most rows and bytes of a batch."""
+_CODES: dict[pa.DataType, Literal["b", "h", "i", "q", "B", "H", "I", "Q"]] = {
     pa.int8(): "b", pa.int16(): "h", pa.int32(): "i", pa.int64(): "q",
     pa.uint8(): "B", pa.uint16(): "H", pa.uint32(): "I", pa.uint64(): "Q",
 }  # fmt: skip
-"""Codes of Python's `array` by Arrow's types."""
+"""Codes of Python's `memoryview` by Arrow's types."""
 
 Row = dict[str, Any]
 """Values of a row by column."""
@@ -136,7 +134,7 @@ class Dataset:
             copies = Path(tempfile.mkdtemp(prefix="batchrunner-copies-"))
             weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
         with thread_pool(READERS) as pool:
-            shared = repeat(copies or Path()), repeat(types), repeat(batch)
+            shared = repeat(copies or Path()), repeat(types or {}), repeat(batch)
             self._sources = list(pool.map(SourceFile, repeat(fs), paths, *shared))
         _unify_json_lines(self._sources)
         self._starts = [0, *accumulate(source.rows for source in self._sources)]
@@ -151,18 +149,23 @@ class Dataset:
             )
             for source, start in zip(self._sources, self._starts, strict=False)
         ]
-        self._schemas = dict(_distinct_schemas(self._sources))
-        stored = {name for schema in self._schemas.values() for name in schema.names}
+        self._paths_by_schema: dict[pa.Schema, str] = {}  # of the first file that has a schema
+        for source in self._sources:
+            self._paths_by_schema.setdefault(source.schema, source.path)
+        stored = {name for schema in self._paths_by_schema for name in schema.names}
         in_paths = partition_types([file.partitions for file in self.files])
         # some writers also store a partition column, and any directory name may contain "="
         self.partition_types = {name: kind for name, kind in in_paths.items() if name not in stored}
-        self.has_text_files = any(source.is_text for source in self._sources)
+        texts = [source for source in self._sources if source.is_text]
+        self.has_text_files = bool(texts)
         """Whether the types of columns come from values, or from `input.types`."""
         self.problems = (PROBLEM,) if any(source.has_problems for source in self._sources) else ()
         """Columns that say why a record cannot be read; every reader of rows has to look at them."""
-        _check_types(types or {}, self._sources)
-        first = next(iter(self._schemas.values()))
-        self.schema = pa.schema([*first, *(pa.field(*item) for item in self.partition_types.items())])
+        _check_types(types or {}, dict.fromkeys(name for source in texts for name in source.schema.names))
+        self.schema = pa.schema(
+            [*self._sources[0].schema, *(pa.field(*item) for item in self.partition_types.items())]
+        )
+        """All columns."""
 
     def row_group_ends(self) -> list[int]:
         """Return the ordinal after the last row of each row group, over all files."""
@@ -184,7 +187,7 @@ class Dataset:
         """Return the field of a column; `where` names the job's key in errors.
 
         Raises InputError where a file lacks the column or has it twice, where files disagree on its type, or
-        where Arrow cannot select rows of its type or Parquet cannot hold it.
+        where Parquet cannot hold its type.
         """
         if name not in self.schema.names:
             unknown, hint = unknown_column(where, name, self.schema.names)
@@ -192,28 +195,20 @@ class Dataset:
         field = self.schema.field(self.schema.names.index(name))
         if name in self.partition_types:
             return field
-        for path, schema in self._schemas.items():
+        for schema, path in self._paths_by_schema.items():
             found = schema.get_all_field_indices(name)
-            if not found:
+            if len(found) != 1:
                 raise InputError(
-                    f"{path}: has no column {name!r}, which {self.files[0].path} has: "
-                    f"files of one input need the columns that the job uses"
+                    f"{where}: {path} has {len(found)} columns {name!r}",
+                    hint="each file of an input needs one of each column that the job uses",
                 )
-            if len(found) > 1:
-                raise InputError(f"{path}: has {len(found)} columns {name!r}: {where} can mean one only")
-            if schema.field(found[0]).type != field.type:
+            kind = schema.field(found[0]).type
+            if kind != field.type:
                 raise InputError(
-                    f"{path}: column {name!r} is {schema.field(found[0]).type}, "
-                    f"but {field.type} in {self.files[0].path}",
+                    f"{path}: column {name!r} is {kind}, but {field.type} in {self.files[0].path}",
                     hint="write both with one type"
                     + (", or give its type in input.types" if self.has_text_files else ""),
                 )
-        try:
-            pa.nulls(0, field.type).take(pa.nulls(0, pa.int64()))
-        except pa.ArrowException:
-            raise InputError(
-                f"{where}: column {name!r} has a type that Arrow cannot pick rows of: {field.type}"
-            ) from None
         if problem := not_for_parquet(field.type):
             raise InputError(f"{where}: column {name!r} has a type that Parquet cannot hold: {problem}")
         return field
@@ -224,9 +219,14 @@ class Dataset:
         source = self._sources[max(0, min(at, len(self._sources) - 1))]
         return str(Path(source.path).absolute().parent) if source.is_local else None
 
-    def type_of(self, name: str) -> pa.DataType:
-        """Return the type of a column, also of one of `problems`."""
-        return pa.string() if name in self.problems else self.schema.field(name).type
+    def schema_of(self, columns: Iterable[str]) -> pa.Schema:
+        """Return the schema in which these columns are read, of which some may be among `problems`."""
+        return pa.schema(
+            [
+                pa.field(name, pa.string() if name in self.problems else self.schema.field(name).type)
+                for name in columns
+            ]
+        )
 
     def bytes_of(self, columns: Iterable[str]) -> int:
         """Return the uncompressed bytes of these columns over all files, estimated where these are many."""
@@ -252,52 +252,21 @@ class Dataset:
             if wanted.range_cardinality(self._starts[number], self._starts[number + 1]):
                 yield self._sources[number], self.files[number]
 
-    def complete(self, data: pa.RecordBatch, file: InputFile, columns: Sequence[str]) -> pa.RecordBatch:
-        """Return a batch that was read from a file with all of these columns, in their order.
-
-        Those that the file does not store are partition columns of its path, keys that no line of a JSON
-        Lines file has, and PROBLEM in a file whose records are never wrong.
-        """
-        found = []
-        for name in columns:
-            kind = self.partition_types.get(name)
-            if kind is not None:
-                value = arrow_scalar(file.partitions[name], pa.string()).cast(kind)
-                found.append(pa.repeat(value, data.num_rows))
-            elif name in data.schema.names:
-                found.append(data.column(name))
-            else:
-                found.append(pa.nulls(data.num_rows, self.type_of(name)))
-        return pa.RecordBatch.from_arrays(found, names=list(columns)) if found else data
-
-
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Consecutive row groups of a file that are read together."""
-
-    groups: range
-    first_row: int
-    """Index in the file of the first row."""
-    rows: int
-    size: int
-    """Uncompressed bytes of the columns that are read."""
-
 
 class DatasetReader:
     """Reads rows of a dataset repeatedly. A file stays open, and so its footer is parsed once.
 
-    Where the next rows lie ahead in the span that was read last, it continues there. So small consecutive
-    ranges are decoded only once.
+    Where the next rows lie ahead in the row group that was read last, it continues there. So small
+    consecutive ranges are decoded only once.
     """
 
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
         self._dataset = dataset
-        self._columns = columns
+        self._schema = dataset.schema_of(columns)
         self._source: SourceFile | None = None  # the open file
         self._content: pq.ParquetFile | None = None
-        self._stored = pa.schema([])  # the columns that are read of it
-        self._spans: list[_Span] = []  # of the open file
-        self._span: _Span | None = None  # the one that was read last
+        self._stored: list[str] = []  # columns that are read of it
+        self._group: int | None = None  # the row group that was read last
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._start = 0  # ordinal of the first row in `_data`
         self._data: pa.RecordBatch | None = None  # the batch that was decoded last
@@ -311,7 +280,7 @@ class DatasetReader:
         for source, file in self._dataset.sources_of(wanted):
             try:
                 for batch in self._read_file(source, file, wanted):
-                    yield RowBatch(batch.rows, self._dataset.complete(batch.data, file, self._columns))
+                    yield RowBatch(batch.rows, self._with_partitions(fitted(batch.data, self._schema), file))
             except BatchrunError:
                 raise
             except source.read_errors as failure:
@@ -320,7 +289,7 @@ class DatasetReader:
 
     def close(self) -> None:
         """Close the open file."""
-        self._source = self._span = None
+        self._source = self._group = None
         if self._content is not None:
             self._content.close(force=True)
             self._content = None
@@ -329,55 +298,62 @@ class DatasetReader:
         if self._source is not source:
             self.close()
             self._content = source.open()
-            stored = self._content.schema_arrow
-            names = [name for name in self._columns if name in stored.names]
-            self._stored = pa.schema([_field_of(source.schema, stored, name) for name in names])
-            self._spans = list(_spans(self._content.metadata, names))
+            self._stored = [name for name in self._schema.names if name in self._content.schema_arrow.names]
             self._source = source
-        in_file = wanted & BitMap64(range(file.first_row, file.first_row + source.rows))
-        first = bisect_right(self._spans, in_file.min() - file.first_row, key=_first_row) - 1
-        last = bisect_right(self._spans, in_file.max() - file.first_row, key=_first_row)
-        for span in self._spans[first:last]:
-            start = file.first_row + span.first_row
-            if in_span := in_file & BitMap64(range(start, start + span.rows)):
-                yield from self._read_span(source, span, start, in_span)
+        starts = list(accumulate(file.row_groups, initial=file.first_row))
+        first, last = max(wanted.min(), starts[0]), min(wanted.max(), starts[-1] - 1)
+        for group in range(bisect_right(starts, first) - 1, bisect_right(starts, last)):
+            rows = range(*starts[group : group + 2])
+            if in_group := wanted & BitMap64(rows):
+                yield from self._read_group(source, group, rows, in_group)
 
-    def _read_span(self, source: SourceFile, span: _Span, start: int, wanted: BitMap64) -> Iterator[RowBatch]:
-        last = wanted.max()
-        if self._span != span or wanted.min() < self._start:
+    def _read_group(
+        self, source: SourceFile, group: int, rows: range, wanted: BitMap64
+    ) -> Iterator[RowBatch]:
+        if self._group != group or wanted.min() < self._start:
             assert self._content is not None
-            self._span = None
-            source.check_before_reading()
+            self._group = None
+            size = sum(sizes_of(self._content.metadata, self._stored, [group]))
             self._batches = self._content.iter_batches(
-                batch_size=batch_rows(span.rows, span.size),
-                row_groups=list(span.groups),
-                columns=self._stored.names,
+                batch_size=batch_rows(len(rows), size),
+                row_groups=[group],
+                columns=self._stored,
                 use_threads=False,
             )
-            self._start, self._data = start, self._next(source)
-            self._span = span
+            self._start, self._data = rows.start, self._next(source)
+            self._group = group
         while True:
             assert self._data is not None
-            batch = _pick(self._start, self._data, wanted)
-            if batch:
-                yield batch
-            if last < self._start + self._data.num_rows:
+            end = self._start + self._data.num_rows
+            picked = list(wanted & BitMap64(range(self._start, end)))
+            if len(picked) == self._data.num_rows:
+                yield RowBatch(picked, self._data)
+            elif picked:
+                places = arrow_array([row - self._start for row in picked], pa.int64())
+                yield RowBatch(picked, self._data.take(places))
+            if wanted.max() < end:
                 return
-            self._start += self._data.num_rows
-            self._data = self._next(source)
+            self._start, self._data = end, self._next(source)
 
     def _next(self, source: SourceFile) -> pa.RecordBatch:
-        """Return the next batch of the span, which was read from the right file."""
+        """Return the next batch of the row group, which was read from the right file."""
         for data in self._batches:
-            if source.is_local:  # a store would be asked over the network
-                source.check_unchanged()
-            return fitted(normalize(data), self._stored) if source.is_text else normalize(data)
+            source.check_after_reading()
+            return normalize(data)
         raise pa.ArrowInvalid("it has fewer rows than its footer says")
+
+    def _with_partitions(self, data: pa.RecordBatch, file: InputFile) -> pa.RecordBatch:
+        """Return a batch with the values of the columns that stand in the file's path."""
+        for at, name in enumerate(data.schema.names):
+            if kind := self._dataset.partition_types.get(name):
+                value = arrow_scalar(file.partitions[name], pa.string()).cast(kind)
+                data = data.set_column(at, name, pa.repeat(value, data.num_rows))
+        return data
 
 
 def batch_rows(rows: int, size: int) -> int:
     """Return the rows per batch for a row group of `rows` rows and `size` bytes."""
-    return max(1, min(SPAN_ROWS, SPAN_BYTES * rows // max(size, 1)))
+    return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
 
 
 def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row]:
@@ -421,12 +397,8 @@ def carried_of(ref: RowRef) -> dict[str, Any]:
 def _integers(column: pa.Array) -> list[int]:
     """Return a column of integers without nulls."""
     data, width = column.buffers()[1], column.type.bit_width // 8
-    if data is None:
-        return []
-    stored = memoryview(data)[column.offset * width : (column.offset + len(column)) * width]
-    numbers = array(_CODES[column.type])
-    numbers.frombytes(stored)
-    return numbers.tolist()
+    first, end = column.offset, column.offset + len(column)
+    return memoryview(data or b"")[first * width : end * width].cast(_CODES[column.type]).tolist()
 
 
 def _value_of(item: pa.Scalar[Any]) -> Any:
@@ -434,28 +406,6 @@ def _value_of(item: pa.Scalar[Any]) -> Any:
         return item.as_py()
     except (ValueError, OverflowError, pa.ArrowException) as failure:
         return UnreadableValue(f"unreadable value: {failure}")
-
-
-def _first_row(span: _Span) -> int:
-    return span.first_row
-
-
-def _spans(footer: pq.FileMetaData, columns: Iterable[str]) -> Iterator[_Span]:
-    """Yield the row groups of a file as spans: a small one goes together with its neighbours."""
-    begin = first_row = rows = size = 0
-    for group, its_size in enumerate(sizes_of(footer, columns)):
-        its_rows = footer.row_group(group).num_rows
-        if group > begin and (rows + its_rows > SPAN_ROWS or size + its_size > SPAN_BYTES):
-            yield _Span(range(begin, group), first_row, rows, size)
-            begin, first_row, rows, size = group, first_row + rows, 0, 0
-        rows, size = rows + its_rows, size + its_size
-    if footer.num_row_groups:
-        yield _Span(range(begin, footer.num_row_groups), first_row, rows, size)
-
-
-def _field_of(schema: pa.Schema, stored: pa.Schema, name: str) -> pa.Field[Any]:
-    """Return the field of a column as it is read; PROBLEM is in the stored schema only."""
-    return (schema if name in schema.names else stored).field(name)
 
 
 def _unify_json_lines(sources: Iterable[SourceFile]) -> None:
@@ -467,32 +417,11 @@ def _unify_json_lines(sources: Iterable[SourceFile]) -> None:
             source.schema = schema
 
 
-def _distinct_schemas(sources: Iterable[SourceFile]) -> Iterator[tuple[str, pa.Schema]]:
-    """Yield each normalized schema once, with the path of the first file that has it."""
-    seen = set()
-    for source in sources:
-        stored = source.schema.serialize().to_pybytes()
-        if stored not in seen:
-            seen.add(stored)
-            yield source.path, normalized(source.schema)
-
-
-def _check_types(types: Mapping[str, str], sources: Iterable[SourceFile]) -> None:
-    """Raise InputError where `input.types` names a column that no text file has."""
-    texts = [source for source in sources if source.is_text]
-    known = dict.fromkeys(name for source in texts for name in source.schema.names)
+def _check_types(types: Iterable[str], known: Mapping[str, None]) -> None:
+    """Raise InputError where `input.types` names a column that is none of those of text files, `known`."""
     for name in types:
-        if not texts:
+        if not known:
             raise InputError("input.types: is for CSV and JSON Lines, and the input has no such file")
         if name not in known:
             unknown, hint = unknown_column("input.types", name, known)
             raise InputError(unknown, hint=hint)
-
-
-def _pick(start: int, data: pa.RecordBatch, wanted: BitMap64) -> RowBatch | None:
-    rows = list(wanted & BitMap64(range(start, start + data.num_rows)))
-    if not rows:
-        return None
-    if len(rows) == data.num_rows:
-        return RowBatch(rows, data)
-    return RowBatch(rows, data.take(arrow_array([row - start for row in rows], pa.int64())))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import glob
 import os
 import re
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from pathlib import Path, PurePath, PurePosixPath
 from urllib.parse import unquote
 
@@ -47,10 +44,6 @@ def without_commit(path: str) -> str:
     return _COMMIT.sub("", path, count=1)
 
 
-_SCHEMES = "give a path on this machine, or one that begins with s3://, gs://, az://, hdfs:// or hf://"
-
-NAMES_COMPARED = 10_000
-"""Names in a directory at most in which that of a missing file is looked for."""
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 """Directory value that stands for null."""
 
@@ -76,9 +69,16 @@ def find_files(
             raise
         except read_errors(fs) as failure:  # a name is too long, a directory not accessible
             raise InputError(f"{name}: {getattr(failure, 'strerror', None) or first_line(failure)}") from None
+        if not files:
+            raise InputError(f"{name}: no Parquet file there, and no CSV, JSON Lines or Arrow file")
         others = {real: file for real, file in files.items() if run not in Path(real).parents}
         for real, file in (others or files).items():
-            _check_name(file)
+            try:
+                file.encode()  # Arrow and run.json need it
+            except UnicodeEncodeError:
+                raise InputError(
+                    f"{os.fsencode(file)!r}: its name is not valid UTF-8", hint="rename it"
+                ) from None
             found.setdefault(real, file)
     return fs, sorted(found.values())
 
@@ -91,34 +91,25 @@ def read_errors(fs: pafs.FileSystem) -> tuple[type[Exception], ...]:
     return (Exception,) if isinstance(fs, pafs.PyFileSystem) else (OSError, pa.ArrowException)
 
 
-def _check_name(file: str) -> None:
-    """Raise InputError where a file name is not UTF-8, which Arrow and run.json need."""
-    try:
-        file.encode()
-    except UnicodeEncodeError:
-        raise InputError(f"{os.fsencode(file)!r}: its name is not valid UTF-8", hint="rename it") from None
-
-
 def _locate(given: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
     if "://" not in given:
         return pafs.LocalFileSystem(), given
     address = store_address(given)
-    if address is not None and (has_client() or address.scheme == "az"):
+    if address is not None:
         if not has_client():
-            raise InputError(f"{address}: object stores of Azure need a package", hint=NEEDS_EXTRA)
+            raise InputError(f"{address}: object stores need a package", hint=NEEDS_EXTRA)
         from batchrunner.input.object_files import ObjectFiles  # noqa: PLC0415 - an extra
 
         files = pafs.PyFileSystem(ObjectFiles(address.scheme, storage))
         return files, f"{address.bucket}/{address.key}".rstrip("/")
     try:
         fs, path = pafs.FileSystem.from_uri(given)
-        path = at_commit(fs, path) if given.startswith("hf://") else path
+        return fs, at_commit(fs, path) if given.startswith("hf://") else path
     except Exception as failure:  # noqa: BLE001 - hf:// and others are opened by packages with their own errors
-        said = first_line(failure)
-        unknown = said.startswith("Unrecognized filesystem type")
-        said = "no scheme that can be read" if unknown else said
-        raise InputError(f"{given}: cannot be opened: {said}", hint=_SCHEMES if unknown else None) from None
-    return fs, path
+        raise InputError(
+            f"{given}: cannot be opened: {first_line(failure)}",
+            hint="give a path on this machine, or one that begins with s3://, gs://, az://, hdfs:// or hf://",
+        ) from None
 
 
 def _local_files(given: str, path: Path, run: Path | None) -> dict[str, str]:
@@ -128,31 +119,19 @@ def _local_files(given: str, path: Path, run: Path | None) -> dict[str, str]:
         ours = path.resolve() if run is not None and path.resolve() in (run, *run.parents) else None
         others = [p for p in below if ours is None or run not in (ours / p.relative_to(path)).parents]
         files = [Path(p) for p in _of_one_kind(given, [str(p) for p in others or below])]
-        if not files:
-            raise InputError(f"{given}: no *.parquet file in this directory, and no CSV, JSON Lines or Arrow")
     elif path.exists():
         files = [path]
-    elif glob.has_magic(str(path)):
-        files = [p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file()]  # noqa: PTH207 - `given` may be absolute
-        if not files:
-            raise InputError(f"{given}: no file matches")
+    elif glob.has_magic(given):
+        files = [p for p in map(Path, glob.glob(given, recursive=True)) if p.is_file()]  # noqa: PTH207 - `given` may be absolute
     else:
-        raise InputError(f"{given}: no such file or directory", hint=_nearest(path), mark=";")
+        begins = None if path.is_absolute() else f"relative paths begin in {Path.cwd()}"
+        raise InputError(f"{given}: no such file or directory", hint=begins, mark=";")
     for file in files:
         if is_special(file):
             raise InputError(
                 f"{file}: is a device or a pipe", hint="save it to a file: it is read several times"
             )
     return {str(file.parent.resolve() / file.name): str(file) for file in files}
-
-
-def _nearest(path: Path) -> str | None:
-    """Return what may help where nothing has this path: the nearest name beside it, else where it begins."""
-    with contextlib.suppress(OSError, ValueError):  # ValueError: a NUL in the path
-        names = [name.name for name in islice(path.parent.iterdir(), NAMES_COMPARED)]
-        if near := difflib.get_close_matches(path.name, names, n=1, cutoff=0.8):
-            return f"did you mean {str(path.with_name(near[0]))!r}?"
-    return None if path.is_absolute() else f"relative paths begin in the current directory, {Path.cwd()}"
 
 
 def _local_files_below(directory: Path) -> Iterator[Path]:
@@ -198,8 +177,6 @@ def _remote_files(given: str, fs: pafs.FileSystem, path: str) -> dict[str, str]:
         pattern = re.escape(path).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
         top = path.partition("*")[0].rpartition("/")[0]
         files = [file for file in _files_below(fs, top) if re.fullmatch(pattern, file)]
-    if not files:
-        raise InputError(f"{given}: no Parquet file there, and no CSV, JSON Lines or Arrow file")
     return {file: file for file in files}
 
 

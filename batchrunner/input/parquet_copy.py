@@ -6,7 +6,6 @@ Parquet once the type of each column is known. Values without a common type beco
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
 from itertools import chain
@@ -74,14 +73,11 @@ _LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
 def write_parquet(
-    batches: Iterable[pa.RecordBatch],
-    path: Path,
-    about: Callable[[], Mapping[bytes, bytes]] = dict,
-    finish: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda batch: batch,
+    batches: Iterable[pa.RecordBatch], path: Path, about: Mapping[bytes, bytes] | None = None
 ) -> None:
-    """Write batches, of which there is one at least, as a Parquet file; raises OSError or ArrowException.
+    """Write batches, of which there is one at least, as a Parquet file with `about` in its metadata.
 
-    When all have come, `about` returns the file's metadata, and `finish` changes each batch.
+    Raises OSError or ArrowException, and what the batches raise.
     """
     spool = path.with_name(f"{path.name}.arrows")
     try:
@@ -96,54 +92,36 @@ def write_parquet(
         schema = stored_schema(schema)
         with (
             pa.OSFile(str(spool)) as source,
-            pq.ParquetWriter(path, schema.with_metadata(about()), compression="zstd") as writer,
+            pq.ParquetWriter(path, schema.with_metadata(about), compression="zstd") as writer,
         ):
             while source.tell() < source.size():
                 with pa.ipc.open_stream(source) as stream:
                     for batch in stream:
-                        writer.write_batch(fitted(finish(batch), schema).replace_schema_metadata())
+                        writer.write_batch(fitted(batch, schema).replace_schema_metadata())
     finally:
         spool.unlink(missing_ok=True)
 
 
 def write_rows(batches: Iterable[pa.RecordBatch], path: Path) -> None:
     """Write a program's rows as a Parquet file; raises InputError, StorageError, and what the rows raise."""
+    raised: list[Exception] = []
+
+    def rows() -> Iterator[pa.RecordBatch]:
+        try:
+            yield from batches
+        except Exception as failure:
+            raised.append(failure)
+            raise
+
     try:
         with writing(path):
-            write_parquet(_guarded(batches), path)
-    except _SourceError as failure:
-        raise failure.source from None
-    except pa.ArrowException as failure:
-        raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
-
-
-class _SourceError(Exception):
-    """The rows raised an error, which is none of writing them."""
-
-    def __init__(self, source: Exception) -> None:
-        super().__init__()
-        self.source = source
-
-
-def _guarded(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    try:
-        yield from batches
-    except Exception as failure:  # noqa: BLE001 - it goes on as it is
-        raise _SourceError(failure) from None
-
-
-@contextlib.contextmanager
-def about_rows(path: Path) -> Iterator[None]:
-    """Let an InputError about the file with a program's rows say "rows": the program knows no such file."""
-    try:
-        yield
-    except InputError as failure:
-        if str(path) not in failure.message:
-            raise
-        hint = None if failure.hint == failure.advice else failure.hint
-        renamed = type(failure)(failure.message.replace(str(path), "rows"), hint=hint)
-        renamed.report = failure.report
-        raise renamed from None
+            write_parquet(rows(), path)
+    except Exception as failure:
+        if raised:  # it says nothing of the file that is written
+            raise raised[0] from None
+        if isinstance(failure, pa.ArrowException):
+            raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
+        raise
 
 
 def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:

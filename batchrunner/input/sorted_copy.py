@@ -275,9 +275,8 @@ def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
 def _with_positions(job_input: JobInput, rows: BitMap64, positions: Iterator[pa.Array]) -> Iterator[pa.Table]:
     """Yield the rows in input order with their ordinals and positions; `positions` come in input order."""
     names = job_input.renderer.columns
-    kinds = [job_input.dataset.type_of(name) for name in names]
-    # one schema: files may give a column different metadata
-    schema = pa.schema(zip([*names, _ORDINAL, _POSITION], [*kinds, pa.int64(), pa.int64()], strict=True))
+    places = [pa.field(_ORDINAL, pa.int64()), pa.field(_POSITION, pa.int64())]
+    schema = pa.schema([*job_input.dataset.schema_of(names), *places])
     waiting = pa.chunked_array([], pa.int64())
     for batch in job_input.dataset.read(rows, names):
         count = len(batch.rows)

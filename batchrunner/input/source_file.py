@@ -8,24 +8,22 @@ import hashlib
 import io
 import logging
 import secrets
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from batchrunner.core.errors import InputChangedError, InputError, StoreRequestError
+from batchrunner.core.errors import InputChangedError, InputError
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, known_format
-from batchrunner.core.processes import too_many_files
 from batchrunner.input.files import first_line, read_errors, without_commit
-from batchrunner.input.parquet_copy import PROBLEM, write_parquet
+from batchrunner.input.parquet_copy import PROBLEM, normalized, write_parquet
 from batchrunner.output.files import make_directory, whole_file, writing
 
 if TYPE_CHECKING:
-    from batchrunner.input.batch_lines import BatchFile, BatchHow
+    from batchrunner.input.batch_lines import BatchHow
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +34,6 @@ SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
 with the content. Of up to their sum (1 MiB), and of other formats, all is read."""
 LARGE_BYTES = 256 << 20
 """Size of a file whose copy takes so long that the log says so."""
-POLL_S = 0.2
-"""Seconds between two looks whether another process has made a copy."""
 _DIGEST = b"batchrunner.digest"
 """Key of the original's digest in the metadata of a copy."""
 
@@ -51,12 +47,7 @@ class SourceFile:
     """
 
     def __init__(
-        self,
-        fs: pafs.FileSystem,
-        path: str,
-        copies: Path,
-        types: Mapping[str, str] | None = None,
-        batch: BatchHow | None = None,
+        self, fs: pafs.FileSystem, path: str, copies: Path, types: Mapping[str, str], batch: BatchHow | None
     ) -> None:
         """Find the columns and row groups; raises InputError where the file is missing or unreadable.
 
@@ -66,39 +57,32 @@ class SourceFile:
         self._fs = fs
         self.path = path
         self.is_local = isinstance(fs, pafs.LocalFileSystem)
-        self._is_of_hub = isinstance(getattr(fs, "handler", None), pafs.FSSpecHandler)
-        """Whether it costs little to look at the file again."""
+        """Whether it is on this machine."""
         self.read_errors = read_errors(fs)
         """What reading it raises, see `files.read_errors`."""
         self.format = format_of(path) if batch is None else _batch_format(path)
-        self._place: tuple[pafs.FileSystem, str] = (fs, path)  # of the Parquet file
+        self._parquet: tuple[pafs.FileSystem, str] = (fs, path)  # what is read: the file, or its copy
         try:
             self._seen = self._look()
-            self._size = self._size_of(self._seen)
-            if self.is_parquet:
+            self._size = int(self._seen[0])
+            if self.format.kind == "Parquet":
                 self.digest = self._digest_now()
             else:
-                copy = self._find_copy(copies, types or {}, batch)
-                self._place = pafs.LocalFileSystem(), str(copy)
+                self._parquet = pafs.LocalFileSystem(), str(self._find_copy(copies, types, batch))
             with contextlib.closing(self._opened()) as file:
                 footer, schema = file.metadata, file.schema_arrow
         except InputError:
             raise
         except self.read_errors as failure:
             raise self._unreadable(failure) from None
-        if not self.is_parquet:
+        if self.format.kind != "Parquet":
             self.digest = schema.metadata[_DIGEST].decode()
         self.has_problems = PROBLEM in schema.names
         """Whether some of its records cannot be read."""
-        self.schema = pa.schema([field for field in schema if field.name != PROBLEM])
+        self.schema = normalized(pa.schema([field for field in schema if field.name != PROBLEM]))
         """Columns of the file."""
         self.row_groups = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
         self.rows: int = sum(self.row_groups)
-
-    @property
-    def is_parquet(self) -> bool:
-        """Whether it is read itself, and not a copy of it."""
-        return self.format.kind == "Parquet"
 
     @property
     def is_text(self) -> bool:
@@ -107,12 +91,16 @@ class SourceFile:
 
     def open(self) -> pq.ParquetFile:
         """Open the file for reading; raises OSError or ArrowException, or InputChangedError."""
-        self.check_before_reading()
-        return self._opened()
+        opened = self._opened()
+        self.check_after_reading()
+        return opened
 
-    def check_before_reading(self) -> None:
-        """Do as `check_unchanged`; a store compares the e_tag with each request for bytes."""
-        if not self._e_tag():
+    def check_after_reading(self) -> None:
+        """Do as `check_unchanged`, for a file whose next bytes may be those of another one.
+
+        A store compares the e_tag with each request for bytes, and a commit of the Hub never changes.
+        """
+        if not self._e_tag() and without_commit(self.path) == self.path:
             self.check_unchanged()
 
     def check_unchanged(self) -> None:
@@ -124,9 +112,8 @@ class SourceFile:
             seen = self._look()
             if seen == self._seen:
                 return
-            is_sampled = self.is_parquet and self._size > SAMPLE_BLOCKS * SAMPLE_BYTES
-            known = seen[:2] == self._seen[:2] or not is_sampled  # an edit between blocks is not seen
-            same = known and int(seen[0]) == self._size and self._digest_now() == self.digest
+            known = seen[:2] == self._seen[:2] or not self._is_sampled  # an edit between blocks is not seen
+            same = known and seen[0] == self._size and self._digest_now() == self.digest
         except self.read_errors:
             return
         if not same:
@@ -141,12 +128,12 @@ class SourceFile:
         """Return the uncompressed bytes of these columns; raises InputError."""
         try:
             with contextlib.closing(self._opened()) as file:
-                return sum(sizes_of(file.metadata, columns))
+                return sum(sizes_of(file.metadata, columns, range(file.num_row_groups)))
         except self.read_errors as failure:
             raise InputError(f"{self.path}: cannot be read: {first_line(failure)}") from None
 
     def _opened(self) -> pq.ParquetFile:
-        fs, path = self._place
+        fs, path = self._parquet
         is_local = isinstance(fs, pafs.LocalFileSystem)
         return pq.ParquetFile(
             fs.open_input_file(path),
@@ -167,28 +154,26 @@ class SourceFile:
             raise FileNotFoundError(self.path)
         return info.size, self._e_tag() or info.mtime_ns or 0
 
-    def _size_of(self, seen: tuple[int | str, ...]) -> int:
-        size = int(seen[0])
-        if not size:
-            raise InputError(f"{self.path}: is empty (0 bytes): not a {self.format.kind} file")
-        return size
-
     def _e_tag(self) -> str | None:
         """Return what a store changes whenever an object is replaced, as it was seen last."""
         e_tags: dict[str, str] = getattr(getattr(self._fs, "handler", None), "e_tags", {})
         return e_tags.get(self.path)
 
+    @property
+    def _is_sampled(self) -> bool:
+        """Whether its digest reads blocks of it only."""
+        return self.format.kind == "Parquet" and self._size > SAMPLE_BLOCKS * SAMPLE_BYTES
+
     def _digest_now(self) -> str:
-        digest = _Digest(self._size)
+        digest = hashlib.sha256(str(self._size).encode())
         if e_tag := self._e_tag():
-            digest.add(e_tag.encode())
-            return digest.text
+            digest.update(e_tag.encode())
+            return digest.hexdigest()
         with self._fs.open_input_file(self.path) as source:
-            is_sampled = self.is_parquet and self._size > SAMPLE_BLOCKS * SAMPLE_BYTES
             whole = iter(lambda: source.read_buffer(READ_BUFFER_BYTES), b"")
-            for block in _samples(source, self._size) if is_sampled else whole:
-                digest.add(block)
-        return digest.text
+            for block in _samples(source, self._size) if self._is_sampled else whole:
+                digest.update(block)
+        return digest.hexdigest()
 
     def _find_copy(self, copies: Path, types: Mapping[str, str], batch: BatchHow | None) -> Path:
         """Return the Parquet copy of the file, which is made unless it is there.
@@ -206,114 +191,53 @@ class SourceFile:
             if not copy.exists():
                 if self._size >= LARGE_BYTES:
                     log.info("%s: a Parquet copy is made of it (%d MiB)", self.path, self._size >> 20)
-                self._write_copy(copy, types, batch)
+                self.digest = self._digest_now()
+                with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
+                    write_parquet(self._rows(types, batch), temporary, {_DIGEST: self.digest.encode()})
+                    self.check_unchanged()  # it was read after its digest was made
         return copy
 
-    def _write_copy(self, copy: Path, types: Mapping[str, str], batch: BatchHow | None) -> None:
-        from batchrunner.input.batch_lines import BatchFile  # noqa: PLC0415 - not for Parquet
-
-        lines = BatchFile(self.path, batch) if batch else None
-        digest = _Digest(self._size)
-        with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
-            write_parquet(
-                self._rows(digest, lines, types),
-                temporary,
-                lambda: {_DIGEST: (self._digest_now() if self._e_tag() else digest.text).encode()},
-                lines.finish if lines else lambda batch: batch,
-            )
-
-    def _rows(
-        self, digest: _Digest, lines: BatchFile | None, types: Mapping[str, str]
-    ) -> Iterator[pa.RecordBatch]:
+    def _rows(self, types: Mapping[str, str], batch: BatchHow | None) -> Iterator[pa.RecordBatch]:
         """Read the file once, from its beginning to its end; raises InputError."""
+        from batchrunner.input.batch_lines import batches_of_requests  # noqa: PLC0415 - not for Parquet
         from batchrunner.input.text_files import batches_of_file, text_lines  # noqa: PLC0415 - not for Parquet
 
         try:
-            with self._fs.open_input_stream(self.path, compression=None) as opened:
-                raw = _DigestedFile(opened, digest)
-                plain = (
-                    raw
-                    if self.format.compression is None
-                    else pa.CompressedInputStream(pa.PythonFile(raw, "r"), self.format.compression)
-                )
-                source = io.BufferedReader(plain, READ_BUFFER_BYTES)
-                if lines is not None:
-                    yield from lines.batches(text_lines(source, self.path))
+            with self._fs.open_input_stream(self.path, compression=self.format.compression) as opened:
+                source = io.BufferedReader(opened, READ_BUFFER_BYTES)
+                if batch is not None:
+                    yield from batches_of_requests(text_lines(source, self.path), self.path, batch)
                 else:
                     yield from batches_of_file(source, self.path, self.format, types)
-                while raw.read(READ_BUFFER_BYTES):
-                    pass  # what is behind the last record counts too
         except InputError:
             raise
         except self.read_errors as failure:
             raise self._unreadable(failure) from None
 
     def _unreadable(self, failure: Exception) -> InputError:
-        told, hint = f"not a readable {self.format.kind} file", None
-        if too_many_files(failure) or isinstance(failure, StoreRequestError):
-            told = "cannot be opened"
-        elif self._is_of_hub and not isinstance(failure, pa.ArrowException):
-            told = "cannot be opened"
-            hint = "if its page on the Hub asks for it, ask for access there, and set HF_TOKEN"
-        elif not known_format(self.path):
-            hint = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
-        place = f"hf://{without_commit(self.path)}" if self._is_of_hub else self.path
-        return InputError(f"{place}: {told}: {first_line(failure)}", hint=hint, mark=";")
-
-
-class _Digest:
-    """SHA-256 of a size and of bytes."""
-
-    def __init__(self, size: int) -> None:
-        self._sha = hashlib.sha256(str(size).encode())
-        self.add = self._sha.update
-
-    @property
-    def text(self) -> str:
-        return self._sha.hexdigest()
-
-
-class _DigestedFile(io.RawIOBase):
-    """A file that is read once, from its beginning, and whose bytes go into a digest."""
-
-    def __init__(self, source: pa.NativeFile, digest: _Digest) -> None:
-        super().__init__()
-        self._source = source
-        self._digest = digest
-
-    def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Read the next bytes."""
-        count: int = self._source.readinto(buffer)
-        self._digest.add(memoryview(buffer)[:count])
-        return count
+        endings = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
+        return InputError(
+            f"{self.path}: not a readable {self.format.kind} file: {first_line(failure)}",
+            hint=None if known_format(self.path) else endings,
+            mark=";",
+        )
 
 
 @contextlib.contextmanager
 def _only_one(path: Path) -> Iterator[None]:
     """Wait until no other process is in this block with the same path; a killed one is in none."""
     with writing(path), path.open("wb") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(POLL_S)
-                continue
-            except OSError:  # a file system without locks: several may do the same
-                pass
-            break
+        with contextlib.suppress(OSError):  # a file system without locks: several may do the same
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def sizes_of(footer: pq.FileMetaData, columns: Iterable[str]) -> Iterator[int]:
-    """Yield the uncompressed bytes of these columns in each row group."""
+def sizes_of(footer: pq.FileMetaData, columns: Iterable[str], groups: Iterable[int]) -> Iterator[int]:
+    """Yield the uncompressed bytes of these columns in each of these row groups."""
     tops = tuple(f"{name}." for name in columns)  # leaf columns have paths such as `column.list.element`
     paths = (f"{footer.schema.column(leaf).path}." for leaf in range(footer.num_columns))
     leaves = [leaf for leaf, path in enumerate(paths) if path.startswith(tops)]
-    for group in range(footer.num_row_groups):
+    for group in groups:
         found = footer.row_group(group)
         yield sum(found.column(leaf).total_uncompressed_size for leaf in leaves)
 

@@ -35,29 +35,12 @@ BATCH_ROWS, BATCH_BYTES = 4096, 4 << 20
 LONGEST_LINE_BYTES = 64 << 20
 MOST_LEVELS = 48
 """Most levels of a JSON value: Parquet holds about as many."""
-MOST_COLUMNS = 10_000
-"""Most keys over all lines of a file."""
-SHOWN_CHARACTERS = 40
+MOST_SHOWN = 40
 """Most characters of a bad value in a message."""
 BOM = b"\xef\xbb\xbf"
 """Mark at the beginning of a UTF-8 file, which some editors write; it is no part of the text."""
-OTHER_FORMATS = {
-    b"\xff\xfe": ("UTF-16", "write it as UTF-8"),
-    b"\xfe\xff": ("UTF-16", "write it as UTF-8"),
-    b"PAR1": ("Parquet", "end its name with .parquet"),
-    b"ARROW1": ("Arrow", "end its name with .arrow"),
-    b"\x1f\x8b": ("compressed by gzip", "end its name with .gz"),
-    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "end its name with .zst"),
-    b"PK\x03\x04": ("a ZIP archive or a spreadsheet", "unpack it, or save it as CSV"),
-}
-"""What files are that begin with these bytes, and what to do with one that is named as a text file."""
-FEATHER_1, ARROW_MAGIC, ARROW_HEAD_BYTES = b"FEA1", b"ARROW1", 8
+ARROW_MAGIC, ARROW_HEAD_BYTES = b"ARROW1", 8
 csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE_BYTES))  # a field may hold a whole document
-_MEANINGS = (
-    ("unexpected end of data", "a quoted field begins and does not end"),
-    ("new-line character seen", "a carriage return stands alone in it: end lines with a line feed"),
-)
-"""Beginnings of what Python's csv says, and what is meant by it here."""
 
 Record: TypeAlias = tuple[int, Any, str | None, int]
 """The line of a record, its values or None, what is wrong with it, and its bytes."""
@@ -73,17 +56,13 @@ def batches_of_file(
     if form.kind == "Arrow":
         return _arrow_batches(source)
     if form.kind == "JSON Lines":
-        return _json_batches(json_records(text_lines(source, path)), path, types)
+        return _json_batches(text_lines(source, path), path, types)
     return _csv_batches(text_lines(source, path), path, "\t" if form.ending == ".tsv" else ",", types)
 
 
 def text_lines(source: io.BufferedReader, path: str) -> Iterator[bytes]:
-    """Yield the lines of a text file, without its BOM; raises InputError for a file of another kind."""
-    head = source.peek(max(map(len, OTHER_FORMATS)))
-    for mark, (what, hint) in OTHER_FORMATS.items():
-        if head.startswith(mark):
-            raise InputError(f"{path}: is {what}", hint=hint)
-    if head.startswith(BOM):
+    """Yield the lines of a text file, without its BOM; raises InputError for a line that is too long."""
+    if source.peek(len(BOM)).startswith(BOM):
         source.read(len(BOM))
     number = 0
     while line := source.readline(LONGEST_LINE_BYTES):
@@ -115,7 +94,7 @@ def batch_of(
     kinds: Sequence[pa.DataType | None],
 ) -> pa.RecordBatch:
     """Return records as a batch with PROBLEM; a column without a type gets that of its values."""
-    problems = {at: problem for at, (_, _, problem, _) in enumerate(chunk) if problem}
+    problems = [problem for _, _, problem, _ in chunk]
     arrays = []
     for name, values, kind in zip(names, columns, kinds, strict=True):
         if kind is None:
@@ -123,11 +102,13 @@ def batch_of(
             continue
         array, misfits = _typed(values, kind)
         arrays.append(array)
-        problems = {at: f"column {name!r}: {why}" for at, why in misfits.items()} | problems
-    texts = [
-        f"{path}: line {chunk[at][0]}: {problems[at]}" if at in problems else None for at in range(len(chunk))
+        for at, why in misfits.items():
+            problems[at] = problems[at] or f"column {name!r}: {why}"
+    told = [
+        problem and f"{path}: line {line}: {problem}"
+        for (line, *_), problem in zip(chunk, problems, strict=True)
     ]
-    arrays.append(pa.array(texts, pa.string()) if problems else pa.nulls(len(chunk)))
+    arrays.append(pa.array(told))
     return pa.RecordBatch.from_arrays(arrays, names=[*names, PROBLEM])
 
 
@@ -140,37 +121,29 @@ def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int
     if pa.types.is_string(kind):
         return pa.array(texts, kind), {}
     texts = [(text and text.strip()) or None for text in texts]
+    misfits: dict[int, str] = {}
     try:
-        return pa.array(texts, pa.string()).cast(kind), {}
-    except pa.ArrowException:
-        problems = {
-            at: f"{_shown(text)} is not {kind}" for at, text in enumerate(texts) if not _fits(text, kind)
-        }
-    good = [None if at in problems else text for at, text in enumerate(texts)]
-    return pa.array(good, pa.string()).cast(kind), problems
-
-
-def _fits(text: str | None, kind: pa.DataType) -> bool:
-    try:
-        pa.scalar(text, pa.string()).cast(kind)
-    except pa.ArrowException:
-        return False
-    return True
-
-
-def _shown(text: str | None) -> str:
-    text = text or ""
-    return repr(text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…")
+        return pa.array(texts, pa.string()).cast(kind), misfits
+    except pa.ArrowException:  # one of them at least does not fit
+        for at, text in enumerate(texts):
+            try:
+                pa.scalar(text, pa.string()).cast(kind)
+            except pa.ArrowException:
+                misfits[at] = f"{text!r:.{MOST_SHOWN}} is not {kind}"
+                texts[at] = None
+    return pa.array(texts, pa.string()).cast(kind), misfits
 
 
 def _csv_batches(
     lines: Iterator[bytes], path: str, delimiter: str, types: Mapping[str, str]
 ) -> Iterator[pa.RecordBatch]:
     records = _csv_records(lines, path, delimiter)
-    line, header, problem, _ = next(records, (0, None, None, 0))
+    line, header, problem, _ = next(records, (1, None, "is missing", 0))
     if header is None:
-        told = f"line {line}: the header {problem}" if problem else "has no header"
-        raise InputError(f"{path}: {told}", hint="the first line of a CSV file names its columns", mark=";")
+        raise InputError(
+            f"{path}: line {line}: the header {problem}",
+            hint="the first line of a CSV file names its columns",
+        )
     kinds = [TYPES[types.get(name, "string")] for name in header]
     yield batch_of(path, [], header, [[] for _ in header], kinds)
     nothing = [None] * len(header)
@@ -189,11 +162,9 @@ def _csv_records(lines: Iterator[bytes], path: str, delimiter: str) -> Iterator[
         try:
             cells = next(reader, None)
         except csv.Error as failure:
-            said = next(
-                (meaning for start, meaning in _MEANINGS if str(failure).startswith(start)), str(failure)
-            )
             raise InputError(
-                f"{path}: line {line}: {said}", hint="correct it, or write the file as Parquet"
+                f"{path}: the record at line {line}: {failure}",
+                hint="correct its quotes, or write the file as Parquet",
             ) from None
         if cells is None:
             return
@@ -212,38 +183,37 @@ def _of_width(records: Iterable[Record], width: int) -> Iterator[Record]:
             yield line, cells, problem, size
 
 
-def json_records(lines: Iterable[bytes]) -> Iterator[Record]:
+def _json_records(lines: Iterable[bytes]) -> Iterator[Record]:
     """Yield the object on each line."""
     for number, line in enumerate(lines, 1):
         if text := line.strip():
-            yield (number, *_object_in(text), len(line))
+            value, problem = None, None
+            try:
+                value = orjson.loads(text)
+            except orjson.JSONDecodeError as failure:
+                problem = f"not valid JSON: {failure.msg} (character {failure.pos + 1})"
+            else:
+                if not isinstance(value, dict):
+                    problem = "not a JSON object"
+                elif text.count(b"[") + text.count(b"{") > MOST_LEVELS and has_more_levels(
+                    value, MOST_LEVELS
+                ):
+                    problem = f"nested deeper than {MOST_LEVELS}"
+            yield number, None if problem else value, problem, len(line)
 
 
-def _object_in(line: bytes) -> tuple[dict[str, Any] | None, str | None]:
-    """Return the object on a line, or what is wrong with it."""
-    try:
-        value = orjson.loads(line)
-    except orjson.JSONDecodeError as failure:
-        return None, f"not valid JSON: {failure.msg} (character {failure.pos + 1})"
-    if not isinstance(value, dict):
-        return None, "not a JSON object"
-    if line.count(b"[") + line.count(b"{") > MOST_LEVELS and has_more_levels(value, MOST_LEVELS):
-        return None, f"nested deeper than {MOST_LEVELS}"
-    return value, None
+def _may_be_deep(text: bytes) -> bool:
+    return text.count(b"[") + text.count(b"{") > MOST_LEVELS
 
 
-def _json_batches(records: Iterable[Record], path: str, types: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
+def _json_batches(lines: Iterable[bytes], path: str, types: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
     """Yield JSON Lines as batches. A key that a line lacks is null there."""
-    known: dict[str, None] = {}
     found, first = False, None
-    for chunk in in_chunks(records):
+    for chunk in in_chunks(_json_records(lines)):
         first = first or next((record for record in chunk if record[2]), None)
         found = found or any(record[2] is None for record in chunk)
         rows = [values or {} for _, values, _, _ in chunk]
         names = list(dict.fromkeys(key for row in rows for key in row))
-        known |= dict.fromkeys(names)
-        if len(known) > MOST_COLUMNS:
-            raise InputError(f"{path}: line {chunk[-1][0]}: has more than {MOST_COLUMNS} different keys")
         kinds = [TYPES[types[name]] if name in types else None for name in names]
         yield batch_of(path, chunk, names, [[row.get(name) for row in rows] for name in names], kinds)
     if not found:
@@ -255,10 +225,7 @@ def _json_batches(records: Iterable[Record], path: str, types: Mapping[str, str]
 
 
 def _arrow_batches(source: io.BufferedReader) -> Iterator[pa.RecordBatch]:
-    head = source.peek(ARROW_HEAD_BYTES)
-    if head.startswith(FEATHER_1):
-        raise pa.ArrowInvalid("it is of Feather's version 1: write it as version 2")
-    if head.startswith(ARROW_MAGIC):  # the stream of an IPC file stands behind it
+    if source.peek(ARROW_HEAD_BYTES).startswith(ARROW_MAGIC):  # the stream of an IPC file stands behind it
         source.read(ARROW_HEAD_BYTES)
     with pa.ipc.open_stream(source) as stream:
         yield pa.RecordBatch.from_arrays([pa.nulls(0, f.type) for f in stream.schema], schema=stream.schema)

@@ -24,7 +24,7 @@ from batchrunner.engines.registry import make_engine
 from batchrunner.engines.vector_facts import check_dimensions_of_launched, check_dimensions_of_open
 from batchrunner.input.dataset import Dataset
 from batchrunner.input.live_rows import LiveRenderer
-from batchrunner.input.parquet_copy import about_rows, write_rows
+from batchrunner.input.parquet_copy import write_rows
 from batchrunner.input.tables import batches_of, rows_known
 from batchrunner.job.answers import plan_answers
 from batchrunner.job.call import LibraryCall
@@ -170,8 +170,6 @@ class StreamCall:
     async def in_run_directory(self, output: Path) -> AsyncGenerator[dict[str, Any]]:
         """Yield rows as they end, and store them in a run directory; rows of earlier starts come first."""
         async with contextlib.AsyncExitStack() as stack:
-            if not self._paths:
-                stack.enter_context(about_rows(RunDir(output).given))
             paths = self._paths or [await self._keep_rows(output, stack)]
             dataset = await asyncio.to_thread(Dataset, paths, RunDir(output).path.resolve())
             job = self._call.job(dataset.schema, paths, output)

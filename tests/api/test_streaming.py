@@ -56,17 +56,6 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # --- rows ---
 
 
-async def test_a_column_that_is_given_twice_names_no_file_of_ours(tmp_path: Path) -> None:
-    """The rows came from the program, also where a run directory keeps them."""
-    arrays = [pa.array(["a"]), pa.array(["b"]), pa.array([1])]
-    table = pa.Table.from_arrays(arrays, names=["text", "text", "n"])
-    calls: list[dict[str, Any]] = [{"prompt": "{{ text }}"}, {"prompt": "{{ n }}", "columns": ["text"]}]
-    said = r"^rows: has 2 columns 'text': (prompt|input)\.\w+ can mean one"
-    for number, call in enumerate(calls):
-        with pytest.raises(InputError, match=said):
-            await all_of(table, output=tmp_path / str(number), engine="simulated", **call)
-
-
 async def test_a_row_has_the_columns_of_a_result(server: FakeSGLang) -> None:
     """A row is a dict with its number, its carried columns and the columns of a result."""
     rows = await all_of(["a", "b"], prompt=TEXT, engine=server.url, columns=["text"])

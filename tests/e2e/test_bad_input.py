@@ -34,17 +34,6 @@ def test_missing_input(tmp_path: Path, server: FakeSGLang) -> None:
     assert server.sent == []
 
 
-def test_misspelt_input(tmp_path: Path) -> None:
-    """A file whose name is nearly right is named."""
-    (tmp_path / "documents.csv").write_text("text\na\n")
-    place = tmp_path / "docments.csv"
-    told(
-        refusal(job_of(tmp_path, input={"path": str(place)}), tmp_path),
-        place,
-        f"did you mean '{tmp_path}/documents",
-    )
-
-
 def test_another_format(tmp_path: Path) -> None:
     """A spreadsheet is not called a broken Parquet file only: the endings that are read are named."""
     (tmp_path / "sheet.xlsx").write_bytes(b"PK\x03\x04 and more of a spreadsheet")
@@ -56,20 +45,12 @@ def test_another_format(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("path", "problem"), [("*.parquet", "no file matches"), ("", "no *.parquet file in this directory")]
-)
-def test_no_input_files(tmp_path: Path, path: str, problem: str) -> None:
+@pytest.mark.parametrize("path", ["*.parquet", ""])
+def test_no_input_files(tmp_path: Path, path: str) -> None:
     """A glob or a directory without a file is named as it was written."""
     (tmp_path / "in").mkdir()
     place = f"{tmp_path}/in/{path}"
-    told(refusal(job_of(tmp_path, input={"path": place}), tmp_path), place, problem)
-
-
-def test_empty_file(tmp_path: Path) -> None:
-    """A file of 0 bytes, as a broken copy leaves it, is said to be one."""
-    (tmp_path / "input.parquet").touch()
-    told(refusal(job_of(tmp_path), tmp_path), tmp_path / "input.parquet", "is empty (0 bytes)")
+    told(refusal(job_of(tmp_path, input={"path": place}), tmp_path), place, "no Parquet file there")
 
 
 @pytest.mark.parametrize("within", ["", "in"])
@@ -232,13 +213,13 @@ def test_a_reserved_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("extra", [{"more": [1, 2]}, {"text": [1, 2]}, {}])
 def test_differing_schemas(tmp_path: Path, extra: dict[str, Any]) -> None:
-    """Files that disagree on a column that the job uses are refused, both of them named."""
+    """Files that disagree on a column that the job uses are refused."""
     for name in "ab":
         columns = extra if name == "b" else {"text": ["x", "y"]}
         (tmp_path / "in").mkdir(exist_ok=True)
         pq.write_table(pa.table({"id": [1, 2], **columns}), tmp_path / "in" / f"{name}.parquet")
     message = refusal(job_of(tmp_path, input={"path": str(tmp_path / "in")}), tmp_path)
-    told(message, tmp_path / "in" / "b.parquet", tmp_path / "in" / "a.parquet", "'text'")
+    told(message, tmp_path / "in" / "b.parquet", "'text'")
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -259,16 +240,6 @@ def test_a_name_of_two_columns_in_a_table() -> None:
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["t", "t"])
     with pytest.raises(InputError, match="has 2 columns 't'"):
         batchrunner.generate(table, prompt="{{ t }}", engine=INSTANT)
-
-
-def test_a_type_that_arrow_cannot_pick(tmp_path: Path, server: FakeSGLang) -> None:
-    """A column whose values could not be written beside the answers is refused before there are any."""
-    views = pa.array(["x", "y"], pa.string_view())
-    odd = pa.ExtensionArray.from_storage(pa.opaque(pa.string_view(), "odd", "somebody"), views)
-    pq.write_table(pa.table({"text": ["a", "b"], "odd": odd}), tmp_path / "input.parquet")
-    message = refusal(job_of(tmp_path, server, input={"columns": ["odd"]}), tmp_path)
-    told(message, "input.columns: column 'odd' has a type that Arrow cannot pick rows of: extension<")
-    assert server.sent == []
 
 
 @pytest.mark.parametrize(

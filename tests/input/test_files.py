@@ -1,25 +1,21 @@
-"""Input paths, patterns and URIs name files, in an order of their own."""
+"""Input paths and patterns name files, in an order of their own."""
 
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-import pyarrow.fs as pafs
-import pytest
-
 import batchrunner
-from batchrunner.core.errors import InputError
 from tests.conftest import (
     job_of,
     results_of,
     write_rows,
 )
-from tests.support.bucket_paths import BUCKET_PATHS
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 ABC = [("c", 6), ("a", 0), ("b", 3)]
@@ -53,54 +49,3 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path, monkeypatch: py
     assert [row["id"] for row in results_of(job)] == [0, 1, 2]
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [file["path"] for file in run["fingerprint"]["files"]] == ["in/a.parquet"]
-
-
-class Bucket:
-    """Stands for `pyarrow.fs.FileSystem`, with directories as buckets: s3://NAME/… is TOP/NAME/…."""
-
-    def __init__(self, top: Path) -> None:
-        self._top = top
-
-    def from_uri(self, uri: str) -> tuple[pafs.FileSystem, str]:
-        bucket, _, path = uri.removeprefix("s3://").partition("/")
-        return pafs.SubTreeFileSystem(str(self._top / bucket), pafs.LocalFileSystem()), path
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A bucket with what a failed Spark job leaves behind beside what another wrote; pyarrow reads it."""
-    monkeypatch.setattr("batchrunner.input.files.has_client", lambda: False)
-    remote = SimpleNamespace(**{**vars(pafs), "FileSystem": Bucket(tmp_path)})
-    monkeypatch.setattr("batchrunner.input.files.pafs", remote)
-    for number, name in enumerate(["year=1/a", "year=2/b", "_temporary/0/year=2/b", "other"]):
-        top = tmp_path / "bucket" / ("in" if "/" in name else "")
-        write_rows(top / f"{name}.parquet", 1, first=number)
-    (tmp_path / "bucket" / "in" / "_SUCCESS").touch()
-    return tmp_path / "bucket"
-
-
-@pytest.mark.parametrize(("path", "ids"), BUCKET_PATHS)
-def test_uris(tmp_path: Path, bucket: Path, path: str, ids: list[int]) -> None:
-    """A URI names a file, a directory, in which hidden ones do not count, or files by a pattern."""
-    job = job_of(tmp_path, input={"path": f"s3://bucket/{path}", "columns": ["id"]})
-    batchrunner.run(job)
-    assert [row["id"] for row in results_of(job)] == ids
-
-
-@pytest.mark.parametrize(
-    ("paths", "problem"),
-    [
-        (["s3://bucket/on"], "s3://bucket/on: no Parquet file there"),
-        (["s3://bucket/in/*.csv"], "s3://bucket/in/*.csv: no Parquet file there"),
-        (
-            ["s3://bucket/in", "s3://bucket2/in"],
-            "s3://bucket2/in: lies on another file system than s3://buck",
-        ),
-        (["s3://bucket/in", "in.parquet"], "in.parquet: lies on another file system than s3://bucket/in"),
-    ],
-)
-def test_uris_that_name_no_input(tmp_path: Path, bucket: Path, paths: list[str], problem: str) -> None:
-    """A URI without files is refused, and so are paths that one file system does not have all of."""
-    with pytest.raises(InputError) as refused:
-        batchrunner.run(job_of(tmp_path, input={"path": paths}))
-    assert problem in str(refused.value)
