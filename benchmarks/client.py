@@ -97,7 +97,7 @@ def cpu_s() -> float:
 
 def bare(job_file: str, *, fast_loop: bool) -> dict[str, Any]:
     """Prepare the very bodies that the runner would send, then post them."""
-    job = load_job(job_file, environ={})
+    job = load_job(job_file)
     assert isinstance(job.engine, AttachEngine)
     made = prepare(job)
     items = (item for batch in made.batches(made.selected()) for item in batch)

@@ -107,7 +107,7 @@ def test_a_job_is_valid(block: Block) -> None:
     """Each document of a block of YAML is a job, or sections of one: the schema takes it."""
     for tree in yaml.safe_load_all(block.text):
         if block.reason is None or set(tree) <= set(Job.model_fields):
-            load_job(completed(tree), environ={})
+            load_job(completed(tree))
 
 
 def completed(tree: dict[str, Any]) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def test_named_files_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "jobs.md"], ids=name_of)
 def test_the_example_is_a_job(page: Path) -> None:
     """The job file that a page shows is valid and whole."""
-    load_job(yaml.safe_load(code(page, "yaml")), environ={})
+    load_job(yaml.safe_load(code(page, "yaml")))
 
 
 def targets() -> set[str]:

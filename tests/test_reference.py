@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 MADE = pages()
 KEY = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 NO_VARIABLES = {
-    "BATCHRUN__": "the beginning of BATCHRUN__A__B",
     "CUBLAS_STATUS_ALLOC_FAILED": "a line in a log",
     "RTX_6000_ADA": "the name of a card",
     "LABEL_": "the beginning of the name of a class",
@@ -73,7 +72,7 @@ def test_a_job_field_has_a_description_and_an_example(path: str) -> None:
         "output": {"path": "run"},
         "engine": {"kind": "simulated"},
     }
-    load_job({**whole, **example(name, kind)}, environ={})
+    load_job({**whole, **example(name, kind)})
 
 
 def test_no_example_is_left_over() -> None:

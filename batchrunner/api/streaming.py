@@ -6,7 +6,7 @@ from typing import Any
 
 from batchrunner.api.runs import engine_of
 from batchrunner.input.tables import Data, Row, paths_of
-from batchrunner.job.call import GenerateCall, LibraryCall, task_call
+from batchrunner.job.call import LibraryCall
 from batchrunner.job.load import EngineLike
 from batchrunner.job.spec import LimitsSpec, OnLength
 from batchrunner.job.tasks import GENERATE, TaskName
@@ -58,34 +58,21 @@ def stream(
         opened.refuse_other_task(task)
 
     files = paths_of(rows)
-    call: LibraryCall
-    if task == GENERATE and not task_options:
-        call = GenerateCall(
-            engine=spec,
-            prompt=prompt,
-            columns=columns,
-            limits=limits,
-            parse=parse,
-            sampling=sampling,
-            answers=answers,
-            explode=explode,
-            check=check,
-            on_length=on_length,
-            own_rows=files is None,
-        )
-    else:
-        others = {"parse": parse, "sampling": sampling, "check": check, "on_length": on_length}
-        asked = {"columns": list(answers), "explode": explode}
-        call = task_call(
-            task,
-            task_options,
-            engine=spec,
-            prompt=prompt,
-            columns=columns,
-            limits=limits,
-            fields={name: value for name, value in asked.items() if value},
-            more={name: value for name, value in others.items() if value is not None},
-        )
+    call = LibraryCall(
+        engine=spec,
+        prompt=prompt,
+        columns=columns,
+        limits=limits,
+        task=task,
+        options=task_options or {},
+        parse=parse,
+        sampling=sampling,
+        answers=answers,
+        explode=explode,
+        check=check,
+        on_length=on_length,
+        own_rows=files is None,
+    )
     display = make_displays(progress=progress, on_progress=on_progress)
     running = StreamCall(rows, files, call, opened.loop if opened else None, display)
     return running.in_memory() if output is None else running.in_run_directory(Path(output))

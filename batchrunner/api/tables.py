@@ -17,7 +17,7 @@ from batchrunner.input.parquet_copy import write_rows
 from batchrunner.input.render import Renderer
 from batchrunner.input.tables import Data, batches_of, paths_of
 from batchrunner.job.answers import plan_answers
-from batchrunner.job.call import GenerateCall, LibraryCall, TaskCall
+from batchrunner.job.call import LibraryCall
 from batchrunner.job.load import EngineLike
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job, LimitsSpec, OnLength
@@ -106,7 +106,7 @@ def generate(
     """
     display = make_displays(progress=progress, on_progress=on_progress)
     opened, spec = engine_of(engine)
-    call = GenerateCall(
+    call = LibraryCall(
         engine=spec,
         prompt=prompt,
         columns=columns,
@@ -148,13 +148,13 @@ def embed(
     """
     display = make_displays(progress=progress, on_progress=on_progress)
     opened, spec = engine_of(engine)
-    call = TaskCall(
+    call = LibraryCall(
         task="embed",
         engine=spec,
         prompt=prompt,
         columns=columns,
         limits=limits,
-        fields={"dtype": dtype, "normalize": normalize, "dimensions": dimensions},
+        options={"dtype": dtype, "normalize": normalize, "dimensions": dimensions},
     )
     return results_of(rows, call, opened, display)
 
@@ -189,15 +189,13 @@ def score(
     display = make_displays(progress=progress, on_progress=on_progress)
     given = choices if choices is None or isinstance(choices, str) else list(choices)
     opened, spec = engine_of(engine)
-    call = TaskCall(
+    call = LibraryCall(
         task="score",
         engine=spec,
         prompt=prompt,
         columns=columns,
         limits=limits,
-        fields={"softmax": softmax},
-        labels=labels,
-        items={} if given is None else {"choices": given},
+        options={"labels": labels, "choices": given, "softmax": softmax},
     )
     return results_of(rows, call, opened, display)
 
@@ -225,12 +223,12 @@ def rerank(
     """
     display = make_displays(progress=progress, on_progress=on_progress)
     opened, spec = engine_of(engine)
-    call = TaskCall(
+    call = LibraryCall(
         task="rerank",
         engine=spec,
         prompt=prompt,
         columns=columns,
         limits=limits,
-        items={"documents": documents},
+        options={"documents": documents},
     )
     return results_of(rows, call, opened, display)

@@ -157,15 +157,6 @@ class TaskLockLostError(StorageError):
     advice = "let the other process go on; `batchrun status RUN` shows it"
 
 
-class WrongValueError(ValueError):
-    """A value of the job is refused by a rule of ours; pydantic reports it, and `JobError` tells it."""
-
-    def __init__(self, message: str, *, hint: str, mark: Literal[":", ";"] = ":") -> None:
-        """Take the parts as `BatchrunError` does."""
-        super().__init__(_one_line(message, hint, mark))
-        self.hint = hint
-
-
 class StoreRequestError(OSError):
     """A request to an object store failed; its text says why in a few words."""
 

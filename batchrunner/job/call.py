@@ -1,7 +1,6 @@
 """The job of a call of the library, or of `batchrun batch`, from its arguments."""
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,161 +12,76 @@ import pyarrow.types as pt
 from batchrunner.core.errors import InputError, JobError
 from batchrunner.core.media import KIND_OF_FIELD, PDF_FIELD
 from batchrunner.job.engine import EngineSpec
-from batchrunner.job.fields import user_path
-from batchrunner.job.load import load_job, parse_engine, read_job_file
+from batchrunner.job.load import load_job, read_job_file
 from batchrunner.job.spec import Job, LimitsSpec, OnLength
-from batchrunner.job.tasks import GENERATE, TASKS, TaskName, last_part
+from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
 log = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Callable[..., Any]
 """A template, the `prompt` part of a job, or a function that makes the prompt of a row."""
 
-_FILES = {field: "column" if field == PDF_FIELD else "columns" for field in KIND_OF_FIELD}
-"""Parts of a prompt that name columns with files, and the field that does."""
 _INDEX = "__index_level_"
 """Beginning of the name of a column that pandas makes of an index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LibraryCall(ABC):
+class LibraryCall:
     """A call of the library, without its rows; the fields are its arguments."""
 
     engine: EngineSpec
-    prompt: Prompt | None
-    columns: Sequence[str]
-    limits: Mapping[str, Any] | LimitsSpec | None
+    prompt: Prompt | None = None
+    """A text is the template of the user message; of a task without decoding that of the text, or its column.
+    None for the only text column."""
+    columns: Sequence[str] = ()
+    limits: Mapping[str, Any] | LimitsSpec | None = None
+    task: TaskName = GENERATE
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """The fields that the task has and generating lacks, by the last parts of their names: `dtype`."""
+    parse: object = None
+    sampling: Mapping[str, Any] | None = None
+    answers: Sequence[str] = ()
+    explode: bool = False
+    check: Mapping[str, Any] | None = None
+    on_length: OnLength | None = None
+    own_rows: bool = False
+    """Whether rows are the program's own, whose files of images, audio and videos may be anywhere."""
 
     def job(self, schema: pa.Schema, paths: Sequence[str], output: Path) -> Job:
         """Return the job that reads `paths`, with these columns, and writes into the directory `output`.
 
-        No variable of the environment changes it. Raises JobError, and InputError where there is no prompt.
+        Raises JobError, and InputError where there is no prompt.
         """
         prompt = default_prompt(schema) if self.prompt is None else self.prompt
-        if isinstance(self.columns, str):
-            raise JobError("columns", hint=f"give a list of names, such as [{self.columns!r}]")
+        if not isinstance(prompt, Mapping):
+            template = "user" if self.task == GENERATE else "text"
+            prompt = {template if isinstance(prompt, str) else "python": prompt}
+        if self.own_rows:
+            prompt = {name: _anywhere(name, part) for name, part in prompt.items()}
         limits = self.limits
         if isinstance(limits, LimitsSpec):
             limits = limits.model_dump(exclude_unset=True)
-        tree = {
-            "input": {"path": list(paths), "columns": list(self.columns)},
+        tree: dict[str, Any] = {
+            "task": self.task,
+            "input": {"path": list(paths), "columns": self.columns},
+            "prompt": dict(prompt),
+            "sampling": self.sampling or {},
+            "parse": self.parse,
+            "check": self.check or {},
+            "on_length": self.on_length,
+            "output": {"path": str(output), "columns": self.answers, "explode": self.explode},
             "engine": self.engine.model_dump(exclude_unset=True),
             "limits": limits or {},
-            **self._parts(prompt, str(output)),
         }
-        return load_job(tree, environ={})
-
-    @abstractmethod
-    def _parts(self, prompt: Prompt, output: str) -> dict[str, Any]:
-        """Return the other parts of the job; raises JobError."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateCall(LibraryCall):
-    """A call of `generate` or `stream`; a text as `prompt` is the template of the user message.
-
-    With `own_rows` the rows are the program's own, whose files of images, audio and videos may be anywhere.
-    """
-
-    parse: object
-    sampling: Mapping[str, Any] | None
-    answers: Sequence[str]
-    explode: bool
-    check: Mapping[str, Any] | None
-    on_length: OnLength | None
-    own_rows: bool
-
-    def _parts(self, prompt: Prompt, output: str) -> dict[str, Any]:
-        if isinstance(self.answers, str):
-            raise JobError("answers", hint=f"give a list of columns, such as [{self.answers!r}]")
-        if isinstance(prompt, Mapping) and prompt.get("batch") is not None:
-            raise JobError(
-                "prompt.batch: no part of a call",
-                hint="a batch file is run by `batchrun batch`, or as a job by batchrunner.run",
-            )
-        if not isinstance(prompt, Mapping):
-            prompt = {"user": prompt} if isinstance(prompt, str) else {"python": prompt}
-        if self.own_rows:
-            prompt = {name: _anywhere(name, part) for name, part in prompt.items()}
-        return {
-            "prompt": prompt,
-            "sampling": self.sampling or {},
-            "output": {"path": output, "columns": list(self.answers), "explode": self.explode},
-            **({} if self.parse is None else {"parse": self.parse}),
-            **({"check": self.check} if self.check else {}),
-            **({"on_length": self.on_length} if self.on_length else {}),
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskCall(LibraryCall):
-    """A call of `embed` or the like; a text as `prompt` is the template of a text, or the column with it.
-
-    `items` are further parts of the job's prompt, such as the documents; `fields` those of its output.
-    """
-
-    task: TaskName
-    items: Mapping[str, Any] = field(default_factory=dict)
-    fields: Mapping[str, Any] = field(default_factory=dict)
-    labels: Sequence[str | int] | None = None
-    more: Mapping[str, Any] = field(default_factory=dict)
-    """Further parts of the job, which the task may refuse."""
-
-    def _parts(self, prompt: Prompt, output: str) -> dict[str, Any]:
-        if isinstance(self.labels, str):
-            raise JobError("labels", hint=f"give a list, such as [{self.labels!r}]")
-        if not isinstance(prompt, Mapping):
-            prompt = {"text": prompt} if isinstance(prompt, str) else {"python": prompt}
-        return {
-            "task": self.task,
-            "prompt": {**prompt, **self.items},
-            **({} if self.labels is None else {"labels": list(self.labels)}),
-            "output": {"path": output, **self.fields},
-            **self.more,
-        }
-
-
-def task_call(
-    task: TaskName,
-    options: Mapping[str, Any] | None,
-    *,
-    engine: EngineSpec,
-    prompt: Prompt | None,
-    columns: Sequence[str],
-    limits: Mapping[str, Any] | LimitsSpec | None,
-    fields: Mapping[str, Any],
-    more: Mapping[str, Any],
-) -> TaskCall:
-    """Return the call of a task by the arguments that only tasks have, its `options`; raises JobError.
-
-    `fields` are others of the job's output, and `more` further parts of the job.
-    """
-    kind = TASKS.get(task)
-    if task == GENERATE:
-        raise JobError("task_options: they go with a task without decoding", hint="name the task")
-    if kind is None:
-        raise JobError(f"task {task!r}", hint=f"give one of {', '.join((GENERATE, *TASKS))}")
-    given = dict(options or {})
-    places = {last_part(name): name for name in kind.takes}
-    for name in given:
-        if name not in places:
-            raise JobError(
-                f"task_options: {name!r} is none of task: {task}",
-                hint=f"it takes {', '.join(places) or 'none'}",
-            )
-    of_output = {name: value for name, value in given.items() if places[name].startswith("output.")}
-    of_prompt = {name: value for name, value in given.items() if places[name].startswith("prompt.")}
-    return TaskCall(
-        task=task,
-        engine=engine,
-        prompt=prompt,
-        columns=columns,
-        limits=limits,
-        items=of_prompt,
-        fields={**of_output, **fields},
-        labels=given.get("labels"),
-        more=more,
-    )
+        fields = TASKS[self.task].takes if self.task in TASKS else ()
+        places = {place.rpartition(".")[2]: place for place in fields}
+        for name, value in self.options.items():
+            if name not in places:
+                takes = ", ".join(places) or "none"
+                raise JobError(f"task_options: {name!r} with task: {self.task}", hint=f"it takes {takes}")
+            section, _, key = places[name].rpartition(".")
+            (tree[section] if section else tree)[key] = value
+        return load_job(tree)
 
 
 def default_prompt(schema: pa.Schema) -> str:
@@ -192,22 +106,20 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _anywhere(name: str, part: Any) -> Any:
     """Return a part of a prompt so that paths of files may lead anywhere, unless it names a folder."""
-    if name not in _FILES or part is None:
+    if name not in KIND_OF_FIELD or part is None:
         return part
-    if isinstance(part, (str, list, tuple)):
-        part = {_FILES[name]: part if isinstance(part, str) and name == PDF_FIELD else _list(part)}
-    return {"folder": "/", **part} if isinstance(part, Mapping) else part
+    if not isinstance(part, Mapping):
+        part = {"column" if name == PDF_FIELD else "columns": part}
+    return {"folder": "/", **part}
 
 
-def _list(names: Any) -> list[Any]:
-    return [names] if isinstance(names, str) else list(names)
-
-
-KEPT = {"engine", "limits", "order", "window", "queue", "dedupe", "bundle", "storage"}
-"""Parts of a base job that hold for a batch file; of `output` those of OUTPUT_KEPT do."""
+_OF_BASE = {
+    "engine", "limits", "order", "window", "queue", "dedupe", "bundle", "storage", "output.part_rows",
+    "output.durable", "input.limit",
+}  # fmt: skip
+"""Parts of a job that hold for a batch file, from a base job or `--set`."""
 CUSTOM_ID = "custom_id"
 """The column that the results name their requests by."""
-OUTPUT_KEPT = {"part_rows", "durable"}
 
 
 def job_of_batch(
@@ -226,59 +138,29 @@ def job_of_batch(
     order and window hold too. A line that is no request keeps the run from beginning unless `lenient`. By
     default any number of lines may fail. Raises JobError.
     """
-    given = [name for name, value in (("--model", model), ("--url", urls), ("--job", base)) if value]
-    if len(given) != 1:
-        got = " and ".join(given) or "none of --model, --url and --job"
-        raise JobError(f"engine: got {got}", hint="give one of --model, --url and --job")
-    tree: dict[str, Any] = {} if base is None else _base(base)
-    if base is None:
-        engine = parse_engine(model or list(urls))
-        tree["engine"] = engine.model_dump(exclude_unset=True)
-    output, limits = (_mapping(tree, name) for name in ("output", "limits"))
-    tree |= {
-        "input": {"path": requests, "columns": [CUSTOM_ID]},
-        "prompt": {"batch": "lenient" if lenient else "strict"},
-        "output": {**output, "path": run},
-        "limits": {"max_failed_rows": 1.0, "abort_failed_share": 1.0, **limits},
-    }
-    job = load_job(tree, overrides=overrides, name=_named(base) if base else "batch")
-    _refuse_other_files(job, requests, run)
-    return job
-
-
-def _refuse_other_files(job: Job, requests: str, run: str) -> None:
-    """Raise JobError for a job whose results could not be published, since it is not about these files."""
-    source = job.input
-    as_given = {
-        "input.path": source.path == user_path(requests),
-        "output.path": job.output.path == user_path(run),
-        "prompt": job.prompt.batch is not None,
-        "input.columns": CUSTOM_ID in source.columns,
-        "input.rename": CUSTOM_ID not in source.rename,
-    }
-    for name, holds in as_given.items():
-        if not holds:
-            raise JobError(f"{name}: the command sets it itself", hint="leave it out of --set")
-
-
-def _named(path: str) -> str:
-    return "standard input" if path == "-" else path
-
-
-def _base(path: str) -> dict[str, Any]:
-    """Return the parts of a job file that hold for a batch file; unknown ones too, which are refused."""
-    tree = read_job_file(path)
-    output = _mapping(tree, "output")
-    left_out = [name for name in tree if name in Job.model_fields and name not in {*KEPT, "output"}]
+    if sum(map(bool, (model, urls, base))) != 1:
+        raise JobError("engine", hint="give one of --model, --url and --job")
+    for override in overrides:
+        name = override.partition("=")[0].strip()
+        if not {name, name.partition(".")[0]} & _OF_BASE:
+            raise JobError(f"--set {override}: no part of a batch", hint="leave it out")
+    name = "standard input" if base == "-" else base or "batch"
+    tree: dict[str, Any] = read_job_file(base) if base else {"engine": model or list(urls)}
+    for part in ("output", "limits"):
+        if not isinstance(tree.setdefault(part, {}), dict):
+            raise JobError(f"{part}: should be a mapping", hint="write keys below it")
+    left_out = [part for part in tree if part in Job.model_fields and part not in {*_OF_BASE, "output"}]
     if left_out:
         said = ", ".join(left_out)
-        log.info("%s: %s are left out: each line of the batch file has its own", _named(path), said)
-    kept = {name: value for name, value in tree.items() if name not in left_out}
-    return {**kept, "output": {name: value for name, value in output.items() if name in OUTPUT_KEPT}}
-
-
-def _mapping(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    part = tree.get(name)
-    if part is not None and not isinstance(part, dict):
-        raise JobError(f"{name}: should be a mapping (got {part!r})", hint="write keys below it")
-    return part or {}
+        log.info("%s: %s are left out: each line of the batch file has its own", name, said)
+    output, limits = tree["output"], tree["limits"]
+    tree = {part: value for part, value in tree.items() if part not in left_out} | {
+        "input": {"path": requests, "columns": [CUSTOM_ID]},
+        "prompt": {"batch": "lenient" if lenient else "strict"},
+        "output": {
+            **{key: value for key, value in output.items() if f"output.{key}" in _OF_BASE},
+            "path": run,
+        },
+        "limits": {"max_failed_rows": 1.0, "abort_failed_share": 1.0, **limits},
+    }
+    return load_job(tree, overrides=overrides, name=name)

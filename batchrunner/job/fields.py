@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -20,8 +20,6 @@ from pydantic import (
     WithJsonSchema,
     field_validator,
 )
-
-from batchrunner.core.errors import WrongValueError
 
 _DURATION = re.compile(
     r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?"
@@ -48,48 +46,19 @@ def _share(value: object) -> object:
     return number / 100 if value.strip().endswith("%") else value
 
 
-def refuse_equal(values: Sequence[object]) -> None:
-    """Raise ValueError where a value stands twice in a list."""
-    for place, value in enumerate(values):
-        if value in values[:place]:
-            raise ValueError(f"{value!r} stands there twice")
-
-
-_HOME = re.compile(r"\$(?:HOME|\{HOME\})(?=/|$)")
-_NAMED = re.compile(r"([A-Za-z_][\w.-]*=)([~$].*)", re.DOTALL)
-"""A value that an argument names itself, such as a LoRA adapter: `NAME=PATH`."""
+_HOME = re.compile(r"^\$(?:HOME|\{HOME\})(?=/|$)")
 
 
 def user_path(path: str) -> str:
-    """Return a path with the home directory for a leading `~`, `~user`, `$HOME` or `${HOME}`.
-
-    Any other text is returned as it is. Raises ValueError where the user has no home directory.
-    """
-    path = _HOME.sub("~", path, count=1) if _HOME.match(path) else path
-    if not path.startswith("~"):
-        return path
-    found = os.path.expanduser(path)  # noqa: PTH111 - Path would drop a final slash
-    if found.startswith("~"):
-        name = path.partition("/")[0]
-        raise WrongValueError(f"no home directory for {name}", hint=f"write ./{name} for a file of that name")
-    return found
+    """Return a path with the home directory for a leading `~`, `~user`, `$HOME` or `${HOME}`."""
+    return os.path.expanduser(_HOME.sub("~", path))  # noqa: PTH111 - Path would drop a final slash
 
 
 def user_paths(value: Any) -> Any:
-    """Return the value of an argument with the paths in it, also in lists and `NAME=PATH`, as `user_path`.
-
-    A text of which no home directory is known is left as it is: it may be no path.
-    """
+    """Return the value of an argument with the paths in it, also in lists, as `user_path`."""
     if isinstance(value, list):
         return [user_paths(item) for item in value]
-    if not isinstance(value, str):
-        return value
-    named = _NAMED.fullmatch(value)
-    name, path = (named[1], named[2]) if named else ("", value)
-    try:
-        return name + user_path(path)
-    except ValueError:
-        return value
+    return user_path(value) if isinstance(value, str) else value
 
 
 UserPath: TypeAlias = Annotated[str, AfterValidator(user_path)]
@@ -132,7 +101,7 @@ def name_of(function: str | Callable[..., Any]) -> str:
 def _function(value: object) -> object:
     if re.fullmatch(REFERENCE, value) if isinstance(value, str) else callable(value):
         return value
-    raise WrongValueError("should be a Python function", hint="write it as module:function")
+    raise ValueError("should be a Python function: write it as module:function")
 
 
 PythonFunction: TypeAlias = Annotated[
@@ -169,30 +138,12 @@ class Spec(BaseModel):
             json.dumps(value, allow_nan=False, default=str)  # orjson turns NaN into null
             return orjson.loads(orjson.dumps(value))
         except (TypeError, ValueError, RecursionError) as failure:
-            keys = "; quote what YAML takes for no text, such as on or 1" if "key" in str(failure) else ""
-            raise ValueError(f"no JSON can hold it: {failure}{keys}") from None
+            raise ValueError(f"no JSON can hold it: {failure}") from None
 
 
-_HOST = r"(?:[\w.-]+|\[[\da-f:.]+\])"
-_ADDRESS = re.compile(
-    rf"{_HOST}:\d+(?:/.*)?|(?:localhost|\d+(?:\.\d+){{3}})(?:/.*)?|h\w*:/.*|https?[:/].*",
-    re.IGNORECASE | re.DOTALL,
-)
-"""An address, also one without a scheme or with a misspelt one: `host:30000`, `http:/host`, `https//host`."""
-_HUB_PAGE = re.compile(r"(?:https?://(?:www\.)?(?:huggingface|hf)\.co/|hf://)(?:models/)?([^/]+/[^/?#]+).*")
 _NAME = r"(?![.-])(?!.*(?:--|\.\.))[\w.-]+(?<![.-])"
 _HUB_NAME = re.compile(rf"{_NAME}|{_NAME}/{_NAME}(?::[\w.-]+)?|{_NAME}/{_NAME}/.+\.gguf")
 """A name as huggingface_hub takes it; SGLang also takes OWNER/NAME:QUANTIZATION and OWNER/NAME/FILE.gguf."""
-
-
-def is_address(text: str) -> bool:
-    """Tell whether a text is the address of a server, maybe a misspelt one, and of no page of the Hub."""
-    return _ADDRESS.fullmatch(text.strip()) is not None and not is_hub_page(text)
-
-
-def is_hub_page(text: str) -> bool:
-    """Tell whether a text is the address of a model's page on the Hub."""
-    return _HUB_PAGE.fullmatch(text) is not None
 
 
 def is_hub_name(text: str) -> bool:
@@ -207,27 +158,16 @@ def as_folder(path: os.PathLike[str]) -> str:
 
 
 def _checked_model(model: str) -> str:
-    """Return a model as it is; raises WrongValueError for what is no model, wherever one would look.
+    """Return a model as it is; raises ValueError for what is no model, wherever one would look.
 
     Whether a folder is there is not asked: it may be on another machine.
     """
-    if model and Path(model).exists():
-        return model
-    if page := _HUB_PAGE.fullmatch(model):
-        raise WrongValueError("a page of the Hub is no model", hint=f"give the model's name, {page[1]}")
-    if is_address(model):
-        raise WrongValueError(
-            "an address is no model", hint="give http://HOST:PORT as `urls` of an engine of `kind: attach`"
-        )
-    looks_like_path = (
-        model.startswith(("/", "./", "../", "~")) or model in {".", ".."} or model.count("/") > 1
-    )
+    looks_like_path = model.startswith(("/", ".", "~")) or (model != "" and Path(model).exists())
     if looks_like_path or is_hub_name(model):
         return model
-    raise WrongValueError(
-        "no model is named so",
-        hint="give a folder (./NAME), a name on the Hub (OWNER/NAME), or the address of a server as `urls` "
-        "of an engine of `kind: attach`",
+    raise ValueError(
+        "no model is named so: give a folder (./NAME), a name on the Hub (OWNER/NAME), or the address of a "
+        "server, http://HOST:PORT, as `urls` of an engine of `kind: attach`"
     )
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from batchrunner.core.errors import JobError, WrongValueError
+from batchrunner.core.errors import JobError
 from batchrunner.core.types import ForwardTask
 from batchrunner.job.fields import Duration, Spec, UserPath
 from batchrunner.job.tasks import Dtype
@@ -48,9 +47,9 @@ def hub_folder(given: str) -> HubFolder:
     found = _ADDRESS.fullmatch(given)
     folder = (found["folder"] or "").split("/") if found else []
     if found is None or (folder != [""] and {"", ".", ".."} & {*folder}):
-        raise WrongValueError(
-            f"{given!r} is no data set of the Hugging Face Hub",
-            hint="write it as hf://datasets/OWNER/NAME or hf://datasets/OWNER/NAME/FOLDER",
+        raise ValueError(
+            f"{given!r} is no data set of the Hugging Face Hub: write it as hf://datasets/OWNER/NAME or "
+            "hf://datasets/OWNER/NAME/FOLDER"
         )
     revision = found["revision"]
     return HubFolder(found["repo"], revision and revision.replace("%2F", "/"), found["folder"] or "")
@@ -182,29 +181,16 @@ def result_columns(task: ForwardTask | None) -> list[str]:
     return [*(name for name in RESULT_COLUMNS if name not in OF_TEXTS), *own]
 
 
-def name_clash(names: Mapping[str, str], taken: str) -> WrongValueError:
-    """Return the error for a carried column that has the name of a column of the results.
-
-    `names` are the input columns by the names that they are carried under.
-    """
-    return WrongValueError(
-        f"input.columns: a result has a column {taken!r} of its own",
-        hint=f"carry yours under another name: input.rename: {{{names[taken]}: input_{taken}}}",
-        mark=";",
-    )
-
-
 Secret: TypeAlias = Literal[
     "access_key_id", "secret_access_key", "session_token", "account_key", "sas_token", "service_account_key"
 ]
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_ENDPOINT = re.compile(r"https?://[^/\s]+.*")
 
 
 class StorageSpec(Spec):
     """How object stores are reached. What is left out is found as the cloud's own tools find it."""
 
-    endpoint: str | None = None
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = None
     """Address of a store that is not the cloud's own, such as MinIO's: `http://host:9000`."""
     region: str | None = None
     """Region of the bucket, such as `eu-central-1`."""
@@ -221,21 +207,10 @@ class StorageSpec(Spec):
     """Directory for the working copy of a run whose `output.path` is in a store, as large as its results; by
     default the cache directory. Keep it: rows that a killed run had not uploaded are there."""
 
-    @field_validator("endpoint")
-    @classmethod
-    def _is_an_address(cls, endpoint: str | None) -> str | None:
-        if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
-            raise ValueError(f"an address starts with http:// or https:// (got {endpoint!r})")
-        return endpoint
-
     @model_validator(mode="after")
     def _one_way(self) -> StorageSpec:
         if self.anonymous and self.secrets:
-            raise WrongValueError(
-                "storage.anonymous goes without credentials, and storage.secrets names some",
-                hint="leave one of them out",
-                mark=";",
-            )
+            raise ValueError("`anonymous` goes without credentials, and `secrets` names some")
         return self
 
     def secret_values(self) -> dict[str, str]:

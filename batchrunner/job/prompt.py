@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from batchrunner.core.media import AUDIO, IMAGE, KIND_OF_FIELD, PDF_FIELD, VIDEO, page_ranges
-from batchrunner.job.fields import PythonFunction, Spec, UserPath, refuse_equal
+from batchrunner.job.fields import PythonFunction, Spec, UserPath
 from batchrunner.job.sampling import FromColumn
 
 DEFAULT_DPI = 150.0
@@ -39,12 +40,10 @@ class MediaSpec(MediaFiles):
     """What stands for a file in `prompt.text`, which has no chat template: the model's own token, such as
     `<image>`. In messages SGLang puts it in."""
 
-    @field_validator("columns")
+    @field_validator("columns", mode="before")
     @classmethod
-    def _once(cls, columns: list[str]) -> list[str]:
-        if len({*columns}) < len(columns):
-            raise ValueError("has a column twice")
-        return columns
+    def _one_alone(cls, columns: object) -> object:
+        return [columns] if isinstance(columns, str) else columns
 
 
 class ImagesSpec(MediaSpec):
@@ -99,9 +98,7 @@ class PromptWithMedia(Spec):
     @field_validator(IMAGE.field, AUDIO.field, VIDEO.field, mode="before")
     @classmethod
     def _columns_alone(cls, media: object) -> object:
-        if isinstance(media, str):
-            return {"columns": [media]}
-        return {"columns": media} if isinstance(media, list) else media
+        return {"columns": media} if isinstance(media, (str, list)) else media
 
     @field_validator(PDF_FIELD, mode="before")
     @classmethod
@@ -110,12 +107,9 @@ class PromptWithMedia(Spec):
 
     @model_validator(mode="after")
     def _one_meaning(self) -> PromptWithMedia:
-        owner: dict[str, str] = {}
-        for field in self.media:
-            for column in self.columns_of(field):
-                if column in owner:
-                    raise ValueError(f"column {column!r} is named in both `{owner[column]}` and `{field}`")
-                owner[column] = field
+        columns = [column for field in self.media for column in self.columns_of(field)]
+        if len({*columns}) < len(columns):
+            raise ValueError("a column with files is named twice")
         return self
 
     @property
@@ -135,17 +129,9 @@ class PromptWithMedia(Spec):
         return bool(self.media)
 
     @property
-    def media_names(self) -> str:
-        """What the prompts bring, in words, such as `images and audio`."""
-        return " and ".join(dict.fromkeys(KIND_OF_FIELD[field].field for field in self.media))
-
-    @property
     def media_columns(self) -> frozenset[str]:
         """Columns that stand for files in templates."""
         return frozenset(column for field in self.media for column in self.columns_of(field))
-
-
-_WITHOUT_TEMPLATES = {"input_ids", "python", "batch"}
 
 
 class MessageTemplate(Spec):
@@ -200,11 +186,10 @@ class PromptSpec(PromptWithMedia):
     returns messages (a list of {role, content}), a text (no chat template is applied), a list of token ids,
     or None to leave the row out. It may be called more than once for a row. It runs in processes of its
     own."""
-    batch: Literal["strict", "lenient"] | None = None
-    """The input is one batch file in OpenAI's format, as `batchrun batch` has it. Its rows have the columns
-    `custom_id`, `url` and `body`, each row is sent as it stands, and the results have a last column,
-    `response`, with the whole answers as JSON. `strict`: a line that is no request keeps the run from
-    beginning. `lenient`: it fails, and the other lines are sent."""
+    batch: SkipJsonSchema[Literal["strict", "lenient"] | None] = None
+    """Set by `batchrun batch`: rows are the requests of a batch file, with the columns `custom_id`, `url` and
+    `body`, and the results have a last column, `response`. `strict`: a line that is no request keeps the run
+    from beginning. `lenient`: it fails."""
     tools: str | Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     """Tools that the model may call in a chat, in OpenAI's form: a list of
     `{type: function, function: {name, description, parameters}}`, or the column with such lists, also as
@@ -219,22 +204,13 @@ class PromptSpec(PromptWithMedia):
     """Which part of a prompt is cut off where it leaves no space for `max_new_tokens`: its head, tail or
     middle. In messages only the last user message is truncated. Unset: such a row fails. Messages that have
     tools, names, other roles or a `structural_tag` are not truncated."""
-    choices: str | Annotated[list[str], Field(min_length=1)] | None = None
+    choices: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     """With `task: score`: texts that may go on after `text`, whose log likelihoods are the column `scores`: a
     list for all rows, or the column with the list of each row."""
     documents: str | None = None
     """With `task: rerank`: column with the documents that `text` is the query for, a list of texts or one."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
-
-    @field_validator("choices")
-    @classmethod
-    def _unlike_choices(cls, choices: str | list[str] | None) -> str | list[str] | None:
-        if isinstance(choices, list):
-            refuse_equal(choices)
-            if "" in choices:
-                raise ValueError("a choice is empty")
-        return choices
 
     @property
     def continues(self) -> bool:
@@ -259,44 +235,29 @@ class PromptSpec(PromptWithMedia):
         kinds = ("user", "messages", "text", "input_ids", "python", "batch")
         given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of {', '.join(kinds)} (got {', '.join(given) or 'none'})")
-        if given == ["batch"] and self.truncate is not None:
-            raise ValueError("`truncate` has no effect on `batch`: its requests go as they are")
-        if self.fields is not None and (given[0] in _WITHOUT_TEMPLATES or isinstance(self.messages, str)):
-            raise ValueError(f"`fields` goes with templates, not with `{given[0]}`")
-        if given != ["user"] and self.system is not None:
-            raise ValueError(f"`system` goes with `user`, not with `{given[0]}`")
-        if self.continue_ is not None and not isinstance(self.messages, str):
-            raise ValueError("`continue` goes with a column of `messages`")
-        if self.tools is not None and not self.is_chat:
-            raise ValueError(f"`tools` go with `user`, `messages` or `python`, not with `{given[0]}`")
-        if self.tools is not None and self.truncate is not None:
-            raise ValueError("`truncate` has no effect on prompts with `tools`: the server tokenizes them")
+            raise ValueError(
+                f"give exactly one of {', '.join(kinds[:-1])} (got {', '.join(given) or 'none'})"
+            )
+        (kind,) = given
+        in_column = isinstance(self.messages, str)
+        allowed = {
+            "fields": kind in {"user", "text"} or isinstance(self.messages, list),
+            "system": kind == "user",
+            "continue_": in_column,
+            "tools": self.is_chat,
+            "chat_template_kwargs": self.is_chat,
+            "pdf": kind in {"user", "messages"},
+            "truncate": self.tools is None and not self.has_media,
+        }
+        for name in KIND_OF_FIELD:
+            allowed.setdefault(name, kind in {"user", "messages", "text"})
+        for name, is_allowed in allowed.items():
+            if getattr(self, name) is not None and not is_allowed:
+                others = ", ".join(f"`{key}`" for key in self.model_dump(exclude_none=True) if key != name)
+                raise ValueError(f"`{name.rstrip('_')}` has no effect beside {others}: leave it out")
         if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
             raise ValueError("`messages` has no message that the assistant could answer")
-        self._check_media(given[0])
-        if given[0] in {"text", "input_ids", "batch"} and self.chat_template_kwargs is not None:
-            raise ValueError(
-                f"`chat_template_kwargs` has no effect on `{given[0]}`: no chat template is applied"
-            )
         return self
-
-    def _check_media(self, kind: str) -> None:
-        """Raise ValueError where prompts of a kind can have no files, or not these."""
-        for name, spec in self.media.items():
-            if kind == "python":
-                part = KIND_OF_FIELD[name].url_part
-                raise ValueError(f"`{name}` has no effect on `python`: let the function return {part} parts")
-            if kind in {"input_ids", "batch"}:
-                raise ValueError(f"`{name}` goes with `user`, `messages` or `text`, not with `{kind}`")
-            if isinstance(spec, PdfSpec) and kind == "text":
-                raise ValueError(
-                    f"`{name}` goes with `user` or `messages`, not with `text`: it may have many pages"
-                )
-            if isinstance(spec, MediaSpec) and spec.placeholder is not None and kind != "text":
-                raise ValueError(f"`{name}.placeholder` goes with `text`: in messages SGLang knows it")
-            if self.truncate is not None:
-                raise ValueError(f"`truncate` has no effect on prompts with `{name}`: SGLang tokenizes them")
 
 
 def tool_problem(tools: Any) -> str | None:

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from batchrunner.core.errors import WrongValueError
 from batchrunner.job.fields import Spec
 
 
@@ -124,12 +123,9 @@ class SamplingSpec(Spec):
     def _one_grammar(self) -> SamplingSpec:
         given = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise WrongValueError("an output has one grammar", hint=f"give one of {', '.join(given)}")
+            raise ValueError(f"an output has one grammar: give one of {', '.join(given)}")
         if given and self.tool_choice not in {None, "auto", "none"}:
-            raise WrongValueError(
-                f"sampling.{given[0]} and a tool_choice that wants a call of a tool do not go together",
-                hint="leave one of them out",
-            )
+            raise ValueError(f"{given[0]} does not go with a tool_choice that wants a call of a tool")
         return self
 
 

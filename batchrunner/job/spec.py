@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from batchrunner.core.errors import WrongValueError
 from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.types import ForwardTask
 from batchrunner.job.engine import GATEWAY_DROPS, EngineSpec, GatewayEngine
@@ -24,128 +23,57 @@ from batchrunner.job.fields import (
     Share,
     Spec,
     UserPath,
-    refuse_equal,
 )
-from batchrunner.job.output import RESPONSE, SAMPLE, OutputSpec, StorageSpec, name_clash, result_columns
+from batchrunner.job.output import RESPONSE, SAMPLE, TOOL_CALLS, OutputSpec, StorageSpec, result_columns
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import SamplingSpec, check_regex
 from batchrunner.job.scores import RerankTask, ScoreTask
-from batchrunner.job.tasks import GENERATE, TASKS, TaskName, goes_past_gateways, last_part, task_of
+from batchrunner.job.tasks import GENERATE, TASKS, TaskName, goes_past_gateways, task_of
 
-OF_DECODING = (
-    "sampling", "parse", "check", "on_length", "output.columns", "output.explode", "output.top_logprobs",
-)  # fmt: skip
-"""Fields about texts that a model writes; of a section, all fields in it."""
-OF_CHATS = (
-    "prompt.user",
-    "prompt.system",
-    "prompt.messages",
-    "prompt.continue",
-    "prompt.chat_template_kwargs",
-)
-"""Fields of prompts that a chat template makes."""
-OF_MEDIA = {f"prompt.{field}": kind.field for field, kind in KIND_OF_FIELD.items()}
-"""Fields that bring files, which no task without decoding takes yet, and what they bring."""
-KEPT = {"sampling.lora_path"}
-"""Fields of these that every task takes."""
 CHOICES = "prompt.choices"
 DOCUMENTS = "prompt.documents"
-_PAIR = "the engine tokenizes query and document as a pair: give prompt.text alone"
-_TOGETHER = "give prompt.text: a choice is tokenized together with its prompt"
-_NOT_WITH_CHOICES = {
-    "output.softmax": "it is about labels: leave it out",
-    "prompt.input_ids": _TOGETHER,
-    "prompt.python": _TOGETHER,
-    "prompt.truncate": "a choice goes on after the end of its prompt: cut the prompts in their template",
-}
-"""Fields that have no place beside choices, and what to do instead."""
-OF_TASKS = sorted({field for kind in TASKS.values() for field in kind.takes})
-"""Fields that only tasks without decoding have."""
+OF_GENERATING = (
+    "sampling", "parse", "check", "on_length", "output.columns", "output.explode", "output.top_logprobs",
+    "prompt.user", "prompt.system", "prompt.messages", "prompt.continue", "prompt.chat_template_kwargs",
+    "prompt.tools", *(f"prompt.{field}" for field in KIND_OF_FIELD),
+)  # fmt: skip
+"""Fields, and whole sections, that tasks without decoding do not take, but for sampling.lora_path."""
+WHOLE_PROMPTS = ("prompt.input_ids", "prompt.python", "prompt.truncate")
+"""Fields that do not go with choices or documents, which are tokenized together with a text."""
 
 
 def given_fields(job: BaseModel) -> list[str]:
-    """Return the fields that a job gives, in two levels, such as `sampling.n`."""
+    """Return the fields that a job gives and that are not as without them, such as `sampling.n`."""
     found = []
-    for name in _given(job):
-        found.append(name)
-        section = getattr(job, name)
-        if isinstance(section, BaseModel):
-            fields = type(section).model_fields
-            found += [f"{name}.{fields[key].alias or key}" for key in _given(section)]
+    for name, field in type(job).model_fields.items():
+        value = getattr(job, name)
+        if name in job.model_fields_set and value != field.get_default(call_default_factory=True):
+            below = given_fields(value) if isinstance(value, BaseModel) else []
+            found += [f"{field.alias or name}.{key}" for key in below] or [field.alias or name]
     return found
 
 
-def _given(section: BaseModel) -> list[str]:
-    """Return the fields that a section gives and that are not as without them."""
-    fields = type(section).model_fields
-    return [
-        name
-        for name in fields
-        if name in section.model_fields_set
-        and getattr(section, name) != fields[name].get_default(call_default_factory=True)
-    ]
-
-
 def check_task_fields(task: TaskName, given: Collection[str]) -> None:
-    """Raise WrongValueError where a field has no effect on the task, or one that it needs is missing."""
-    kind = TASKS.get(task)
+    """Raise ValueError where a field does not go with the task, or one that it needs is missing."""
+    refused = [] if task == GENERATE else [*OF_GENERATING]
+    if CHOICES in given:
+        refused += [*WHOLE_PROMPTS, "output.softmax"]
+    if task == RerankTask.name:
+        refused += [*WHOLE_PROMPTS, "tokenize"]
     for field in given:
-        if field in OF_TASKS and (kind is None or field not in kind.takes):
-            names = " or ".join(name for name, other in TASKS.items() if field in other.takes)
-            raise WrongValueError(
-                f"{field}: goes with task: {names}", hint=f"leave it out, or set task (it is {task})"
-            )
-    if kind is None:
-        return
-    for field in given:
-        if field in OF_CHATS:
-            raise WrongValueError(
-                f"{field}: task: {task} takes no chat",
-                hint="give prompt.text, a template or a column, or prompt.input_ids",
-            )
-        if field in OF_MEDIA:
-            raise WrongValueError(f"{field}: task: {task} takes no {OF_MEDIA[field]}", hint="leave it out")
-        if field == "prompt.batch":
-            raise WrongValueError(
-                f"prompt.batch: the requests of a batch file go as they are, and task is {task}",
-                hint=f"leave out the task ({GENERATE})",
-            )
-        section = field.partition(".")[0]
-        has_parts = any(other.startswith(f"{field}.") for other in given)
-        if field not in KEPT and not has_parts and (field in OF_DECODING or section in OF_DECODING):
-            raise WrongValueError(f"{field}: task: {task} writes no text", hint="leave it out")
-    if task in _CHECKS:
-        _CHECKS[task](given)
-
-
-def _check_rerank_fields(given: Collection[str]) -> None:
-    """Raise WrongValueError where a job does not say which documents, or its query cannot stand in a pair."""
-    if DOCUMENTS not in given:
-        raise WrongValueError(
-            f"task: rerank: {DOCUMENTS} is missing", hint="name the column with the documents of each query"
+        owners = [name for name, kind in TASKS.items() if field in kind.takes]
+        if owners and task not in owners:
+            raise ValueError(f"{field}: goes with task: {' or '.join(owners)}")
+        is_refused = any(f"{field}.".startswith(f"{other}.") for other in refused)
+        if is_refused and not field.startswith("sampling.lora_path"):
+            beside = f" with {CHOICES}" if CHOICES in given else ""
+            raise ValueError(f"{field}: does not go with task: {task}{beside}")
+    if task == RerankTask.name and DOCUMENTS not in given:
+        raise ValueError(
+            f"task: rerank: {DOCUMENTS} is missing: name the column with documents of each query"
         )
-    for field in ("prompt.input_ids", "prompt.python", "prompt.truncate", "tokenize"):
-        if field in given:
-            raise WrongValueError(f"{field}: does not go with {DOCUMENTS}", hint=_PAIR)
-
-
-def _check_score_fields(given: Collection[str]) -> None:
-    """Raise WrongValueError where a job does not say what is scored, or says it twice."""
-    if ("labels" in given) == (CHOICES in given):
-        both = "got both" if CHOICES in given else "got neither"
-        raise WrongValueError(
-            f"task: score: takes either labels or {CHOICES} ({both})",
-            hint='give one: labels, such as [" yes", " no"], are single tokens',
-        )
-    if CHOICES not in given:
-        return
-    for field, hint in _NOT_WITH_CHOICES.items():
-        if field in given:
-            raise WrongValueError(f"{field}: does not go with {CHOICES}", hint=hint)
-
-
-_CHECKS = {ScoreTask.name: _check_score_fields, RerankTask.name: _check_rerank_fields}
-"""What a task needs besides, by its name."""
+    if task == ScoreTask.name and ("labels" in given) == (CHOICES in given):
+        raise ValueError(f"task: score: takes either labels, which are single tokens, or {CHOICES}")
 
 
 OnLength: TypeAlias = Literal["keep", "fail", "continue"]
@@ -373,89 +301,88 @@ class Job(Spec):
     def forward(self) -> ForwardTask | None:
         """The task, if it is one without decoding."""
         takes = TASKS[self.task].takes if self.task in TASKS else ()
-        return task_of(self.task, {last_part(field): attrgetter(field)(self) for field in takes})
-
-    @model_validator(mode="after")
-    def _fields_of_task(self) -> Job:
-        check_task_fields(self.task, given_fields(self))
-        if goes_past_gateways(self.task) and isinstance(self.engine, GatewayEngine) and self.engine.url:
-            raise WrongValueError(
-                f"engine.url: the gateway {self.engine.url} does not pass on requests of task: {self.task}",
-                hint="name its workers: engine: {kind: attach, urls: [...]}",
-            )
-        return self
-
-    @field_validator("labels")
-    @classmethod
-    def _unlike_labels(cls, labels: list[Label] | None) -> list[Label] | None:
-        refuse_equal(labels or ())
-        return labels
+        return task_of(self.task, {field.rpartition(".")[2]: attrgetter(field)(self) for field in takes})
 
     @property
     def parsing(self) -> ParseSpec | None:
         """How an answer becomes columns."""
-        return (
-            self.parse
-            if self.parse is None or isinstance(self.parse, ParseSpec)
-            else ParseSpec(python=self.parse)
-        )
+        given = self.parse
+        return given if given is None or isinstance(given, ParseSpec) else ParseSpec(python=given)
 
     @field_validator("bundle", mode="before")
     @classmethod
     def _off(cls, bundle: object) -> object:
-        if bundle is True:
-            raise ValueError("should be auto, off, or a number from 1 to 64 (got true)")
         return "off" if bundle is False else bundle  # YAML reads off as false
-
-    @field_validator("queue", mode="before")
-    @classmethod
-    def _two_numbers(cls, queue: object) -> object:
-        if not isinstance(queue, (list, tuple)) or len(queue) != len(("low", "high")):
-            raise ValueError("should be two numbers: [low, high]")
-        return queue
 
     @field_validator("queue")
     @classmethod
     def _band(cls, queue: tuple[int, int]) -> tuple[int, int]:
         if queue[1] < 4 * queue[0]:
-            raise ValueError(f"the upper end must be at least 4 times the lower one (got {list(queue)})")
+            raise ValueError("the upper end must be at least 4 times the lower one")
         return queue
 
     @model_validator(mode="after")
-    def _passes_the_gateway(self) -> Job:
+    def _fields_go_together(self) -> Job:
+        check_task_fields(self.task, given_fields(self))
+        prompt, sampling, check, asked = self.prompt, self.sampling, self.check, self.output.asked
+        first, sampled = check.first_temperature, sampling.temperature
+        fails_cut = self.on_length in {"fail", "continue"}
+        has_schema = sampling.json_schema is not None and check.json_ is not False
+        is_checked = check.has_condition or fails_cut or has_schema or check.json_ is False
+        rules = (
+            (
+                prompt.truncate is not None and self.tokenize == "server",
+                "prompt.truncate counts tokens here: leave out `tokenize: server`",
+            ),
+            (
+                self.tokenize == "client" and (prompt.tools is not None or prompt.has_media),
+                "tokenize: the server tokenizes prompts with tools or files: leave out `tokenize: client`",
+            ),
+            (
+                self.has_check and not is_checked,
+                "check: nothing is checked: give json, regex, expression or python",
+            ),
+            (
+                first is not None and isinstance(sampled, float) and sampled != first,
+                "check.temperature and sampling.temperature differ on the first try: leave one of them out",
+            ),
+            (
+                not prompt.is_chat
+                and (check.feedback or sampling.tool_choice is not None or TOOL_CALLS in asked),
+                "check.feedback, sampling.tool_choice and the column tool_calls go with chats only",
+            ),
+            (
+                sampling.n > 1 and (check.feedback or self.on_length == "continue"),
+                "check.feedback and on_length: continue go with one output of a row, not with sampling.n",
+            ),
+            (
+                "prompt_logprobs" in asked and (TOOL_CALLS in asked or prompt.tools is not None),
+                "output.columns: SGLang gives tool_calls of chats only, and prompt_logprobs of other prompts",
+            ),
+        )
+        for is_wrong, message in rules:
+            if is_wrong:
+                raise ValueError(message)
         if isinstance(self.engine, GatewayEngine):
-            chat = self.prompt.is_chat
-            given = {k for k in SamplingSpec.model_fields if getattr(self.sampling, k) is not None}
-            drops = GATEWAY_DROPS["chat" if chat else "generate"]
-            if self.prompt.python is not None:  # it may make both; a row whose own kind is not served fails
-                drops = GATEWAY_DROPS["chat"] & GATEWAY_DROPS["generate"]
-            if chat and self.prompt.audio is not None:
-                raise WrongValueError(
-                    "prompt.audio: the gateway refuses chats with audio",
-                    hint="use engine.kind attach with the urls of the replicas, or server",
-                )
-            dropped = sorted(given & drops)
-            if dropped:
-                raise WrongValueError(
-                    f"sampling.{dropped[0]}: the gateway leaves it out of what it passes on",
-                    hint="use engine.kind attach with the urls of the replicas, or server",
-                )
+            self._check_gateway(self.engine)
         return self
 
-    @model_validator(mode="after")
-    def _tokens_made_here(self) -> Job:
-        if self.prompt.truncate is not None and self.tokenize == "server":
-            raise WrongValueError("prompt.truncate counts tokens here", hint="leave out `tokenize: server`")
-        if self.prompt.tools is not None and self.tokenize == "client":
-            raise WrongValueError(
-                "prompt.tools: the server writes them into the prompt", hint="leave out `tokenize: client`"
+    def _check_gateway(self, engine: GatewayEngine) -> None:
+        """Raise ValueError where the gateway would drop a part of the requests."""
+        prompt = self.prompt
+        drops = GATEWAY_DROPS["chat" if prompt.is_chat else "generate"]
+        if prompt.python is not None:  # it may make both; a row whose own kind is not served fails
+            drops = GATEWAY_DROPS["chat"] & GATEWAY_DROPS["generate"]
+        wrong = sorted(name for name in drops if getattr(self.sampling, name) is not None)
+        if prompt.audio is not None and prompt.is_chat:
+            wrong.append("prompt.audio")
+        if goes_past_gateways(self.task) and engine.url:
+            wrong.append(f"task: {self.task}")
+        if wrong:
+            raise ValueError(
+                f"{wrong[0]}: the gateway does not pass it on: use engine.kind attach with the urls of the "
+                "replicas, or server"
             )
-        if self.prompt.has_media and self.tokenize == "client":
-            raise WrongValueError(
-                f"tokenize: the server tokenizes prompts with {self.prompt.media_names}",
-                hint="leave out `tokenize: client`",
-            )
-        return self
 
     @property
     def has_check(self) -> bool:
@@ -471,78 +398,6 @@ class Job(Spec):
         return self.sampling.model_copy(update={"temperature": first})
 
     @model_validator(mode="after")
-    def _checks_something(self) -> Job:
-        check, sampled = self.check, self.sampling.temperature
-        fails_cut = self.on_length in {"fail", "continue"}
-        has_schema = self.sampling.json_schema is not None and check.json_ is not False
-        if (
-            self.has_check
-            and check.json_ is not False
-            and not (check.has_condition or fails_cut or has_schema)
-        ):
-            raise WrongValueError("check: nothing is checked", hint="give json, regex, expression or python")
-        first = check.first_temperature
-        if first is not None and isinstance(sampled, float) and sampled != first:
-            raise WrongValueError(
-                f"check.temperature begins with {first:g}, and sampling.temperature is {sampled:g}",
-                hint="leave one of them out",
-            )
-        if check.feedback and not self.prompt.is_chat:
-            raise WrongValueError(
-                "check.feedback: only a chat can be told what was wrong",
-                hint="give prompt.user or prompt.messages",
-            )
-        if self.sampling.n > 1 and (check.feedback or self.on_length == "continue"):
-            name = "check.feedback" if check.feedback else "on_length: continue"
-            raise ValueError(f"{name} goes with one output of a row, not with sampling.n {self.sampling.n}")
-        return self
-
-    @model_validator(mode="after")
-    def _columns_of_chats(self) -> Job:
-        asked = self.output.asked
-        if self.sampling.tool_choice is not None and not self.prompt.is_chat:
-            raise WrongValueError(
-                "sampling.tool_choice: tools are called in chats", hint="give prompt.user or prompt.messages"
-            )
-        if "tool_calls" in asked and not self.prompt.is_chat:
-            raise WrongValueError(
-                "output.columns: tool_calls need a chat", hint="give prompt.user or prompt.messages"
-            )
-        has_tools = "tool_calls" in asked or self.prompt.tools is not None
-        if has_tools and "prompt_logprobs" in asked:
-            raise WrongValueError(
-                "output.columns: SGLang's chat endpoint has tool_calls, and /generate has prompt_logprobs",
-                hint="give one of them",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _whole_requests(self) -> Job:
-        if self.prompt.batch is None:
-            return self
-        if self.sampling.model_fields_set:
-            name = min(self.sampling.model_fields_set)
-            raise WrongValueError(
-                f"sampling.{name}: each line of a batch file has parameters of its own", hint="leave it out"
-            )
-        of_texts = {
-            "parse": self.parse is not None,
-            "check": self.has_check,
-            "on_length": self.on_length is not None,
-            "output.columns": bool(self.output.asked),
-            "output.explode": self.output.explode,
-        }
-        for name in (name for name, is_given in of_texts.items() if is_given):
-            raise WrongValueError(f"{name}: the answers of a batch file stay whole", hint="leave it out")
-        if self.tokenize == "client":
-            raise WrongValueError(
-                "tokenize: the server tokenizes the requests of a batch file", hint="leave it out"
-            )
-        if self.input.types:
-            raise WrongValueError("input.types: the columns of a batch file are texts", hint="leave it out")
-        return self
-
-    @model_validator(mode="after")
     def _result_names(self) -> Job:
         carried = dict(zip(self.input.carried_names, self.input.columns, strict=True))
         for name in self.input.rename:
@@ -554,5 +409,8 @@ class Job(Spec):
         more = [*([SAMPLE] if self.output.explode else []), *([RESPONSE] if self.prompt.batch else [])]
         for name in (*result_columns(self.forward), *self.output.asked, *more):
             if name in carried:
-                raise name_clash(carried, name)
+                raise ValueError(
+                    f"input.columns: a result has a column {name!r} of its own: carry yours under another "
+                    f"name: input.rename: {{{carried[name]}: input_{name}}}"
+                )
         return self

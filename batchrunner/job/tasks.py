@@ -259,8 +259,3 @@ def goes_past_gateways(task: TaskName) -> bool:
     """Tell whether rows of a task go to servers, and never through a gateway."""
     kind = TASKS.get(task)
     return kind is not None and kind.past_gateways
-
-
-def last_part(field: str) -> str:
-    """Return the name under which a task takes a field of a job: `dtype` for `output.dtype`."""
-    return field.rpartition(".")[2]

@@ -27,12 +27,12 @@ from batchrunner.engines.registry import launched_model
 from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.live_rows import LiveRenderer
 from batchrunner.job.answers import AnswerPlan, plan_answers
-from batchrunner.job.call import GenerateCall, LibraryCall, Prompt, TaskCall
+from batchrunner.job.call import LibraryCall, Prompt
 from batchrunner.job.engine import AttachEngine, EngineSpec, GatewayEngine, SimulatedEngine
 from batchrunner.job.load import EngineLike, parse_engine
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job, LimitsSpec, OnLength
-from batchrunner.job.tasks import GENERATE, VECTOR, Dtype, TaskName
+from batchrunner.job.tasks import VECTOR, Dtype
 from batchrunner.output.columns import RunSchema, schema_of_run, table_of, with_vectors
 from batchrunner.runner.open_engine import EngineLoop, OpenEngine
 from batchrunner.runner.progress import make_displays
@@ -101,15 +101,10 @@ class StageCall:
     prefix: str = ""
     """What the names of the result columns begin with."""
 
-    @property
-    def task(self) -> TaskName:
-        """The task of its job."""
-        return self.call.task if isinstance(self.call, TaskCall) else GENERATE
-
     def job(self, columns: pa.Schema, directory: Path) -> Job:
         """Return the job on rows of these columns; raises JobError or InputError."""
         call = self.call
-        if isinstance(call, GenerateCall) and call.parse is not None:  # the function may ask for the row
+        if call.parse is not None:  # the function may ask for the row
             call = replace(call, columns=columns.names if self.columns is None else self.columns)
         return call.job(columns, [str(directory)], directory)
 
@@ -320,7 +315,7 @@ class EngineWorker:
         self._stream: BlockStream | None = None
         self._opening = asyncio.Lock()
         limits = LimitsSpec.model_validate(call.call.limits or {})
-        opening = open_engine(call.call.engine, request_timeout_s=limits.request_timeout, task=call.task)
+        opening = open_engine(call.call.engine, request_timeout_s=limits.request_timeout, task=call.call.task)
         self._engine: OpenEngine = self._stack.enter_context(opening)
 
     async def __call__(self, batch: pa.Table) -> pa.Table:
@@ -391,10 +386,9 @@ def generate(
     Failed rows have an `error`. An actor that dies is replaced, and what it had not finished is done again.
     Raises JobError or InputError for what can be seen before the first row.
     """
-    call = GenerateCall(
+    call = LibraryCall(
         engine=_engine_of(engine),
         prompt=prompt,
-        columns=(),
         limits=limits,
         parse=parse,
         sampling=sampling,
@@ -429,10 +423,8 @@ def embed(
 
     The arguments are those of `batchrunner.embed` and of `generate` here.
     """
-    fields = {"dtype": dtype, "normalize": normalize, "dimensions": dimensions}
-    call = TaskCall(
-        task="embed", engine=_engine_of(engine), prompt=prompt, columns=(), limits=limits, fields=fields
-    )
+    options = {"dtype": dtype, "normalize": normalize, "dimensions": dimensions}
+    call = LibraryCall(task="embed", engine=_engine_of(engine), prompt=prompt, limits=limits, options=options)
     return _stage(ds, call, columns, prefix, replicas, batch_size, tasks, num_cpus)
 
 
@@ -459,15 +451,12 @@ def score(
     The arguments are those of `batchrunner.score` and of `generate` here.
     """
     given = choices if choices is None or isinstance(choices, str) else list(choices)
-    call = TaskCall(
+    call = LibraryCall(
         task="score",
         engine=_engine_of(engine),
         prompt=prompt,
-        columns=(),
         limits=limits,
-        items={} if given is None else {"choices": given},
-        fields={"softmax": softmax},
-        labels=labels,
+        options={"labels": labels, "choices": given, "softmax": softmax},
     )
     return _stage(ds, call, columns, prefix, replicas, batch_size, tasks, num_cpus)
 
@@ -492,9 +481,9 @@ def rerank(
 
     The arguments are those of `batchrunner.rerank` and of `generate` here.
     """
-    items = {"documents": documents}
-    call = TaskCall(
-        task="rerank", engine=_engine_of(engine), prompt=prompt, columns=(), limits=limits, items=items
+    options = {"documents": documents}
+    call = LibraryCall(
+        task="rerank", engine=_engine_of(engine), prompt=prompt, limits=limits, options=options
     )
     return _stage(ds, call, columns, prefix, replicas, batch_size, tasks, num_cpus)
 
@@ -551,7 +540,7 @@ def _stage(
         compute=compute,
         num_cpus=num_cpus,
         num_gpus=gpus_asked(call.engine, gpus_of_nodes()),
-        udf_modifying_row_count=isinstance(call, GenerateCall) and call.explode,
+        udf_modifying_row_count=call.explode,
     )
 
 

@@ -226,8 +226,7 @@ def tune(
     engine = engine_to_tune(job)
     if apply and own_engine(Path(source)) != job.engine:
         raise JobError(
-            f"--apply: --set or BATCHRUN__ENGINE__… change the engine of {source}, which would then say what "
-            "was not measured",
+            f"--apply: --set changes the engine of {source}, which would then say what was not measured",
             hint="put that into the file first, or leave --apply out",
         )
     given = {"parse": job.parse is not None, "check": job.has_check, "on_length": job.on_length is not None}

@@ -248,7 +248,7 @@ async def test_nothing_gives_nothing(rows: Any, tmp_path: Path) -> None:
         ([{"a": 1}], {}, InputError, "prompt: give one"),
         (["a"], {"prompt": "{{ nothing }}"}, JobError, "unknown column 'nothing'"),
         (["a"], {"columns": ["nothing"]}, InputError, "unknown column 'nothing'"),
-        (["a"], {"columns": "text"}, JobError, "columns: give a list"),
+        (["a"], {"columns": "text"}, JobError, "input.columns: should be a valid list"),
         (["a"], {"sampling": {"top": 1}}, JobError, "unknown key 'sampling.top'"),
     ],
 )

@@ -222,7 +222,7 @@ def nested(levels: int | None) -> list[Any]:
         (lambda: batchrunner.generate(Path("/no/such.parquet"), prompt="x", engine=INSTANT), "no such file"),
         (
             lambda: batchrunner.generate(["a"], engine=INSTANT, columns="text"),
-            "columns: give a list of names",
+            "input.columns: should be a valid list",
         ),
     ],
 )

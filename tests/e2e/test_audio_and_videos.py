@@ -241,7 +241,7 @@ def test_gateways(tmp_path: Path) -> None:
     """The gateway refuses chats with audio: so does the job. Texts with audio pass it, and so do videos."""
     gateway = {"kind": "gateway", "url": "http://127.0.0.1:9"}
     chat = _job(tmp_path, gateway, {"user": "x", "audio": "file"}, {"file": [LOW]})
-    told(refusal(chat, tmp_path), "prompt.audio: the gateway refuses chats with audio", "attach")
+    told(refusal(chat, tmp_path), "prompt.audio: the gateway does not pass it on", "attach")
     placeholder = {"columns": ["file"], "placeholder": "<x>"}
     for prompt in ({"text": "x", "audio": placeholder}, {"user": "x", "videos": "file"}):
         load_job(_job(tmp_path, gateway, prompt, {"file": [LOW]}))

@@ -303,8 +303,6 @@ def test_no_job_file(tmp_path: Path) -> None:
     """A job file that is not there is named."""
     result = batchrun(tmp_path / "jbo.yaml")
     assert (result.exit_code, result.stderr) == (2, f"batchrun: {tmp_path}/jbo.yaml: no such job file\n")
-    (tmp_path / "job.yaml").touch()
-    told(batchrun(tmp_path / "jbo.yaml").stderr, f"no such job file; did you mean '{tmp_path}/job.yaml'?")
 
 
 def test_bad_override(tmp_path: Path) -> None:

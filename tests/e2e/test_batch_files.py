@@ -425,7 +425,7 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
         (["r.jsonl", "-o", "out.jsonl"], "give one of --model, --url and --job"),
         (
             ["r.jsonl", "-o", "out.jsonl", "--model", "m", "--url", "http://x"],
-            "got --model and --url: give one of",
+            "give one of --model, --url and --job",
         ),
         (["gone.jsonl", "-o", "out.jsonl", "--model", "simulated"], "gone.jsonl"),
         (
@@ -437,9 +437,12 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
         (["r.jsonl", "-o", "out.jsonl", "--job", "base.yaml"], "base.yaml: engine is missing"),
         (
             ["r.jsonl", "-o", "o.jsonl", "--model", "simulated", "--set", "sampling.n=2"],
-            "parameters of its own",
+            "--set sampling.n=2: no part of a batch",
         ),
-        (["r.jsonl", "-o", "o.jsonl", "--model", "simulated", "--set", "on_length=fail"], "stay whole"),
+        (
+            ["r.jsonl", "-o", "o.jsonl", "--model", "simulated", "--set", "on_length=fail"],
+            "no part of a batch",
+        ),
         (["empty.jsonl", "-o", "out.jsonl", "--model", "simulated"], "empty"),
     ],
 )

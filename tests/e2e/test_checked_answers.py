@@ -469,10 +469,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "tries": ({"check": {"regex": "x", "tries": 0}}, "check.tries"),
     "temperature": (
         {"check": {"regex": "x", "temperature": [0.5]}, "sampling": {"temperature": 0}},
-        "check.temperature begins with 0.5, and sampling.temperature is 0",
+        "check.temperature and sampling.temperature differ",
     ),
-    "no chat": ({"check": {"regex": "x", "feedback": True}}, "only a chat can be told what was wrong"),
-    "samples": ({"on_length": "continue", "sampling": {"n": 2}}, "on_length: continue goes with one output"),
+    "no chat": ({"check": {"regex": "x", "feedback": True}}, "go with chats only"),
+    "samples": ({"on_length": "continue", "sampling": {"n": 2}}, "on_length: continue go with one output"),
     "on_length": ({"on_length": "cut"}, "on_length"),
     "schema": ({"sampling": {"json_schema": {"type": "strin"}}}, "not a JSON Schema that answers"),
     "reference": (

@@ -164,18 +164,17 @@ def test_resumed_joined_merged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "changes", "message"),
     [
-        ({"choices": ["a", "a"]}, {}, "prompt.choices: 'a' stands there twice"),
-        ({"choices": ["a", ""]}, {}, "prompt.choices: a choice is empty"),
+        ({"choices": ["a", ""]}, {}, "prompt.choices.1: string should have at least 1 character"),
         ({"choices": []}, {}, "prompt.choices"),
         ({"choices": "text"}, {}, "prompt.choices: column 'text' must be a list of strings (got string)"),
         ({"choices": "none"}, {}, "none"),
-        ({"choices": ["a"]}, {"labels": ["b"]}, "takes either labels or prompt.choices (got both)"),
+        ({"choices": ["a"]}, {"labels": ["b"]}, "takes either labels"),
         (
             {"choices": ["a"]},
             {"output": {"softmax": True}},
-            "output.softmax: does not go with prompt.choices",
+            "output.softmax: does not go with task: score with prompt.choices",
         ),
-        ({"choices": ["a"], "truncate": "tail"}, {}, "prompt.truncate: does not go with prompt.choices"),
+        ({"choices": ["a"], "truncate": "tail"}, {}, "prompt.truncate: does not go with task: score"),
         ({"choices": ["a"]}, {"task": "embed"}, "prompt.choices: goes with task: score"),
     ],
 )

@@ -175,7 +175,7 @@ def test_embeddings_go_in_lists(tmp_path: Path, real_gateway: RealGateway, behin
         refused = batchrun(write_job({**job, "task": "score", "labels": [3]}, tmp_path))
     assert refused.exit_code == 2
     assert len(refused.stderr.splitlines()) == 1
-    assert "does not pass on requests of task: score: name its workers" in refused.stderr
+    assert "task: score: the gateway does not pass it on" in refused.stderr
 
 
 @pytest.mark.gateway

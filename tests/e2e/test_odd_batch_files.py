@@ -178,9 +178,7 @@ def test_settings_that_are_the_command_s(tmp_path: Path, setting: str) -> None:
     batch = Batch(tmp_path, [request_of(0)])
     refused = batch.do("--set", setting)
     assert refused.exit_code == 2
-    assert refused.stderr.startswith(
-        f"batchrun: {setting.partition('=')[0]}: the command sets it itself: leave"
-    )
+    assert refused.stderr.startswith(f"batchrun: --set {setting}: no part of a batch: leave")
     assert not batch.run.exists()
 
 

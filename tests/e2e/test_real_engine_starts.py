@@ -352,7 +352,6 @@ async def test_trials_of_flags(tiny: Path, tmp_path: Path, monkeypatch: pytest.M
             "output": {"path": str(tmp_path / "run")},
             "engine": {"kind": "server", "model": str(tiny), "device": "cpu"},
         },
-        environ={},
     )
     bench = TrialRunner(
         job, engine_to_tune(job), write_sample(prepare(job), tmp_path / "tune"), tmp_path / "tune"

@@ -150,7 +150,7 @@ def test_a_model_without_a_head(tmp_path: Path, task: str) -> None:
             {"prompt": {"text": "query", "documents": "query", "truncate": "tail"}},
             "prompt.truncate: does",
         ),
-        ({"tokenize": "client"}, "tokenize: does not go with prompt.documents"),
+        ({"tokenize": "client"}, "tokenize: does not go with task: rerank"),
         ({"task": "embed"}, "prompt.documents: goes with task: rerank"),
         ({"labels": ["a"]}, "labels: goes with task: score"),
     ],

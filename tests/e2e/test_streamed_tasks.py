@@ -124,18 +124,18 @@ async def test_an_open_engine() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ({"task": "embedd"}, "task 'embedd': give one of generate, embed, score"),
-        ({"task": "embed", "task_options": {"labels": [1]}}, "'labels' is none of task: embed"),
-        ({"task": "reward", "task_options": {"dtype": "float16"}}, "'dtype' is none of task: reward"),
-        ({"task_options": {"dtype": "float16"}}, "task_options: they go with a task without decoding"),
+        ({"task": "embedd"}, "task: should be 'generate', 'embed', 'score'"),
+        ({"task": "embed", "task_options": {"labels": [1]}}, "'labels' with task: embed"),
+        ({"task": "reward", "task_options": {"dtype": "float16"}}, "'dtype' with task: reward"),
+        ({"task_options": {"dtype": "float16"}}, "task_options: 'dtype' with task: generate"),
         (
             {"task": "embed", "sampling": {"temperature": 0}},
-            "sampling.temperature: task: embed writes",
+            "sampling.temperature: does not go with task: embed",
         ),
-        ({"task": "embed", "answers": ["logprobs"]}, "output.columns: task: embed writes no text"),
-        ({"task": "embed", "explode": True}, "output.explode: task: embed writes no text"),
-        ({"task": "embed", "check": {"regex": "a"}}, "check.regex: task: embed writes no text"),
-        ({"task": "score"}, "takes either labels or prompt.choices"),
+        ({"task": "embed", "answers": ["logprobs"]}, "output.columns: does not go with task: embed"),
+        ({"task": "embed", "explode": True}, "output.explode: does not go with task: embed"),
+        ({"task": "embed", "check": {"regex": "a"}}, "check.regex: does not go with task: embed"),
+        ({"task": "score"}, "takes either labels"),
     ],
 )
 async def test_calls_that_cannot_be(call: dict[str, Any], message: str) -> None:

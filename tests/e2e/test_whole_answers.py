@@ -326,7 +326,7 @@ async def test_a_stream_and_a_table_of_them(server: FakeSGLang, tmp_path: Path) 
         rows = [row async for row in batchrunner.stream(["a", "b"], **options, output=output)]
         assert sorted((row["row"], row["sample"]) for row in rows) == [(0, 0), (0, 1), (1, 0), (1, 1)]
         assert [*rows[0]] == table.column_names
-    with pytest.raises(JobError, match="answers: give a list of columns"):
+    with pytest.raises(JobError, match=r"output\.columns: should be a valid list"):
         batchrunner.generate(["a"], **{**options, "answers": "output_ids"})
     assert batchrunner.generate([], **options).schema.names == table.schema.names
 
@@ -335,10 +335,10 @@ async def test_a_stream_and_a_table_of_them(server: FakeSGLang, tmp_path: Path) 
     ("changes", "told"),
     [
         ({"output": {"columns": ["thoughts"]}}, "output.columns"),
-        ({"output": {"columns": ["tool_calls"]}}, "tool_calls need a chat"),
+        ({"output": {"columns": ["tool_calls"]}}, "tool_calls go with chats"),
         (
             {"output": {"columns": ["tool_calls", "prompt_logprobs"]}, "prompt": CHAT},
-            "has tool_calls, and /generate has prompt_logprobs",
+            "tool_calls of chats only, and prompt_logprobs",
         ),
         ({"output": {"explode": True}, "input": {"columns": ["sample"]}}, "a column 'sample' of its own"),
         ({"output": {"columns": ["logprobs"]}, "input": {"columns": ["logprobs"]}}, "a column 'logprobs'"),

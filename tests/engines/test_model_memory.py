@@ -266,7 +266,7 @@ def test_the_server_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert started[started.index("--tp-size") + 1] == "2"
     assert "engine.tp auto: 2: weights of 15.0 GiB (model.safetensors.index.json) and a KV pool" in ran.stderr
     assert json.loads(ran.stdout)["engine"]["tp"] == 2
-    tuned = engine_to_tune(load_job(job, environ={}))
+    tuned = engine_to_tune(load_job(job))
     assert (tuned.tp, tuned.args["tp-size"]) == (None, 2)
 
 
@@ -303,7 +303,7 @@ def test_one_replica_of_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_cpu_is_one_device(tmp_path: Path) -> None:
     """There is nothing to divide among; the model need not be known."""
     engine = {**an_engine(tmp_path, 16.1e9), "device": "cpu"}
-    assert engine_to_tune(load_job(job_of(tmp_path, engine), environ={})).args["tp-size"] == 1
+    assert engine_to_tune(load_job(job_of(tmp_path, engine))).args["tp-size"] == 1
 
 
 @pytest.mark.parametrize("kind", ["server", "gateway"])
@@ -311,4 +311,4 @@ def test_the_number_stands_once(kind: str, tmp_path: Path) -> None:
     """`engine.tp` and an argument of the server for the same are refused together."""
     engine = {"kind": kind, "model": "org/name", "tp": 2, "args": {"tp_size": 2}}
     with pytest.raises(JobError, match=r"say engine\.tp instead of --tp-size"):
-        load_job(job_of(tmp_path, engine), environ={})
+        load_job(job_of(tmp_path, engine))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     [
         ({}, "give `model`"),
         ({"model": "a", "url": "http://a"}, "give `model`"),
-        ({"url": "a"}, "starts with http"),
+        ({"url": "a"}, "an address is http"),
         ({"url": "http://a", "tp": 2}, "tp: goes with `model`"),
         ({"model": "a", "args": {"tp_size": 2}}, "say engine.tp"),
         ({"model": "a", "gateway_args": {"--port": 2}}, "leave it out of engine.gateway_args"),

@@ -69,8 +69,8 @@ def test_a_part_of_an_expression(tmp_path: Path, server: FakeSGLang) -> None:
     [
         ({"text": "{{ name }}"}, "prompt.fields: no template shows them: write {{ fields }} into prompt"),
         ({"text": "name"}, "prompt.fields: no template shows them: write {{ fields }} into prompt.text"),
-        ({"input_ids": "n"}, "`fields` goes with templates, not with `input_ids`"),
-        ({"messages": "name"}, "`fields` goes with templates, not with `messages`"),
+        ({"input_ids": "n"}, "`fields` has no effect beside `input_ids`"),
+        ({"messages": "name"}, "`fields` has no effect beside `messages`"),
     ],
 )
 def test_templates_must_show_it(
@@ -136,6 +136,5 @@ def test_old_jobs_are_as_they_were() -> None:
             "input": {"path": "x"}, "prompt": {"text": "t"}, "output": {"path": "y"},
             "engine": {"kind": "simulated"},
         },
-        environ={},
     )  # fmt: skip
     assert job.prompt.model_dump(mode="json", exclude_none=True) == {"text": "t"}

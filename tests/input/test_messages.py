@@ -174,8 +174,8 @@ def test_bad_structs(tmp_path: Path, server: FakeSGLang) -> None:
         ({"messages": [{"role": "user"}]}, "prompt.messages"),
         ({"messages": said(("user", "{{ txt }}"))}, "prompt.messages.0.content: unknown column 'txt'"),
         ({"messages": said(("assistant", "a"))}, "no message that the assistant could answer"),
-        ({"messages": said(("user", "a")), "continue": True}, "`continue` goes with a column of `messages`"),
-        ({"text": "text", "continue": True}, "`continue` goes with a column of `messages`"),
+        ({"messages": said(("user", "a")), "continue": True}, "`continue` has no effect beside"),
+        ({"text": "text", "continue": True}, "`continue` has no effect beside"),
         ({"messages": "id"}, "must be a list of {role, content} or {from, value}"),
     ],
 )

@@ -25,7 +25,7 @@ from tests.support.example_job import EXAMPLE, example, refusal
 
 def complaint(path: Path) -> str | None:
     try:
-        load_job(path, environ={})
+        load_job(path)
     except JobError as refused:
         return str(refused)
     return None
@@ -35,7 +35,7 @@ def test_the_example_works_as_it_stands(tmp_path: Path) -> None:
     """The job file that users are shown first loads and means what it says."""
     path = tmp_path / "job.yaml"
     path.write_text(EXAMPLE)
-    job = load_job(path, environ={})
+    job = load_job(path)
     assert (job.input.path, job.input.columns) == ("docs.parquet", ["id", "title"])
     assert (job.prompt.system, job.prompt.user) == ("You are terse.", "Summarise: {{ text }}")
     assert (job.sampling.max_new_tokens, job.sampling.temperature) == (64, 0)
@@ -113,20 +113,20 @@ jobs = st.fixed_dictionaries(
 @given(tree=jobs)
 def test_a_job_survives_a_round_trip(tree: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     """A job written down, as a report or a resume does, loads as the very same job."""
-    job = load_job(tree, environ={})
+    job = load_job(tree)
     path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
     path.write_text(yaml.safe_dump(job.model_dump(mode="json")), encoding="utf-8")
-    assert load_job(job.model_dump(), environ={}) == job
-    assert load_job(json.loads(job.model_dump_json(exclude_unset=True)), environ={}) == job
-    assert load_job(path, environ={}) == job
-    assert load_job(job, environ={}) == job
+    assert load_job(job.model_dump()) == job
+    assert load_job(json.loads(job.model_dump_json(exclude_unset=True))) == job
+    assert load_job(path) == job
+    assert load_job(job) == job
 
 
 @given(tree=jobs)
 def test_a_callers_mapping_is_left_alone(tree: dict[str, Any]) -> None:
     """Overrides change the job and not the mapping that a caller passed."""
     before = json.dumps(tree)
-    load_job(tree, overrides=["output.path=elsewhere"], environ={"BATCHRUN__INPUT__PATH": "x"})
+    load_job(tree, overrides=["output.path=elsewhere"])
     assert json.dumps(tree) == before
 
 
@@ -242,23 +242,6 @@ def test_engines_are_read_alone() -> None:
     server = parse_engine({"kind": "server", "model": Path("m"), "args": {"chat-template": Path("c")}})
     assert isinstance(server, ServerEngine)
     assert (server.model, server.args) == ("m", {"chat-template": "c"})
-
-
-@pytest.mark.parametrize(
-    ("engine", "told"),
-    [
-        ({"kind": "attach", "url": ["http://a"]}, "unknown key 'url'; did you mean 'urls'?"),
-        ({"kind": "server"}, "model is missing"),
-        ({}, "kind is missing"),
-        ({"kind": "server", "model": "m", "args": {"port": 1}}, "batchrunner sets --port itself"),
-    ],
-)
-def test_wrong_engines_are_explained(engine: dict[str, Any], told: str) -> None:
-    """An engine read alone is explained as in a job file."""
-    with pytest.raises(JobError, match=re.escape(told)) as caught:
-        parse_engine(engine)
-    assert str(caught.value).startswith("engine: ")
-    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("file", sorted(p.name for p in (ROOT / "jobs").glob("*.yaml")))

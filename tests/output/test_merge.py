@@ -230,7 +230,7 @@ REFUSALS: list[tuple[list[Any], str]] = [
     (["answers"], "its ending names no format"),
     (["answers.parquet.gz"], "its ending names no format"),
     (["nowhere/answers.csv"], "there is no directory"),
-    (["~nobody-of-that-name/answers.csv"], "no home directory for ~nobody-of-that-name"),
+    (["~nobody-of-that-name/answers.csv"], "there is no directory"),
     (["in.csv"], "is a directory: give a file"),
     (["a.csv", "--push", "hf://datasets/o/n"], "leave FILE out"),
 ]

@@ -20,7 +20,7 @@ import asyncio
 from contextlib import contextmanager
 
 from batchrunner.core.errors import BatchrunError
-from batchrunner.job.call import GenerateCall, LibraryCall, TaskCall
+from batchrunner.job.call import LibraryCall
 from batchrunner.job.load import parse_engine
 from batchrunner.ray.stages import EngineWorker, StageCall, gpus_asked
 
@@ -173,16 +173,8 @@ def worker(
     **own: Any,
 ) -> Iterator[EngineWorker]:
     """Give the worker of a call, and close it as Ray Data does."""
-    fields = {"engine": parse_engine(engine), "prompt": TEXT, "columns": (), "limits": None}
-    generating = {
-        "parse": None, "sampling": None, "answers": (), "explode": False, "check": None, "on_length": None,
-        "own_rows": True,
-    }  # fmt: skip
-    call: LibraryCall
-    if task is None:
-        call = GenerateCall(**{**fields, **generating, **own})
-    else:
-        call = TaskCall(task=task, **{**fields, **own})
+    fields = {"engine": parse_engine(engine), "prompt": TEXT, "task": task or "generate"}
+    call = LibraryCall(**{**fields, **own})
     made = EngineWorker(StageCall(call, columns, prefix))
     try:
         yield made
@@ -215,10 +207,10 @@ async def test_batches_overlap(server: FakeSGLang) -> None:
 async def test_each_task_has_its_columns() -> None:
     """The tables of a task have the same types, also where no row has an answer."""
     documents = [["a", "b"]] * 3
-    with worker(task="score", labels=[" yes", " no"], fields={"softmax": True}, prefix="s_") as call:
+    with worker(task="score", options={"labels": [" yes", " no"], "softmax": True}, prefix="s_") as call:
         scored = await call(batch(0, 3))
     assert [sum(scores) for scores in scored.column("s_scores").to_pylist()] == pytest.approx([1] * 3)
-    with worker(task="rerank", items={"documents": "documents"}) as call:
+    with worker(task="rerank", options={"documents": "documents"}) as call:
         ranked = await call(batch(0, 3, documents=documents))
     assert [len(scores) for scores in ranked.column("scores").to_pylist()] == [2] * 3
     with worker(task="embed") as call:

@@ -11,7 +11,7 @@ from batchrunner.core.errors import JobError
 from batchrunner.job.load import load_job
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from batchrunner.job.spec import Job
 
@@ -25,8 +25,8 @@ limits: {max_failed_rows: 10}
 """
 
 
-def example(overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Job:
-    return load_job(yaml.safe_load(EXAMPLE), overrides=overrides, environ=environ or {})
+def example(overrides: Sequence[str] = ()) -> Job:
+    return load_job(yaml.safe_load(EXAMPLE), overrides=overrides)
 
 
 def refusal(*overrides: str) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def sampled(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
     monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
-    job = load_job(job_of(tmp_path, rows=rows, **changes), environ={})
+    job = load_job(job_of(tmp_path, rows=rows, **changes))
     sample = write_sample(prepare(job), tmp_path / "tune")
     texts: list[str] = pq.read_table(sample.path)["text"].to_pylist()
     assert sample.rows == len(texts)
@@ -54,7 +54,7 @@ def test_a_prompt_without_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Rows that all ask the same are sampled too, few or many, and a job on the sample sends them."""
     monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
     job = job_of(tmp_path, rows=rows, prompt={"user": "Tell me a story."}, sampling={"temperature": 1})
-    sample = write_sample(prepare(load_job(job, environ={})), tmp_path / "tune")
+    sample = write_sample(prepare(load_job(job)), tmp_path / "tune")
     assert sample.rows == min(rows, 512)
     report = batchrunner.run(job | {"input": {"path": str(sample.path)}})
     assert report.rows_ok == sample.rows
@@ -66,7 +66,7 @@ def test_prompts_of_a_python_function(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
     prompt = {"python": lambda row: f"{row['text']} is number {row['id']}"}
     job = job_of(tmp_path, rows=rows, prompt=prompt)
-    with contextlib.closing(prepare(load_job(job, environ={}))) as prepared:
+    with contextlib.closing(prepare(load_job(job))) as prepared:
         sample = write_sample(prepared, tmp_path / "tune")
     assert sample.rows == {10: 10, 600: 9 * BLOCK_ROWS}[rows]
     assert pq.read_schema(sample.path).names == ["id", "text"]
@@ -78,7 +78,7 @@ def test_rows_that_begin_alike_stay_together(tmp_path: Path, monkeypatch: pytest
     """Where the job sorts its rows by prefix the blocks are taken from the sorted order."""
     prompt = {"text": '{{ ("document %d " % (id % 40)) * 40 }}: row {{ id }}'}
     monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
-    job = load_job(job_of(tmp_path, rows=8000, prompt=prompt, order="prefix"), environ={})
+    job = load_job(job_of(tmp_path, rows=8000, prompt=prompt, order="prefix"))
     sample = write_sample(prepare(job), tmp_path / "tune")
     documents = [row % 40 for row in pq.read_table(sample.path)["id"].to_pylist()]
     assert len(set(documents)) > 10

@@ -23,7 +23,7 @@ def test_what_is_launched_for_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     args = {"mem-fraction-static": 0.8}
     gateway = {"kind": "gateway", "model": "org/name", "tp": 2, "args": args, "env": {"A": "b"}}
-    replica = engine_to_tune(load_job(job_of(tmp_path, gateway), environ={}))
+    replica = engine_to_tune(load_job(job_of(tmp_path, gateway)))
     assert replica.args == {**args, "tp-size": 2}
     assert replica.env == {"A": "b", "CUDA_VISIBLE_DEVICES": "4,5"}
     found = {"kind": "gateway", "url": "http://127.0.0.1:9"}
@@ -31,7 +31,7 @@ def test_what_is_launched_for_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         JobError,
         match=r"engine\.kind gateway: tuning starts SGLang with other flags, and this job starts none",
     ):
-        engine_to_tune(load_job(job_of(tmp_path, found), environ={}))
+        engine_to_tune(load_job(job_of(tmp_path, found)))
 
 
 def test_the_log_tells_the_rest() -> None:

@@ -251,7 +251,7 @@ def prompts_of(facts: Mapping[str, Any], rows: Sequence[int], copies: Path | Non
     """
     found: dict[int, str] = {}
     try:
-        job = load_job({k: v for k, v in facts["job"].items() if k not in _OF_ANSWERS}, environ={})
+        job = load_job({k: v for k, v in facts["job"].items() if k not in _OF_ANSWERS})
         if job.prompt.python is not None:  # nothing in a run directory is to be run
             return found
         first = 0

@@ -8,10 +8,6 @@ batchrunner reads these variables of its own environment. Engines that a run sta
 environment, and `engine.env` adds to it."""
 
 READ = {
-    "BATCHRUN__A__B": "Overrides the field `a.b` of the job: `BATCHRUN__INPUT__LIMIT=100`. The value is "
-    "YAML. `--set` "
-    "goes before it, and it goes before the file. Names below `engine.env` and `input.rename` keep their "
-    "case.",
     "SGLANG_API_KEY": "API key of the servers of `engine.kind: attach` and of a gateway with `url`, and "
     "of the server "
     "that `batchrun advise` watches. `engine.api_key_env` names another variable.",

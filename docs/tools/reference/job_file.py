@@ -14,9 +14,8 @@ Every field of a job file, with its type, default and unit. `batchrun schema` pr
 Schema, with which an editor completes and checks job files. A field that is not listed here is an error:
 the message names the nearest one.
 
-Paths are relative to the directory in which `batchrun` is started. Every field can be overridden, by
-`--set input.limit=100` or by an [environment variable](environment-variables.md)
-`BATCHRUN__INPUT__LIMIT=100`.
+Paths are relative to the directory in which `batchrun` is started. Every field can be overridden by
+`--set input.limit=100`.
 
 A *duration* is a number of seconds or a text such as `90s`, `30m`, `2h30m` or `1d`. Where a type says *or
 `{column: NAME}`*, the value can be taken from a column of each row."""

@@ -17,7 +17,7 @@ RESULTS = """# Result columns
 Columns of the Parquet files in `RUN/parts` and `RUN/merged`. The columns that `input.columns` copies
 stand after `row`, with the types and names of the input, or the names that `input.rename` gives. With
 `sampling.n` above 1 the columns `output`, `finish_reason` and `completion_tokens` are lists, with one
-value for each output. Where the input is a batch file (`prompt.batch`) there is a last column `response`,
+value for each output. Of a batch file (`batchrun batch`) there is a last column `response`,
 a string: the body of the endpoint's answer, as JSON.
 
 Where the answers are invented (`engine.kind: simulated`), the file's metadata has `simulated: true`."""
