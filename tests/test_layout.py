@@ -98,8 +98,8 @@ def test_class_names_are_unique() -> None:
 
 
 MOST_TOKENS = {
-    "core": 9_600,
-    "job": 21_700,
+    "core": 9_500,
+    "job": 21_600,
     "output": 33_100,
     "input": 41_300,
     "engines": 57_600,
@@ -108,8 +108,8 @@ MOST_TOKENS = {
     "dispatch": 28_000,
     "runner": 32_200,
     "tune": 16_000,
-    "api": 2_700,
-    "ray": 7_700,
+    "api": 2_600,
+    "ray": 7_600,
     "cli": 4_500,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
