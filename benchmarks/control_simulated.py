@@ -26,7 +26,7 @@ from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.concurrency.window import tokens_a_row
 from batchrunner.dispatch.queue import Slots
 from batchrunner.engines.simulation.replica import H100_8B, Replica
-from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
+from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
 
@@ -139,7 +139,7 @@ class Fleet:
         self._late_s = late_s
         self._luck = random.Random(SEED + 1)
         routes = tuple(f"r{i}" for i in range(replicas))
-        self.replicas = {route: Replica(config, H100_8B) for route in routes}
+        self.replicas = {route: Replica(config, H100_8B, route, route) for route in routes}
         fixed = None if window is None else window * replicas
         info = EngineInfo(kind="attach", model="simulated", routes=routes)
         self._admission = ConcurrencyLimits(
@@ -149,7 +149,7 @@ class Fleet:
             most=sys.maxsize,
             fixed=fixed,
         )
-        self._admission.begin([_signal(*item) for item in self.replicas.items()], 0.0, unsent=rows)
+        self._admission.begin([replica.load for replica in self.replicas.values()], 0.0, unsent=rows)
         self._gate = Slots(self._admission.windows)
         self._told: dict[str, deque[SchedulerLoad]] = {route: deque() for route in routes}
         self._tell = ended
@@ -171,7 +171,7 @@ class Fleet:
         """Let samples come to their end on each replica before anything else is sent."""
         for replica in self.replicas.values():
             for sample in samples:
-                replica.submit(sample)
+                replica.scheduler.submit(sample)
             while replica.busy:
                 self.now += TICK_S
                 ends = replica.advance(self.now)
@@ -211,7 +211,7 @@ class Fleet:
 
     def _send(self) -> None:
         while self._waiting is not None and (route := self._gate.take(self.now)) is not None:
-            self.replicas[route].submit(self._waiting)
+            self.replicas[route].scheduler.submit(self._waiting)
             self._waiting = next(self._samples, None)
             self._sent += 1
         if self._waiting is None and self.drained_at is None:
@@ -221,7 +221,7 @@ class Fleet:
         signals = []
         for route, replica in self.replicas.items():
             past = self._told[route]
-            past.append(_signal(route, replica))
+            past.append(replica.load)
             while len(past) > max(1, self._late_s / POLL_S):
                 past.popleft()
             if self._luck.random() >= LOST_POLLS:
@@ -297,14 +297,6 @@ class _Seen:
             "longest_over_2000_s": round(self.longest_over_s, 2),
             "running_spread": round((max(means) - min(means)) / max(means), 4) if len(means) > 1 else None,
         }
-
-
-def _signal(route: str, replica: Replica) -> SchedulerLoad:
-    gauges = replica.gauges
-    return SchedulerLoad(
-        route, "simulated", gauges.running, gauges.queue, gauges.token_usage, gauges.used_tokens,
-        gauges.max_total_tokens, gauges.max_running, route, gauges.at_s,
-    )  # fmt: skip
 
 
 def grid(rows: int, replicas: list[int], late: list[float], large: list[str]) -> list[Case]:

@@ -29,7 +29,7 @@ from batchrunner.core.types import Completion, Request, RowRef
 from batchrunner.dispatch.distance import ReuseDistance
 from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.reorder import OutputLengths, PrimeTask, Reorderer
-from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
+from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet
 from benchmarks.engine import lognormal
 from benchmarks.measure import save

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import orjson
 
-from batchrunner.engines.simulation.request import CLIP_TOKENS, SchedulerConfig, SimulatedRequest
-from batchrunner.engines.simulation.scheduler import Scheduler
+from batchrunner.engines.simulation.scheduler import CLIP_TOKENS, Scheduler, SchedulerConfig, SimulatedRequest
 from benchmarks.engine import KEY_VARIABLE, VOCABULARY, flush, serve
 from benchmarks.measure import save
 from tests.support.tiny_model import make_tiny_llama

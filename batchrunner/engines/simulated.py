@@ -5,6 +5,7 @@ would, and `Simulator` waits for that in real time.
 """
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ from statistics import NormalDist
 from typing import Any
 from zlib import crc32
 
-import msgspec
 import orjson
 
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
@@ -30,68 +30,11 @@ from batchrunner.core.types import (
 from batchrunner.engines.base import Engine
 from batchrunner.engines.http.replies import answer_of
 from batchrunner.engines.simulation.replica import CostModel, Replica
-from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
-from batchrunner.input.request_bodies import fields_of, prompt_of, prompts_in
+from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
+from batchrunner.input.request_bodies import prompt_of, prompts_in
 from batchrunner.job.engine import SimulatedEngine
 from batchrunner.job.output import CUT, RESPONSE
-from batchrunner.job.tasks import MODEL, EmbedTask, reply_of
-
-MOST_DEPTH = 16
-_WORD = "simulated"
-
-
-def made_up(schema: Any, number: int) -> str:
-    """Return JSON for a schema, given as a mapping or as JSON text; the same for the same `number`."""
-    try:
-        root = orjson.loads(schema) if isinstance(schema, str) else schema
-    except orjson.JSONDecodeError:
-        root = {}
-    return orjson.dumps(_value(root, root, number, 0)).decode()
-
-
-def _value(schema: Any, root: Any, number: int, depth: int) -> Any:
-    if not isinstance(schema, dict) or depth > MOST_DEPTH:
-        return None
-    if "$ref" in schema:
-        return _value(_referred(schema["$ref"], root), root, number, depth + 1)
-    if "const" in schema:
-        return schema["const"]
-    choices = schema.get("enum")
-    if choices:
-        return choices[number % len(choices)]
-    parts = schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf")
-    if parts:
-        return _value(parts[0], root, number, depth + 1)
-    return _of_type(schema, root, number, depth)
-
-
-def _of_type(schema: dict[str, Any], root: Any, number: int, depth: int) -> Any:
-    kinds = schema.get("type", "object" if "properties" in schema else "string")
-    kind = kinds[0] if isinstance(kinds, list) and kinds else kinds
-    if kind == "object":
-        properties = schema.get("properties") or {}
-        return {name: _value(part, root, number, depth + 1) for name, part in properties.items()}
-    if kind == "array":
-        count = max(schema.get("minItems", 1), 0)
-        return [_value(schema.get("items", {}), root, number + at, depth + 1) for at in range(count)]
-    if kind in {"integer", "number"}:
-        least, most = schema.get("minimum", 0), schema.get("maximum")
-        value = least + number % 10
-        return value if most is None else min(value, most)
-    if kind == "boolean":
-        return number % 2 == 0
-    if kind == "null":
-        return None
-    text = _WORD + "." * max(0, schema.get("minLength", 0) - len(_WORD))
-    return text[: schema.get("maxLength", len(text))]
-
-
-def _referred(reference: Any, root: Any) -> Any:
-    try:
-        return part_at(root, str(reference))
-    except LookupError:
-        return None
-
+from batchrunner.job.tasks import EMBEDDING, MODEL, EmbedTask, reply_of
 
 MARK = "[simulated] "
 """Beginning of every answer, so that none is taken for a model's."""
@@ -99,31 +42,27 @@ LONGEST_TEXT_WORDS = 200
 """Most words of a text, whatever its number of tokens: a million rows must fit into memory."""
 DEFAULT_MAX_NEW_TOKENS = 128
 """SGLang's own default."""
-
 MOST_SAMPLES = 128
 """Most samples of a whole request."""
 LEAST_TICK_S = 0.001
 """Least seconds between two steps of the simulation."""
-
 ENDED = "stop"
-_NOTE = "simulated engine: answers are made up and speeds mean nothing"
+_MOST_DEPTH = 16
+"""Levels of a made-up JSON value: a schema may refer to itself."""
+_WORD = "simulated"
 _CHARACTERS_A_TOKEN = 4
 _TOKENS_A_MESSAGE = 4  # those that a chat template puts around a message
-_MEDIAN_OUTPUT_TOKENS = 150
-_SPREAD = 0.8  # sigma of the lognormal: the longest tenth has about three times the median
-_VOCABULARY_SIZE = 32_000
-_LOGPROB = -1.0
-_VOCABULARY = (
-    *("the", "a", "of", "and", "to", "in", "is", "that", "for", "on", "with", "as", "by", "from", "this"),
-    *("it", "an", "or", "which", "one", "two", "new", "long", "small", "early", "late", "model", "system"),
-    *("value", "result", "data", "study", "text", "part", "case", "time", "way", "point", "order", "light"),
+_WORDS = (
+    "the a of and to in is that for on with as by from this it an or which one two new long small early late "
+    "model system value result data study text part case time way point order light"
 )
+_VOCABULARY = _WORDS.split()
 
 # Tables, because an answer must take a few microseconds: benchmarks ask for a million.
 _QUANTILES = 1024
-_LENGTHS_TOKENS = [
-    round(math.exp(math.log(_MEDIAN_OUTPUT_TOKENS) + _SPREAD * NormalDist().inv_cdf((i + 0.5) / _QUANTILES)))
-    for i in range(_QUANTILES)
+# a median of 150 tokens, and about three times as many for the longest tenth
+_LENGTHS = [
+    round(150 * math.exp(NormalDist(0, 0.8).inv_cdf((i + 0.5) / _QUANTILES))) for i in range(_QUANTILES)
 ]
 _TAPE_STARTS = 4096
 _TAPE = [_VOCABULARY[crc32(b"%d" % i) % len(_VOCABULARY)] for i in range(_TAPE_STARTS + LONGEST_TEXT_WORDS)]
@@ -137,118 +76,129 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
     long is cut (finish reason `length`).
     """
     if isinstance(request.prompt, RequestBody):
-        if request.prompt.path == EMBEDDINGS_PATH:
-            return _answer_embeddings(request.prompt, request.ref, limit_tokens, dimensions)
-        return _answer_body(request.prompt, request.ref, limit_tokens)
+        try:
+            return _answer_body(request.prompt, request.ref, limit_tokens, dimensions)
+        except (TypeError, ValueError) as failure:  # a field has a value that no server takes
+            raise RowRefusedError(f"400: {failure}") from None
     prompt_tokens = count_tokens(request)
     if prompt_tokens >= limit_tokens:
         raise RowRefusedError(
             f"400: The input ({prompt_tokens} tokens) is longer than "
             f"the model's context length ({limit_tokens} tokens)."
         )
+    samples = _hashes(request)
     if request.task is not None:
         if request.kind == "messages":
             raise RowRefusedError(f"task: {request.task.name} takes a text or token ids, and this is a chat")
-        (seed,) = _hashes(request)
-        return answer_of(request, request.task.made_up_reply(request, seed, prompt_tokens, dimensions))
-    samples = _hashes(request)
+        return answer_of(request, request.task.made_up_reply(request, samples[0], prompt_tokens, dimensions))
     lengths = [_length(request.sampling, sample, limit_tokens - prompt_tokens) for sample in samples]
     texts = [_text(sample, tokens) for sample, (tokens, _) in zip(samples, lengths, strict=True)]
     reasons: list[str | None] = [reason for _, reason in lengths]
     if schema := request.sampling.get("json_schema"):  # a grammar ends where its value does
         texts, reasons = [made_up(schema, sample) for sample in samples], [ENDED] * len(samples)
-    completion = Completion(
-        texts=texts,
-        finish_reasons=reasons,
-        completion_tokens=[tokens for tokens, _ in lengths],
-        prompt_tokens=prompt_tokens,
-        cached_tokens=0,
-    )
-    if request.asks is None:
-        return completion
-    return completion._replace(columns=_columns(request.asks, completion))
+    completion = Completion(texts, reasons, [tokens for tokens, _ in lengths], prompt_tokens, 0)
+    return completion if request.asks is None else completion._replace(columns=_columns(request.asks, texts))
 
 
-def _columns(asks: AskedColumns, completion: Completion) -> dict[str, list[Any]]:
+def _columns(asks: AskedColumns, texts: Sequence[str]) -> dict[str, list[Any]]:
     """Make up what is asked for besides the text: tokens are words, and each is as likely as the next."""
-    words = [text.split() for text in completion.texts]
-    ids = [[crc32(word.encode()) % _VOCABULARY_SIZE for word in some] for some in words]
     tokens = [
-        [{"id": number, "token": word, "logprob": _LOGPROB} for number, word in zip(*some, strict=True)]
-        for some in zip(ids, words, strict=True)
+        [{"id": crc32(word.encode()) % 32_000, "token": word, "logprob": -1.0} for word in text.split()]
+        for text in texts
     ]
     found: dict[str, list[Any]] = {
-        "output_ids": ids,
+        "output_ids": [[token["id"] for token in some] for some in tokens],
         "logprobs": tokens,
         "top_logprobs": [[[token] * asks.top_logprobs for token in some] for some in tokens],
         "prompt_logprobs": [[]],
     }
-    return {name: found.get(name, [None] * len(words)) for name in asks.names}
+    return {name: found.get(name, [None] * len(texts)) for name in asks.names}
 
 
-def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int) -> Completion:
-    """Make up the answer of an endpoint to a whole request."""
-    fields = fields_of(body.content)
-    samples = msgspec.json.decode(fields["n"]) if "n" in fields else 1
-    if type(samples) is not int or not 1 <= samples <= MOST_SAMPLES:
-        raise RowRefusedError(f"400: n should be 1 to {MOST_SAMPLES} (got {bytes(fields['n']).decode()})")
+def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: int) -> Completion:
+    """Make up the response of an endpoint to a whole request."""
+    fields = orjson.loads(body.content)
+    if body.path == EMBEDDINGS_PATH:
+        task = EmbedTask(dimensions=fields.get("dimensions"))
+        answers = [
+            answer(
+                Request(ref, "text" if isinstance(prompt, str) else "input_ids", prompt, {}, task=task),
+                limit_tokens,
+                dimensions,
+            )
+            for prompt in prompts_in(body)
+        ]
+        vectors = [made.columns[EMBEDDING][0] for made in answers]
+        tokens = sum(made.prompt_tokens or 0 for made in answers)
+        as_text = fields.get("encoding_format") == "base64"
+        if not vectors:
+            raise ValueError("input should be a text, token ids, or a list of either")
+        response = reply_of(vectors, tokens, body.model or MODEL, as_text=as_text)
+        return Completion([""], [ENDED], [0], tokens, None, columns={RESPONSE: [response.decode()]})
+    samples = fields.get("n", 1)
+    if not 1 <= samples <= MOST_SAMPLES:
+        raise ValueError(f"n should be 1 to {MOST_SAMPLES} (got {samples})")
     sampling = {"max_new_tokens": body.most_tokens, "n": samples}
-    prompt = prompt_of(body).decode()
-    made = answer(Request(ref, "text", prompt, sampling), limit_tokens)
+    made = answer(Request(ref, "text", prompt_of(body).decode(), sampling), limit_tokens)
     is_chat = body.path == CHAT_PATH
     choices = [
         {
             "index": index,
             **({"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}),
-            "logprobs": None,
             "finish_reason": reason,
         }
         for index, (text, reason) in enumerate(zip(made.texts, made.finish_reasons, strict=True))
     ]
-    prompt_tokens, tokens = made.prompt_tokens or 0, made.output_tokens
     content = {
-        "id": f"simulated-{crc32(prompt.encode()):08x}",
         "object": "chat.completion" if is_chat else "text_completion",
-        "created": 0,
         "model": body.model or "simulated",
         "choices": choices,
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": prompt_tokens + tokens,
-        },
+        "usage": {"prompt_tokens": made.prompt_tokens, "completion_tokens": made.output_tokens},
     }
     return made._replace(
         texts=made.texts[:1],
         finish_reasons=made.finish_reasons[:1],
-        completion_tokens=[tokens],
-        columns={RESPONSE: [msgspec.json.encode(content).decode()]},
+        completion_tokens=[made.output_tokens],
+        columns={RESPONSE: [orjson.dumps(content).decode()]},
     )
 
 
-def _answer_embeddings(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: int) -> Completion:
-    """Make up the vectors that a whole request asks for."""
-    fields = {name: msgspec.json.decode(value) for name, value in fields_of(body.content).items()}
-    length = fields.get("dimensions")
-    if length is not None and (type(length) is not int or length < 1):
-        raise RowRefusedError(f"400: dimensions should be a number from 1 on (got {length!r})")
-    prompts = prompts_in(body)
-    if not prompts:
-        raise RowRefusedError("400: input should be a text, token ids, or a list of either")
-    task = EmbedTask(dimensions=length)
-    answers = [
-        answer(
-            Request(ref, "text" if isinstance(p, str) else "input_ids", p, {}, task=task),
-            limit_tokens,
-            dimensions,
-        )
-        for p in prompts
-    ]
-    vectors = [made.columns[name][0] for made in answers for name in made.columns]
-    tokens = sum(made.prompt_tokens or 0 for made in answers)
-    is_text = fields.get("encoding_format") == "base64"
-    content = reply_of(vectors, tokens, body.model or MODEL, as_text=is_text)
-    return Completion([""], [ENDED], [0], tokens, None, columns={RESPONSE: [content.decode()]})
+def made_up(schema: Any, number: int) -> str:
+    """Return JSON for a schema, given as a mapping or as JSON text; the same for the same `number`."""
+    root = orjson.loads(schema) if isinstance(schema, str) else schema
+    return orjson.dumps(_value(root, root, number, 0)).decode()
+
+
+def _value(schema: Any, root: Any, number: int, depth: int) -> Any:
+    if not isinstance(schema, dict) or depth > _MOST_DEPTH:
+        return None
+    if "$ref" in schema:
+        with contextlib.suppress(LookupError):
+            return _value(part_at(root, schema["$ref"]), root, number, depth + 1)
+    if choices := [schema["const"]] if "const" in schema else schema.get("enum"):
+        return choices[number % len(choices)]
+    if parts := schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf"):
+        return _value(parts[0], root, number, depth + 1)
+    return _of_type(schema, root, number, depth + 1)
+
+
+def _of_type(schema: dict[str, Any], root: Any, number: int, depth: int) -> Any:
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    least = schema.get("minimum", 0)
+    match kind[0] if isinstance(kind, list) else kind:
+        case "object":
+            parts = schema.get("properties", {}).items()
+            return {name: _value(part, root, number, depth) for name, part in parts}
+        case "array":
+            items = range(number, number + schema.get("minItems", 1))
+            return [_value(schema.get("items", {}), root, item, depth) for item in items]
+        case "integer" | "number":
+            return min(least + number % 10, schema.get("maximum", math.inf))
+        case "boolean":
+            return number % 2 == 0
+        case "string":
+            return _WORD.ljust(schema.get("minLength", 0), ".")[: schema.get("maxLength")]
+    return None
 
 
 def count_tokens(request: Request) -> int:
@@ -275,10 +225,8 @@ def _length(sampling: dict[str, Any], sample: int, limit_tokens: int) -> tuple[i
     """Return the output tokens of a sample, and why it ended."""
     asked = sampling.get("max_new_tokens")
     most = min(DEFAULT_MAX_NEW_TOKENS if asked is None else asked, limit_tokens)
-    wished = max(_LENGTHS_TOKENS[sample % _QUANTILES], sampling.get("min_new_tokens") or 0)
-    if wished > most or sampling.get("ignore_eos"):
-        return most, CUT
-    return wished, "stop"
+    wished = max(_LENGTHS[sample % _QUANTILES], sampling.get("min_new_tokens") or 0)
+    return (most, CUT) if wished > most or sampling.get("ignore_eos") else (wished, ENDED)
 
 
 def _text(sample: int, tokens: int) -> str:
@@ -317,7 +265,7 @@ class Simulator(Engine):
             takes_audio=True,
             takes_videos=True,
             simulated=True,
-            notes=(_NOTE,),
+            notes=("simulated engine: answers are made up and speeds mean nothing",),
         )
 
     async def generate(self, request: Request, route: str) -> Completion:  # noqa: ARG002 - there is one
@@ -331,20 +279,7 @@ class Simulator(Engine):
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load that the one simulated scheduler reported last."""
-        gauges = self._replica.gauges
-        return [
-            SchedulerLoad(
-                scheduler="simulated",
-                source="simulated",
-                running=gauges.running,
-                queue=gauges.queue,
-                token_usage=gauges.token_usage,
-                used_tokens=gauges.used_tokens,
-                max_total_tokens=gauges.max_total_tokens,
-                max_running=gauges.max_running,
-                taken_at=gauges.at_s,
-            )
-        ]
+        return [self._replica.load]
 
     async def close(self) -> None:
         """Stop decoding."""
@@ -364,7 +299,7 @@ class Simulator(Engine):
         ]  # fmt: skip
         self._advance()
         for sample in samples:
-            self._replica.submit(sample)
+            self._replica.scheduler.submit(sample)
         if self._stepping is None or self._stepping.done():
             self._stepping = asyncio.create_task(self._run(), name="simulated engine")
         try:
@@ -373,7 +308,7 @@ class Simulator(Engine):
         finally:  # a caller that goes away takes its samples along
             for sample in samples:
                 if not sample.payload.is_set():
-                    self._replica.drop(sample)
+                    self._replica.scheduler.drop(sample)
         return completion._replace(retractions=sum(sample.retractions for sample in samples))
 
     def _advance(self) -> None:

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.simulation.replica import CostModel, PassWork, Replica
-from batchrunner.engines.simulation.request import SchedulerConfig, SimulatedRequest
+from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from batchrunner.tune.measurement import PassSpan, TrialProgress, TrialResult, TrialWatch
 from batchrunner.tune.space import CLIP, Machine
 
@@ -127,7 +126,7 @@ class Lab:
             in_flight = replica.scheduler.in_flight
             while waiting and in_flight < replica.scheduler.config.max_running + 50:
                 prompt, output, asked = waiting.pop()
-                replica.submit(SimulatedRequest(prompt, output, asked))
+                replica.scheduler.submit(SimulatedRequest(prompt, output, asked))
                 in_flight += 1
             now += TICK_S
             for ended in replica.advance(now):
@@ -136,7 +135,7 @@ class Lab:
                     sample.outputs, prompt=sample.prompt_tokens if self.logs else 0,
                     retractions=sample.retractions, asked=sample.max_new_tokens,
                 )  # fmt: skip
-            end = watch.record_load(now * slow, [_signals(replica)])
+            end = watch.record_load(now * slow, [replica.load])
             if end is None and not replica.busy and not waiting:
                 end = ("measured", "all rows")
             if end is None and self.launch_s + now * slow >= within_s:
@@ -175,14 +174,6 @@ class Lab:
             decode_interval=args.get("prefill-decode-interval", 0),
             mixed_chunk=bool(args.get("enable-mixed-chunk")),
         )
-
-
-def _signals(replica: Replica) -> SchedulerLoad:
-    gauges = replica.gauges
-    return SchedulerLoad(
-        "lab", "simulated", gauges.running, gauges.queue, gauges.token_usage, gauges.used_tokens,
-        gauges.max_total_tokens, gauges.max_running, taken_at=gauges.at_s,
-    )  # fmt: skip
 
 
 def chat_rows(count: int, seed: int = 3, asked: int = 400) -> list[tuple[int, int, int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from batchrunner.engines.simulation.replica import RowLengths
-from batchrunner.engines.simulation.request import SchedulerConfig
+from batchrunner.engines.simulation.scheduler import SchedulerConfig
 from batchrunner.tune.joint import Forecast, JointMoves, arguments_of, clips, config_of
 from batchrunner.tune.measurement import TrialSigns
 from batchrunner.tune.search import TrialRequest

@@ -1,5 +1,5 @@
 """SGLang's scheduler in virtual time: pure code without a clock, threads or an engine.
 
-Others may import `Replica` (replica.py), `SchedulerConfig` (config.py), `Scheduler` (scheduler.py),
-`SimulatedRequest` (sample.py) and `CostModel` with its presets (cost.py).
+`scheduler` is one server's scheduler in steps, with its prefix cache in `radix`; `replica` gives the steps
+their time, and the load that the server tells.
 """

@@ -82,15 +82,6 @@ class RadixCache:
             begin += end
         return node, known
 
-    def extend(self, node: CacheNode, key: tuple[Hashable, int], tokens: int) -> None:
-        """Add the outputs of a sample as a leaf under a node; all nodes above count as accessed."""
-        self._time += 1
-        self._offer(self._add(node, key, tokens))
-        above: CacheNode | None = node
-        while above is not None:
-            above.touched = self._time
-            above = above.parent
-
     def lock(self, node: CacheNode) -> None:
         """Protect a node and all nodes above it from eviction."""
         while node.parent is not None:

@@ -1,12 +1,19 @@
 """A server in virtual time: a scheduler, the time that its passes take, and gauges as late as real ones."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple
 
-from batchrunner.engines.simulation.request import DECAY_STEPS, SchedulerConfig, SimulatedRequest
-from batchrunner.engines.simulation.scheduler import Scheduler, StepResult
+from batchrunner.core.engine_info import SchedulerLoad
+from batchrunner.engines.simulation.scheduler import (
+    DECAY_STEPS,
+    Scheduler,
+    SchedulerConfig,
+    SimulatedRequest,
+    StepResult,
+)
 
 WAITING = 50
 """Samples that wait behind those that run."""
@@ -14,7 +21,6 @@ GENERATIONS = 2
 """Generations that are counted, after one that warms up; a generation is as many samples as run at once."""
 FEWEST_ENDS = 500
 """Samples that end in steady time at least: fewer are too few lengths to stand for all."""
-PREFIX = "shared"
 
 
 class RowLengths(NamedTuple):
@@ -47,11 +53,10 @@ class PassWork(NamedTuple):
     def plus(self, step: StepResult, tokens: int) -> "PassWork":
         """Add a step that put out `tokens`."""
         is_prefill = step.kind == "prefill"
-        samples = step.admitted + step.decoded if is_prefill else step.running
         return PassWork(
             self.decodes + (0 if is_prefill else step.steps),
             self.prefills + (step.steps if is_prefill else 0),
-            self.samples + step.steps * samples,
+            self.samples + step.steps * step.samples,
             self.kv_tokens + step.steps * step.kv_tokens,
             self.prefill_tokens + step.prefill_tokens,
             self.tokens + tokens,
@@ -71,7 +76,10 @@ def steady_work(config: SchedulerConfig, rows: Sequence[RowLengths]) -> PassWork
     end: int | None = None
     while end is None or ended < end:
         while scheduler.queue < WAITING:
-            scheduler.submit(_sample(next(coming)))
+            row = next(coming)
+            prefix = (("shared", row.cached),) if row.cached else ()
+            sample = SimulatedRequest(row.prompt, row.output, row.asked, ignore_eos=row.fixed, prefix=prefix)
+            scheduler.submit(sample)
         before = scheduler.generated_tokens
         step = scheduler.step()
         assert step is not None, "samples wait"
@@ -79,14 +87,9 @@ def steady_work(config: SchedulerConfig, rows: Sequence[RowLengths]) -> PassWork
         peak = max(peak, scheduler.running)
         if end is not None:
             work = work.plus(step, scheduler.generated_tokens - before)
-        elif ended >= peak > 0 and scheduler.passes >= DECAY_STEPS:
+        elif ended >= peak > 0 and scheduler.prefill_passes + scheduler.decode_passes >= DECAY_STEPS:
             end = ended + max(GENERATIONS * peak, FEWEST_ENDS)
     return work
-
-
-def _sample(row: RowLengths) -> SimulatedRequest:
-    prefix = ((PREFIX, row.cached),) if row.cached else ()
-    return SimulatedRequest(row.prompt, row.output, row.asked, ignore_eos=row.fixed, prefix=prefix)
 
 
 PARTS = 5
@@ -113,21 +116,6 @@ class CostModel:
     """Seconds by which a pass with prompt tokens takes longer than one without, whatever its content: its
     kernels are launched one by one, where a decode pass replays a CUDA graph."""
 
-    def pass_s(self, samples: float, kv_tokens: float, prefill_tokens: float) -> float:
-        """Return the seconds of one pass."""
-        return (
-            self.base_s
-            + self.sample_s * samples
-            + self.kv_token_s * kv_tokens
-            + self.prefill_token_s * prefill_tokens
-        )
-
-    def step_s(self, step: StepResult) -> float:
-        """Return the seconds of all passes of a scheduler's step."""
-        samples = step.admitted + step.decoded if step.kind == "prefill" else step.running
-        extra_s = self.prefill_base_s if step.kind == "prefill" else 0.0
-        return step.steps * (extra_s + self.pass_s(samples, step.kv_tokens, step.prefill_tokens))
-
     def work_s(self, work: PassWork) -> float:
         """Return the seconds of several passes."""
         return (
@@ -138,22 +126,20 @@ class CostModel:
             + self.prefill_base_s * work.prefills
         )
 
+    def step_s(self, step: StepResult) -> float:
+        """Return the seconds of all passes of a scheduler's step."""
+        return self.work_s(PassWork().plus(step, 0))
+
     def steps_within(self, seconds: float, samples: int, kv_tokens: int) -> int:
         """Return how many decode passes end within `seconds`; each reads `samples` tokens more than the last.
 
-        `kv_tokens` is the context before the first of them.
+        `kv_tokens` is the context before the first of them. `n` passes take `n · first + growth · n² / 2`.
         """
-        if seconds <= 0:
-            return 0
-        low, high = 0, int(seconds / max(self.pass_s(samples, kv_tokens + samples, 0), 1e-9))
-        while low < high:  # later passes take longer, so `high` is an upper bound
-            middle = (low + high + 1) // 2
-            mean_kv_tokens = kv_tokens + samples * (middle + 1) / 2
-            if middle * self.pass_s(samples, mean_kv_tokens, 0) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+        growth = self.kv_token_s * samples
+        first = self.base_s + self.sample_s * samples + self.kv_token_s * kv_tokens + growth / 2
+        return int(
+            2 * max(seconds, 0) / max(first + math.sqrt(first**2 + 2 * growth * max(seconds, 0)), 1e-9)
+        )
 
 
 H100_8B = CostModel(base_s=6.0e-3, sample_s=1.6e-5, kv_token_s=4.9e-8, prefill_token_s=2.9e-5)
@@ -223,58 +209,32 @@ class EndedRequest(NamedTuple):
     sample: SimulatedRequest
 
 
-@dataclass(frozen=True, slots=True)
-class Gauges:
-    """The load that the server last published."""
-
-    at_s: float
-    """Time of publication in seconds; the load may have changed since."""
-    running: int
-    """Samples that decode, those that ended with the pass included, as SGLang counts. Samples in a prefill
-    are neither here nor in `queue`."""
-    queue: int
-    used_tokens: int
-    max_total_tokens: int
-    max_running: int
-    retractions: int
-
-    @property
-    def token_usage(self) -> float:
-        """The used share of the pool."""
-        return self.used_tokens / self.max_total_tokens
-
-
 class Replica:
     """One server with one scheduler on a virtual clock that the caller moves.
 
-    Submit and drop take effect at the replica's next pass: move the clock to that time first. A sample that
-    is dropped while it waits is not reported; one that decodes is reported when its last pass ends.
+    What is submitted to the scheduler, or dropped, takes effect at its next pass: move the clock to that time
+    first. A sample that is dropped while it waits is not reported; one that decodes is reported when its last
+    pass ends.
     """
 
-    def __init__(self, config: SchedulerConfig, cost: CostModel) -> None:
+    def __init__(
+        self, config: SchedulerConfig, cost: CostModel, name: str = "simulated", route: str = "engine"
+    ) -> None:
         self.scheduler = Scheduler(config)
-        self.cost = cost
-        self.now_s = 0.0
-        self.busy_s = 0.0
-        """Seconds spent in passes."""
+        self._cost = cost
+        self._name, self._route = name, route
         self._unpublished_steps = 0
         self._free_at_s = 0.0  # when the current pass ends
         self._ended: list[EndedRequest] = []  # with the current pass
-        self._next_gauges: Gauges | None = None  # published with the current pass
-        self.gauges = self._gauges(0.0, 0, 0, 0)
+        self.load = self._load_of(0, 0, 0)
+        """The load that the server last published. Samples that ended with the pass before count as running,
+        as in SGLang; samples in a prefill neither run nor wait."""
+        self._next_load = self.load  # published with the current pass
 
     @property
     def busy(self) -> bool:
         """Whether a sample waits or runs, or something is still to be reported."""
-        return bool(self.scheduler.in_flight or self._ended) or not self._shows_idle
-
-    def submit(self, sample: SimulatedRequest) -> None:
-        """Send a sample now. Raises ValueError where the server would refuse it."""
-        self.scheduler.submit(sample)
-
-    def drop(self, sample: SimulatedRequest) -> None:
-        """Abort a sample now."""
-        self.scheduler.drop(sample)
+        return bool(self.scheduler.in_flight or self._ended or self.load.has_work or self.load.used_tokens)
 
     def advance(self, until_s: float) -> list[EndedRequest]:
         """Let the clock run to a finite time; return the samples that ended by then, in order.
@@ -283,57 +243,33 @@ class Replica:
         """
         ended: list[EndedRequest] = []
         while self._free_at_s <= until_s:
-            ended += self._deliver()
+            ended += self._ended
+            self._ended, self.load = [], self._next_load
             if self._free_at_s == until_s or not self._step(until_s):
                 break
-        self.now_s = max(self.now_s, until_s)
         return ended
 
     def _step(self, until_s: float) -> bool:
-        """Run the passes that end by that time, or the one that ends after it; return False when idle."""
-        scheduler, began_s = self.scheduler, self._free_at_s
-        within = self.cost.steps_within(until_s - began_s, scheduler.running, scheduler.context_tokens)
-        step = scheduler.step(max(1, within))
+        """Run passes that end by that time, or one that ends after it; return False when idle."""
+        scheduler = self.scheduler
+        left_s = until_s - self._free_at_s
+        within = self._cost.steps_within(left_s, scheduler.running, scheduler.context_tokens)
+        step = scheduler.step(max(1, min(within, INTERVAL_STEPS - self._unpublished_steps)))
         if step is None:
-            if not self._shows_idle:
-                self.gauges = self._gauges(began_s, 0, 0, 0)
+            self.load = self._next_load = self._load_of(0, 0, 0)
             self._free_at_s = until_s
             return False
-        took_s = self.cost.step_s(step)
-        self.busy_s += took_s
-        self._free_at_s = began_s + took_s
+        self._free_at_s += self._cost.step_s(step)
         self._ended = [EndedRequest(self._free_at_s, sample) for sample in step.finished]
-        self._publish(step, began_s)
+        passes = 0 if step.kind == "prefill" else self._unpublished_steps + step.steps
+        self._unpublished_steps = passes % INTERVAL_STEPS
+        if step.steps and not self._unpublished_steps:
+            self._next_load = self._load_of(step.running, step.queue, step.used_tokens)
         return True
 
-    def _publish(self, step: StepResult, began_s: float) -> None:
-        """Publish the gauges at a prefill, or with the last pass that is due."""
-        if step.kind == "prefill":
-            self._unpublished_steps = 0
-            self._next_gauges = self._gauges(self._free_at_s, step.running, step.queue, step.used_tokens)
-            return
-        since = self._unpublished_steps + step.steps
-        self._unpublished_steps = since % INTERVAL_STEPS
-        if since < INTERVAL_STEPS or not step.steps:
-            return
-        late = self._unpublished_steps  # passes of this step after the one that published
-        at_s = self._free_at_s - (self._free_at_s - began_s) * late / step.steps
-        used_tokens = step.used_tokens - late * step.running
-        self._next_gauges = self._gauges(at_s, step.running, step.queue, used_tokens)
-
-    def _gauges(self, at_s: float, running: int, queue: int, used_tokens: int) -> Gauges:
-        config, retractions = self.scheduler.config, self.scheduler.retractions
-        return Gauges(
-            at_s, running, queue, used_tokens, config.max_total_tokens, config.max_running, retractions
-        )
-
-    @property
-    def _shows_idle(self) -> bool:
-        return not (self.gauges.running or self.gauges.queue or self.gauges.used_tokens)
-
-    def _deliver(self) -> list[EndedRequest]:
-        """Return the samples of the pass that ended, and show its gauges."""
-        ended, self._ended = self._ended, []
-        if self._next_gauges is not None:
-            self.gauges, self._next_gauges = self._next_gauges, None
-        return ended
+    def _load_of(self, running: int, queue: int, used_tokens: int) -> SchedulerLoad:
+        config = self.scheduler.config
+        return SchedulerLoad(
+            self._name, "simulated", running, queue, used_tokens / config.max_total_tokens, used_tokens,
+            config.max_total_tokens, config.max_running, self._route, self._free_at_s,
+        )  # fmt: skip

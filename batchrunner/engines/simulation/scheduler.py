@@ -10,194 +10,202 @@ windows and Mamba states; speculation; and, with the radix cache off, the admiss
 by a simulation of their ends (`add_one_req_ignore_eos`).
 """
 
-import heapq
+import math
 import sys
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, Literal, NamedTuple
 
-from batchrunner.engines.simulation.admission import PAGE_TOKENS, Admission, KvPool
-from batchrunner.engines.simulation.request import CLIP_TOKENS, SchedulerConfig, SimulatedRequest
+from batchrunner.engines.simulation.radix import CacheNode, RadixCache
 
-
-class RemainingTokens:
-    """The sum over samples of min(tokens still allowed, clip), which falls as they decode."""
-
-    __slots__ = ("_base", "_clip_tokens", "_clipped", "_due", "_serial", "_unclipped")
-
-    def __init__(self, clip_tokens: int) -> None:
-        self._clip_tokens = clip_tokens
-        self._base = 0  # sum over samples that are not clipped of (tokens allowed - outputs + tick)
-        self._unclipped = 0
-        self._clipped = 0
-        # (tick from which it is not clipped, serial number, sample)
-        self._due: list[tuple[int, int, SimulatedRequest]] = []
-        self._serial = 0
-
-    def add(self, sample: SimulatedRequest, tick: int) -> None:
-        """Count a sample that joined, or whose remaining tokens fell to the clip."""
-        base = sample.asked_tokens - sample.outputs_base
-        sample.clipped = base - tick > self._clip_tokens
-        if sample.clipped:
-            self._clipped += 1
-            self._serial += 1
-            heapq.heappush(self._due, (base - self._clip_tokens, self._serial, sample))
-        else:
-            self._unclipped += 1
-            self._base += base
-
-    def remove(self, sample: SimulatedRequest) -> None:
-        """Undo `add`."""
-        if sample.clipped:
-            sample.clipped = False
-            self._clipped -= 1
-        else:
-            self._unclipped -= 1
-            self._base -= sample.asked_tokens - sample.outputs_base
-
-    def tokens(self, tick: int) -> int:
-        """Return the sum after `tick` decode steps."""
-        while self._due and self._due[0][0] <= tick:
-            due, _, sample = heapq.heappop(self._due)
-            if sample.clipped and sample.asked_tokens - sample.outputs_base - self._clip_tokens == due:
-                self.remove(sample)
-                self.add(sample, tick)
-        return self._base - tick * self._unclipped + self._clip_tokens * self._clipped
-
-
-class RunningBatch:
-    """The samples that decode, in the order in which they joined; `tick` counts the decode steps.
-
-    A sample that joined with `o` outputs at tick `t` has `o - t + tick` now, so a step, which gives each
-    sample one token, changes no sum.
-    """
-
-    def __init__(self, clip_tokens: int = CLIP_TOKENS) -> None:
-        self.tick = 0
-        self.samples: dict[SimulatedRequest, None] = {}
-        self._outputs_base = 0
-        self._context_base = 0
-        self.asked_tokens = 0
-        """Sum of the samples' `max_new_tokens`."""
-        self._remaining = (RemainingTokens(clip_tokens), RemainingTokens(clip_tokens))  # by ignore_eos
-        self._ends: list[tuple[int, int, SimulatedRequest]] = []  # (tick, serial number, sample)
-        self._serial = 0
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens that attention reads: a shared prefix counts once for each of its samples."""
-        return self._context_base + self.tick * len(self.samples)
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens that the running samples have generated."""
-        return self._outputs_base + self.tick * len(self.samples)
-
-    def outputs_of(self, sample: SimulatedRequest) -> int:
-        """Tokens that one running sample has generated."""
-        return sample.outputs_base + self.tick
-
-    def context_of(self, sample: SimulatedRequest) -> int:
-        """Tokens of one running sample that the pool holds: its context without the last output."""
-        return sample.context_base + self.tick
-
-    def expected_tokens(self, ratio: float) -> float:
-        """Return how many more tokens of the pool the scheduler expects the batch to take."""
-        estimated, fixed = self._remaining
-        return estimated.tokens(self.tick) * ratio + fixed.tokens(self.tick)
-
-    def join(self, sample: SimulatedRequest) -> None:
-        """Add a sample whose prefill generated a token, the last of `sample.outputs`."""
-        tick = self.tick
-        sample.outputs_base = sample.outputs - tick
-        sample.context_base = sample.fill_tokens - 1 - tick
-        self.samples[sample] = None
-        self._outputs_base += sample.outputs_base
-        self._context_base += sample.context_base
-        self.asked_tokens += sample.asked_tokens
-        self._remaining[sample.ignore_eos].add(sample, tick)
-        self._end_at(sample, sample.target_tokens)
-
-    def leave(self, sample: SimulatedRequest) -> None:
-        """Remove a sample; its outputs are counted."""
-        del self.samples[sample]
-        self._outputs_base -= sample.outputs_base
-        self._context_base -= sample.context_base
-        self.asked_tokens -= sample.asked_tokens
-        self._remaining[sample.ignore_eos].remove(sample)
-        sample.outputs = sample.outputs_base + self.tick
-        if not self.samples:
-            self._ends.clear()
-
-    def end_next(self, sample: SimulatedRequest) -> None:
-        """Let a running sample end with the next step, as an aborted request does."""
-        self._end_at(sample, self.outputs_of(sample) + 1)
-
-    def steps_to_end(self) -> int:
-        """Decode steps until the first sample ends."""
-        while not self._is_end(self._ends[0]):
-            heapq.heappop(self._ends)
-        return self._ends[0][0] - self.tick
-
-    def advance(self, steps: int) -> list[SimulatedRequest]:
-        """Give each sample `steps` tokens; return those that are complete, which are still in the batch."""
-        self.tick += steps
-        ended = []
-        while self._ends and self._ends[0][0] <= self.tick:
-            entry = heapq.heappop(self._ends)
-            if self._is_end(entry):
-                ended.append(entry[2])
-        return ended
-
-    def retraction_order(self) -> list[SimulatedRequest]:
-        """Return all samples; the last is retracted first: shortest output, longest prompt, youngest."""
-        return sorted(self.samples, key=lambda s: (-s.outputs_base, s.prompt_tokens))
-
-    def _end_at(self, sample: SimulatedRequest, outputs: int) -> None:
-        sample.target_tokens = outputs
-        self._serial += 1
-        sample.end_serial = self._serial
-        heapq.heappush(self._ends, (outputs - sample.outputs_base, self._serial, sample))
-
-    def _is_end(self, entry: tuple[int, int, SimulatedRequest]) -> bool:
-        """Tell whether an entry is current: its sample was neither retracted nor set to end earlier."""
-        _, serial, sample = entry
-        return serial == sample.end_serial and sample in self.samples
-
-
-class PrefillCadence:
-    """Counts the decode passes that are still owed; `_should_defer_prefill` in `managers/scheduler.py`."""
-
-    def __init__(self, interval: int, least_samples: int) -> None:
-        """`interval` passes are owed after each prefill; below `least_samples` running ones, none."""
-        self._interval = interval
-        self._least_samples = least_samples
-        self.decodes_left = 0
-        """Decode passes that are still owed."""
-
-    def defers_prefill(self, running: int) -> bool:
-        """Tell whether the next pass decodes whoever waits, and count it.
-
-        With nothing to decode the server's loop turns without a pass until none is owed.
-        """
-        if not self.decodes_left:
-            return False
-        if running < max(self._least_samples, 1):
-            self.decodes_left = 0
-            return False
-        self.decodes_left -= 1
-        return True
-
-    def decoded(self, passes: int) -> None:
-        """Count decode passes beyond the one that `defers_prefill` counted."""
-        self.decodes_left = max(self.decodes_left - passes, 0)
-
-    def begin(self) -> None:
-        """Owe the decode passes that follow a prefill."""
-        self.decodes_left = self._interval
-
-
+INITIAL_RATIO = 0.7
+"""`SGLANG_INIT_NEW_TOKEN_RATIO`: the share of `max_new_tokens` that outputs are expected to take at first."""
+MINIMAL_RATIO_FACTOR = 0.14
+"""`SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR`: the lowest expected share, as a fraction of the first."""
+DECAY_STEPS = 600
+"""`SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS`: decode steps from the first share to the lowest."""
+CLIP_TOKENS = 4096
+"""`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`: most output tokens that the scheduler expects of a request."""
+PAGE_TOKENS = 1
+"""Tokens reserved for each admitted sample beside its own: the default page of flashinfer and fa3."""
+MATCHED_AT_MOST = 128
+"""`WAITING_QUEUE_PREFIX_MATCH_MAX`: a longer queue is served first come, first served under `lpm` too."""
+REFRESH_PASSES = 32
+"""`WAITING_PREFIX_REFRESH_INTERVAL`: admission passes between two refreshes of waiting prefixes."""
+SHORT_MATCH_TOKENS = 32
+"""`IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD` and `…_DEPRIORITIZE_THRESHOLD`, which are the same."""
 RETRACT_STEPS = 20
 """`SGLANG_RETRACT_DECODE_STEPS`: steps ahead for which a retraction makes room, where it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Server flags; the defaults are SGLang's on an 80 GB card."""
+
+    max_running: int
+    """`--max-running-requests`."""
+    max_total_tokens: int
+    """`--max-total-tokens`: the KV pool."""
+    context_tokens: int | None = None
+    """`--context-length`; None: the pool is the only limit."""
+    chunked_prefill_tokens: int | None = 8192
+    """`--chunked-prefill-size`; None: prompts are never cut."""
+    max_prefill_tokens: int = 16_384
+    """`--max-prefill-tokens`."""
+    policy: Literal["fcfs", "lpm"] = "fcfs"
+    """`--schedule-policy`."""
+    conservativeness: float = 1.0
+    """`--schedule-conservativeness`."""
+    radix_cache: bool = True
+    """False: `--disable-radix-cache`."""
+    clip_tokens: int = CLIP_TOKENS
+    """`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`, an environment variable."""
+    decode_interval: int = 0
+    """`--prefill-decode-interval`: decode passes between two prefill passes; 0: prefill goes first."""
+    decode_interval_samples: int = 0
+    """`--prefill-decode-interval-min-bs`: with fewer running samples prefill goes first all the same."""
+    mixed_chunk: bool = False
+    """`--enable-mixed-chunk`: running samples decode in the prefill passes too. Needs chunks."""
+
+    @property
+    def mixes(self) -> bool:
+        """Whether prefill passes decode too."""
+        return self.mixed_chunk and self.chunked_prefill_tokens is not None
+
+    @property
+    def initial_ratio(self) -> float:
+        """The new-token ratio of an idle scheduler."""
+        return min(INITIAL_RATIO * self.conservativeness, 1.0)
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """One sample on its way through a scheduler; submit it once."""
+
+    prompt_tokens: int
+    output_tokens: int
+    """Output tokens after which it stops by itself; `max_new_tokens` may cut it earlier."""
+    max_new_tokens: int | None = None
+    """Tokens that the request asks for and admission reserves; None: exactly the output."""
+    ignore_eos: bool = False
+    """Whether the scheduler expects all of `max_new_tokens`, whatever its ratio."""
+    prefix: tuple[tuple[Hashable, int], ...] = ()
+    """The beginning of the prompt that others share, as (name, tokens), for instance
+    (("system", 120), ("document 7", 400)). The rest of the prompt is the sample's own."""
+    payload: Any = None
+    """The caller's own data; the scheduler does not read it."""
+
+    state: Literal["new", "waiting", "chunked", "running", "finished", "aborted", "dropped"] = field(
+        default="new", init=False
+    )
+    outputs: int = field(default=0, init=False)
+    """Tokens generated when it was last prefilled, retracted or ended."""
+    cached_tokens: int = field(default=0, init=False)
+    """Prompt tokens found in the cache at its first prefill, as the server reports them."""
+    retractions: int = field(default=0, init=False)
+
+    # State that the scheduler keeps.
+    asked_tokens: int = field(default=0, init=False)
+    """`max_new_tokens`, cut to what the context and the pool can hold."""
+    target_tokens: int = field(default=0, init=False)
+    """Output tokens with which it ends."""
+    path: tuple[tuple[Hashable, int], ...] = field(default=(), init=False)
+    """Prefix and own part of the context, which has no end, named for the radix cache."""
+    node: CacheNode | None = field(default=None, init=False)
+    """The cache node that it holds a lock on."""
+    protected_tokens: int = field(default=0, init=False)
+    """Tokens from the start of its context that the cache owns."""
+    filled_tokens: int = field(default=0, init=False)
+    """Tokens of its context that are computed so far, while it is prefilled in chunks."""
+    dropping: bool = field(default=False, init=False)
+    """Whether it was dropped while it decoded; it leaves with the next pass."""
+    joined: int = field(default=0, init=False)
+    """Its outputs when it began to decode, less the scheduler's count of decode passes then."""
+
+    @property
+    def fill_tokens(self) -> int:
+        """Context tokens to prefill: the prompt, and the outputs from before a retraction."""
+        return self.prompt_tokens + self.outputs
+
+
+class KvPool:
+    """The tokens of one server's pool, with its prefix cache."""
+
+    def __init__(self, tokens: int, *, caching: bool) -> None:
+        """`tokens` is the size of the pool; without `caching`, contexts are freed when samples leave."""
+        self.tokens = tokens
+        self.caching = caching
+        self.cache = RadixCache()
+        self.free_tokens = tokens
+        """Tokens that hold nothing."""
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that hold something needed."""
+        return self.tokens - self.available_tokens
+
+    @property
+    def available_tokens(self) -> int:
+        """Tokens that a sample could get: free ones, and those of cached contexts that nobody uses."""
+        return self.free_tokens + self.cache.evictable_tokens
+
+    def lock_prefix(self, sample: SimulatedRequest) -> tuple[CacheNode, int]:
+        """Lock what the cache has of a context; return the last node and the tokens found.
+
+        The last token is never taken from the cache: computing it generates the first new token.
+        """
+        node, matched = self.cache.root, 0
+        if self.caching:
+            node, matched = self.cache.match(sample.path, sample.fill_tokens - 1)
+        self.cache.lock(node)
+        return node, matched
+
+    def make_room(self, tokens: int) -> bool:
+        """Evict cached contexts until `tokens` are free; return whether they are."""
+        if self.free_tokens < tokens:
+            self.free_tokens += self.cache.evict(tokens - self.free_tokens)
+        return self.free_tokens >= tokens
+
+    def checkpoint(self, sample: SimulatedRequest) -> None:
+        """Move the computed context into the cache; tokens that the cache has by now are freed."""
+        if not self.caching:
+            return
+        node, known_tokens = self.cache.insert(sample.path, sample.filled_tokens)
+        self.free_tokens += known_tokens - sample.protected_tokens
+        self.cache.lock(node)
+        assert sample.node is not None
+        self.cache.unlock(sample.node)
+        sample.node, sample.protected_tokens = node, sample.filled_tokens
+
+    def release(self, sample: SimulatedRequest, context_tokens: int, *, keep: bool) -> None:
+        """Let go of a context; with `keep` the cache gets all of it, else what it lacks is freed."""
+        sample.filled_tokens = context_tokens
+        if keep:
+            self.checkpoint(sample)
+        self.free_tokens += context_tokens - sample.protected_tokens
+        assert sample.node is not None
+        self.cache.unlock(sample.node)
+        sample.node, sample.protected_tokens, sample.filled_tokens = None, 0, 0
+
+
+@dataclass(slots=True)
+class PrefillBudget:
+    """The limits of a prefill pass, less what it has admitted."""
+
+    input_tokens: int
+    """Tokens left of `--max-prefill-tokens`."""
+    chunk_tokens: int
+    """Tokens left of `--chunked-prefill-size`."""
+    expected_tokens: float
+    """Tokens of the pool that running and admitted samples are expected to take beyond what they hold."""
+
+    def charge(self, prefill_tokens: int, new_tokens: int) -> None:
+        """Count an admitted sample, or others that decode in the same pass."""
+        self.expected_tokens += prefill_tokens + new_tokens
+        self.input_tokens -= prefill_tokens
+        self.chunk_tokens -= prefill_tokens
 
 
 class StepResult(NamedTuple):
@@ -208,28 +216,32 @@ class StepResult(NamedTuple):
     """Number of forward passes; more than one only when decoding."""
     running: int
     """Samples that decode (`#running-req` in the log); in a prefill, those that wait for it to end."""
-    admitted: int
-    """Samples that are prefilled in this pass."""
-    prefill_tokens: int
-    """Tokens that the pass computes in a prefill."""
-    cached_tokens: int
-    """Tokens that newly admitted samples found in the cache."""
-    kv_tokens: float
-    """Context tokens that attention reads in a pass, on average over the passes."""
     queue: int
     used_tokens: int
     """Tokens of the pool in use during the last pass, without those that could be evicted."""
-    retracted: int
+    kv_tokens: float
+    """Context tokens that attention reads in a pass, on average over the passes."""
     finished: Sequence[SimulatedRequest]
     """Samples that ended with the last pass; their state is `finished`, `aborted` or `dropped`."""
+    retracted: int = 0
+    admitted: int = 0
+    """Samples that are prefilled in this pass."""
+    prefill_tokens: int = 0
+    """Tokens that the pass computes in a prefill."""
     decoded: int = 0
     """Samples that got their next token in a prefill pass, with mixed chunks."""
+
+    @property
+    def samples(self) -> int:
+        """Samples in a pass."""
+        return self.admitted + self.decoded if self.kind == "prefill" else self.running
 
 
 class Scheduler:
     """One SGLang scheduler: submit samples, call `step`, read the counts.
 
-    A step costs O(ended + admitted), however many samples run; only retractions cost more.
+    A decode pass gives each running sample one token. So a sample that joined with `o` outputs after `t` of
+    these passes has `o - t` more than there are passes now, and most passes change one count only.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -240,41 +252,37 @@ class Scheduler:
         self.prefill_passes = 0
         self.decode_passes = 0
         self.prefilled_tokens = 0
+        self.cached_tokens = 0
+        """Tokens that all admitted samples found in the cache."""
         self.generated_tokens = 0
+        self.context_tokens = 0
+        """Context tokens of all running samples, without the token that each gets in the next decode pass: a
+        shared prefix counts once for each of its samples."""
         self.pool = KvPool(config.max_total_tokens, caching=config.radix_cache)
-        self._admission = Admission(config, self.pool)
-        self._cadence = PrefillCadence(config.decode_interval, config.decode_interval_samples)
-        self._batch = RunningBatch(config.clip_tokens)
+        self.waiting: deque[SimulatedRequest] = deque()
+        self.decoding: dict[SimulatedRequest, int] = {}
+        """Samples that decode, in the order in which they joined, and after which decode pass each ends."""
+        self.chunked: SimulatedRequest | None = None
+        """The sample whose prompt is prefilled over several passes."""
+        self._tokens_each = 0  # that a sample would have got which ran in all decode passes
+        self._full = False  # no admission is tried until the running batch shrinks
+        self._refreshes = 0
+        self._owed = 0  # decode passes before the next prefill
 
     @property
     def running(self) -> int:
         """Samples that decode."""
-        return len(self._batch.samples)
-
-    @property
-    def passes(self) -> int:
-        """Forward passes so far."""
-        return self.prefill_passes + self.decode_passes
+        return len(self.decoding)
 
     @property
     def queue(self) -> int:
         """Samples that wait for their prefill."""
-        return len(self._admission.waiting)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Tokens that all admitted samples found in the cache."""
-        return self._admission.cached_tokens
+        return len(self.waiting)
 
     @property
     def in_flight(self) -> int:
         """Samples that were submitted and have not ended."""
-        return self.queue + self.running + (self._admission.chunked is not None)
-
-    @property
-    def context_tokens(self) -> int:
-        """Context tokens of all running samples, without the token that each gets in the next decode pass."""
-        return self._batch.context_tokens
+        return self.queue + self.running + (self.chunked is not None)
 
     def submit(self, sample: SimulatedRequest) -> None:
         """Put a new sample at the end of the queue.
@@ -282,30 +290,28 @@ class Scheduler:
         Raises ValueError where the prompt cannot fit, which the server refuses too. A sample that asks for
         more tokens than the context or the pool holds gets what they hold (`init_req_max_new_tokens`).
         """
-        if sample.state != "new":
-            raise ValueError("a sample is submitted once")
-        pool, context = self.config.max_total_tokens, self.config.context_tokens
-        room_tokens = pool - PAGE_TOKENS - 1 - sample.prompt_tokens
-        longest = min(pool - 1, context - 1 if context else pool)
-        room_tokens = min(room_tokens, longest - sample.prompt_tokens - 1)
+        longest = min(self.config.max_total_tokens, self.config.context_tokens or sys.maxsize)
+        room_tokens = longest - PAGE_TOKENS - 1 - sample.prompt_tokens
         if room_tokens < 1:
             raise ValueError(f"the prompt ({sample.prompt_tokens} tokens) is too long for the scheduler")
         asked = sample.output_tokens if sample.max_new_tokens is None else sample.max_new_tokens
         sample.asked_tokens = min(asked, room_tokens)
         # even a request for no token is prefilled, which generates one
         sample.target_tokens = max(1, min(sample.output_tokens, sample.asked_tokens))
-        self._admission.waiting.append(sample)
+        sample.path = (*sample.prefix, (sample, sys.maxsize))
+        self._wait(sample)
 
     def drop(self, sample: SimulatedRequest) -> None:
         """Abort a sample: a waiting one leaves at once, a running one with the next pass."""
         if sample.state == "waiting":
-            self._admission.waiting.drop(sample)
+            self.waiting.remove(sample)
+            sample.state = "dropped"
         elif sample.state == "chunked":
-            self._admission.chunked = None
+            self.chunked = None
             self.pool.release(sample, sample.filled_tokens, keep=False)
             sample.state = "dropped"
         elif sample.state == "running" and not sample.dropping:
-            self._batch.end_next(sample)
+            self.decoding[sample] = self._tokens_each + 1
             sample.dropping = True
 
     def step(self, limit: int = sys.maxsize) -> StepResult | None:
@@ -313,18 +319,158 @@ class Scheduler:
 
         Return None when there is nothing to do. The next step takes account of what is submitted meanwhile.
         """
-        if self._cadence.defers_prefill(self.running):
+        if self._owed and self.running >= max(self.config.decode_interval_samples, 1):
             return self._decode(limit)
-        cached_before = self.cached_tokens
-        admitted = self._admission.take(self.running, self._batch.expected_tokens(self.ratio))
-        if admitted:
-            return self._prefill(admitted, self.cached_tokens - cached_before)
-        if self._batch.samples:
-            return self._decode(limit)
-        return None
+        self._owed = 0
+        if admitted := self._admit_waiting():
+            return self._prefill(admitted)
+        return self._decode(limit) if self.decoding else None
 
-    def _prefill(self, admitted: list[tuple[SimulatedRequest, int]], cached_tokens: int) -> StepResult:
-        running = len(self._batch.samples)
+    def outputs_of(self, sample: SimulatedRequest) -> int:
+        """Tokens that one running sample has generated."""
+        return sample.joined + self._tokens_each
+
+    def context_of(self, sample: SimulatedRequest) -> int:
+        """Tokens of one running sample that the pool holds: its context without the last output."""
+        return sample.prompt_tokens + self.outputs_of(sample) - 1
+
+    def expected_tokens(self) -> float:
+        """Return how many more tokens of the pool the running samples are expected to take."""
+        clip, passed = self.config.clip_tokens, self._tokens_each
+        estimated = fixed = 0
+        for sample in self.decoding:
+            tokens = sample.asked_tokens - sample.joined - passed
+            if tokens > clip:  # noqa: PLR1730 - min() takes twice as long, for each sample in each pass
+                tokens = clip
+            if sample.ignore_eos:
+                fixed += tokens
+            else:
+                estimated += tokens
+        return estimated * self.ratio + fixed
+
+    def _wait(self, sample: SimulatedRequest) -> None:
+        sample.state = "waiting"
+        self.waiting.append(sample)
+
+    def _admit_waiting(self) -> list[tuple[SimulatedRequest, int]]:
+        """Choose what is prefilled now, each with its tokens in this pass and its cached prefix locked."""
+        if not self._may_admit():
+            return []
+        config, pool = self.config, self.pool
+        self._order_queue()
+        chunk_tokens = sys.maxsize if config.chunked_prefill_tokens is None else config.chunked_prefill_tokens
+        budget = PrefillBudget(config.max_prefill_tokens, chunk_tokens, self.expected_tokens())
+        if config.mixes:  # each running sample gets its next token in this pass
+            budget.charge(self.running, 0)
+        admitted: list[tuple[SimulatedRequest, int]] = []
+        if self.chunked is not None:
+            admitted.append((self.chunked, self._next_chunk(self.chunked, budget)))
+        while self.waiting and not self._full:
+            spent = budget.input_tokens <= 0 or budget.chunk_tokens <= 0
+            if spent and pool.available_tokens > budget.expected_tokens:
+                break
+            self._full = self.running + len(admitted) >= config.max_running
+            if self._full:
+                break
+            tokens = self._admit(self.waiting[0], budget, first=not admitted)
+            if tokens is None:
+                self._full = self.running > 0 or bool(admitted)
+            if not tokens:
+                break
+            admitted.append((self.waiting.popleft(), tokens))
+            self._full = pool.available_tokens <= budget.expected_tokens
+        return admitted
+
+    def _may_admit(self) -> bool:
+        """Tell whether to try an admission; after one that failed, only once the batch has shrunk."""
+        if not self.decoding:
+            self._full = False
+        if self.chunked is not None:
+            # without a token left a real server would run out of memory; here the others go on, or go back
+            return self.pool.available_tokens > 0
+        self._full = self._full or (self.queue > 0 and self.running >= self.config.max_running)
+        return self.queue > 0 and not self._full
+
+    def _admit(self, sample: SimulatedRequest, budget: PrefillBudget, *, first: bool) -> int | None:
+        """Admit the head of the queue; return its tokens in this pass.
+
+        0: it has to wait for another pass; None: the pool has no room for it.
+        """
+        node, matched = self.pool.lock_prefix(sample)  # first: what is locked does not count as available
+        missing = sample.fill_tokens - matched
+        new_tokens = min(max(sample.asked_tokens - sample.outputs, 0), self.config.clip_tokens)
+        whole = self.config.chunked_prefill_tokens is None
+        tokens: int | None
+        if missing + new_tokens + PAGE_TOKENS >= self.pool.available_tokens - budget.expected_tokens:
+            tokens = None
+        elif whole and not first and missing >= budget.input_tokens:
+            tokens = 0
+        else:
+            tokens = min(missing, budget.chunk_tokens)
+        if not tokens:
+            self.pool.cache.unlock(node)
+            return tokens
+        if tokens < missing:
+            self.chunked = sample
+            sample.state = "chunked"
+        self._charge(budget, sample, tokens, missing)
+        sample.node, sample.protected_tokens, sample.filled_tokens = node, matched, matched
+        if not sample.retractions:
+            sample.cached_tokens = matched
+        self.cached_tokens += matched
+        return tokens
+
+    def _next_chunk(self, sample: SimulatedRequest, budget: PrefillBudget) -> int:
+        """Continue the prompt that did not fit into one pass; return its tokens in this pass.
+
+        It continues even where running samples are expected to take all of the pool.
+        """
+        missing = sample.fill_tokens - sample.filled_tokens
+        free_tokens = self.pool.available_tokens
+        limit = max(budget.chunk_tokens, 1)
+        room_tokens = math.floor(free_tokens - budget.expected_tokens)
+        tokens = min(missing, free_tokens, min(limit, room_tokens) if room_tokens > 0 else limit)
+        if tokens == missing:
+            self.chunked = None
+        self._charge(budget, sample, tokens, missing)
+        return tokens
+
+    def _charge(self, budget: PrefillBudget, sample: SimulatedRequest, tokens: int, missing: int) -> None:
+        """Count an admitted sample; a prompt in chunks pays for its outputs with the last chunk only."""
+        new_tokens = min(sample.asked_tokens, self.config.clip_tokens) if tokens == missing else 0
+        budget.charge(tokens, PAGE_TOKENS + new_tokens)
+
+    def _order_queue(self) -> None:
+        """Sort the queue as the policy wants it, or keep the prefixes of its first samples in the cache."""
+        cache = self.pool.cache
+        if not self.pool.caching or not self.waiting:
+            return
+        if self.config.policy == "lpm" and self.queue <= MATCHED_AT_MOST:
+            self._sort_by_prefix()
+            return
+        if self._refreshes % REFRESH_PASSES == 0:
+            for sample in reversed(list(islice(self.waiting, MATCHED_AT_MOST))):  # the head is most recent
+                cache.match(sample.path, sample.fill_tokens)
+        self._refreshes += 1
+
+    def _sort_by_prefix(self) -> None:
+        """Put the longest cached prefix first, and last the samples whose prefix another one will compute."""
+        others = RadixCache()
+        ranked = []
+        for sample in self.waiting:
+            matched = self.pool.cache.match(sample.path, sample.fill_tokens)[1]
+            rank = float(-min(matched, sample.fill_tokens - 1))
+            if matched <= SHORT_MATCH_TOKENS and sample.prefix:
+                if others.match(sample.path, sample.fill_tokens)[1] >= SHORT_MATCH_TOKENS:
+                    rank = math.inf
+                else:
+                    others.insert(sample.path, sample.fill_tokens)
+            ranked.append((rank, sample))
+        ranked.sort(key=lambda pair: pair[0])
+        self.waiting = deque(sample for _, sample in ranked)
+
+    def _prefill(self, admitted: list[tuple[SimulatedRequest, int]]) -> StepResult:
+        running = self.running
         prefill_tokens = sum(tokens for _, tokens in admitted)
         assert self.pool.make_room(prefill_tokens), "admission took in more than the pool can hold"
         self.pool.free_tokens -= prefill_tokens
@@ -332,109 +478,114 @@ class Scheduler:
         decoded = running if self.config.mixes and self.pool.make_room(running) else 0
         finished: list[SimulatedRequest] = []
         if decoded:
-            kv_tokens += self._batch.context_tokens + decoded
+            kv_tokens += self.context_tokens + decoded
             finished += self._advance(1)
         for sample, tokens in admitted:
             sample.filled_tokens += tokens
             kv_tokens += sample.filled_tokens
             self.pool.checkpoint(sample)
-            if sample is self._admission.chunked:
+            if sample is self.chunked:
                 continue
-            sample.state = "running"
             sample.outputs += 1
             self.generated_tokens += 1
             if sample.outputs >= sample.target_tokens:
                 self._end(sample, sample.filled_tokens)
                 finished.append(sample)
             else:
-                self._batch.join(sample)
-        if finished or decoded or self._admission.chunked is not None:
+                sample.state = "running"
+                sample.joined = sample.outputs - self._tokens_each
+                self.decoding[sample] = sample.target_tokens - sample.joined
+                self.context_tokens += self.context_of(sample)
+        if finished or decoded or self.chunked is not None:
             # fewer samples join than were in the pass, which SGLang takes for a batch that shrank; a pass
             # with decodes leaves a batch of its own, of which nothing is known
-            self._admission.full = False
-        self._cadence.begin()
+            self._full = False
+        self._owed = self.config.decode_interval
         self.prefill_passes += 1
         self.prefilled_tokens += prefill_tokens
         self._reset_when_idle()
         return StepResult(
-            "prefill", 1, running, len(admitted), prefill_tokens, cached_tokens,
-            kv_tokens, self.queue, used_tokens, 0, finished, decoded,
+            "prefill", 1, running, self.queue, used_tokens, kv_tokens, finished,
+            admitted=len(admitted), prefill_tokens=prefill_tokens, decoded=decoded,
         )  # fmt: skip
 
     def _decode(self, limit: int) -> StepResult:
-        batch = self._batch
+        config = self.config
         retracted = 0
         finished: list[SimulatedRequest] = []
-        if self.pool.make_room(len(batch.samples)):
-            room_steps = self.pool.available_tokens // len(batch.samples)
-            steps = min(limit, batch.steps_to_end(), room_steps)
-            if self._admission.chunked is not None or (self.queue and not self._admission.full):
-                steps = min(steps, 1 + self._cadence.decodes_left)  # the next pass may admit
-            self.ratio = max(self.ratio - self.config.ratio_decay * steps, self.config.minimal_ratio)
+        if self.pool.make_room(self.running):
+            room_steps = self.pool.available_tokens // self.running
+            steps = min(limit, min(self.decoding.values()) - self._tokens_each, room_steps)
+            if self.chunked is not None or (self.waiting and not self._full):
+                steps = min(steps, max(self._owed, 1))  # the next pass may admit
+            lowest = config.initial_ratio * MINIMAL_RATIO_FACTOR
+            self.ratio = max(self.ratio - steps * (config.initial_ratio - lowest) / DECAY_STEPS, lowest)
         else:
             retracted, finished = self._retract()
-            self._admission.full = False
-            steps = 1 if batch.samples else 0
-        running = len(batch.samples)
+            self._full = False
+            steps = 1 if self.decoding else 0
+        running = self.running
         self.pool.make_room(steps * running)
-        kv_tokens = batch.context_tokens + running * (steps + 1) / 2
+        kv_tokens = self.context_tokens + running * (steps + 1) / 2
         used_tokens = self.pool.used_tokens + steps * running
-        ended = self._advance(steps)
-        if ended:
-            self._admission.full = False
-        self._cadence.decoded(steps - 1)
+        if ended := self._advance(steps):
+            self._full = False
+        self._owed = max(self._owed - steps, 0)
         self.decode_passes += steps
         self._reset_when_idle()
         return StepResult(
-            "decode", steps, running, 0, 0, 0, kv_tokens, self.queue, used_tokens, retracted, finished + ended
+            "decode", steps, running, self.queue, used_tokens, kv_tokens, finished + ended, retracted
         )
 
     def _advance(self, steps: int) -> list[SimulatedRequest]:
         """Give each running sample `steps` tokens, for which there is room; return those that ended."""
-        self.pool.free_tokens -= steps * len(self._batch.samples)
-        self.generated_tokens += steps * len(self._batch.samples)
-        ended = self._batch.advance(steps)
+        tokens = steps * self.running
+        self.pool.free_tokens -= tokens
+        self.generated_tokens += tokens
+        self.context_tokens += tokens
+        self._tokens_each += steps
+        ended = [sample for sample, end in self.decoding.items() if end <= self._tokens_each]
         for sample in ended:
-            context_tokens = self._batch.context_of(sample)
-            self._batch.leave(sample)
-            self._end(sample, context_tokens)
+            self._end(sample, self._leave(sample))
         return ended
 
+    def _leave(self, sample: SimulatedRequest) -> int:
+        """Take a sample out of those that decode; return the tokens of its context."""
+        context_tokens = self.context_of(sample)
+        del self.decoding[sample]
+        self.context_tokens -= context_tokens
+        sample.outputs = self.outputs_of(sample)
+        return context_tokens
+
     def _retract(self) -> tuple[int, list[SimulatedRequest]]:
-        """Retract samples until the next step fits; return their number, and the samples that ended by it."""
-        batch = self._batch
-        kept = batch.retraction_order()
+        """Retract samples until the next step fits; return their number, and the samples that ended by it.
+
+        Shortest output first, of these the longest prompt, of these the youngest; their contexts are freed,
+        and they go, with their outputs, to the end of the queue.
+        """
+        kept = sorted(self.decoding, key=lambda s: (-s.joined, s.prompt_tokens))
         retracted = 0
         ended = []
         while len(kept) > 1 and (not retracted or not self.pool.make_room(len(kept))):
             sample = kept.pop()
-            self._send_back(sample, len(kept))
+            self.pool.release(sample, self._leave(sample), keep=False)
+            self.pool.make_room(len(kept) * RETRACT_STEPS)
+            sample.retractions += 1
             retracted += 1
-            if sample.over:
+            if sample.dropping:
+                sample.state = "dropped"
                 ended.append(sample)
+            else:
+                self._wait(sample)
         if len(kept) == 1 and not self.pool.make_room(1):
             last = kept.pop()
-            context_tokens = batch.context_of(last)
-            batch.leave(last)
-            self.pool.release(last, context_tokens, keep=False)
+            self.pool.release(last, self._leave(last), keep=False)
             last.state = "aborted"
             ended.append(last)
-        ahead_tokens = batch.output_tokens + RETRACT_STEPS * len(batch.samples)
-        self.ratio = min(1.0, ahead_tokens / (batch.asked_tokens + 1))
+        outputs = sum(self.outputs_of(sample) + RETRACT_STEPS for sample in kept)
+        self.ratio = min(1.0, outputs / (sum(sample.asked_tokens for sample in kept) + 1))
         self.retractions += retracted
         return retracted, ended
-
-    def _send_back(self, sample: SimulatedRequest, kept: int) -> None:
-        """Free the context of a running sample and put it, with its outputs, at the end of the queue."""
-        context_tokens = self._batch.context_of(sample)
-        self._batch.leave(sample)
-        self.pool.release(sample, context_tokens, keep=False)
-        self.pool.make_room(kept * RETRACT_STEPS)
-        sample.retractions += 1
-        if sample.dropping:
-            sample.state = "dropped"
-            return
-        self._admission.waiting.append(sample)
 
     def _end(self, sample: SimulatedRequest, context_tokens: int) -> None:
         self.pool.release(sample, context_tokens, keep=True)
@@ -442,5 +593,5 @@ class Scheduler:
 
     def _reset_when_idle(self) -> None:
         """Reset the ratio when nothing is left to do, as SGLang does."""
-        if not self._batch.samples and self._admission.chunked is None and not self.queue:
+        if not self.in_flight:
             self.ratio = self.config.initial_ratio
