@@ -18,8 +18,6 @@ from tests.support.sglang_logs import LogWriter
 if TYPE_CHECKING:
     from pathlib import Path
 
-DOCS = ROOT / "docs" / "reference" / "advice-rules.md"
-
 
 def _of_model(log: LogWriter, name: str) -> LogWriter:
     log.lines = [line.replace("LlamaForCausalLM", name) for line in log.lines]
@@ -443,12 +441,7 @@ def test_the_installed_server_takes_every_flag(tmp_path: Path) -> None:
     assert {"cuda-graph-max-bs-decode", "attn-dp-size", "mem-fraction-static", "kv-cache-dtype"} <= said
 
 
-def test_the_docs_have_all_rules() -> None:
-    """Each rule has its heading in the docs, so that links can lead to it, and each has its test."""
-    text = DOCS.read_text()
-    for rule in RULES:
-        section = text.split(f"\n## {rule.name}\n")[1].split("\n## ")[0]
-        for fact in (rule.sign, rule.advice, rule.source, rule.effect, rule.tradeoff, rule.certainty):
-            assert fact in section, rule.name
+def test_each_rule_has_its_test() -> None:
+    """A test names the rule that it is about."""
     tests = "".join(path.read_text() for path in (ROOT / "tests" / "advise").rglob("test_*.py"))
     assert [rule.name for rule in RULES if f'"{rule.name}"' not in tests] == []

@@ -1,12 +1,12 @@
 """The page on job files, from their JSON Schema."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
 
 from batchrunner.job.spec import Job
-from docs.tools.reference.job_examples import ALONGSIDE, COMPANIONS, EXAMPLES, UNITS, WHOLE_JOBS
-from docs.tools.reference.markdown import fenced, one_line
+from docs.tools.reference.markdown import one_line, table
 
 HEAD = """# Job file
 
@@ -18,14 +18,40 @@ Paths are relative to the directory in which `batchrun` is started. Every field 
 `--set input.limit=100`.
 
 A *duration* is a number of seconds or a text such as `90s`, `30m`, `2h30m` or `1d`. Where a type says *or
-`{column: NAME}`*, the value can be taken from a column of each row."""
+`{column: NAME}`*, the value can be taken from a column of each row.
+[Jobs](../jobs.md) shows how fields go together."""
+
+UNITS = {
+    "input.limit": "rows",
+    "sampling.max_new_tokens": "tokens",
+    "sampling.min_new_tokens": "tokens",
+    "sampling.n": "outputs",
+    "output.top_logprobs": "tokens",
+    "output.part_rows": "rows",
+    "output.dimensions": "numbers",
+    "engine.dimensions": "numbers",
+    "limits.python_memory_gb": "GiB",
+    "limits.python_processes": "processes",
+    "engine.tp": "GPUs",
+    "engine.max_running": "requests",
+    "engine.max_total_tokens": "tokens",
+    "engine.context_length": "tokens",
+    "engine.step_s": "seconds",
+    "check.tries": "tries",
+    "limits.max_failed_rows": "rows",
+    "limits.max_attempts": "tries",
+    "window": "requests",
+    "bundle": "rows",
+    "queue": "requests",
+}
+"""Units of the fields whose type does not tell it, by path."""
 
 
 def page() -> str:
     """Return the page."""
     schema = Job.model_json_schema()
     tops = schema["properties"]
-    parts = [HEAD, *(_whole(title, text) for title, text in WHOLE_JOBS.items())]
+    parts = [HEAD]
     for name, node in tops.items():
         if "discriminator" in node:
             parts += [f"## {name}", one_line(node["description"]), *_engines(schema)]
@@ -37,14 +63,9 @@ def page() -> str:
                     f"*{type_of(node)} · default {_value(node.get('default'))}*",
                     one_line(node["description"]),
                 ]
-            parts += [part for field in section["properties"] for part in _field(name, field, section)]
-    parts += ["## Other fields", "Fields at the top of the file."]
-    parts += [
-        part
-        for name, node in tops.items()
-        if "discriminator" not in node and _section(node) is None
-        for part in _field("", name, schema)
-    ]
+            parts.append(_fields(name, section, section["properties"]))
+    others = [name for name, node in tops.items() if "discriminator" not in node and _section(node) is None]
+    parts += ["## Other fields", "Fields at the top of the file.", _fields("", schema, others)]
     return "\n\n".join(parts)
 
 
@@ -70,10 +91,6 @@ def _section(node: dict[str, Any]) -> dict[str, Any] | None:
     return next((member for member in (node, *node.get("anyOf", ())) if "$ref" in member), None)
 
 
-def _whole(title: str, text: str) -> str:
-    return f"{title}\n\n{fenced(text, 'yaml')}"
-
-
 def _engines(schema: dict[str, Any]) -> list[str]:
     parts = []
     for kind in ("attach", "server", "gateway", "simulated"):
@@ -81,40 +98,22 @@ def _engines(schema: dict[str, Any]) -> list[str]:
             {"$ref": schema["properties"]["engine"]["discriminator"]["mapping"][kind]}, schema
         )
         parts += [f"### engine of kind {kind}", one_line(section["description"])]
-        parts += [
-            part for field in section["properties"] for part in _field("engine", field, section, kind=kind)
-        ]
+        parts.append(_fields("engine", section, section["properties"]))
     return parts
 
 
-def _field(section: str, name: str, node: dict[str, Any], *, kind: str = "") -> list[str]:
-    """Return the heading, the line of facts, the description and the example of a field."""
-    field, path = node["properties"][name], f"{section}.{name}".lstrip(".")
-    facts = [type_of(field), *([UNITS[path]] if path in UNITS else [])]
-    if name in node.get("required", ()):
-        facts.append("required")
-    else:
-        unit = " s" if facts[0] == "duration" and field.get("default") is not None else ""
-        facts.append(f"default {_value(field.get('default'))}{unit}")
-    heading = f"{'####' if kind else '###'} `{path}`" + (f" ({kind})" if kind else "")
-    shown = yaml.safe_dump(
-        example(path, kind), sort_keys=False, default_flow_style=None, allow_unicode=True, width=1000
-    )
-    return [heading, f"*{' · '.join(facts)}*", one_line(field["description"]), fenced(shown, "yaml")]
-
-
-def example(path: str, kind: str = "") -> dict[str, Any]:
-    """Return the part of a job that shows a field: its section, with what goes with it.
-
-    A field that has no example is null in it: a test says where to write one.
-    """
-    section, dot, name = path.rpartition(".")
-    alongside = yaml.safe_load(ALONGSIDE.get(path, "{}"))
-    if not dot:
-        return {name: yaml.safe_load(EXAMPLES.get(path, "")), **alongside}
-    beside = next((COMPANIONS[key] for key in (path, kind, section) if key in COMPANIONS), "{}")
-    value = kind if path == "engine.kind" else yaml.safe_load(EXAMPLES.get(path, ""))
-    return {**alongside, section: {**yaml.safe_load(beside), name: value}}
+def _fields(section: str, node: dict[str, Any], names: Iterable[str]) -> str:
+    """Return a table of fields, each with its type, default and description."""
+    rows = []
+    for name in names:
+        field, path = node["properties"][name], f"{section}.{name}".lstrip(".")
+        facts = [type_of(field), *([UNITS[path]] if path in UNITS else [])]
+        if name in node.get("required", ()):
+            facts.append("required")
+        elif field.get("default") is not None:
+            facts.append(f"default {_value(field['default'])}" + (" s" if facts[0] == "duration" else ""))
+        rows.append([f"`{name}`", ", ".join(facts), one_line(field["description"])])
+    return table(["field", "type", "meaning"], rows)
 
 
 def _value(default: object) -> str:

@@ -47,7 +47,7 @@ def _function(function: Callable[..., Any]) -> str:
 def _class(name: str, kind: type) -> str:
     parts = [f"## {name}", _linked(paragraphs(kind.__doc__))]
     if kind is Report:
-        parts += ["Its fields are the keys of report.json:", field_table(kind)]
+        parts += ["Its fields are the keys of [report.json](json-output.md)."]
     if kind is Progress:
         parts += ["Its fields:", field_table(kind)]
     if name == "Job":
