@@ -20,8 +20,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
+from batchrunner.job.answers import open_functions
+from batchrunner.job.fields import PARSE
 from batchrunner.job.load import load_job
-from batchrunner.job.python_functions import PARSE, open_functions
 from batchrunner.runner.prepare import prepare
 from benchmarks.measure import interval, save
 

@@ -106,7 +106,7 @@ MOST_TOKENS = {
     "advise": 13_600,
     "report": 12_800,
     "dispatch": 28_000,
-    "runner": 32_200,
+    "runner": 32_000,
     "tune": 16_000,
     "api": 2_600,
     "ray": 7_600,

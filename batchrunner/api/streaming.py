@@ -75,4 +75,4 @@ def stream(
     )
     display = make_displays(progress=progress, on_progress=on_progress)
     running = StreamCall(rows, files, call, opened.loop if opened else None, display)
-    return running.in_memory() if output is None else running.in_run_directory(Path(output))
+    return running.rows(None if output is None else Path(output))

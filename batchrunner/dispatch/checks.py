@@ -22,8 +22,8 @@ from batchrunner.input.dataset import carried_of
 from batchrunner.input.templates import AnswerExpression
 from batchrunner.job.answers import AnswerPlan, of_sample
 from batchrunner.job.arrow_types import fit, kind_of_schema
+from batchrunner.job.fields import CHECK
 from batchrunner.job.output import CUT, IDS_TO_CONTINUE, PARSED, REASONING, TOOL_CALLS
-from batchrunner.job.python_functions import CHECK
 from batchrunner.job.sampling import GRAMMARS
 from batchrunner.job.spec import CheckSpec, Job
 from batchrunner.output.check_counts import ASKED_AGAIN, AskedAgain, Rejected

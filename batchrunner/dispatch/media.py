@@ -10,7 +10,7 @@ from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.types import Outcome, Request
 from batchrunner.dispatch.tokenize import RowTokenizer
-from batchrunner.job.python_functions import MEDIA
+from batchrunner.job.fields import MEDIA
 from batchrunner.job.spec import Job
 
 _HINTS = {

@@ -8,7 +8,7 @@ from batchrunner.core.hook_worker import HookResult
 from batchrunner.core.types import Outcome, Request
 from batchrunner.input.dataset import ColumnSource
 from batchrunner.input.messages import ASSISTANT, Conversation
-from batchrunner.job.python_functions import PROMPT
+from batchrunner.job.fields import PROMPT
 
 
 class PythonPrompts:

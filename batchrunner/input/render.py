@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, RowRefusedError
-from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.media import PromptFile
 from batchrunner.core.types import (
     AskedColumns,
@@ -30,13 +29,17 @@ from batchrunner.input.items import ItemSource
 from batchrunner.input.messages import WANTED as MESSAGES_WANTED
 from batchrunner.input.messages import MessagesColumn, MessageTemplates, from_list, holds_messages
 from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_list, is_text
-from batchrunner.input.python_prompts import PythonPrompts
 from batchrunner.input.request_bodies import RequestBodies
 from batchrunner.input.row_tools import RowTools
 from batchrunner.input.templates import AnswerExpression, Predicate, Template, is_template
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec
 from batchrunner.job.spec import InputSpec
+
+if TYPE_CHECKING:
+    from batchrunner.core.hook_pool import HookPool
+    from batchrunner.input.python_prompts import PythonPrompts
+
 
 _WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
 _NUMBERS = {
@@ -72,7 +75,11 @@ class Renderer:
         `first_temperature` is that of rows to which `sampling` gives none. Raises JobError for a bad
         template, InputError for a missing column or one of a wrong type.
         """
-        self._python = PythonPrompts(functions, dataset) if prompt.python and functions else None
+        self._python: PythonPrompts | None = None
+        if prompt.python and functions:
+            from batchrunner.input.python_prompts import PythonPrompts  # noqa: PLC0415 - only for such prompts
+
+            self._python = PythonPrompts(functions, dataset)
         made = _prompt_source(prompt, dataset, self._python)
         self.kind, self._prompt_of, used = made.kind, made.prompt_of, made.columns
         self._media: MediaPrompts | None = None

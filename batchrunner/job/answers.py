@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import AskedColumns, ColumnKind, Completion, ForwardTask
+from batchrunner.job.fields import CHECK, PARSE
 from batchrunner.job.output import (
     ANSWER_COLUMNS,
     IDS_TO_CONTINUE,
@@ -17,9 +17,11 @@ from batchrunner.job.output import (
     RESPONSE,
     TOOL_CALLS,
 )
-from batchrunner.job.python_functions import PARSE
 from batchrunner.job.sampling import FromColumn
 from batchrunner.job.spec import TRIES, Job, OnLength
+
+if TYPE_CHECKING:
+    from batchrunner.core.hook_pool import HookPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +113,18 @@ def _fixed_schema(job: Job) -> dict[str, Any] | None:
 def of_sample(complaint: str, number: int, completion: Completion) -> str:
     """Return a complaint about sample `number` of an answer; it names the sample where there are several."""
     return complaint if len(completion.texts) == 1 else f"sample {number}: {complaint}"
+
+
+def open_functions(job: Job) -> HookPool | None:
+    """Start the processes of a job's Python functions; None where it has none. Raises JobError."""
+    prompt = job.prompt
+    if prompt.python is None and job.parsing is None and job.check.python is None and not prompt.has_media:
+        return None
+    from batchrunner.job.python_functions import open_pool  # noqa: PLC0415 - only for jobs with functions
+
+    return open_pool(job)
+
+
+def judges_by_row(functions: HookPool | None) -> bool:
+    """Tell whether a job's function may judge the same answer to equal rows in different ways."""
+    return functions is not None and CHECK in functions.facts and functions.facts[CHECK].takes_row

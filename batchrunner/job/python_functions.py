@@ -10,22 +10,18 @@ from batchrunner.core.errors import JobError
 from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.hook_worker import HookFacts, WorkerSetup
 from batchrunner.core.media import IMAGE, PDF_FIELD
-from batchrunner.job.fields import PythonFunction, name_of
+from batchrunner.job.fields import CHECK, MEDIA, PARSE, PROMPT, PythonFunction, name_of
 from batchrunner.job.hook_loading import Annotations, HookFunction, HookKind, annotations_of, load_functions
 from batchrunner.job.output import RESULT_COLUMNS, SAMPLE
 from batchrunner.job.spec import Job
 
-PROMPT, PARSE, CHECK = "prompt.python", "parse", "check.python"
-"""Places of functions in a job, by which the pool knows them."""
-MEDIA = "prompt"
-"""Place of our own function that prepares the files of a row, and is run as those of the job are."""
 _PREPARE = "batchrunner.input.media.prepare:prepare"
 _PACKAGES = {IMAGE.field: ("PIL",), PDF_FIELD: ("PIL", "pypdfium2")}
 """Packages of an extra that a field of the prompt needs; audio and videos need none."""
 
 
-def open_functions(job: Job) -> HookPool | None:
-    """Start the processes of a job's functions, and load these; None where it has none.
+def open_pool(job: Job) -> HookPool:
+    """Start the processes of a job's functions, of which it has one at least, and load these.
 
     Raises JobError for one that cannot be called.
     """
@@ -40,8 +36,6 @@ def open_functions(job: Job) -> HookPool | None:
     if job.prompt.has_media:
         _check_packages(job)
         functions.append(HookFunction(MEDIA, "media", "reading its files", _PREPARE))
-    if not functions:
-        return None
     limits = job.limits
     directories = [str(Path(path).absolute()) for path in dict.fromkeys([*job.python_path, str(Path.cwd())])]
     setup = WorkerSetup(
@@ -113,8 +107,3 @@ def _check_columns(job: Job, facts: HookFacts) -> None:
                 hint=f"let {facts.name} name its own otherwise, or carry yours under another name: "
                 f"input.rename: {{{name}: input_{name}}}",
             )
-
-
-def judges_by_row(functions: HookPool | None) -> bool:
-    """Tell whether a job's function may judge the same answer to equal rows in different ways."""
-    return functions is not None and CHECK in functions.facts and functions.facts[CHECK].takes_row

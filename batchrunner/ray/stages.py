@@ -25,19 +25,16 @@ from batchrunner.engines.model_files import check_model
 from batchrunner.engines.model_memory import cards_of
 from batchrunner.engines.registry import launched_model
 from batchrunner.input.columns_read import unknown_column
-from batchrunner.input.live_rows import LiveRenderer
-from batchrunner.job.answers import AnswerPlan, plan_answers
+from batchrunner.job.answers import AnswerPlan, open_functions, plan_answers
 from batchrunner.job.call import LibraryCall, Prompt
 from batchrunner.job.engine import AttachEngine, EngineSpec, GatewayEngine, SimulatedEngine
 from batchrunner.job.load import EngineLike, parse_engine
-from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job, LimitsSpec, OnLength
 from batchrunner.job.tasks import VECTOR, Dtype
 from batchrunner.output.columns import RunSchema, schema_of_run, table_of, with_vectors
 from batchrunner.runner.open_engine import EngineLoop, OpenEngine
 from batchrunner.runner.progress import make_displays
-from batchrunner.runner.rows import MOST_ROWS, LiveRows, RowBuffer
-from batchrunner.runner.stream import send_stream
+from batchrunner.runner.stream import MOST_ROWS, ProgramRows, RowBuffer, send_stream
 
 
 def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
@@ -115,7 +112,7 @@ class StageCall:
         """
         job = self.job(columns, Path("rows"))
         if job.prompt.python is None:
-            LiveRenderer(job, columns)
+            ProgramRows(job, columns, RowBuffer())
         self.check_names(columns, plan_answers(job))
 
     def check_names(self, columns: pa.Schema, plan: AnswerPlan) -> None:
@@ -218,17 +215,15 @@ class BlockStream:
             functions = open_functions(job)
             if functions is not None:
                 stack.enter_context(closing(functions))
-            renderer = LiveRenderer(job, columns, functions)
+            rows = ProgramRows(job, columns, self._buffer, functions=functions)
             self._plan = plan_answers(job, functions)
             self._schema = RunSchema(pa.schema([]), self._plan, {})
             call.check_names(columns, self._plan)
             self._outlet = BlockOutlet()
             display = make_displays(progress=False, on_progress=None)
-            rows = LiveRows(renderer, self._buffer, [], 0)
             work = functools.partial(
                 send_stream,
                 job,
-                renderer.kind,
                 rows,
                 self._outlet,
                 display,

@@ -1,16 +1,17 @@
 """`batchrun check`: validates a job without an engine, and shows what would be sent."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from batchrunner.core.console import counted
 from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, RowRefusedError
-from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model
@@ -18,11 +19,15 @@ from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.engines.vector_facts import check_dimensions_of_launched
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import decide_order
+from batchrunner.job.fields import MEDIA
 from batchrunner.job.load import load_job
-from batchrunner.job.python_functions import MEDIA
 from batchrunner.output.failures import Failures
 from batchrunner.report.report import cause_lines
 from batchrunner.runner.prepare import PreparedJob, find_done, prepare
+
+if TYPE_CHECKING:
+    from batchrunner.core.hook_pool import HookPool
+
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000

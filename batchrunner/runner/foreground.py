@@ -20,7 +20,6 @@ from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from batchrunner.report.report import Report
 from batchrunner.runner.control import SIGNALS, Control, RunSignals
-from batchrunner.runner.metrics import metrics_server
 from batchrunner.runner.progress import Display, Displays, ProgressBar, make_display
 from batchrunner.runner.run import execute
 
@@ -66,7 +65,12 @@ def run_in_foreground(
     bounds_s = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: loaded.limits.drain}
     need_files_of_loop()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    with metrics_server(metrics) as pages:
+    with contextlib.ExitStack() as stack:
+        pages = []
+        if metrics is not None:
+            from batchrunner.runner.metrics import metrics_server  # noqa: PLC0415 - only where it is asked for
+
+            pages = [stack.enter_context(metrics_server(metrics))]
         try:
             return runner.run(supervised())
         finally:

@@ -142,14 +142,11 @@ def _family(kind: str, name: str, meaning: str, values: Iterable[tuple[tuple[str
 
 
 @contextlib.contextmanager
-def metrics_server(address: MetricsAddress | None) -> Iterator[list[MetricsPage]]:
-    """Serve the metrics of what the page in the list is shown; without an address the list is empty.
+def metrics_server(address: MetricsAddress) -> Iterator[MetricsPage]:
+    """Serve the metrics of what the page is shown.
 
     Raises JobError where the address cannot be had.
     """
-    if address is None:
-        yield []
-        return
     port, host = address
     from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415
 
@@ -164,7 +161,7 @@ def metrics_server(address: MetricsAddress | None) -> Iterator[list[MetricsPage]
         ) from None
     try:
         log.info("metrics: http://%s:%d/metrics", host, server.server_port)
-        yield [page]
+        yield page
     finally:
         _stop(server, thread)
 

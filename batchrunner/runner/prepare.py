@@ -1,5 +1,7 @@
 """Checks that need no engine: the input, the templates, the output directory, earlier attempts."""
 
+from __future__ import annotations
+
 import contextlib
 import logging
 import os
@@ -10,23 +12,21 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, JobError, OutputError, ResumeError
-from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import EMBEDDINGS_PATH, ColumnKind
-from batchrunner.input.dataset import Dataset, rows_of
-from batchrunner.input.field_sample import decide_fields
+from batchrunner.input.dataset import ColumnSource, Dataset, rows_of
 from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
 from batchrunner.input.request_bodies import URL
-from batchrunner.job.answers import AnswerPlan, plan_answers
+from batchrunner.job.answers import AnswerPlan, judges_by_row, open_functions, plan_answers
 from batchrunner.job.arrow_types import arrow_type
-from batchrunner.job.python_functions import MEDIA, judges_by_row, open_functions
+from batchrunner.job.fields import MEDIA
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.output.columns import RunSchema, schema_of_run, with_vectors
@@ -43,6 +43,10 @@ from batchrunner.output.run_json import (
     refuse_nesting,
 )
 from batchrunner.output.watching import is_task_held
+
+if TYPE_CHECKING:
+    from batchrunner.core.hook_pool import HookPool
+
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +156,7 @@ def prepare(
         dataset = _open_dataset(job, run_dir, run, run_dir.copies if keeps_copies else None)
         functions = open_functions(job)
         answers = plan_answers(job, functions)
-        renderer = _renderer(job, dataset, answers, functions)
+        renderer = renderer_of(job, dataset, answers, functions)
         job, renderer = _with_field_order(job, renderer, dataset, answers, None if fresh else run_dir)
         if answers.checks:
             from batchrunner.dispatch.checks import AnswerConditions  # noqa: PLC0415 - only for such jobs
@@ -166,9 +170,10 @@ def prepare(
     return PreparedJob(job, dataset, renderer, run_dir, answers, functions)
 
 
-def _renderer(job: Job, dataset: Dataset, answers: AnswerPlan, functions: HookPool | None) -> Renderer:
+def renderer_of(job: Job, columns: ColumnSource, answers: AnswerPlan, functions: HookPool | None) -> Renderer:
+    """Return what renders rows of these columns; raises JobError or InputError."""
     return Renderer(
-        dataset,
+        columns,
         job.input,
         job.prompt,
         job.first_sampling,
@@ -194,12 +199,14 @@ def _with_field_order(
     before = _fingerprint_of(run_dir) if run_dir else None
     columns = known_fields(before) if before else None
     if columns is None or {*columns} != {*fields.columns}:
+        from batchrunner.input.field_sample import decide_fields  # noqa: PLC0415 - only for such prompts
+
         found = decide_fields(dataset, job.input, fields.columns, renderer.predicate)
         columns = [*found.columns]
         log.info("prompt.fields: %s", found)
     prompt = job.prompt.model_copy(update={"fields": fields.model_copy(update={"columns": columns})})
     job = job.model_copy(update={"prompt": prompt})
-    return job, _renderer(job, dataset, answers, None)
+    return job, renderer_of(job, dataset, answers, None)
 
 
 def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:

@@ -6,23 +6,27 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, Outcome
 from batchrunner.input.dataset import RowBatch, UnreadableValue, carried_of, rows_of
 from batchrunner.job.answers import AnswerPlan, of_sample
+from batchrunner.job.fields import PARSE
 from batchrunner.job.output import SAMPLE
-from batchrunner.job.python_functions import PARSE
 from batchrunner.job.tasks import VECTOR, numbers_of
 from batchrunner.output.columns import ResultRow, RunSchema, answer_value, result_rows
 from batchrunner.output.parts import open_part
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.writer import ResultWriter
+from batchrunner.runner.control import FailureLimit
+
+if TYPE_CHECKING:
+    from batchrunner.core.hook_pool import HookPool
+
 
 MOST_ROWS = 256
 """Rows that wait for the program; with more the run pauses."""
@@ -38,13 +42,6 @@ class Outlet(Protocol):
         """Record that no more outcomes come."""
 
 
-class OutcomeCount(Protocol):
-    """Counts outcomes."""
-
-    def add(self, outcome: Outcome) -> None:
-        """Count one outcome."""
-
-
 class OutcomeSink:
     """Takes every outcome once: makes columns of its answer, stores it, and gives it to the program.
 
@@ -55,7 +52,7 @@ class OutcomeSink:
     def __init__(
         self,
         plan: AnswerPlan,
-        counter: OutcomeCount,
+        counter: FailureLimit,
         *,
         writer: ResultWriter | None = None,
         outlet: Outlet | None = None,

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
@@ -19,7 +20,6 @@ from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, JobError, StorageError
 from batchrunner.core.files import read_json
 from batchrunner.dispatch.load_control import write_decisions
-from batchrunner.dispatch.media import check_takes_media
 from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
@@ -197,16 +197,10 @@ async def execute(
             await _give_earlier(prepared, handover)
             return _finished_before(prepared, attempt)
         if engine is None or info is None:
-            await asyncio.to_thread(check_dimensions_of_launched, job)
-            engine = make_engine(
-                job.engine, log_dir=run_dir.log_directory, limits=job.limits,
-                detokenizer=detokenizer_for(job), task=await asyncio.to_thread(lambda: prepared.model_task),
-            )  # fmt: skip
-            stack.push_async_callback(engine.close)
+            task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
             with engine_starting(run_dir):
-                info = await _open(engine, control)
-        check_takes_media(job, info)
-        await asyncio.to_thread(check_dimensions_of_open, job, info)
+                engine, info = await open_engine_of(job, task_of_model, run_dir.log_directory, control, stack)
+        await check_engine(job, info)
         if model is None and not fresh:
             await asyncio.to_thread(check_resumes, prepared, info.model)
         if model_of(job.engine) is None and not fresh:
@@ -283,6 +277,29 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
         elif not (report.rows_left or verdict.items() <= last.items()):  # by other limits
             save_report(prepared.run_dir, {**last, **verdict})
     return report
+
+
+async def open_engine_of(
+    job: Job, task: TaskName, log_directory: Path, control: Control, stack: contextlib.AsyncExitStack
+) -> tuple[Engine, EngineInfo]:
+    """Open the engine of a job for a task of a model; `stack` closes it. Raises BatchrunError."""
+    await asyncio.to_thread(check_dimensions_of_launched, job)
+    engine = make_engine(
+        job.engine, log_dir=log_directory, limits=job.limits, detokenizer=detokenizer_for(job), task=task
+    )
+    stack.push_async_callback(engine.close)
+    return engine, await _open(engine, control)
+
+
+async def check_engine(job: Job, info: EngineInfo) -> None:
+    """Raise JobError where an open engine cannot do a job, and log what is worth knowing of it."""
+    if job.prompt.has_media:
+        from batchrunner.dispatch.media import check_takes_media  # noqa: PLC0415 - only where there are files
+
+        check_takes_media(job, info)
+    await asyncio.to_thread(check_dimensions_of_open, job, info)
+    for note in info.notes:
+        log.info("%s", note)
 
 
 async def _open(engine: Engine, control: Control) -> EngineInfo:
@@ -411,8 +428,6 @@ async def build_run(
 
 
 def _write_start(prepared: PreparedJob, attempt: Attempt, info: EngineInfo, events: EventLog) -> None:
-    for note in info.notes:
-        log.info("%s", note)
     events.write(
         "start",
         rows_total=attempt.rows.total,

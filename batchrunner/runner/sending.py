@@ -3,16 +3,17 @@
 It is the same for a run, whose outcomes are written, and for a stream, whose outcomes go to a program.
 """
 
+from __future__ import annotations
+
 import asyncio
 import functools
 import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand
-from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import PromptKind
 from batchrunner.dispatch.bundles import BundleTotals, bundle_senders
 from batchrunner.dispatch.concurrency.controller import Decision
@@ -34,8 +35,7 @@ from batchrunner.dispatch.queue import Backlog, Slots
 from batchrunner.dispatch.reorder import OutputLengths, Reorderer
 from batchrunner.dispatch.tokenize import make_tokenizer
 from batchrunner.engines.base import Engine
-from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.python_functions import judges_by_row
+from batchrunner.job.answers import AnswerPlan, judges_by_row
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
@@ -44,14 +44,11 @@ from batchrunner.runner.control import Control, StopRules
 from batchrunner.runner.progress import Display, ProgressLog
 from batchrunner.runner.results import OutcomeSink
 
+if TYPE_CHECKING:
+    from batchrunner.core.hook_pool import HookPool
+
+
 log = logging.getLogger(__name__)
-
-
-class StoppableRows(RowSource, Protocol):
-    """Rows to send, of which no more are read once that is told."""
-
-    def stop(self) -> None:
-        """Read no more rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +107,7 @@ def _most_new_tokens(job: Job) -> int | None:
 class Sending:
     """The parts that send rows, built by `build_sending`."""
 
-    rows: StoppableRows
+    rows: RowSource
     feeder: Feeder
     backlog: Backlog
     dispatcher: Dispatcher
@@ -153,7 +150,7 @@ class Sending:
 def build_sending(
     job: Job,
     kind: PromptKind | None,
-    rows: StoppableRows,
+    rows: RowSource,
     done: DoneRows,
     engine: Engine,
     info: EngineInfo,

@@ -83,7 +83,7 @@ STATE = Snapshot(
 
 def test_each_figure_of_the_display_is_there(caplog: pytest.LogCaptureFixture) -> None:
     """What is not known, such as a scheduler's window, is absent and not 0."""
-    with caplog.at_level("INFO", "batchrunner"), metrics_server(MetricsAddress(0)) as (page,):
+    with caplog.at_level("INFO", "batchrunner"), metrics_server(MetricsAddress(0)) as page:
         url = caplog.messages[-1].removeprefix("metrics: ")
         before = read(url)
         page.show(STATE)

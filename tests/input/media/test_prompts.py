@@ -9,18 +9,18 @@ import pytest
 
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.media import PromptFile
-from batchrunner.input.live_rows import LiveColumns
 from batchrunner.input.media.prepare import USUAL_TOKENS
 from batchrunner.input.media.prompts import FileColumn
 from batchrunner.job.prompt import ImagesSpec, PdfSpec
 from batchrunner.job.sampling import FromColumn
+from batchrunner.runner.stream import ProgramColumns
 from tests.support.pictures import document, picture
 
 BY_ROW = PdfSpec(column="file", pages=FromColumn(column="page"))
 
 
 def _files(value: Any, spec: ImagesSpec | PdfSpec | None = None, pages: Any = None) -> list[PromptFile]:
-    source = LiveColumns(pa.table({"file": [value]}).schema)
+    source = ProgramColumns(pa.table({"file": [value]}).schema)
     field = "pdf" if isinstance(spec, PdfSpec) else "images"
     return FileColumn("file", field, spec or ImagesSpec(columns=["file"]), source).files(0, value, pages)
 
