@@ -99,18 +99,18 @@ def test_class_names_are_unique() -> None:
 
 MOST_TOKENS = {
     "core": 9_500,
-    "job": 21_600,
+    "job": 21_700,
     "output": 33_100,
     "input": 41_300,
     "engines": 55_000,
     "advise": 13_600,
     "report": 12_800,
     "dispatch": 28_000,
-    "runner": 32_000,
+    "runner": 31_300,
     "tune": 16_000,
     "api": 2_600,
-    "ray": 7_600,
-    "cli": 4_500,
+    "ray": 5_800,
+    "cli": 4_300,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}

@@ -175,38 +175,12 @@ def slurm(
             metavar="RANGE", help="Numbers of the tasks, such as 0-15 or 1,3,7; 0-15%4 runs four at once."
         ),
     ],
-    overrides: SetOption = None,
-    limit: LimitOption = None,
-    partition: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Partition; unless given, Slurm's default.")
-    ] = None,
-    account: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Account; unless given, Slurm's default.")
-    ] = None,
-    gpus_per_task: Annotated[
-        str | None, typer.Option(metavar="N", help="GPUs of each task, such as 1; none unless given.")
-    ] = None,
-    cpus_per_task: Annotated[
-        str | None, typer.Option(metavar="N", help="Cores of each task; 8 for each GPU unless given.")
-    ] = None,
-    mem: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE", help="Memory of each task, such as 200G; 64G for each GPU unless given."
-        ),
-    ] = None,
-    time: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TIME", help="Time limit of each task, such as 4:00:00; it is requeued if rows are left."
-        ),
-    ] = None,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=VALUE", help="Another option of sbatch, such as qos=high; may be repeated."
-        ),
+        typer.Argument(metavar="-- OPTIONS", help="Options of sbatch, such as --gpus-per-task=1."),
     ] = None,
+    overrides: SetOption = None,
+    limit: LimitOption = None,
     no_python: NoPythonOption = False,
     grace: Annotated[
         int, typer.Option(metavar="SECONDS", help="Time before the limit at which a task stops sending rows.")
@@ -230,23 +204,19 @@ def slurm(
 ) -> None:
     """Write a job as the script of a Slurm array, or submit it.
 
-    Example: batchrun slurm jobs/summarize.yaml --array 0-15 --gpus-per-task 1 --time 4:00:00 --submit
+    Cores and memory are those of an engine on the GPUs of a task, unless OPTIONS say otherwise.
+
+    Example: batchrun slurm jobs/summarize.yaml --array 0-15 --submit -- --gpus-per-task=1 --time=4:00:00
     """
     from batchrunner.runner import slurm as to_slurm  # noqa: PLC0415 - the command starts fast
 
     planned = to_slurm.plan_array(
         job,
-        overrides=with_limit(overrides, limit),
-        no_python=no_python,
-        preamble=preamble,
         array=array,
-        partition=partition,
-        account=account,
-        gpus_per_task=gpus_per_task,
-        cpus_per_task=cpus_per_task,
-        mem=mem,
-        time=time,
         sbatch=sbatch or [],
+        overrides=with_limit(overrides, limit),
+        preamble=preamble,
+        no_python=no_python,
         grace_s=grace,
     )
     script = planned.script()

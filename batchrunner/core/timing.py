@@ -79,12 +79,8 @@ class Timing:
     """Longest wait for the answers of a server that `advise` examines."""
     advise_metrics: float = 1.5
     """Pause between two polls of `/metrics` by `advise`, a long text whose gauges are seconds old."""
-    ray_answer: float = 10.0
-    """Longest wait for the first word of a Ray cluster."""
     ray_poll: float = 0.5
     """Pause between two looks at the workers of a job on a Ray cluster."""
-    ray_progress: float = 2.0
-    """Pause between two looks at the progress of a job on a Ray cluster, which reads the run's files."""
     trial_steady: float = 10.0
     """Shortest steady time for which a trial of `tune` is measured, many polls long."""
     trial_judged: float = 5.0

@@ -1,16 +1,23 @@
-"""A whole job on a Ray cluster: workers that share its rows, one display, one report."""
+"""A whole job on a Ray cluster: workers that share its rows as `--join` does, one display, one report."""
 
 import contextlib
 import logging
+import os
+import secrets
 import signal
+import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import ray
+from ray.exceptions import RayError, RayTaskError
 
+from batchrunner.core.console import tell
 from batchrunner.core.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -24,18 +31,23 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job
-from batchrunner.output.task_holder import DEAD_AFTER_S
-from batchrunner.ray.connection import HeadNode, connected
-from batchrunner.ray.progress import RunProgress
-from batchrunner.ray.shared_path import shared_path
+from batchrunner.job.spec import Job
+from batchrunner.output.files import make_directory, writing
+from batchrunner.output.stores.addresses import store_address
 from batchrunner.ray.stages import gpus_asked, gpus_of_nodes
-from batchrunner.ray.workers import WorkerNeeds, Workers
-from batchrunner.report.report import Report, report_of_all
-from batchrunner.runner.foreground import TERM_DRAIN_S
-from batchrunner.runner.run import discard_run, plan_failed_rows
+from batchrunner.report.report import Report, duration, report_of_all
+from batchrunner.runner.control import Control
+from batchrunner.runner.foreground import TERM_DRAIN_S, log_to_stderr
+from batchrunner.runner.progress import LINE_EVERY_S
+from batchrunner.runner.run import discard_run, execute, plan_failed_rows
+from batchrunner.runner.status import status
 
 log = logging.getLogger(__name__)
 
+MOST_DEATHS = 5
+"""Deaths after which Ray starts a worker no more."""
+COST_SHARE = 0.1
+"""Most of the time that is spent on reading the run's files for the display."""
 _SIGNALS = {
     signal.SIGINT: ("interrupted", EXIT_INTERRUPTED),
     signal.SIGTERM: ("interrupted", EXIT_TERMINATED),
@@ -43,30 +55,55 @@ _SIGNALS = {
 }
 
 
-ROUND_S, ROUNDS = DEAD_AFTER_S / 5, 10
-"""Pause before another worker is started for rows that a dead node holds, and the most such starts."""
+@dataclass(frozen=True, slots=True)
+class SharedPath:
+    """What every node must see: the command's directory, and a mark beside the job's results."""
+
+    directory: str | None
+    """Where relative paths start; None where Ray gives each worker a copy of the working directory."""
+    mark: str | None
+    """Path of a file; None where the results are in an object store."""
+
+    def enter(self) -> None:
+        """Go to the directory, and look for the mark; raises JobError where this node lacks one."""
+        host = socket.gethostname()
+        if self.directory is not None:
+            try:
+                os.chdir(self.directory)
+            except OSError as failure:
+                raise JobError(
+                    f"{self.directory}: the node {host} has no such directory ({failure.strerror})",
+                    hint="start the command in a directory that all nodes share",
+                    mark=";",
+                ) from None
+        if self.mark is not None and not Path(self.mark).exists():
+            raise JobError(
+                f"output.path: the node {host} does not share {Path(self.mark).parent} with the command",
+                hint="give a path on a file system that all nodes share, or a URI of an object store",
+                mark=";",
+            )
 
 
-class Stops:
-    """The signals that this process got; the handlers do no more than to note them."""
+class JobWorker:
+    """An actor that does a share of a job, as `batchrun JOB --join` does. Ray calls it in one event loop."""
 
-    def __init__(self) -> None:
-        self.first: signal.Signals | None = None
-        self.since = 0.0
-        """When the first one came, by the monotonic clock, in seconds."""
-        self.interrupts = 0
+    def __init__(self, *, quiet: bool) -> None:
+        log_to_stderr(quiet=quiet)
+        self._control = Control()
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            log.warning("this worker takes the place of one that died")
 
-    def note(self, number: int, _: FrameType | None) -> None:
-        """Take a signal."""
-        if self.first is None:
-            self.first, self.since = signal.Signals(number), time.monotonic()
-        self.interrupts += number == signal.SIGINT
+    async def run(self, job: Job, shared: SharedPath) -> Report:
+        """Do rows until none is free, and return the report; raises BatchrunError."""
+        shared.enter()
+        return await execute(job, join=True, control=self._control)
 
-    @property
-    def at_once(self) -> bool:
-        """Whether the rows in flight are waited for no longer."""
-        late = self.first == signal.SIGTERM and time.monotonic() - self.since > TERM_DRAIN_S
-        return self.interrupts > 1 or late
+    async def begun(self) -> None:
+        """Return at once: the worker has found room."""
+
+    async def stop(self, reason: str, exit_code: int) -> None:
+        """Send no more rows; those in flight end."""
+        self._control.drain(reason, exit_code)
 
 
 def run_on_ray(
@@ -92,87 +129,188 @@ def run_on_ray(
     if cpus <= 0:
         raise JobError(f"--cpus {cpus:g}", hint="give a number above 0")
     loaded = load_job(job, overrides=overrides, no_python=no_python)
-    silent = quiet or as_json
-    with connected(address, log_to_driver=not silent), shared_path(loaded.output.path) as shared:
-        needs = WorkerNeeds(cpus, gpus_asked(loaded.engine, gpus_of_nodes()))
-        _check_cores(cpus)
+    path, quiet = loaded.output.path, quiet or as_json
+    with _connected(address, quiet=quiet), _shared_path(path) as shared:
+        gpus = gpus_asked(loaded.engine, gpus_of_nodes())
+        most = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
+        if cpus > most:
+            raise JobError(
+                f"--cpus {cpus:g}: no node of the Ray cluster has more than {most:g} cores",
+                hint="give fewer",
+            )
         if fresh:
             discard_run(loaded)
         elif retry_failed:
             plan_failed_rows(loaded)
-        group = Workers(loaded, shared, needs, quiet=silent)
-        progress = RunProgress(loaded.output.path, quiet=silent)
-        with _noted_signals() as stops, contextlib.closing(group), contextlib.closing(progress):
-            head = HeadNode(ray.get_runtime_context().gcs_address)
-            Supervision(group, stops, progress, head).run(workers)
-        return _report(group, loaded.output.path, stops)
+        actor_class = ray.remote(
+            num_cpus=cpus, num_gpus=gpus, max_restarts=MOST_DEATHS, max_task_retries=MOST_DEATHS
+        )(JobWorker)
+        with _noted_signals() as stops, contextlib.closing(Workers(stops)) as group:
+            for _ in range(workers):
+                group.start(actor_class.remote(quiet=quiet), loaded, shared)
+            progress = RunProgress(path)
+            while group.go_on():
+                if not quiet:
+                    progress.show(group.working)
+        return _report(group, path, stops)
 
 
-def _check_cores(cpus: float) -> None:
-    most = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
-    if cpus > most:
+@contextlib.contextmanager
+def _connected(address: str | None, *, quiet: bool) -> Iterator[None]:
+    """Connect this process to a cluster, by default that of RAY_ADDRESS or of this machine.
+
+    Raises JobError with what Ray says where it cannot. Unless `quiet`, what the workers log is shown.
+    """
+    found = address or os.environ.get("RAY_ADDRESS") or "auto"
+    if "://" in found:
         raise JobError(
-            f"--cpus {cpus:g}: no node of the Ray cluster has more than {most:g} cores", hint="give fewer"
+            f"--address {found}: a Ray client cannot start a job",
+            hint="give host:port of the head node, or submit the command with `ray job submit`",
         )
+    if not sys.stderr.isatty():
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+    try:
+        ray.init(address=found, log_to_driver=not quiet, logging_level=logging.ERROR)
+    except (RayError, RuntimeError, ValueError, OSError) as failure:
+        raise JobError(
+            f"--address {found}: Ray cannot connect: {_first_line(failure)}",
+            hint="give host:port of the head node, or --address local for a cluster of this machine alone",
+            mark=";",
+        ) from None
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
-class Supervision:
-    """Looks after the workers until all rows are done, none can go on, or the run is to stop."""
+@contextlib.contextmanager
+def _shared_path(output: str) -> Iterator[SharedPath]:
+    """Give what the workers look for; the mark is there meanwhile.
 
-    def __init__(self, group: Workers, stops: Stops, seen: RunProgress, head: HeadNode) -> None:
-        self._group = group
-        self._head = head
+    Raises OutputError, and JobError where the results would be deleted with Ray's copy of a directory.
+    """
+    is_copy = bool(ray.get_runtime_context().runtime_env.get("working_dir"))
+    directory = None if is_copy else str(Path.cwd())
+    if store_address(output) is not None:
+        yield SharedPath(directory, None)
+        return
+    path = Path(output).expanduser()
+    if is_copy and not path.is_absolute():
+        raise JobError(
+            f"output.path {output}: Ray deletes its copy of the working directory after the job",
+            hint="give an absolute path on a file system that all nodes share, or a URI of an object store",
+            mark=";",
+        )
+    path = path.absolute()
+    mark = path.with_name(f".{path.name}-{secrets.token_hex(4)}.ray")
+    try:
+        with writing(path.parent):
+            make_directory(path.parent)
+        mark.touch()
+    except OSError as failure:
+        raise OutputError(f"{path.parent}: cannot be written: {failure.strerror}") from None
+    try:
+        yield SharedPath(directory, str(mark))
+    finally:
+        mark.unlink(missing_ok=True)
+
+
+class Stops:
+    """The signals that this process got; the handlers do no more than to note them."""
+
+    def __init__(self) -> None:
+        self.first: signal.Signals | None = None
+        self.since = 0.0
+        """When the first one came, by the monotonic clock, in seconds."""
+        self.interrupts = 0
+
+    def note(self, number: int, _: FrameType | None) -> None:
+        """Take a signal."""
+        if self.first is None:
+            self.first, self.since = signal.Signals(number), time.monotonic()
+        self.interrupts += number == signal.SIGINT
+
+    @property
+    def at_once(self) -> bool:
+        """Whether the rows in flight are waited for no longer."""
+        late = self.first == signal.SIGTERM and time.monotonic() - self.since > TERM_DRAIN_S
+        return self.interrupts > 1 or late
+
+
+class Workers:
+    """The workers of a job. One that dies is started again by Ray, where there is room; so are the others."""
+
+    def __init__(self, stops: Stops) -> None:
         self._stops = stops
-        self._seen = seen
-        self._stopping = False
-        self._alone_since: float | None = None
-        """When the last worker ended although rows were left, by the monotonic clock, in seconds."""
-        self._rounds = 0
+        self._actors: dict[Any, tuple[Any, Any]] = {}
+        """Actors by the reference of their reports, each with the reference that tells when it has begun."""
+        self._told: tuple[str, int] | None = None
+        """Why the workers are to end, and their exit code."""
+        self.error: BatchrunError | None = None
+        """What ended the last worker that could not go on."""
+        self.last: Report | None = None
+        """What the last worker that ended returned."""
 
-    def run(self, workers: int) -> None:
-        """Start so many workers, and return at the end."""
-        for _ in range(workers):
-            self._group.start()
-        while self._goes_on():
-            if self._group:
-                self._group.wait(TIMING.ray_poll)
+    def start(self, actor: Any, job: Job, shared: SharedPath) -> None:
+        """Let an actor do rows."""
+        self._actors[actor.run.remote(job, shared)] = actor, actor.begun.remote()
+
+    @property
+    def working(self) -> int:
+        """Workers that have found room."""
+        return sum(_is_ready(begun) for _, begun in self._actors.values())
+
+    def go_on(self) -> bool:
+        """Look after the workers for a moment; tell whether some are left, and are waited for."""
+        ended, _ = ray.wait(list(self._actors), timeout=TIMING.ray_poll)
+        for reference in ended:
+            actor, _ = self._actors.pop(reference)
+            try:
+                self.last = ray.get(reference)
+            except RayTaskError as failure:
+                self._failed(failure.cause)
+            except RayError as failure:  # the actor was started again too often, or is out of reach
+                self._failed(failure)
+            ray.kill(actor)
+        self._stop_if_over()
+        return bool(self._actors) and not self._stops.at_once
+
+    def close(self) -> None:
+        """End all workers at once."""
+        for actor, _ in self._actors.values():
+            ray.kill(actor)
+        self._actors.clear()
+
+    def _failed(self, cause: Any) -> None:
+        if self._told is not None:  # it was to end
+            return
+        if not isinstance(cause, BatchrunError):
+            cause = BatchrunError(
+                f"a worker failed: {type(cause).__name__}: {_first_line(cause)}",
+                hint="look at its log (`ray logs`), and run the same command again: it resumes",
+                mark=";",
+            )
+        if self._actors and cause.exit_code != EXIT_WRONG:  # else it is what the command ends with
+            log.warning("a worker ended: %s", cause)
+        if self.error is None or cause.exit_code > self.error.exit_code:
+            self.error = cause  # a wrong job before an engine that was lost
+
+    def _stop_if_over(self) -> None:
+        """Let the rows in flight end where the run is over; workers that wait for room are ended."""
+        if self._told is None:
+            if self._stops.first is not None:
+                self._told = _SIGNALS[self._stops.first]
+                log.warning("%s: waiting for the rows in flight; once more stops now", self._told[0])
+            elif self._is_over():
+                self._told = "the run is over", EXIT_TERMINATED
             else:
-                time.sleep(TIMING.ray_poll)
-            if self._seen.is_due:
-                self._head.look()  # before Ray is asked, which waits for it
-                if self._seen.update(self._group.placed):
-                    self._group.progressed()
-                    self._rounds = 0
-            self._stop_if_told()
-
-    def _goes_on(self) -> bool:
-        if self._stops.at_once:
-            return False
-        if self._group:
-            self._alone_since = None
-            return True
-        if self._stopping or self._group.error is not None:
-            return False
-        # a node died with rows in its leases: they are free once it counts as dead
-        now = time.monotonic()
-        self._alone_since = self._alone_since or now
-        if now - self._alone_since > ROUND_S:
-            self._rounds += 1
-            self._group.start()
-        return self._rounds <= ROUNDS
-
-    def _stop_if_told(self) -> None:
-        if self._stopping:
-            return
-        if self._stops.first is not None:
-            reason, exit_code = _SIGNALS[self._stops.first]
-            log.warning("%s: waiting for the rows in flight; once more stops now", reason)
-        elif self._is_over():
-            reason, exit_code = "the run is over", EXIT_TERMINATED
-        else:
-            return
-        self._stopping = True
-        self._group.stop(reason, exit_code)
+                return
+        for reference, (actor, begun) in list(self._actors.items()):
+            if _is_ready(begun):
+                actor.stop.remote(*self._told)  # again and again: Ray may have started it again
+            else:
+                del self._actors[reference]
+                ray.kill(actor)
 
     def _is_over(self) -> bool:
         """Tell whether nothing is left, the job is wrong, or a limit of the job is reached.
@@ -180,12 +318,39 @@ class Supervision:
         A worker that has done its own rows is no reason to end, whatever its exit code: rows have failed, or
         a worker died whose rows are free now.
         """
-        error, last = self._group.error, self._group.last
-        if error is not None and error.exit_code == EXIT_WRONG:
+        if self.error is not None and self.error.exit_code == EXIT_WRONG:
             return True
+        last = self.last
         if last is None or not last.rows_left:
             return last is not None
         return last.wall_s > 0 and last.rows_left > last.rows_of_others
+
+
+def _is_ready(reference: Any) -> bool:
+    return bool(ray.wait([reference], timeout=0)[0])
+
+
+class RunProgress:
+    """Shows how far a run is by a line every 5 s, read from its files."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._next = 0.0
+
+    def show(self, workers: int) -> None:
+        """Show the run if the last line is old enough, with so many workers."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        with contextlib.suppress(BatchrunError):  # no worker has begun
+            state = status(self._path, watch=False)  # the cluster knows which workers live
+            if state["rows_total"] is not None:
+                done = f"{state['rows_on_disk']:,}/{state['rows_total']:,} rows"
+                at_work = "1 worker" if workers == 1 else f"{workers} workers"
+                text = f"{state['rows_per_s']:.1f} rows/s, {at_work}, {state['rows_failed']} failed"
+                left = "" if state["time_left_s"] is None else f", {duration(state['time_left_s'])} left"
+                tell(f"{time.strftime('%H:%M:%S')} {done}, {text}{left}")
+        self._next = now + max(LINE_EVERY_S, (time.monotonic() - now) / COST_SHARE)
 
 
 def _report(group: Workers, path: str, stops: Stops) -> Report:
@@ -225,3 +390,9 @@ def _noted_signals() -> Iterator[Stops]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _first_line(failure: Any) -> str:
+    """Return what Ray says, without the lines of the actor's IDs, which begin with a tab."""
+    lines = (line for line in str(failure).splitlines() if not line.startswith("\t"))
+    return " ".join(" ".join(lines).split())[:300]

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from batchrunner.core.errors import EXIT_TIME_UP, JobError, OutputError, SubmitError
 from batchrunner.job.load import load_job
@@ -17,18 +16,7 @@ from batchrunner.output.stores.addresses import store_address
 
 CLOSING_S = 20
 """Seconds of the grace period kept for the last part and the end of the engine, after the drain."""
-CPUS_PER_GPU, CPUS_WITHOUT_GPU = 8, 4
-"""CPU cores of a task, unless the user says how many: SGLang has a few busy processes for each GPU."""
-MEMORY_PER_GPU_G, MEMORY_WITHOUT_GPU_G = 64, 8
-"""Main memory of a task in GiB, unless the user says how much: an engine loads its weights through it."""
 COMMENT_AT = 48
-_RANGE = re.compile(r"(\d+)(?:-(\d+)(?::[1-9]\d*)?)?")
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
-"""Slurm's forms: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S."""
-_CPU_OPTIONS = {"cpus-per-task", "c", "cpus-per-gpu", "exclusive"}
-_MEMORY_OPTIONS = {"mem", "mem-per-cpu", "mem-per-gpu", "exclusive"}
-_GPU_OPTIONS = {"gpus-per-task", "gpus-per-node", "gpus", "G", "gres"}
-_PLAIN = re.compile(r"[\w./:,=@%+-]+")
 
 _BODY = """
 trap 'early=USR1' USR1  # until the task has begun
@@ -53,48 +41,23 @@ class SlurmArray:
     """Tasks that share a job's input and output path. All paths are absolute."""
 
     job: Path
+    place: str
+    """The job's output path as commands take it: a directory, or a URI."""
     run: Path
-    """The job's output path."""
-    directory: Path
-    """Relative paths in the job start here."""
+    """The directory of the run; of one in an object store, a directory here, beside which the logs are."""
     array: str
     """Task numbers, as `sbatch --array` takes them."""
-    overrides: Sequence[str] = ()
-    partition: str | None = None
-    account: str | None = None
-    gpus_per_task: str | None = None
-    cpus_per_task: str | None = None
-    mem: str | None = None
-    """Main memory of a task; None, as for `cpus_per_task`, for a value by its GPUs."""
-    launches: bool = True
+    sbatch: Sequence[str]
+    """More options for the array, as sbatch takes them, such as `--gpus-per-task=1`."""
+    overrides: Sequence[str]
+    launches: bool
     """Whether a task starts an engine of its own."""
-    time: str | None = None
-    sbatch: Sequence[str] = ()
-    """More options for the array, such as `qos=high`."""
-    grace_s: int = 120
+    grace_s: int
     """Seconds before the time limit at which Slurm signals a task that its time is nearly up."""
-    preamble: str = ""
+    preamble: str
     """Shell lines that come first: modules, a container."""
-    no_python: bool = False
+    no_python: bool
     """Whether the tasks refuse a job that runs Python functions, since the file may change."""
-    uri: str = ""
-    """URI of a run in an object store; `run` is then a directory here, beside which the logs are."""
-
-    def __post_init__(self) -> None:
-        """Refuse arguments that sbatch accepts or refuses without a clear reason; raises JobError."""
-        _check_array(self.array)
-        if self.grace_s <= CLOSING_S:
-            raise JobError(
-                f"--grace {self.grace_s}: {CLOSING_S} s of it are needed for closing", hint="give more"
-            )
-        for name, value, _ in (("time", self.time, ""), *_more(self.sbatch)):
-            if name in {"time", "t"} and value:
-                _check_time(value, self.grace_s)
-
-    @property
-    def place(self) -> str:
-        """The run as commands take it: its directory, or its URI."""
-        return self.uri or str(self.run)
 
     @property
     def logs(self) -> Path:
@@ -104,99 +67,112 @@ class SlurmArray:
     def script(self) -> str:
         """Return the script of the tasks."""
         drain_s = self.grace_s - CLOSING_S
-        how = "--join --no-python" if self.no_python else "--join"
-        sets = [f"--set {shlex.quote(text)}" for text in (f"limits.drain={drain_s}", *self.overrides)]
-        directives = [
-            self._log_to("%A_%a"),
-            ("open-mode", "append", "a restart goes on in the same log"),
-            ("array", self.array, "the tasks; submitted again, they resume"),
-            ("requeue", "", "after a node's death or a preemption a task starts again, and resumes"),
-            ("signal", f"B:USR1@{self.grace_s}", "this script is told so many seconds before the time limit"),
-            ("ntasks", "1", "an engine for each task of the array"),
-            ("cpus-per-task", self._cpus(), "for the engine and the runner"),
-            ("mem", self._memory(), "main memory: the engine loads its weights through it"),
-            ("gpus-per-task", self.gpus_per_task, "Slurm sets CUDA_VISIBLE_DEVICES, and the engine obeys"),
-            ("time", self.time, "a task that needs longer is requeued"),
-            *_more(self.sbatch),
+        options = [
+            _option("open-mode=append", "a restart goes on in the same log"),
+            _option(f"array={self.array}", "the tasks; submitted again, they resume"),
+            _option("requeue", "after a node's death or a preemption a task starts again, and resumes"),
+            _option(f"signal=B:USR1@{self.grace_s}", "the script is told so many seconds before the limit"),
+            _option("ntasks=1", "an engine for each task of the array"),
+            *self._cores_and_memory(),
+            *(f"#SBATCH {shlex.quote(option)}" for option in self.sbatch),
         ]
-        command = [f'"${{batchrun[@]}}" {shlex.quote(str(self.job))} {how}', *sets]
-        return self._head(directives) + _BODY.format(
-            command=" \\\n    ".join(command), drain_s=drain_s, time_up=EXIT_TIME_UP
+        sets = [f"--set {shlex.quote(text)}" for text in (f"limits.drain={drain_s}", *self.overrides)]
+        how = "--join --no-python" if self.no_python else "--join"
+        command = " \\\n    ".join([f'"${{batchrun[@]}}" {shlex.quote(str(self.job))} {how}', *sets])
+        return self._head("%A_%a", options) + _BODY.format(
+            command=command, drain_s=drain_s, time_up=EXIT_TIME_UP
         )
 
     def merge_script(self, array_id: str) -> str:
         """Return the script that reports and merges when all tasks of this array have ended."""
-        directives = [
-            self._log_to("%j-merge"),
-            ("dependency", f"afterany:{array_id}", "however the tasks ended"),
-            ("kill-on-invalid-dep", "yes", ""),
+        options = [
+            _option(f"dependency=afterany:{array_id}", "however the tasks ended"),
+            _option("kill-on-invalid-dep=yes"),
+            *(f"#SBATCH {shlex.quote(option)}" for option in self.sbatch if option.startswith(_PLACES)),
         ]
         run = shlex.quote(self.place)
-        return self._head(directives) + f'\n"${{batchrun[@]}}" status {run}\n"${{batchrun[@]}}" merge {run}\n'
+        head = self._head("%j-merge", options)
+        return f'{head}\n"${{batchrun[@]}}" status {run}\n"${{batchrun[@]}}" merge {run}\n'
 
-    def _gpus(self) -> int:
-        """Return the GPUs of a task; a launched engine has one at least."""
-        given = [("gpus-per-task", self.gpus_per_task or "", ""), *_more(self.sbatch)]
-        texts = (value for name, value, _ in given if name in _GPU_OPTIONS)
-        counts = [int(found[1]) for text in texts for found in re.finditer(r"(?:^|:)(\d+)(?:$|[,(])", text)]
-        return max(sum(counts), int(self.launches))
+    def _cores_and_memory(self) -> list[str]:
+        """Ask for the cores and the memory of an engine, by its GPUs, where no option says how many."""
+        given = [option.partition("=")[0] for option in self.sbatch]
+        by_gpu = any(name.startswith(("--gpus", "-G")) for name in given)
+        cores, memory = (8, "64G") if self.launches or by_gpu else (4, "8G")
+        found = []
+        if not any(name.startswith(("--cpus", "-c", "--exclusive")) for name in given):
+            found.append(_option(f"cpus-per-{'gpu' if by_gpu else 'task'}={cores}", "for engine and runner"))
+        if not any(name.startswith(("--mem", "--exclusive")) for name in given):
+            found.append(_option(f"mem{'-per-gpu' if by_gpu else ''}={memory}", "weights come through it"))
+        return found
 
-    def _cpus(self) -> str | None:
-        """Return the cores of a task; None where another option says how many."""
-        if self.cpus_per_task or _CPU_OPTIONS & {name for name, _, _ in _more(self.sbatch)}:
-            return self.cpus_per_task
-        return str(CPUS_PER_GPU * self._gpus() or CPUS_WITHOUT_GPU)
-
-    def _memory(self) -> str | None:
-        """Return the main memory of a task; None where another option says how much."""
-        if self.mem or _MEMORY_OPTIONS & {name for name, _, _ in _more(self.sbatch)}:
-            return self.mem
-        return f"{MEMORY_PER_GPU_G * self._gpus() or MEMORY_WITHOUT_GPU_G}G"
-
-    def _log_to(self, name: str) -> tuple[str, str, str]:
-        # Slurm takes % for the start of a pattern
-        return ("output", str(self.logs).replace("%", "%%") + f"/{name}.log", "")
-
-    def _head(self, directives: Sequence[tuple[str, str | None, str]]) -> str:
-        common = [
-            ("job-name", self.run.name, ""),
-            ("chdir", str(self.directory), "relative paths in the job start here"),
-            ("partition", self.partition, ""),
-            ("account", self.account, ""),
-        ]
-        python = shlex.join([sys.executable, "-m", "batchrunner"])
+    def _head(self, log: str, options: Sequence[str]) -> str:
+        """Return the lines before the commands; `log` is the name of the log as a pattern of Slurm."""
+        logs = str(self.logs).replace("%", "%%")  # which begins a pattern
+        batchrun = shlex.join([sys.executable, "-m", "batchrunner"])
         return "\n".join(
             [
                 "#!/bin/bash",
                 "# Written by `batchrun slurm`. To submit it, first make the directory of its logs:",
                 f"#   mkdir -p {shlex.quote(str(self.logs))} && sbatch FILE",
-                *(_directive(n, v, why) for n, v, why in (*common, *directives) if v is not None),
-                f"\nbatchrun=({python})  # the preamble may set another, in a container say",
+                _option(f"job-name={self.run.name}"),
+                _option(f"chdir={Path.cwd()}", "relative paths in the job start here"),
+                _option(f"output={logs}/{log}.log"),
+                *options,
+                f"\nbatchrun=({batchrun})  # the preamble may set another",
                 *(["", self.preamble.strip()] if self.preamble else []),
                 "set +e  # whatever the preamble set: what follows looks at exit codes itself\n",
             ]
         )
 
 
+_PLACES = ("--partition", "-p", "--account", "-A", "--qos", "-q", "--clusters", "-M", "--reservation")
+"""Options of an array that the job after it needs as well."""
+
+
 def plan_array(
-    job: str, *, overrides: Sequence[str], preamble: str, no_python: bool, **options: Any
+    job: str,
+    *,
+    array: str,
+    sbatch: Sequence[str],
+    overrides: Sequence[str],
+    preamble: str,
+    no_python: bool,
+    grace_s: int,
 ) -> SlurmArray:
-    """Return the array of a job; `options` are other fields of SlurmArray. Raises JobError."""
+    """Return the array of a job, with options that sbatch takes; raises JobError."""
     if job == "-":
         raise JobError("-: each task of an array reads the job", hint="write it into a file")
+    if grace_s <= CLOSING_S:
+        raise JobError(f"--grace {grace_s}: {CLOSING_S} s of it are needed for closing", hint="give more")
     loaded = load_job(job, overrides=overrides, no_python=no_python)
     store = store_address(loaded.output.path)
+    run = Path(store.name if store else loaded.output.path).expanduser().absolute()
     return SlurmArray(
         job=Path(job).absolute(),
-        run=Path(store.name if store else loaded.output.path).expanduser().absolute(),
-        uri=str(store or ""),
-        directory=Path.cwd(),
+        place=str(store or run),
+        run=run,
+        array=array,
+        sbatch=_whole_options(sbatch),
         overrides=overrides,
+        launches=loaded.engine.kind in {"server", "gateway"},
+        grace_s=grace_s,
         preamble=_text_or_file(preamble),
         no_python=no_python,
-        launches=loaded.engine.kind in {"server", "gateway"},
-        **options,
     )
+
+
+def _whole_options(words: Sequence[str]) -> list[str]:
+    """Return options as `--name=value`, also where a value is a word of its own; raises JobError."""
+    found: list[str] = []
+    for word in words:
+        if word.startswith("-"):
+            found.append(word)
+        elif found:
+            found[-1] += ("=" if found[-1].startswith("--") else "") + word
+        else:
+            raise JobError(f"{word}: is no option of sbatch", hint="write -- --name=value")
+    return found
 
 
 def save(array: SlurmArray, path: str) -> None:
@@ -240,52 +216,10 @@ def _sbatch(script: str) -> str:
     return done.stdout.strip().partition(";")[0]  # ID;CLUSTER where there are several
 
 
-def _check_array(text: str) -> None:
-    numbers, percent, most = text.partition("%")
-    ranges = [_RANGE.fullmatch(part) for part in numbers.split(",")]
-    if not all(found and int(found[1]) <= int(found[2] or found[1]) for found in ranges) or (
-        percent and not re.fullmatch(r"[1-9]\d*", most)
-    ):
-        raise JobError(f"--array {text}", hint="write it as 0-15, 1,3,7 or 0-15%4 (four at once)")
-
-
-def _check_time(text: str, grace_s: int) -> None:
-    """Raise JobError where a time limit has no form of Slurm's, or leaves a task no time to work."""
-    if text.upper() in {"UNLIMITED", "INFINITE"}:
-        return
-    found = _TIME.fullmatch(text)
-    if not found:
-        raise JobError(f"--time {text}", hint="write it as 90 (minutes), 4:00:00 or 1-12:00:00")
-    days, *given = (int(number) if number else 0 for number in found.groups())
-    if found["days"] is not None or found["third"] is not None:
-        hours, minutes, seconds = given
-    else:
-        hours, (minutes, seconds) = 0, given[:2]
-    limit_s = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
-    if 0 < limit_s <= grace_s:  # 0 is no limit
-        raise JobError(
-            f"--time {text}: the last {grace_s} s of it (--grace) are for the end of a task, so that none "
-            "would ever do a row",
-            hint="give more time, or less grace",
-        )
-
-
-def _more(options: Sequence[str]) -> list[tuple[str, str, str]]:
-    split = (option.lstrip("-").partition("=") for option in options)
-    return [(name, value, "") for name, _, value in split]
-
-
-def _directive(name: str, value: str, comment: str) -> str:
-    line = f"#SBATCH --{name}" + (f"={_quoted(name, value)}" if value else "")
+def _option(text: str, comment: str = "") -> str:
+    """Return the line of an option of sbatch in a script."""
+    line = f"#SBATCH {shlex.quote(f'--{text}')}"
     return f"{line:{COMMENT_AT}}# {comment}" if comment else line
-
-
-def _quoted(name: str, value: str) -> str:
-    """Write a value as sbatch reads it in a script; raises JobError."""
-    if not value.isprintable():
-        raise JobError(f"--{name} {value!r}: cannot be written on one line of a script")
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return value if _PLAIN.fullmatch(value) else f'"{escaped}"'
 
 
 def _text_or_file(preamble: str) -> str:

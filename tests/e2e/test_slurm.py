@@ -156,8 +156,8 @@ def submit(
     """Submit a job's array."""
     with IN_TURN, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SBATCH_PARTITION", partition)
-        small = ("--cpus-per-task", 1, "--mem", "100M")
-        done = batchrun("slurm", write_job(job, directory), "--submit", *small, *options)
+        small = (*(() if "--" in options else ("--",)), "--cpus-per-task=1", "--mem=100M")
+        done = batchrun("slurm", write_job(job, directory), "--submit", *options, *small)
     assert done.exit_code == 0, done.stderr
     return Submitted(slurm, job, done.stdout)
 
@@ -165,7 +165,7 @@ def submit(
 @story
 def a_time_limit(slurm: SlurmCluster, here: Path) -> Submitted:
     # its time is nearly up after 45 s, in which a slow machine has begun
-    limit = ("--array", "0", "--time", "2", "--grace", "75")
+    limit = ("--array", "0", "--grace", "75", "--", "--time=2")
     with gated_job(here, 1) as (gate, plan):
         job = submit(slurm, plan, here, *limit)
         slurm.wait_until(lambda: "time is nearly up" in job.log(0))
@@ -185,7 +185,7 @@ def test_a_time_limit(ended: Submitted) -> None:
 def an_array_of_four(slurm: SlurmCluster, here: Path) -> Submitted:
     here = here / "of four, 100%"
     here.mkdir()
-    gpus = ("--gpus-per-task", "1", "--preamble", 'echo "GPU $CUDA_VISIBLE_DEVICES of $SLURMD_NODENAME"')
+    gpus = ("--preamble", 'echo "GPU $CUDA_VISIBLE_DEVICES of $SLURMD_NODENAME"', "--", "--gpus-per-task=1")
     with gated_job(here, 4) as (gate, plan):
         job = submit(slurm, plan, here, "--array", "0-3", *gpus)
         slurm.wait_until(lambda: len(job.at_it()) == 4)

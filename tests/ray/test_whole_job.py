@@ -74,14 +74,13 @@ def test_a_node_that_dies_is_replaced_and_ctrl_c_can_be_resumed(
     path = write_job(job, tmp_path)
     with started("ray", path, "--workers", 2, "--address", nodes.address) as command:
         nodes.kill_the_node_of(WORKER, pid_with_rows_in_flight(tmp_path / "run", rows_done=100))
-        command.wait_for_line("a worker died, another one takes its place")
+        command.wait_for_line("takes the place of one that died")
         server.wait_for(110)
         command.process.send_signal(signal.SIGINT)
         command.wait_for_line("interrupted: waiting for the rows in flight")
         server.answer_held()
         assert command.end() == 130
     assert any("interrupted: " in line and "of 400 rows ok" in line for line in command.lines)
-    assert not [line for line in command.lines if "a worker died" in line and "actor_id" in line]
     server.script = lambda _: "answer"
     done = on_cluster(nodes, path, "--workers", 3, "--cpus", 2, "--json")  # one of them finds no room
     assert done.returncode == 0, done.stderr
@@ -105,7 +104,7 @@ def test_a_cluster_grows_and_shrinks(nodes: RayNodes, server: FakeSGLang, tmp_pa
         nodes.add()
         newcomer = (tasks_at_work(tmp_path / "run", 3) - first).pop()
         nodes.take_away_the_node_of(WORKER, newcomer)
-        run.wait_for_line("a worker died, another one takes its place")
+        run.wait_for_line("takes the place of one that died")
         server.script = lambda _: "answer"
         server.answer_held()
         assert run.end() == 0
@@ -192,17 +191,6 @@ def test_failed_rows_again_and_a_fresh_start(nodes: RayNodes, server: FakeSGLang
     assert (len(server.prompts), [row["row"] for row in results_of(job)]) == (84, list(range(40)))
 
 
-def test_a_token_of_this_machine_that_the_cluster_does_not_want(nodes: RayNodes, tmp_path: Path) -> None:
-    """Ray would take the token for a cluster that it finds by itself, and its workers would be ended."""
-    for place, content in ((".ray/auth_token", "f" * 64), ("tmp/ray/ray_current_cluster", nodes.address)):
-        (tmp_path / place).parent.mkdir(parents=True)
-        (tmp_path / place).write_text(content)
-    job = job_of(tmp_path)
-    done = on_ray(write_job(job, tmp_path), HOME=str(tmp_path), RAY_TMPDIR=str(tmp_path / "tmp"))
-    assert done.returncode == 0, done.stderr
-    assert len(results_of(job)) == 10
-
-
 def test_what_the_cluster_cannot_give_is_one_line(nodes: RayNodes, tmp_path: Path) -> None:
     """No worker is started that no node has room for."""
     model = {"kind": "server", "model": "m", "device": "cuda", "tp": 2}
@@ -242,13 +230,11 @@ def refused(tmp_path: Path, *options: object) -> str:
     [
         (["--workers", 0], "--workers 0: give a number from 1 on"),
         (["--cpus", 0], "--cpus 0: give a number above 0"),
-        (["--address", "nowhere"], "--address nowhere: write it as host:port"),
+        (["--address", "nowhere"], "--address nowhere: Ray cannot connect: .*; give host:port"),
         (
             ["--address", "ray://localhost:10001"],
             "a Ray client cannot start a job: give host:port",
         ),
-        (["--address", "no-such-host.invalid:6379"], "no Ray cluster answers there .*; give the address"),
-        (["--address", "localhost:70000"], "no Ray cluster answers there .*; give the address"),
     ],
 )
 def test_bad_options_are_one_line(options: list[Any], said: str, tmp_path: Path) -> None:
@@ -256,18 +242,9 @@ def test_bad_options_are_one_line(options: list[Any], said: str, tmp_path: Path)
     assert re.search(said, refused(tmp_path, *options))
 
 
-def test_an_address_that_is_no_cluster(server: FakeSGLang, tmp_path: Path) -> None:
-    """A closed port, another kind of server, and one that says nothing: Ray itself would try for minutes."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    assert "no Ray cluster answers there" in refused(tmp_path, "--address", f"127.0.0.1:{port}")
-    other = server.url.removeprefix("http://")
-    assert "what answers there is no Ray cluster" in refused(tmp_path, "--address", other)
-
-
 @pytest.mark.parametrize("address", ["auto", "local"])
-def test_a_cluster_that_wants_a_token(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray says only that it failed to connect, after many lines of its own; the line says what to set."""
+def test_a_cluster_that_refuses(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line says what Ray says, and what to give."""
 
     def refuse(**_: object) -> None:
         raise ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
@@ -275,7 +252,6 @@ def test_a_cluster_that_wants_a_token(address: str, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("ray.init", refuse)
     line = refused(tmp_path, "--address", address)
     assert f"--address {address}: Ray cannot connect: Failed to connect to Ray cluster at" in line
-    assert "export RAY_AUTH_MODE=token" in line
 
 
 def test_ray_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,50 +267,38 @@ def test_ray_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_path_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that does not see the command's directory, or the results, says which node and which path."""
     from batchrunner.core.errors import JobError  # noqa: PLC0415
-    from batchrunner.ray.shared_path import SharedPath, shared_path  # noqa: PLC0415
+    from batchrunner.ray.whole_job import SharedPath, _shared_path  # noqa: PLC0415
 
     monkeypatch.chdir(tmp_path)
-    with shared_path("out/run") as shared:
+    with _shared_path("out/run") as shared:
         shared.enter()
         os.chdir(tmp_path)
-    with pytest.raises(
-        JobError, match=f"output.path out/run: the node {socket.gethostname()} does not share"
-    ):
+    with pytest.raises(JobError, match=f"output.path: the node {socket.gethostname()} does not share"):
         shared.enter()
     with pytest.raises(JobError, match=r"the node .* has no such directory"):
-        SharedPath(str(tmp_path / "gone"), "run", None).enter()
-    with shared_path("s3://bucket/run") as shared:
+        SharedPath(str(tmp_path / "gone"), None).enter()
+    with _shared_path("s3://bucket/run") as shared:
         assert shared.mark is None
 
 
 def test_results_in_a_copy_that_ray_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`ray job submit --working-dir`: Ray deletes its copy of the directory, which nodes may have elsewhere.
+    """`ray job submit --working-dir`: Ray deletes its copy of the directory, so that no results may be in it.
 
-    So results in it are refused, before anything is sent, and the workers go to their own node's copy.
+    Workers are in their own node's copy already.
     """
     from ray.runtime_context import RuntimeContext  # noqa: PLC0415
     from ray.runtime_env import RuntimeEnv  # noqa: PLC0415
 
     from batchrunner.core.errors import JobError  # noqa: PLC0415
-    from batchrunner.ray.shared_path import shared_path  # noqa: PLC0415
+    from batchrunner.ray.whole_job import _shared_path  # noqa: PLC0415
 
-    job_of_ray = RuntimeEnv(working_dir="gcs://_ray_pkg_1f.zip")
-    monkeypatch.setattr(RuntimeContext, "runtime_env", job_of_ray)
-    here, there = (tmp_path / node / "_ray_pkg_1f" for node in ("head", "other"))
-    for each in (here, there):
-        (each / "jobs").mkdir(parents=True)
-    monkeypatch.chdir(here / "jobs")
-    for inside in ("out/run", "../out", str(here / "run")):
-        with pytest.raises(JobError, match=r"in the copy of the working directory .* Ray deletes it"):
-            shared_path(inside).__enter__()
-    assert not list(tmp_path.rglob("*out*"))
-    for outside in ("s3://bucket/run", str(tmp_path / "run"), "../../run"):
-        monkeypatch.chdir(here / "jobs")
-        with shared_path(outside) as shared:
-            monkeypatch.chdir(there)
-            shared.enter()
-            assert os.getcwd() == str(there / "jobs")  # noqa: PTH109
+    monkeypatch.setattr(RuntimeContext, "runtime_env", RuntimeEnv(working_dir="gcs://_ray_pkg_1f.zip"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(JobError, match="Ray deletes its copy of the working directory"):
+        _shared_path("out/run").__enter__()
+    for outside in ("s3://bucket/run", str(tmp_path / "run")):
+        with _shared_path(outside) as shared:
+            assert shared.directory is None
     monkeypatch.setattr(RuntimeContext, "runtime_env", RuntimeEnv())
-    monkeypatch.chdir(here)
-    with shared_path("run") as shared:  # a directory of the user's own
-        assert shared.directory == str(here)
+    with _shared_path("run") as shared:  # a directory of the user's own
+        assert shared.directory == str(tmp_path)
