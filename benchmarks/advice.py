@@ -99,14 +99,6 @@ CASES = {
         {"chunked-prefill-size": 2048, "max-running-requests": 128},
         prompt=(60, 60), outputs=(20, 20), rows=400, rounds=3,
     ),
-    "max-prefill-tokens 64, prompts of 30": FlagCase(
-        "max-prefill-tokens", {"max-prefill-tokens": 64}, {"max-prefill-tokens": None},
-        prompt=(30, 30), outputs=(20, 20),
-    ),
-    "one prompt a prefill pass": FlagCase(
-        "prefill-max-requests", {"prefill-max-requests": 1}, {"prefill-max-requests": None},
-        prompt=(30, 30), outputs=(20, 20),
-    ),
     "prefill as soon as one row ends, outputs of 5 to 100": FlagCase(
         "prefill-decode-interval", {"max-running-requests": 64}, {"prefill-decode-interval": 8},
         outputs=(5, 100),

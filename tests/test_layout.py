@@ -102,7 +102,7 @@ MOST_TOKENS = {
     "job": 21_700,
     "output": 33_100,
     "input": 41_300,
-    "engines": 55_000,
+    "engines": 52_700,
     "advise": 13_600,
     "report": 12_800,
     "dispatch": 28_000,

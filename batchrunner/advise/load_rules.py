@@ -272,8 +272,6 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
     share = prefills.filled_waiting / max(1, prefills.passes)
     if prefills.passes < s.limits.samples or share < s.limits.frequent:
         return None
-    if s.facts.passes_limited_by:
-        return _pass_limit(s, flags, s.facts.passes_limited_by, share)
     chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
     if chunk >= SURELY_LARGE:
         return None
@@ -282,19 +280,6 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
         "still wait",
         larger_chunk(s, flags),
         evidence={"passes": prefills.passes, "full_waiting_share": round(share, 4), "chunk_tokens": chunk},
-    )
-
-
-def _pass_limit(s: Situation, flags: Flags, name: str, share: float) -> Finding | None:
-    """Advise to lift a limit on a prefill pass that is smaller than its chunk."""
-    if name not in flags.names:
-        return None
-    now = s.facts.number(name.replace("-", "_"))
-    return Finding(
-        f"{share:.0%} of {s.log.prefills.passes} prefill passes take all that --{name} {now:g} allows, and "
-        "requests still wait",
-        {name: None},
-        evidence={"passes": s.log.prefills.passes, "full_waiting_share": round(share, 4)},
     )
 
 
@@ -402,7 +387,7 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
     share = prefills.few_long / max(1, prefills.passes)
     if prefills.passes < s.limits.samples or share < s.limits.frequent:
         return None
-    tokens = max(prefills.mean_prompt, prefills.mean_streak)
+    tokens = prefills.mean_prompt
     if tokens < s.limits.long_prompt:
         return None
     args = larger_chunk(s, flags)
@@ -410,13 +395,12 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
         args |= flags.setting("cuda-graph-backend-prefill", "breakable")
     return Finding(
         f"one or two prompts fill the pass in {share:.0%} of {prefills.passes} prefill passes "
-        f"({tokens:,.0f} tokens, one pass after the other): long prompts dominate",
+        f"({tokens:,.0f} tokens each): long prompts dominate",
         args,
         evidence={
             "passes": prefills.passes,
             "few_long_share": round(share, 4),
-            "mean_prompt_tokens": round(prefills.mean_prompt),
-            "mean_streak_tokens": round(prefills.mean_streak),
+            "mean_prompt_tokens": round(tokens),
         },
     )
 

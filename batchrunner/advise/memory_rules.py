@@ -8,13 +8,13 @@ from batchrunner.advise.situation import LONGEST_LINE, Finding, Situation, memor
 from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.logs.facts import FP8, Trouble
 from batchrunner.engines.logs.lines import Phase
-from batchrunner.engines.model_files import UnknownShapeError, model_of_config
+from batchrunner.engines.model_files import kv_bytes
 from batchrunner.engines.recovery.diagnosis import Death
 from batchrunner.engines.recovery.safer_args import HIGHEST_FRACTION, in_effect, least_fraction, safer
 
 POOL_SHARE = 4
 """One part in so many of a machine's free memory is taken for a larger KV pool at most."""
-FLOAT32_BYTES = 4.0
+FLOAT32_BYTES = 4
 """Bytes of a number in a CPU's KV pool, at most."""
 MOST_POOL = 8
 """Most times by which one advice makes a CPU's pool larger."""
@@ -62,9 +62,8 @@ def pool_small(s: Situation, flags: Flags) -> Finding | None:
 
 def _free_tokens(s: Situation, free_gb: float | None) -> float:
     """Return how many more tokens a quarter of the free memory holds; unless known, as many as now."""
-    try:
-        token_bytes = model_of_config(s.facts.config).kv_bytes(FLOAT32_BYTES)
-    except UnknownShapeError:
+    token_bytes = kv_bytes(s.facts.config, FLOAT32_BYTES)
+    if token_bytes is None:
         return in_effect(s.facts, "max-total-tokens") or 0.0
     return (free_gb or 0.0) * (1 << 30) / POOL_SHARE / token_bytes
 

@@ -237,9 +237,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "prefill-full",
-        "≥ 25% of ≥ 8 prefill passes take ≥ 90% of a chunk < 4096, and requests wait after them; the same "
-        "for a smaller `--max-prefill-tokens`, and for `--prefill-max-requests`",
-        "`--chunked-prefill-size` doubled (with a lower mem-fraction-static); without the other flag",
+        "≥ 25% of ≥ 8 prefill passes take ≥ 90% of a chunk < 4096, and requests wait after them",
+        "`--chunked-prefill-size` doubled (with a lower mem-fraction-static)",
         "measured on the real engine",
         load_rules.prefill_full,
         "fewer, larger passes over the weights",

@@ -1,9 +1,9 @@
 """A model's name → its directory, its identity in a run's fingerprint, and what its config.json says."""
 
 import contextlib
+import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,9 @@ from batchrunner.job.fields import is_hub_name
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Keys for the number of experts of a layer. 0, 1 and null mean a dense model."""
-_STEPS = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_freq", "moe_layer_interval")
-"""Keys that are 1 where each layer has experts: other numbers, and lists, say in which layers they are."""
 _LANGUAGE_PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
 """Keys below which a model that takes more than text describes its language model; a later one wins, as in
 SGLang (`get_hf_text_config`)."""
-_MISTRAL: dict[str, str] = {
-    "dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
-    "n_kv_heads": "num_key_value_heads", "hidden_dim": "intermediate_size",
-    "tied_embeddings": "tie_word_embeddings",
-}  # fmt: skip
-_MISTRAL_EXPERTS: dict[str, str] = {
-    "num_experts": "n_routed_experts", "expert_hidden_dim": "moe_intermediate_size",
-    "num_shared_experts": "n_shared_experts", "first_k_dense_replace": "first_k_dense_replace",
-}  # fmt: skip
-"""Keys of Mistral's params.json, and of `moe` in it, whose names in a config.json are others."""
 
 
 def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,40 +28,11 @@ def language_part(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def of_mistral(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a params.json, Mistral's own format, by the names of a config.json.
-
-    Weights without a type are of 16 bits, as in SGLang (`mistral_utils`).
-    """
-    if not params:
-        return {}
-    found: dict[str, Any] = {"dtype": "bfloat16"}
-    found |= {_MISTRAL.get(name, name): value for name, value in params.items()}
-    if params.get("quantization"):
-        found["quantization_config"] = params["quantization"]
-    experts = params.get("moe")
-    if isinstance(experts, dict):
-        found |= {_MISTRAL_EXPERTS.get(str(name), str(name)): value for name, value in experts.items()}
-    return found
-
-
-def experts_of(config: Mapping[str, Any]) -> int:
-    """Return how many experts a layer has that tokens choose among; 0 for a dense model."""
-    inner = config.get("ffn_config")  # of Dbrx
-    parts = [config, inner] if isinstance(inner, dict) else [config]
-    return max((_largest(part.get(name)) for part in parts for name in EXPERTS), default=0)
-
-
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Tell whether the model is a mixture of experts."""
-    return experts_of(config) > 1
-
-
-def has_uneven_experts(config: Mapping[str, Any]) -> bool:
-    """Tell whether only some of the layers have experts, or whether that is not plain from the keys."""
-    first_dense = any(config.get(name) for name in ("first_k_dense_replace", "num_dense_layers"))
-    listed = any(config.get(name) for name in ("mlp_only_layers", "moe_layers", "moe_layers_enum"))
-    return first_dense or listed or any(config.get(name, 1) not in (1, None) for name in _STEPS)
+    inner = config.get("ffn_config")  # of Dbrx
+    parts = [config, inner] if isinstance(inner, dict) else [config]
+    return any(_largest(part.get(name)) > 1 for part in parts for name in EXPERTS)
 
 
 def has_latent_attention(config: Mapping[str, Any]) -> bool:
@@ -97,13 +56,6 @@ def _largest(value: Any) -> int:
     """Return a count, the largest of a list of counts; 0 for anything else."""
     values = value if isinstance(value, list) else [value]
     return max((count for count in values if type(count) is int), default=0)
-
-
-_SIZES_NEEDED = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "intermediate_size",
-)  # fmt: skip
-CONFIG, MISTRAL_CONFIG = "config.json", "params.json"
-"""Files that describe a model: Hugging Face's, or Mistral's own where that is missing."""
 
 
 def model_identity(model: str) -> str:
@@ -148,7 +100,7 @@ def check_model(model: str) -> None:
             hint="give a folder that is there, or a name on the Hub (OWNER/NAME)",
             mark=";",
         )
-    if path.is_dir() and not any((path / name).exists() for name in (CONFIG, MISTRAL_CONFIG)):
+    if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
         raise EngineStartError(f"engine.model: {model}: not a model directory (no config.json)")
 
 
@@ -156,11 +108,9 @@ def read_config(model: str, revision: str | None = None) -> dict[str, Any]:
     """Return a model's config.json, with its language model's values at the top; empty where it is not here.
 
     A model that takes more than text describes its language model in `text_config`, whose values win, as they
-    do in SGLang. A model of Mistral's own format has a params.json instead.
+    do in SGLang.
     """
-    directory = model_directory(model, revision)
-    config = read_json(directory / CONFIG)
-    return language_part(config) if config else of_mistral(read_json(directory / MISTRAL_CONFIG))
+    return language_part(read_json(model_directory(model, revision) / "config.json"))
 
 
 def takes_mean(model: str) -> bool:
@@ -186,78 +136,12 @@ def class_names(model: str) -> tuple[str, ...]:
     return tuple(str(names.get(str(number), f"LABEL_{number}")) for number in range(len(names)))
 
 
-def weights_dtype(config: Mapping[str, Any]) -> str:
-    """Return the type of the weights as they are stored, by torch's name."""
-    return str(config.get("dtype") or config.get("torch_dtype") or "float32")
-
-
-class UnknownShapeError(ValueError):
-    """A config.json does not say how large the model is; the message names what is missing."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The sizes that decide how much memory a model takes."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    parameters: float
-
-    def kv_bytes(self, width: float) -> float:
-        """Return the bytes of KV cache that a token takes, at `width` bytes a number."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * width
-
-
-def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Count the parameters of a dense decoder, or of one with experts in every layer, by its config.json.
-
-    Raises UnknownShapeError where a size is missing.
-    """
-    sizes = {"intermediate_size": config.get("moe_intermediate_size"), **config}
-    if missing := [name for name in _SIZES_NEEDED if not (isinstance(sizes.get(name), int) and sizes[name])]:
-        raise UnknownShapeError(f"config.json lacks {missing[0]}")
-    layers, hidden, heads, vocabulary, inner = (sizes[name] for name in _SIZES_NEEDED)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    head_dim = int(config.get("head_dim") or hidden // heads)
-    experts = experts_of(config)
-    experts = experts if experts > 1 else 0
-    expert = 3 * hidden * int((experts and config.get("moe_intermediate_size")) or inner)
-    shared = 3 * hidden * int(config.get("shared_expert_intermediate_size") or 0)
-    embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    # of each layer: attention, the router that chooses experts, the expert that all tokens pass
-    common = hidden * head_dim * (2 * heads + 2 * kv_heads) + hidden * experts + shared
-    return ModelShape(layers, kv_heads, head_dim, embeddings + layers * (common + expert * max(experts, 1)))
-
-
-_NOT_COVERED = {
-    "kv_lora_rank": "attention with a compressed KV cache (MLA)",
-    "layer_types": "layers of several kinds",
-    "sliding_window": "attention in a sliding window",
-    "vision_config": "a part for images",
-    "text_config": "a part beside the language model",
-    "language_config": "a part beside the language model",
-    "llm_config": "a part beside the language model",
-    "thinker_config": "a part beside the language model",
-    "linear_num_value_heads": "layers with linear attention",
-    "hybrid_layer_pattern": "layers of several kinds",
-    "attention_chunk_size": "attention in chunks",
-    "mamba_d_state": "Mamba layers",
-    "encoder_layers": "an encoder",
-}
-"""Fields of a config.json whose model `ModelShape` does not describe."""
-
-
-def model_of_config(config: Mapping[str, Any]) -> ModelShape:
-    """Read a model's config.json, as transformers writes it for dense models and mixtures of experts.
-
-    Raises UnknownShapeError for a kind of model that `ModelShape` does not describe.
-    """
-    kinds = set(config.get("layer_types") or []) - {"full_attention"}
-    for name, what in _NOT_COVERED.items():
-        of_window = name == "sliding_window" and config.get("use_sliding_window") is False
-        if config.get(name) and not of_window and (name != "layer_types" or kinds):
-            raise UnknownShapeError(f"the sizes of {what} are not known ({name} in config.json)")
-    if has_uneven_experts(config):
-        raise UnknownShapeError("the sizes of experts in some of the layers only are not known")
-    return shape_of(config)
+def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
+    """Return the bytes of KV cache that a token takes, at `width` bytes a number; None where not known."""
+    layers, heads = config.get("num_hidden_layers"), config.get("num_attention_heads")
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim")
+    if not head_dim and isinstance(heads, int) and isinstance(config.get("hidden_size"), int):
+        head_dim = config["hidden_size"] // heads
+    sizes = [size for size in (layers, kv_heads, head_dim) if isinstance(size, int) and size > 0]
+    return None if has_latent_attention(config) or len(sizes) < 3 else 2 * width * math.prod(sizes)  # noqa: PLR2004

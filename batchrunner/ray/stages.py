@@ -52,7 +52,7 @@ def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
         raise JobError(
             "engine.tp: auto: Ray gives an actor its GPUs before the model is looked at", hint="give a number"
         )
-    asked = cards_of(engine.args, engine.tp)
+    asked = cards_of({**engine.args, "tp-size": engine.tp} if engine.tp else engine.args)
     if isinstance(engine, GatewayEngine):
         if engine.replicas == "auto":
             raise JobError(

@@ -17,10 +17,9 @@ from batchrunner.engines.device import cards, free_bytes, gpus, on_cpu
 from batchrunner.engines.flags import Flags, command_line, installed, name_in
 from batchrunner.engines.logs.facts import FP8, Architecture, Facts, architecture_of
 from batchrunner.engines.model_files import (
-    UnknownShapeError,
     has_experts,
     has_latent_attention,
-    model_of_config,
+    kv_bytes,
     read_config,
 )
 from batchrunner.engines.recovery.safer_args import (
@@ -86,12 +85,8 @@ def machine_for(job: Job, engine: ServerEngine, allowed: Iterable[str], *, one_o
 
 def _pool_tokens(engine: ServerEngine) -> int:
     """Return how many tokens a quarter of the free memory holds; 0 where model or memory are not known."""
-    try:
-        config = read_config(engine.model, engine.args.get("revision"))
-        token_bytes = model_of_config(config).kv_bytes(FLOAT32_BYTES)
-    except UnknownShapeError:
-        return 0
-    return int((free_bytes() or 0) / POOL_SHARE / token_bytes)
+    token_bytes = kv_bytes(read_config(engine.model, engine.args.get("revision")), FLOAT32_BYTES)
+    return int((free_bytes() or 0) / POOL_SHARE / token_bytes) if token_bytes else 0
 
 
 Args = dict[str, Any]

@@ -296,14 +296,13 @@ def engine_to_tune(job: Job) -> ServerEngine:
         case ServerEngine():
             return _with_args_only(with_tp(job.engine))
         case GatewayEngine(model=str(model)):
-            tp = int(with_tp(job.engine).tp)
-            found = gpus(job.engine.env)
-            cards = {"CUDA_VISIBLE_DEVICES": ",".join(found[:tp])} if found else {}
+            engine = with_tp(job.engine)
+            found = gpus(engine.env)
+            cards = {"CUDA_VISIBLE_DEVICES": ",".join(found[: int(engine.tp)])} if found else {}
             log.info("a gateway: one replica is tuned alone, for all of them")
             return ServerEngine(
-                kind="server", model=model, python=job.engine.python, env={**job.engine.env, **cards},
-                args={**job.engine.args, **({"tp-size": tp} if tp > 1 else {})}, device=job.engine.device,
-                start_timeout=job.engine.start_timeout,
+                kind="server", model=model, python=engine.python, env={**engine.env, **cards},
+                args=engine.args, device=engine.device, start_timeout=engine.start_timeout,
             )  # fmt: skip
         case _:
             raise JobError(

@@ -12,7 +12,7 @@ from batchrunner.advise.advise import advise
 from batchrunner.engines.flags import CHECK_HELP, parse_help
 from batchrunner.engines.logs.series import Thresholds
 from tests.conftest import ROOT, batchrun
-from tests.support.advice import GUIDES, RETRACTIONS, changes, judged
+from tests.support.advice import GUIDES, RETRACTIONS, changes, judged, stamped
 from tests.support.sglang_logs import GENERATIONS, LogWriter
 
 if TYPE_CHECKING:
@@ -51,18 +51,18 @@ def test_a_guides_line_is_a_reading(guide: str, tmp_path: Path) -> None:
 
 
 def test_too_short_a_time_never_reads_as_long_enough(tmp_path: Path) -> None:
-    """The time and the least time stand in one sentence, where both would be 11 s if they were rounded."""
+    """The time and the least time stand in one sentence."""
     path = tmp_path / "sglang.log"
-    path.write_text(f"{GUIDES['G4'][0]}\n" * 3)
-    limits = Thresholds(span_s=11.2, samples=2.5)
+    path.write_text(stamped(*[GUIDES["G4"][0]] * 3))
+    limits = Thresholds(span_s=4.2, samples=2.5)
     reading = advise(str(path), limits).reading()
-    assert reading.endswith("over about 10.9 s, and advice needs 2.5 over 11.2 s")
+    assert reading.endswith("over 4 s, and advice needs 2.5 over 4.2 s")
 
 
 @pytest.mark.parametrize("guide", GUIDES)
 def test_a_guides_line_again_and_again_is_a_sign(guide: str, tmp_path: Path) -> None:
     """Frequent, the guides' own examples mean what the guides say: too conservative, or fine."""
-    found = judged(f"{GUIDES[guide][0]}\n" * 40, tmp_path)
+    found = judged(stamped(*[GUIDES[guide][0]] * 40), tmp_path)
     assert set(changes(found)) == ({"conservative"} if guide != "G4" else set())
 
 
@@ -79,10 +79,10 @@ def test_a_guides_ready_line_is_judged_by_its_memory(guide: str, tmp_path: Path)
 def test_a_guides_retraction_is_counted(guide: str, tmp_path: Path) -> None:
     """Occasional ones are said to be fine, frequent ones are advised on."""
     line = GUIDES["G4"][0]
-    rare = judged(f"{line}\n" * 40 + RETRACTIONS[guide], tmp_path)
+    rare = judged(stamped(*[line] * 40, RETRACTIONS[guide]), tmp_path)
     assert changes(rare) == {}
     assert any("up to about one a minute is fine" in line for line in rare.lines())
-    often = judged(f"{line}\n{line}\n{RETRACTIONS[guide]}\n" * 20, tmp_path)
+    often = judged(stamped(*[line, line, RETRACTIONS[guide]] * 20), tmp_path)
     assert changes(often) == {"retractions": "--schedule-conservativeness 1.3"}
 
 

@@ -27,27 +27,6 @@ def named(log: LogWriter, **client: Any) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("limit", "prompts", "tokens", "change"),
-    [
-        ({"max_prefill_tokens": 64}, 3, 90, {"max-prefill-tokens": None}),
-        ({"max_prefill_tokens": 64}, 1, 30, None),
-        ({"max_prefill_tokens": 16_384}, 3, 90, None),
-        ({"prefill_max_requests": 2, "max_prefill_tokens": 64}, 2, 50, {"prefill-max-requests": None}),
-        ({"prefill_max_requests": 2}, 1, 50, None),
-        ({"prefill_max_requests": None}, 2, 50, None),
-    ],
-)
-def test_a_limit_on_a_pass_is_lifted(
-    limit: dict[str, Any], prompts: int, tokens: int, change: dict[str, Any] | None
-) -> None:
-    """Passes that take all that a flag allows are full, though their chunk is far from it."""
-    log = LogWriter().started(**limit)
-    for _ in range(30):
-        log.decode(1).prefill(20, n=prompts, new=tokens)
-    assert named(log).get("prefill-full") == change
-
-
-@pytest.mark.parametrize(
     ("interval", "running", "output", "found"),
     [(64, 20, 20, True), (64, 63, 20, False), (64, 20, 2000, False), (0, 20, 20, False)],
     ids=["places are empty", "all are taken", "long outputs", "no interval"],

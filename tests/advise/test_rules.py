@@ -214,7 +214,7 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     ),
     "long prompts in small chunks": (
         LogWriter().started(chunk=1024).decode(30).prefill(60, n=1, new=1024),
-        {"long-prompts": "--chunked-prefill-size 2048"},
+        {"prefill-full": "--chunked-prefill-size 2048"},
     ),
     "short prompts that fill small chunks": (
         LogWriter().started(chunk=512).decode(30).mixed_prefill(30, n=1, new=512),

@@ -51,6 +51,13 @@ QUICK = Thresholds(span_s=0.2, samples=3)
 """Thresholds for a server that a test watches for a fraction of a second."""
 
 
+def stamped(*lines: str) -> str:
+    """Return lines of a log, two seconds apart."""
+    return "".join(
+        f"[2026-03-01 12:{2 * n // 60:02}:{2 * n % 60:02}] {line}\n" for n, line in enumerate(lines)
+    )
+
+
 def judged(text: str, directory: Path, **options: Any) -> AdviceReport:
     path = directory / "server.log"
     path.write_text(text)

@@ -21,17 +21,6 @@ KINDS: dict[str, tuple[dict[str, Any], bool, bool]] = {
         },
         True, False,
     ),
-    "Qwen3-Next-80B-A3B": (
-        {
-            "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
-            "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16,
-            "num_key_value_heads": 2, "head_dim": 256, "vocab_size": 151936, "num_experts": 512,
-            "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
-            "decoder_sparse_step": 1, "mlp_only_layers": [], "full_attention_interval": 4,
-            "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-        },
-        True, False,
-    ),
     "LongCat-Flash-Chat": (
         {
             "architectures": ["LongcatFlashForCausalLM"], "hidden_size": 6144, "ffn_hidden_size": 12288,
@@ -41,31 +30,6 @@ KINDS: dict[str, tuple[dict[str, Any], bool, bool]] = {
             "v_head_dim": 128,
         },
         True, True,
-    ),
-    "MiMo-V2-Flash": (
-        {
-            "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "hidden_size": 4096,
-            "intermediate_size": 16384, "num_hidden_layers": 48, "num_attention_heads": 64,
-            "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "vocab_size": 152576,
-            "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
-            "moe_layer_freq": [0, *[1] * 47], "sliding_window": 128,
-            "hybrid_layer_pattern": [int(n > 0 and (n + 1) % 6 != 0) for n in range(48)],
-        },
-        True, False,
-    ),
-    "step3": (
-        {
-            "architectures": ["Step3VLForConditionalGeneration"], "model_type": "step3_vl",
-            "text_config": {
-                "model_type": "step3_text", "hidden_size": 7168, "intermediate_size": 18432,
-                "num_hidden_layers": 61, "num_attention_heads": 64, "num_attention_groups": 1,
-                "head_dim": 256, "share_q_dim": 2048, "vocab_size": 128815, "moe_num_experts": 48,
-                "moe_top_k": 3, "moe_intermediate_size": 5120, "share_expert_dim": 5120,
-                "moe_layers_enum": ",".join(map(str, range(4, 60))),
-            },
-            "vision_config": {"hidden_size": 1792, "num_hidden_layers": 63},
-        },
-        True, False,
     ),
     "GLM-5": (
         {
@@ -103,27 +67,6 @@ KINDS: dict[str, tuple[dict[str, Any], bool, bool]] = {
         },
         True, False,
     ),
-    "MiniCPM3-4B": (
-        {
-            "architectures": ["MiniCPM3ForCausalLM"], "model_type": "minicpm3", "hidden_size": 2560,
-            "num_hidden_layers": 62, "num_attention_heads": 40, "kv_lora_rank": 256, "vocab_size": 73448,
-        },
-        False, True,
-    ),
-    "Hunyuan-7B": (
-        {
-            "architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan", "num_experts": 1,
-            "hidden_size": 4096,
-        },
-        False, False,
-    ),
-    "gemma-4-E4B": (
-        {
-            "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4",
-            "text_config": {"hidden_size": 2560, "num_experts": None, "enable_moe_block": False},
-        },
-        False, False,
-    ),
     "Qwen3-8B": (
         {
             "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096,
@@ -134,15 +77,3 @@ KINDS: dict[str, tuple[dict[str, Any], bool, bool]] = {
     ),
 }  # fmt: skip
 """A model's config.json, whether it has experts, and whether its KV cache is compressed (MLA)."""
-
-MISTRAL_LARGE_3: dict[str, Any] = {
-    "dim": 7168, "n_layers": 61, "head_dim": 128, "hidden_dim": 16384, "n_heads": 128, "n_kv_heads": 128,
-    "vocab_size": 131072, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
-    "kv_lora_rank": 512, "v_head_dim": 128,
-    "moe": {
-        "expert_parallel": 1, "expert_model_parallel": 1, "route_every_n": 1, "first_k_dense_replace": 3,
-        "num_experts": 128, "num_experts_per_tok": 4, "num_expert_groups": 1, "num_expert_groups_per_tok": 1,
-        "routed_scale": 1.0, "expert_hidden_dim": 4096, "num_shared_experts": 1,
-    },
-}  # fmt: skip
-"""Keys of a params.json in Mistral's own format, as SGLang's mistral_utils reads them."""

@@ -32,7 +32,7 @@ from batchrunner.engines.http.failures import FailureClassifier
 from batchrunner.engines.launched.gateway import GatewayProcess
 from batchrunner.engines.launched.supervisor import LaunchedProcess, ServerSupervisor, Supervised, to_argv
 from batchrunner.engines.model_files import check_model, model_identity
-from batchrunner.engines.model_memory import cards_of, check_fits, split_over, with_tp
+from batchrunner.engines.model_memory import cards_of, split_over, with_tp
 from batchrunner.engines.recovery.diagnosis import EndedServer
 from batchrunner.engines.recovery.healer import Healer, healer_for
 from batchrunner.input.tokenize.detokenizer import Detokenizer
@@ -243,9 +243,7 @@ class LaunchedFleet(HttpEngine):
         spec = self._spec = await asyncio.to_thread(with_tp, self._spec)
         cpu = on_cpu(spec.device)
         raise_file_limit()  # before they start: they inherit it, and the gateway needs two files a row
-        tp = int(spec.tp) if isinstance(spec, GatewayEngine) else None
-        await asyncio.to_thread(check_fits, model, server_args(spec.args, cpu=cpu), tp=tp, cpu=cpu)
-        self._healer = await asyncio.to_thread(healer_for, spec, model, self._incidents, tp=tp, cpu=cpu)
+        self._healer = await asyncio.to_thread(healer_for, spec, model, self._incidents, cpu=cpu)
         made = self._make_servers(model, cpu=cpu, healer=self._healer)
         self._replicas = {server.url: server for server in made}
         programs: list[SGLangServer | GatewayProcess] = [*self._replicas.values()]
@@ -264,7 +262,7 @@ class LaunchedFleet(HttpEngine):
             model=model_identity(model),
             card=None if cpu else await asyncio.to_thread(card_name),
             gpus=len(gpus()) if counted else None,
-            tp=split_over(spec.args, tp),
+            tp=split_over(spec.args),
             log=str(log_path),
             notes=(*((CPU_NOTE,) if cpu else ()), *info.notes),
         )
@@ -328,15 +326,12 @@ class LaunchedFleet(HttpEngine):
         )  # fmt: skip
         if not isinstance(spec, GatewayEngine):
             return [make(log_path=self._log_dir / "engine-server.log")]
-        slices = gpu_slices([] if cpu else gpus(spec.env), cards_of(spec.args, int(spec.tp)), spec.replicas)
+        slices = gpu_slices([] if cpu else gpus(spec.env), cards_of(spec.args), spec.replicas)
         return [
             make(
                 log_path=self._log_dir / f"engine-replica-{n}.log",
                 name=f"replica {n}",
-                argv=(
-                    *(("--tp-size", str(spec.tp)) if int(spec.tp) > 1 else ()),
-                    *(("--stream-interval", str(wire.STREAM_INTERVAL)) if self._gateway else ()),
-                ),
+                argv=("--stream-interval", str(wire.STREAM_INTERVAL)) if self._gateway else (),
                 environ={
                     "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
                     **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),

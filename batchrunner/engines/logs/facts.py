@@ -6,33 +6,30 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from batchrunner.engines.logs.lines import STEPS_A_LINE, Died, OutOfMemory, Phase, ServerReady
-from batchrunner.engines.logs.series import PassLimits
 from batchrunner.engines.model_files import has_experts, has_latent_attention, has_sparse_attention
 
 Architecture = Literal["hopper", "blackwell", "ada", "ampere"]
 
-_ARCHITECTURES: dict[str, Architecture] = {
-    "H100": "hopper", "H200": "hopper", "H800": "hopper", "H20": "hopper", "GH200": "hopper",
-    "B200": "blackwell", "B300": "blackwell", "GB200": "blackwell", "GB300": "blackwell", "B100": "blackwell",
-    "L40S": "ada", "L40": "ada", "L20": "ada", "L4": "ada", "4090": "ada", "RTX_6000_ADA": "ada",
-    "A100": "ampere", "A800": "ampere", "A10G": "ampere", "A10": "ampere", "A30": "ampere", "A40": "ampere",
-    "A6000": "ampere", "3090": "ampere",
-}  # fmt: skip
+_CARDS: dict[Architecture, str] = {
+    "hopper": "H100 H200 H800 H20 GH200",
+    "blackwell": "B200 B300 GB200 GB300 B100",
+    "ada": "L40S L40 L20 L4 4090 RTX_6000_ADA",
+    "ampere": "A100 A800 A10G A10 A30 A40 A6000 3090",
+}
 FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
 """Generations of cards that compute in 8-bit floats: NVIDIA's from compute capability 8.9 on."""
 _KV_OF_16_BITS = (None, "auto", "bf16", "bfloat16")
 LARGEST = 1e15
 """Larger numbers are no argument, limit or memory of a server."""
-KNOWN_CARDS = ", ".join(_ARCHITECTURES)
-_MOE = (
-    "Moe", "MoE", "Mixtral", "Deepseek", "GptOss", "Kimi", "MiniMax", "Grok", "Dbrx", "Llama4", "Qwen3Next",
-    "LongcatFlash", "MiMoV2", "Step3VL", "Step3p5", "MistralLarge3", "Glm5Next", "HYV3", "HYV4",
-)  # fmt: skip
-_MLA = (
-    "DeepseekV2", "DeepseekV3", "Kimi", "LongcatFlash", "MistralLarge3", "GlmMoeDsa", "Glm5Next",
-    "Glm4MoeLite", "SarvamMLA", "MiniCPM3",
-)  # fmt: skip
-_SPARSE = ("DeepseekV32", "GlmMoeDsa", "Glm5Next")
+KNOWN_CARDS = " ".join(_CARDS.values()).replace(" ", ", ")
+_MOE = re.compile(
+    "Moe|MoE|Mixtral|Deepseek|GptOss|Kimi|MiniMax|Grok|Dbrx|Llama4|Qwen3Next|LongcatFlash|MiMoV2|Step3VL|Step3p5"
+    "|MistralLarge3|Glm5Next|HYV3|HYV4"
+)
+_MLA = re.compile(
+    "DeepseekV2|DeepseekV3|Kimi|LongcatFlash|MistralLarge3|GlmMoeDsa|Glm5Next|Glm4MoeLite|SarvamMLA|MiniCPM3"
+)
+_SPARSE = re.compile("DeepseekV32|GlmMoeDsa|Glm5Next")
 """Parts of the names of classes (0.5.23), for models whose config.json is not on this machine."""
 
 
@@ -127,22 +124,6 @@ class Facts:
         return logged or int(self.number("chunked_prefill_size") or 0) or None
 
     @property
-    def pass_limits(self) -> PassLimits:
-        """Limits on a prefill pass of one scheduler."""
-        tokens, requests = (
-            int(self.number(name) or 0) for name in ("max_prefill_tokens", "prefill_max_requests")
-        )
-        return PassLimits(self.chunk or 0, tokens, requests)
-
-    @property
-    def passes_limited_by(self) -> str | None:
-        """The flag that limits a prefill pass to less than its chunk; None where the chunk is the limit."""
-        limits = self.pass_limits
-        if limits.requests > 0:
-            return "prefill-max-requests"
-        return "max-prefill-tokens" if 0 < limits.tokens < limits.chunk else None
-
-    @property
     def architecture(self) -> Architecture | None:
         """The card's generation; None where its name is not known."""
         return architecture_of(self.card or "")
@@ -167,8 +148,8 @@ class Facts:
         """Whether an indexer chooses what attention reads (DSA), by its config.json, else by its class."""
         return has_sparse_attention(self.config) if self.config else self._class_has(_SPARSE)
 
-    def _class_has(self, names: tuple[str, ...]) -> bool:
-        return any(name in (self.model or "") for name in names)
+    def _class_has(self, names: re.Pattern[str]) -> bool:
+        return names.search(self.model or "") is not None
 
     @property
     def graph_disabled(self) -> bool:
@@ -195,7 +176,8 @@ def number(value: Any) -> float | None:
 def architecture_of(card: str) -> Architecture | None:
     """Return the generation of a card whose name contains a known one's words."""
     words = f"_{re.sub('[^A-Z0-9]+', '_', card.upper())}_"
-    return next((found for name, found in _ARCHITECTURES.items() if f"_{name}_" in words), None)
+    known = ((name, generation) for generation, names in _CARDS.items() for name in names.split())
+    return next((generation for name, generation in known if f"_{name}_" in words), None)
 
 
 def _phase(arguments: Mapping[str, Any], phase: str) -> Mapping[str, Any]:

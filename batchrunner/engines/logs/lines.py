@@ -168,49 +168,37 @@ _KILLED = re.compile(
     r"exit ?code[:=]? ?-9\b|unexpectedly failed with (?:an )?exit ?code[ =]9\b|"  # 9: a status of waitpid
     r"Out of memory: Killed process|killed by the OOM killer|\bKilled(?:$| {4})"
 )
-_CRASHED = (
-    "hit an exception: ", "Received sigquit", "SIGQUIT received", "crashed with exit code",
-    "scheduler died during", "unexpectedly failed with", "Fatal Python error: ",
-    "CUDA error: an illegal memory access", "graph failed: ",
-)  # fmt: skip
-_OUT_OF_MEMORY: tuple[tuple[str, Phase], ...] = (
-    ("Prefill out of memory", "prefill"),
-    ("Decode out of memory", "decode"),
-    ("alloc_req_slots runs out of memory", "requests"),
-    ("Not enough memory. Please", "pool"),
-    ("leave no GPU memory for the KV cache", "pool"),
-    ("Not enough GPU memory for hybrid", "pool"),  # a model with states beside its KV cache
-    ("state cache is too small to serve", "pool"),
-    ("Not enough space for mamba cache", "requests"),
-    ("CUDA out of memory", "general"),
-    ("CUDA error: out of memory", "general"),
-    ("CUDA driver error: out of memory", "general"),
-    ("Triton Error [CUDA]: out of memory", "general"),
-    ("CUBLAS_STATUS_ALLOC_FAILED", "general"),
-    ("Cuda failure 2 'out of memory'", "general"),  # NCCL
-    ("DefaultCPUAllocator: can't allocate memory", "general"),
-    ("HIP out of memory", "general"),
-    ("Out of memory. Try to lower", "general"),
+_CRASHED = re.compile(
+    "hit an exception: |Received sigquit|SIGQUIT received|crashed with exit code|scheduler died during"
+    "|unexpectedly failed with|Fatal Python error: |CUDA error: an illegal memory access|graph failed: "
 )
+_OUT_OF_MEMORY: dict[Phase, re.Pattern[str]] = {
+    "prefill": re.compile("Prefill out of memory"),
+    "decode": re.compile("Decode out of memory"),
+    "requests": re.compile("alloc_req_slots runs out of memory|Not enough space for mamba cache"),
+    "pool": re.compile(
+        "Not enough memory. Please|leave no GPU memory for the KV cache|Not enough GPU memory for hybrid"
+        "|state cache is too small to serve"
+    ),
+    "general": re.compile(
+        "(CUDA|CUDA error:|CUDA driver error:|HIP|Triton Error .CUDA.:) out of memory"
+        "|CUBLAS_STATUS_ALLOC_FAILED|Cuda failure 2 'out of memory'|can't allocate memory"
+        "|Out of memory. Try to lower"
+    ),
+}
 _WITHOUT_ERROR = ("Try to lower", "Cuda failure", "what(): ")
 """Signs of running out of memory that also count where the line does not begin with an error's name."""
 _ACCESS = ' HTTP/1.1" '
 """Part of a line in which uvicorn logs a request."""
 _REQUESTS = ("Receive: obj=", "Finish: obj=", '"request.received"', '"request.finished"')
 """Parts of the lines of `--log-requests`, which quote prompts and answers: they are no words of SGLang's."""
-_PHASES: tuple[tuple[str, Phase], ...] = (
-    ("in forward_extend", "prefill"),
-    ("in forward_decode", "decode"),
-    ("in _execute_extend", "prefill"),  # 0.5.23
-    ("in _execute_decode", "decode"),
-    ("prefill CUDA graph begin", "prefill-graph"),
-    ("piecewise CUDA graph begin", "prefill-graph"),  # up to 0.5.1x
-    ("apture cuda graph begin", "graph"),
-    ("CUDA graph begin", "graph"),
-    ("apture cuda graph end", "general"),
-    ("CUDA graph end", "general"),
-    ("KV Cache is allocated", "general"),
-)
+_PHASES: dict[Phase, re.Pattern[str]] = {
+    "prefill": re.compile("in forward_extend|in _execute_extend"),  # the second of each: 0.5.23
+    "decode": re.compile("in forward_decode|in _execute_decode"),
+    "prefill-graph": re.compile("(prefill|piecewise) CUDA graph begin"),
+    "graph": re.compile("apture cuda graph begin|CUDA graph begin"),
+    "general": re.compile("apture cuda graph end|CUDA graph end|KV Cache is allocated"),
+}
 _RARE = (
     "mem", "forward_", "_execute_", "raph", "server_args=", "KV Cache", "_name=",
     "rror: ", "xception: ", "exit", "illed", "child failed",
@@ -301,7 +289,7 @@ def _rare(line: str) -> Record | None:
         return _arguments(line.partition("server_args=")[2].strip())
     if card := _CARD.search(line):
         return LoggedCard(card[1])
-    return next((PhaseBegins(phase) for sign, phase in _PHASES if sign in line), None)
+    return next((PhaseBegins(phase) for phase, signs in _PHASES.items() if signs.search(line)), None)
 
 
 def _failure(line: str) -> OutOfMemory | Died | Raised | None:
@@ -310,13 +298,13 @@ def _failure(line: str) -> OutOfMemory | Died | Raised | None:
     raised = _RAISED.match(line)
     if (raised or any(sign in line for sign in _WITHOUT_ERROR)) and (record := _out_of_memory(line)):
         return record
-    if any(sign in line for sign in _CRASHED):
+    if _CRASHED.search(line):
         return Died(killed=False, text=line.strip())
     return Raised(raised["error"]) if raised else None
 
 
 def _out_of_memory(line: str) -> OutOfMemory | None:
-    phase = next((phase for sign, phase in _OUT_OF_MEMORY if sign in line), None)
+    phase = next((phase for phase, signs in _OUT_OF_MEMORY.items() if signs.search(line)), None)
     if phase is None:
         return None
     capacity = _CAPACITY.search(line)

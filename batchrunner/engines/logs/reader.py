@@ -135,7 +135,7 @@ class LogReader:
             self._prefills.add(
                 scheduler, LoadSample(at, batch.running, batch.queue, batch.usage, most, prefill=True)
             )
-            self.series.prefills.add(batch, self.facts.pass_limits, scheduler)
+            self.series.prefills.add(batch, self.facts.chunk or 0)
 
     def _speaker(self, line: str) -> tuple[str | None, float | None]:
         """Return a line's scheduler and time; no scheduler where another rank's lines count for it."""

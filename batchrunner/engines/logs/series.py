@@ -1,15 +1,14 @@
 """The load of schedulers over time in bounded memory: exact counts of signs, and some samples of each."""
 
 import math
-from bisect import bisect_left, bisect_right
-from collections import Counter
+import statistics
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple, Self
 
 from batchrunner.core.console import counted
-from batchrunner.engines.logs.lines import STEPS_A_LINE, LoggedBatch
+from batchrunner.engines.logs.lines import LoggedBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,28 +75,6 @@ FEW = 2
 """Most prompts in a full pass that counts as filled by long prompts."""
 
 
-class PassLimits(NamedTuple):
-    """Most of what a prefill pass takes; 0 where that is not limited, or not known."""
-
-    chunk: int = 0
-    """`chunked_prefill_size` in tokens; below 0 prompts are not cut."""
-    tokens: int = 0
-    """`max_prefill_tokens`."""
-    requests: int = 0
-    """`prefill_max_requests`."""
-
-    def is_full(self, batch: LoggedBatch) -> bool:
-        """Tell whether a pass took all that it may."""
-        return self.fills_chunk(batch) or (
-            (0 < self.tokens < self.chunk and batch.new_tokens >= WHOLE * self.tokens)
-            or 0 < self.requests <= batch.new_seqs
-        )
-
-    def fills_chunk(self, batch: LoggedBatch) -> bool:
-        """Tell whether a pass took a whole chunk."""
-        return 0 < WHOLE * self.chunk <= batch.new_tokens
-
-
 @dataclass(slots=True)
 class Prefills:
     """Sums over the prefill passes of all schedulers."""
@@ -111,46 +88,27 @@ class Prefills:
     retracted_tokens: int = 0
     """Tokens computed and then lost to a retraction."""
     filled: int = 0
-    """Passes that took a whole chunk, or all that another limit allows."""
+    """Passes that took a whole chunk."""
     filled_waiting: int = 0
     """Such passes after which requests still waited."""
     few_long: int = 0
     """Passes that one or two prompts filled."""
-    streaks: int = 0
-    """Runs of such passes: a long prompt takes several in succession, all but the first of them alone."""
-    long_tokens: int = 0
-    """Tokens of all of these passes."""
-    _in_streak: set[str] = field(default_factory=set)
-    """Schedulers whose last pass was one of them."""
 
-    def add(self, batch: LoggedBatch, limits: PassLimits, scheduler: str) -> None:
-        """Count one pass."""
+    def add(self, batch: LoggedBatch, chunk: int) -> None:
+        """Count one pass; `chunk` is `chunked_prefill_size`, 0 where that is not known."""
+        is_full = 0 < WHOLE * chunk <= batch.new_tokens
         self.passes += 1
         self.prompts += batch.new_seqs
         self.new_tokens += batch.new_tokens
         self.cached_tokens += batch.cached_tokens
-        full = limits.is_full(batch)
-        few = limits.fills_chunk(batch) and batch.new_seqs <= FEW
-        self.filled += full
-        self.filled_waiting += full and batch.queue > 0
-        self.few_long += few
-        self.streaks += few and not (batch.new_seqs == 1 and scheduler in self._in_streak)
-        self.long_tokens += batch.new_tokens if few else 0
-        (self._in_streak.add if few else self._in_streak.discard)(scheduler)
-
-    def decoded(self, scheduler: str) -> None:
-        """End a scheduler's streak: it decoded between two prefill passes."""
-        self._in_streak.discard(scheduler)
+        self.filled += is_full
+        self.filled_waiting += is_full and batch.queue > 0
+        self.few_long += is_full and batch.new_seqs <= FEW
 
     @property
     def cached_share(self) -> float:
         """Fraction of prompt tokens that were in the cache."""
         return self.cached_tokens / max(1, self.cached_tokens + self.new_tokens)
-
-    @property
-    def mean_streak(self) -> float:
-        """Mean tokens of a streak of passes that one or two prompts filled."""
-        return self.long_tokens / max(1, self.streaks)
 
     @property
     def mean_prompt(self) -> float:
@@ -216,8 +174,8 @@ SIGNS: dict[str, Callable[[LoadSample, Thresholds], bool | None]] = {
 """The test for each sign; None where the sign does not apply to the sample."""
 
 
-MOST_SAMPLES = 512
-"""Most samples kept of a scheduler."""
+MOST_SAMPLES = 4096
+"""Newest samples kept of a scheduler, for medians."""
 PAUSE_S = 30.0
 """A gap of more seconds between two samples is a pause: it counts as no work, and the job before it ended.
 So does time that runs backwards by as much: an older log follows a newer one."""
@@ -227,9 +185,8 @@ So does time that runs backwards by as much: an older log follows a newer one.""
 class Track:
     """The samples of one scheduler."""
 
-    samples: list[LoadSample] = field(default_factory=list)
-    """One of `every` samples, oldest first: when there are too many, every second one is dropped."""
-    every: int = 1
+    samples: deque[LoadSample] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
+    """The newest, oldest first."""
     counted: int = 0
     """Number of all samples."""
     longest_queue: int = 0
@@ -237,58 +194,40 @@ class Track:
     """Largest limit on the running requests."""
     busy_s: float = 0.0
     """Seconds under load, without pauses."""
-    timed: bool = False
-    """Whether `busy_s` comes from time stamps; otherwise it is computed from the throughput."""
     yes: Counter[str] = field(default_factory=Counter)
     """Number of samples that show each sign."""
     silent: Counter[str] = field(default_factory=Counter)
     """Number of samples that each sign does not apply to."""
     retractions: int = 0
-    _last: LoadSample | None = None
     _dry: int = 0
     _queued: bool = False
 
     def add(self, sample: LoadSample, limits: Thresholds) -> None:
         """Count a sample."""
-        gap_s = self._gap_s(sample)
+        last = self.samples[-1].at if self.samples else None
+        gap_s = 0.0 if sample.at is None or last is None else sample.at - last
         if abs(gap_s) > PAUSE_S:
             self.settle(limits)
-            gap_s = 0.0
-        self.busy_s += max(0.0, gap_s)
+        else:
+            self.busy_s += max(0.0, gap_s)
         for name, shows in SIGNS.items():
             has_sign = shows(sample, limits)
-            if has_sign:
-                self.yes[name] += 1
-            elif has_sign is None:
-                self.silent[name] += 1
+            self.yes[name] += has_sign is True
+            self.silent[name] += has_sign is None
         self._dry = 0 if sample.queue else self._dry + 1
         self._queued |= sample.queue > 0
-        self._last = sample
         self.longest_queue = max(self.longest_queue, sample.queue)
         self.max_running = max(self.max_running, sample.max_running or 0)
-        if self.counted % self.every == 0:
-            self.samples.append(sample)
-            if len(self.samples) > MOST_SAMPLES:
-                self.samples = self.samples[::2]
-                self.every *= 2
+        self.samples.append(sample)
         self.counted += 1
 
     def settle(self, limits: Thresholds) -> None:
         """End a stretch of work: the empty queue at its end is no sign, unless rows were left to send."""
-        if self._queued and self._last is not None and self._last.unsent is None:
+        if self._queued and self.samples[-1].unsent is None:
             for sign in ("empty", "in_band"):
-                self.yes[sign] -= self._dry if SIGNS[sign](self._last, limits) else 0
+                self.yes[sign] -= self._dry if SIGNS[sign](self.samples[-1], limits) else 0
                 self.silent[sign] += self._dry
         self._dry, self._queued = 0, False
-
-    def _gap_s(self, sample: LoadSample) -> float:
-        last = self._last
-        if sample.at is None:
-            return STEPS_A_LINE * sample.running / sample.rate if sample.rate else 0.0
-        if last is None or last.at is None:
-            return 0.0
-        self.timed = True
-        return sample.at - last.at
 
 
 def spread(retractions: int, tracks: Collection[Track]) -> None:
@@ -320,8 +259,6 @@ class Series:
     def add(self, scheduler: str, sample: LoadSample) -> None:
         """Count a sample."""
         self.track(scheduler).add(sample, self.limits)
-        if not sample.prefill:
-            self.prefills.decoded(scheduler)
 
     def settle(self) -> None:
         """End the series: the source has no more samples."""
@@ -378,18 +315,9 @@ class Series:
         return self.enough and self.share(sign) >= self.limits.frequent
 
     def median(self, name: str) -> float:
-        """Return the median of a field, 0 if no sample has it; a kept sample stands for those dropped."""
-        found = sorted(
-            (value, track.every)
-            for track in self.tracks.values()
-            for sample in track.samples
-            if (value := getattr(sample, name)) is not None
-        )
-        if not found:
-            return 0.0
-        ends = list(accumulate(every for _, every in found))
-        middle = ends[-1] / 2
-        return float(found[bisect_left(ends, middle)][0] + found[bisect_right(ends, middle)][0]) / 2
+        """Return the median of a field over the newest samples, 0 if none of them has it."""
+        values = (getattr(sample, name) for track in self.tracks.values() for sample in track.samples)
+        return float(statistics.median([value for value in values if value is not None] or [0]))
 
     @property
     def longest_queue(self) -> int:
@@ -409,5 +337,4 @@ class Series:
         short = self.busy_s < self.limits.span_s
         seconds = f"{math.floor(self.busy_s * 10) / 10:g}" if short else f"{self.busy_s:.0f}"
         several = f" of {len(self.tracks)} schedulers" if len(self.tracks) > 1 else ""
-        timed = any(track.timed for track in self.tracks.values())
-        return f"{counted(self.counted, 'sample')}{several} over {'' if timed else 'about '}{seconds} s"
+        return f"{counted(self.counted, 'sample')}{several} over {seconds} s"

@@ -214,16 +214,15 @@ class Healer:
         return f" (engine.args has {', '.join(own)}: changed, as nothing else would run)" if own else ""
 
 
-def healer_for(
-    spec: LaunchedEngine, model: str, incidents: IncidentQueue, *, tp: int | None = None, cpu: bool
-) -> Healer | None:
+def healer_for(spec: LaunchedEngine, model: str, incidents: IncidentQueue, *, cpu: bool) -> Healer | None:
     """Return the healer of a job's servers, with what earlier runs learned; None if the job wants none."""
     if not spec.heal:
         return None
-    ways = split_over(spec.args, tp)
     found = [] if cpu else cards()
     room = found[0].memory_bytes if found else memory_bytes() or 0
-    card = f"{ways} x {'CPU' if cpu else found[0].name if found else 'GPU'}, {room >> 30} GiB"
+    card = (
+        f"{split_over(spec.args)} x {'CPU' if cpu else found[0].name if found else 'GPU'}, {room >> 30} GiB"
+    )
     file = LearnedArgsFile(model_identity(model), card, version_of(spec.python, spec.env))
     healer = Healer(spec.args, file, incidents)
     healer.recall()
