@@ -31,8 +31,8 @@ from pyroaring import BitMap64
 
 from batchrunner.input.dataset import Dataset
 from batchrunner.job.output import StorageSpec
-from batchrunner.output.stores.addresses import StoreAddress
-from batchrunner.output.stores.opening import open_bucket
+from batchrunner.output.addresses import StoreAddress
+from batchrunner.output.objects import open_bucket
 from benchmarks.measure import in_fresh_process, interval, save
 
 GOAL = 1.2

@@ -16,8 +16,8 @@ from batchrunner.engines.logs.facts import KNOWN_CARDS, Facts, architecture_of
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.series import Thresholds
 from batchrunner.engines.model_files import read_config
-from batchrunner.output.opened import look_at_run
-from batchrunner.output.stores.addresses import store_address
+from batchrunner.output.addresses import store_address
+from batchrunner.output.run_dir import look_at_run
 
 log = logging.getLogger(__name__)
 

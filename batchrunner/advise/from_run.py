@@ -19,8 +19,7 @@ from batchrunner.engines.logs.series import LoadSample, Series, Thresholds, spre
 from batchrunner.output.columns import has_texts
 from batchrunner.output.counts import each_sample
 from batchrunner.output.events import read_events
-from batchrunner.output.opened import look_at_run
-from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
 
 MOST_PARTS = 20

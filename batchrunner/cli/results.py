@@ -68,7 +68,7 @@ def report(
 
     Example: batchrun report out/summarize --open
     """
-    from batchrunner.output.opened import look_at_run  # noqa: PLC0415
+    from batchrunner.output.run_dir import look_at_run  # noqa: PLC0415
     from batchrunner.report.html.page import write_page  # noqa: PLC0415
 
     run_dir = look_at_run(run)

@@ -26,8 +26,8 @@ from batchrunner.job.fields import CHECK
 from batchrunner.job.output import CUT, IDS_TO_CONTINUE, PARSED, REASONING, TOOL_CALLS
 from batchrunner.job.sampling import GRAMMARS
 from batchrunner.job.spec import CheckSpec, Job
-from batchrunner.output.check_counts import ASKED_AGAIN, AskedAgain, Rejected
 from batchrunner.output.columns import OF_THE_PROMPT
+from batchrunner.output.counts import ASKED_AGAIN, AskedAgain, Rejected
 
 MOST_CONTINUED = 3
 """Times that a cut answer is continued, or asked for with more tokens: twice as many each time."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from batchrunner.core.types import Completion, Outcome, Request, RowRef
-from batchrunner.output.check_counts import Rejected
+from batchrunner.output.counts import Rejected
 
 
 class AnswerHistory(msgspec.Struct):

@@ -16,7 +16,7 @@ from batchrunner.core.errors import InputError
 from batchrunner.core.files import ENDINGS, is_special, known_format
 from batchrunner.core.processes import RAISE_LIMIT, too_many_files
 from batchrunner.job.output import StorageSpec
-from batchrunner.output.stores.addresses import NEEDS_EXTRA, has_client, store_address
+from batchrunner.output.addresses import NEEDS_EXTRA, has_client, store_address
 
 _COMMIT = re.compile(r"@[0-9a-f]{40}(?=/|$)")
 

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from batchrunner.job.output import StorageSpec
-from batchrunner.output.stores.addresses import StoreAddress
-from batchrunner.output.stores.opening import STORE_ERRORS, as_os_error, e_tag_of, open_bucket, read_whole
+from batchrunner.output.addresses import StoreAddress
+from batchrunner.output.objects import STORE_ERRORS, as_os_error, e_tag_of, open_bucket, read_whole
 
 
 class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has no types

@@ -1,8 +1,9 @@
 """Everything that a run writes: its directory, its results and who may write them.
 
-Layout: run_dir (`RunDir`), files (atomic writes), run_json (the job and the fingerprint of a run).
-Results: writer (`ResultWriter`), journal, parts, columns, arrow_arrays; resume (`read_done`:
-which rows are done); counts; merge, export and batch_results (all results as one dataset, one file or one
-batch file); buckets (external bucket sort); disk_wait. Others: events (`EventLog`), holding (`hold_task`),
-task_holder (`LivenessMonitor`: whether the holder of a task runs).
+Layout: run_dir (`RunDir`, `open_run`), files (atomic writes), run_json (the job and the fingerprint of a run).
+Stores: store (`Store`: a file system or an object store), objects (requests, by obstore), addresses (URIs).
+Tasks: task_lock (`hold_task`), holder (who holds a task), liveness (whether that process runs).
+Results: writer (`ResultWriter`), parts (and journals), columns, arrow_arrays; resume (`read_done`: which rows
+are done); counts; merge and batch_results (all results as one dataset, one file or one batch file), hub_push;
+buckets (external bucket sort). Others: events (`EventLog`).
 """

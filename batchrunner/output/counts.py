@@ -1,28 +1,190 @@
-"""Counts of finished rows, in bounded memory."""
+"""Counts of finished rows in bounded memory: how they ended, why some failed, what rejected answers cost.
+
+The metadata of a part, and of a table of a journal, has the counts of its rejected answers.
+"""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchrunner.core.types import LEFT_OUT, Outcome
 from batchrunner.job.output import CUT, OF_TEXTS, SAMPLE
 from batchrunner.output.arrow_arrays import arrow_scalar
-from batchrunner.output.check_counts import CheckCounts
 from batchrunner.output.columns import has_texts, is_exploded
-from batchrunner.output.failures import MOST_GROUPS, OTHER, Failures
 
 COUNTED_COLUMNS = [
     *("row", "error", "attempts", "finish_reason"),
     *("prompt_tokens", "cached_tokens", "completion_tokens"),
 ]
 """Columns of every part that RowCounts.add_table reads."""
-_NONE = arrow_scalar(0, pa.int64())
 UNKNOWN = "unknown"
 """The finish reason of an answer that has none."""
+MOST_GROUPS = 50
+"""Failure groups that are kept; further ones are counted as OTHER."""
+OTHER = "other reasons"
+ASKED_AGAIN = "asked_again"
+"""Name under which an answer brings an AskedAgain; no column of a result."""
+Counts = TypeVar("Counts", "RowCounts", "CheckCounts")
+_NONE = arrow_scalar(0, pa.int64())
+_DIGITS = re.compile(r"\d+")
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_CHECKS = b"batchrunner_checks"
+"""Key of the metadata with a table's CheckCountsOfRows."""
+
+
+def _sum(one: Counts, other: Counts) -> Counts:
+    return type(one)(*(getattr(one, each.name) + getattr(other, each.name) for each in fields(one)))
+
+
+@dataclass(slots=True)
+class Failures:
+    """Failed rows grouped by reason: messages that differ only in numbers and quoted words are one group."""
+
+    rows: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """The first row of each group, with its own message."""
+
+    def add(self, row: int, error: str) -> None:
+        """Count one failed row."""
+        self._count(_DIGITS.sub("N", _QUOTED.sub("'…'", error)), 1, (row, error))
+
+    def _count(self, group: str, count: int, example: tuple[int, str]) -> None:
+        if group not in self.rows and len(self.rows) >= MOST_GROUPS:
+            group = OTHER
+        self.rows[group] = self.rows.get(group, 0) + count
+        self.examples.setdefault(group, example)
+
+    def __add__(self, other: Failures) -> Failures:
+        """Return both together."""
+        both = Failures()
+        for each in (self, other):
+            for group, count in each.rows.items():
+                both._count(group, count, each.examples[group])
+        return both
+
+    def summary(self) -> list[dict[str, object]]:
+        """Return the groups, largest first, as report.json has them."""
+        return [
+            {"rows": self.rows[group], "example_row": row, "example": example}
+            for group, (row, example) in sorted(self.examples.items(), key=lambda each: -self.rows[each[0]])
+        ]
+
+
+class Rejected(NamedTuple):
+    """An answer that was not good."""
+
+    complaint: str
+    output_tokens: int
+
+
+class AskedAgain(NamedTuple):
+    """How often a row was asked, and what became of its answers."""
+
+    asks: int
+    """Times that it was asked, without tries that had no answer."""
+    continued: int
+    """Those of them that asked for the rest of an answer that was cut."""
+    rejected: tuple[Rejected, ...]
+    is_good: bool | None
+    """Whether the last answer is good; None where the row ended without a further one."""
+
+
+@dataclass(slots=True)
+class CheckCounts:
+    """Counts of rejected answers over rows that ended."""
+
+    rows_asked_again: int = 0
+    asked_again: int = 0
+    """Further asks, continuations included."""
+    continued: int = 0
+    """Asks for the rest of an answer that was cut."""
+    rows_mended: int = 0
+    """Rows that were asked again and then had a good answer."""
+    rows_failed: int = 0
+    """Rows that failed with their last answer."""
+    output_tokens: int = 0
+    """Tokens of the answers that were rejected."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts of the further asks, those in the engine's cache included."""
+    causes: Failures = field(default_factory=Failures)
+
+    def add(self, outcome: Outcome) -> None:
+        """Count the end of a row, if its answers were checked and one was not good at once."""
+        completion = outcome.completion
+        asked = completion.columns.get(ASKED_AGAIN) if completion is not None else None
+        if completion is None or not asked:
+            return
+        found: AskedAgain = asked[0]
+        self.rows_asked_again += found.asks > 1
+        self.asked_again += found.asks - 1
+        self.continued += found.continued
+        self.rows_mended += found.is_good is True and found.asks > 1
+        self.rows_failed += found.is_good is False
+        self.prompt_tokens += (found.asks - 1) * (completion.prompt_tokens or 0)
+        for rejected in found.rejected:
+            self.output_tokens += rejected.output_tokens
+            self.causes.add(outcome.ref.row, rejected.complaint)
+
+    def __add__(self, other: CheckCounts) -> CheckCounts:
+        """Return both together."""
+        return _sum(self, other)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no answer was rejected or continued."""
+        return not (self.asked_again or self.rows_failed)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return report.json's `checks`; empty where no answer was rejected."""
+        return {} if self.is_empty else {**msgspec.to_builtins(self), "causes": self.causes.summary()}
+
+
+class CheckCountsOfRows(NamedTuple):
+    """The counts of rejected answers of the rows of a table."""
+
+    ok: CheckCounts
+    """Those of rows that succeeded."""
+    failed: CheckCounts
+
+
+NO_CHECKS = CheckCountsOfRows(CheckCounts(), CheckCounts())
+
+
+def count_checks(outcomes: Iterable[Outcome]) -> CheckCountsOfRows:
+    """Return the counts of outcomes."""
+    counts = CheckCountsOfRows(CheckCounts(), CheckCounts())
+    for outcome in outcomes:
+        if outcome.attempts:  # else it has the answer of an equal row
+            (counts.ok if outcome.error is None else counts.failed).add(outcome)
+    return counts
+
+
+def checks_in(schema: pa.Schema) -> CheckCountsOfRows:
+    """Return the counts in the metadata of a table."""
+    content = (schema.metadata or {}).get(_CHECKS)
+    return NO_CHECKS if content is None else msgspec.json.decode(content, type=CheckCountsOfRows)
+
+
+def sum_of_checks(counts: Sequence[CheckCountsOfRows]) -> CheckCountsOfRows:
+    """Return the counts of several tables together."""
+    return CheckCountsOfRows(*(sum(each, start=CheckCounts()) for each in zip(*counts, strict=True)))
+
+
+def with_checks(table: pa.Table, counts: CheckCountsOfRows) -> pa.Table:
+    """Return a table with these counts in its metadata, where there are any, in place of others."""
+    metadata = {**(table.schema.metadata or {})}
+    metadata.pop(_CHECKS, None)
+    if not (counts.ok.is_empty and counts.failed.is_empty):
+        metadata[_CHECKS] = msgspec.json.encode(counts)
+    return table.replace_schema_metadata(metadata)
 
 
 @dataclass(slots=True)
@@ -116,10 +278,9 @@ class RowCounts:
             reason = OTHER
         self.finish_reasons[reason] += count
 
-    def include(self, other: RowCounts) -> None:
-        """Add the counts of other rows."""
-        for count in fields(self):
-            setattr(self, count.name, getattr(self, count.name) + getattr(other, count.name))
+    def __add__(self, other: RowCounts) -> RowCounts:
+        """Return the counts of both together."""
+        return _sum(self, other)
 
 
 def counted_columns(schema: pa.Schema) -> list[str]:

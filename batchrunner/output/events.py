@@ -1,7 +1,14 @@
-"""The event log of a task, as JSON lines: starts, samples of the engine's load, decisions, the end."""
+"""The event log of a task, as JSON lines: starts, samples of the engine's load, decisions, the end.
+
+docs/reference/events.md has all events. A run in an object store publishes its logs whole, again and again.
+"""
+
+from __future__ import annotations
 
 import contextlib
+import logging
 import re
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from io import FileIO
@@ -10,12 +17,18 @@ from typing import Any
 
 import orjson
 
-from batchrunner.output.event_shapes import is_event
+from batchrunner.core.timing import TIMING
 from batchrunner.output.files import writing
+from batchrunner.output.run_dir import RunDir
+
+log = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 20
 """Bytes at the end of a log that are read to find its newest events."""
-_HEAD = re.compile(rb'{"time":(\d{1,15}(?:\.\d+)?),"elapsed_s":(\d{1,15}(?:\.\d+)?),"event":"([a-z]+)"')
+UPLOADED_PER_S = 256 << 10
+"""Most bytes of a log that are published a second: one of 100 MB is published every seven minutes."""
+_HEAD = re.compile(rb'{"time":(\d+(?:\.\d+)?),"elapsed_s":[\d.]+,"event":"([a-z]+)"')
+_NO_LOG = (FileNotFoundError, IsADirectoryError)
 
 
 class EventLog:
@@ -73,9 +86,6 @@ class EventLog:
             self._file = None
 
 
-_NO_LOG = (FileNotFoundError, IsADirectoryError)
-
-
 def read_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events of a log in order; skips lines that a crash has torn. No log means no events."""
     return _events_in(_lines(path))
@@ -86,29 +96,16 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from file
 
 
-def attempts_in(path: Path) -> tuple[int, float]:
-    """Return the number of attempts in a log, and their wall time together in seconds.
-
-    A killed attempt counts up to its last event. Only the head of each line is parsed, since the log of a
-    day has about 100 MB.
-    """
-    attempts, total, last = 0, 0.0, 0.0
-    for line in _lines(path):
-        if head := _HEAD.match(line):
-            if head[3] == b"start":
-                attempts += 1
-                total += last
-            last = float(head[2])
-    return attempts, total + last
-
-
 def attempt_spans(path: Path) -> list[tuple[float, float]]:
-    """Return when each attempt in a log began, and when its last event was, in seconds since the epoch."""
+    """Return when each attempt in a log began, and when its last event was, in seconds since the epoch.
+
+    Only the head of each line is parsed, since the log of a day has about 100 MB.
+    """
     spans: list[tuple[float, float]] = []
     for line in _lines(path):
         if head := _HEAD.match(line):
             time_s = float(head[1])
-            if head[3] == b"start" or not spans:
+            if head[2] == b"start" or not spans:
                 spans.append((time_s, time_s))
             spans[-1] = (spans[-1][0], max(spans[-1][1], time_s))
     return spans
@@ -131,25 +128,61 @@ def last_sample(path: Path) -> dict[str, Any] | None:
 def last_reason(path: Path) -> str | None:
     """Return why the newest attempt of a log ended; None where it goes on or was killed."""
     ends = (event for event in _last_events(path) if event["event"] in {"start", "end"})
-    return next((str(event.get("reason") or "") or None for event in ends), None)
+    return next((event.get("reason") or None for event in ends), None)
 
 
 def _last_events(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the events in the last TAIL_BYTES of a log, newest first."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except _NO_LOG:
-        return iter(())
+    lines: list[bytes] = []
+    with contextlib.suppress(*_NO_LOG), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        lines = file.read().splitlines()
     return _events_in(reversed(lines))
 
 
 def _events_in(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
-        try:
+        with contextlib.suppress(orjson.JSONDecodeError):
             event = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            continue
-        if isinstance(event, dict) and is_event(event):
-            yield event
+            if isinstance(event, dict) and event.keys() >= {"event", "time"}:
+                yield event
+
+
+@contextlib.contextmanager
+def uploading_logs(run_dir: RunDir) -> Iterator[None]:
+    """Publish the event log and the engines' logs of a task during the block, and at its end.
+
+    A failure is logged: the rows are what matters. On a local file system nothing is done.
+    """
+    if run_dir.store.objects is None:
+        yield
+        return
+    published: dict[Path, tuple[int, float]] = {}  # size, and when
+    ended = threading.Event()
+
+    def keep_publishing() -> None:
+        while not ended.wait(TIMING.log_upload):
+            _publish_logs(run_dir, published)
+
+    thread = threading.Thread(target=keep_publishing, name="logs", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        _publish_logs(run_dir, published, at_end=True)
+
+
+def _publish_logs(run_dir: RunDir, published: dict[Path, tuple[int, float]], *, at_end: bool = False) -> None:
+    """Publish the logs that have grown, a long one not each time."""
+    for path in (run_dir.events, *sorted(run_dir.log_directory.glob("*.log"))):
+        with contextlib.suppress(FileNotFoundError):
+            size, now = path.stat().st_size, time.monotonic()
+            before, at = published.get(path, (0, float("-inf")))
+            if size != before and (at_end or now - at >= size / UPLOADED_PER_S):
+                try:
+                    run_dir.store.publish(path)
+                    published[path] = size, now
+                except OSError as failure:
+                    log.warning("%s: was not uploaded: %s", path.name, failure)

@@ -143,9 +143,7 @@ def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = Stora
     else:
         error = StorageError(
             f"{path}: cannot be written: {failure.strerror or failure}; what is on disk is kept",
-            hint="allow larger files (ulimit -f) and run the same command again"
-            if is_for_good(failure)
-            else "make room and run the same command again",
+            hint="make room and run the same command again",
         )
     return error if kind is StorageError else kind(error.message, hint=error.hint)
 
@@ -180,8 +178,3 @@ def file_to_write(given: str, what: str = "", *, force: bool = True) -> Path:
         reason = getattr(failure, "strerror", None) or failure
         raise OutputError(f"{what}: cannot be written: {reason}") from None
     return path
-
-
-def is_for_good(failure: BaseException) -> bool:
-    """Tell whether a failed write fails again however long one waits: the file is larger than any may be."""
-    return isinstance(failure, OSError) and failure.errno == errno.EFBIG

@@ -20,15 +20,14 @@ from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, Ta
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, known_format
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets
-from batchrunner.output.check_counts import without_checks
 from batchrunner.output.columns import may_be_missing, with_vectors
+from batchrunner.output.counts import NO_CHECKS, with_checks
 from batchrunner.output.files import cannot_write, file_to_write, sync_directory, whole_file, writing
-from batchrunner.output.holding import hold_task
-from batchrunner.output.opened import look_at_run
 from batchrunner.output.parts import open_part, recover
 from batchrunner.output.resume import done_by_all
-from batchrunner.output.run_dir import RunDir
+from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import holds_run
+from batchrunner.output.task_lock import hold_task
 
 BUCKET_ROWS = 100_000
 """Most rows in a bucket, which becomes a merged file."""
@@ -112,7 +111,6 @@ def finished_parts(run_dir: RunDir) -> list[Path]:
 
     Raises OutputError where there are none, or NoPartYetError where the rows are in journals still.
     """
-    run_dir.refuse_links()
     for task in run_dir.all_tasks():
         if task.journals():
             with contextlib.suppress(TaskHeldError), hold_task(task) as lock, writing(task.parts):
@@ -162,7 +160,7 @@ def in_order(
             table = next(tables, None)
         if table is None:
             return
-        yield without_checks(table)
+        yield with_checks(table, NO_CHECKS)
 
 
 def _distinct_rows(table: pa.Table) -> int:

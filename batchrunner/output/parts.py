@@ -1,7 +1,17 @@
-"""Parts: Parquet files of finished rows, whole when they appear and readable at any moment."""
+"""Parts: Parquet files of finished rows, whole when they appear. Before, rows are in journals.
+
+To a journal rows are appended and synced, long before their part is written. A frame is three little-endian
+32-bit numbers (bytes of the payload, its CRC-32, its rows) and the payload, an Arrow IPC stream with its own
+schema. A write that a crash or a full disk interrupts leaves a torn last frame; readers stop there.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import struct
+import zlib
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -11,13 +21,60 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchrunner.core.errors import ResumeError
-from batchrunner.output.check_counts import with_checks_of
+from batchrunner.output.counts import checks_in, sum_of_checks, with_checks
 from batchrunner.output.files import TEMPORARY, make_directory, sync_directory, whole_file
-from batchrunner.output.journal import read_journal
 from batchrunner.output.run_dir import RunDir, number_of
 from batchrunner.output.task_lock import TaskLock
 
 log = logging.getLogger(__name__)
+
+_HEADER = struct.Struct("<III")
+
+
+class Journal:
+    """A new journal. Every method raises OSError; after that the same call may be repeated."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        self.end = 0
+        """Bytes of the whole frames, which are on disk."""
+        try:
+            sync_directory(path.parent)
+        except OSError:
+            os.close(self._file)
+            raise
+
+    def append(self, table: pa.Table) -> None:
+        """Append rows; once this returns they survive a power failure."""
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+        payload = sink.getvalue()
+        frame = memoryview(_HEADER.pack(payload.size, zlib.crc32(payload), table.num_rows) + payload)
+        written = 0
+        while written < len(frame):  # after the last whole frame: overwrites what a failed try left
+            written += os.pwrite(self._file, frame[written:], self.end + written)
+        os.fsync(self._file)
+        self.end += len(frame)
+
+    def close(self) -> None:
+        """Close the file, which stays on disk."""
+        os.close(self._file)
+
+
+def read_journal(path: Path) -> Iterator[pa.Table]:
+    """Yield the tables of a journal up to the first torn or damaged frame; raises FileNotFoundError."""
+    with path.open("rb") as file:
+        remaining = path.stat().st_size
+        while remaining >= _HEADER.size:
+            size, checksum, _ = _HEADER.unpack(file.read(_HEADER.size))
+            remaining -= _HEADER.size + size
+            # zeros: after a power failure a file may be longer than what was written to it
+            if size == 0 or remaining < 0 or zlib.crc32(payload := file.read(size)) != checksum:
+                return
+            with pa.ipc.open_stream(payload) as reader:
+                yield reader.read_all()
 
 
 @contextlib.contextmanager
@@ -44,7 +101,7 @@ def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: Ta
     """
     # those from before the length of vectors was known lack their column
     rows = pa.concat_tables(tables, promote_options="default").sort_by("row")
-    table = with_checks_of(rows, tables)
+    table = with_checks(rows, sum_of_checks([checks_in(each.schema) for each in tables]))
     for number in count(first):
         path = run_dir.part(number)
         try:

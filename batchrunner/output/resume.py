@@ -16,11 +16,9 @@ from pyroaring import BitMap64
 from batchrunner.core.processes import thread_pool
 from batchrunner.core.types import rows_of_column
 from batchrunner.output.arrow_arrays import arrow_array
-from batchrunner.output.check_counts import checks_in, with_checks_of_ok
-from batchrunner.output.counts import RowCounts, counted_columns
+from batchrunner.output.counts import NO_CHECKS, RowCounts, checks_in, counted_columns, with_checks
 from batchrunner.output.files import whole_file, writing
-from batchrunner.output.journal import read_journal
-from batchrunner.output.parts import open_part
+from batchrunner.output.parts import open_part, read_journal
 from batchrunner.output.run_dir import RunDir
 
 READERS = 4
@@ -43,7 +41,8 @@ class DoneRows:
     def add(self, results: pa.Table, *, without_failed: bool) -> None:
         """Add the rows of a table that has the columns of `counted_columns`."""
         if results.num_rows:  # else they are in a part too
-            self.counts.checks += checks_in(results.schema, without_failed=without_failed)
+            checks = checks_in(results.schema)
+            self.counts.checks += checks.ok if without_failed else checks.ok + checks.failed
         if without_failed:
             results = results.filter(pc.is_null(results.column("error")))
         self.rows |= rows_of_column(results.column("row"))
@@ -52,7 +51,7 @@ class DoneRows:
     def include(self, other: DoneRows) -> None:
         """Add the rows and counts of other parts."""
         self.rows |= other.rows
-        self.counts.include(other.counts)
+        self.counts += other.counts
 
 
 def read_done(run_dir: RunDir, *, without_failed: bool = False) -> DoneRows:
@@ -129,6 +128,7 @@ def drop_failed(run_dir: RunDir) -> None:
             errors = part.read(["error"]).column("error")
             if errors.null_count == len(errors):
                 continue
-            kept = with_checks_of_ok(part.read().filter(pc.is_null(errors)))
+            checks = NO_CHECKS._replace(ok=checks_in(part.schema_arrow).ok)
+            kept = with_checks(part.read().filter(pc.is_null(errors)), checks)
         with writing(path), whole_file(path, publish=run_dir.store.replace) as temporary:
             pq.write_table(kept, temporary, compression="zstd")

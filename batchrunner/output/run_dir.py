@@ -1,8 +1,9 @@
-"""The layout of a run directory: where each file of a run lies."""
+"""The layout of a run directory: where each file of a run lies. A run in a store has a working copy here."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import shutil
@@ -10,15 +11,18 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
+import orjson
+
 from batchrunner.core.errors import OutputError
-from batchrunner.core.files import is_uri
-from batchrunner.output.files import TEMPORARY
-from batchrunner.output.stores.store import LOCAL, Store
+from batchrunner.core.files import cache_directory, is_uri, read_json
+from batchrunner.job.output import StorageSpec
+from batchrunner.output.addresses import NEEDS_EXTRA, StoreAddress, endpoint_of, has_client, store_address
+from batchrunner.output.files import TEMPORARY, make_directory
+from batchrunner.output.holder import OWNER, parse_holder, this_process
+from batchrunner.output.store import LOCAL, ObjectStore, Store
 
 LEAST_FREE_BYTES = 16 << 20
 """A run does not begin on a disk with less free space than this."""
-OWNER = "owner"
-"""Name of the file in a task directory that names the process which holds it."""
 ENGINE_STARTING = "engine-starting"
 """Name of the file in a task directory that is there while the task's engine starts."""
 TUNE = "tune"
@@ -47,6 +51,12 @@ _PUBLISHED = re.compile(
 """Names of what a run publishes, without its locks."""
 
 
+PLACE = ".place.json"
+"""Name of the file in a working copy that says where its run lies, without secrets."""
+RUN_ID = "run_id"
+"""Key in run.json of a run in an object store: a random name, by which a working copy is recognised."""
+
+
 class RunDir:
     """The paths of one run, as one of its tasks sees them.
 
@@ -61,6 +71,8 @@ class RunDir:
         self.store = store
         self.tasks = self.path / "tasks"
         self.task_directory = self.tasks / task
+        self.owner = f"tasks/{task}/{OWNER}"
+        """Name of what the task's holder has in the run's store."""
         self.parts = self.path / "parts"
         self.leases = self.path / "leases"
         self.merged = self.path / "merged"
@@ -144,8 +156,12 @@ class RunDir:
 
     def check_writable(self) -> None:
         """Raise OutputError where results cannot be written here; changes nothing."""
-        self.refuse_uri()
-        self.store.check()
+        if self.store.objects is None and is_uri(self._given):
+            raise OutputError(
+                f"output.path {self._given}: "
+                "results go to a directory or an object store, not to a URI of this kind",
+                hint="give a directory, or s3://, gs:// or az:// with bucket and path, without options",
+            )
         existing = self.path
         try:
             while not existing.exists():
@@ -156,33 +172,9 @@ class RunDir:
             raise OutputError(f"output.path {self.path}: {existing} is a file", hint="give a directory")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise OutputError(f"output.path {self.path}: {existing} is not writable")
-        self.refuse_links()
         disk = shutil.disk_usage(existing)
         if disk.total and disk.free < LEAST_FREE_BYTES:  # /proc and similar file systems have no size
             raise OutputError(f"output.path {self.path}: the disk is full ({disk.free >> 20} MiB free)")
-
-    def refuse_uri(self) -> None:
-        """Raise OutputError where the path is a URI, of an object store for example."""
-        if self.store.objects is None and is_uri(self._given):
-            raise OutputError(
-                f"output.path {self._given}: "
-                "results go to a directory or an object store, not to a URI of this kind",
-                hint="give a directory, or s3://, gs:// or az:// with bucket and path, without options",
-            )
-
-    def refuse_links(self) -> None:
-        """Raise OutputError where a symbolic link would lead writes to a place outside the run directory."""
-        directories = (
-            self.parts, self.tasks, self.leases, self.copies, self.merged,
-            self.merged.with_name("merged.tmp"),
-        )  # fmt: skip
-        logs = self.log_directory.glob("*.log")
-        for path in (*directories, *self.tasks.glob("*"), *logs, self.events):
-            if path.is_symlink():
-                raise OutputError(
-                    f"{path}: is a symbolic link, and results are written into output.path only",
-                    hint="remove it",
-                )
 
     def discard_merged(self) -> None:
         """Delete the merged dataset, which is outdated once new rows are written."""
@@ -233,3 +225,73 @@ def _is_empty(directory: Path) -> bool:
     with contextlib.suppress(OSError):  # it is not a directory, or was just deleted
         return not any(directory.iterdir())
     return True
+
+
+def open_run(given: str | Path, task: str = MAIN_TASK, storage: StorageSpec | None = None) -> RunDir:
+    """Return the run directory of a job, which results are written to.
+
+    Of a run in an object store the working copy is brought up to date, unless a process of this machine is
+    at work in it. Raises OutputError where the store cannot be used, JobError where `storage` is wrong.
+    """
+    address = store_address(str(given))
+    if address is None:
+        return RunDir(given, task)
+    if task.startswith("join-"):  # such tasks may come often, and ask for results where they must know them
+        needed = r"run\.json|events\.jsonl|tasks/main/.*|tasks/[^/]+/events\.jsonl"
+    else:
+        needed = rf"(?!leases/)(?!tasks/(?!{re.escape(task)}/)[^/]+/[^/]+\.log).*"
+    return _with_copy(address, storage or StorageSpec(), task, needed)
+
+
+def look_at_run(given: str | Path | RunDir) -> RunDir:
+    """Return the run directory of a run that is looked at, whoever writes it; raises as `open_run`.
+
+    Of a run in an object store this is a working copy of its own.
+    """
+    if isinstance(given, RunDir):
+        return given
+    address = store_address(str(given))
+    if address is None:
+        return RunDir(given)
+    return _with_copy(address, _known_storage(address), MAIN_TASK, ".*", is_looked_at=True)
+
+
+def _known_storage(address: StoreAddress) -> StorageSpec:
+    """Return how this machine reached a run last."""
+    places = sorted(cache_directory().glob(f"*/*/*/{PLACE}"), key=lambda path: path.stat().st_mtime)
+    for place in reversed(places):
+        found = read_json(place)
+        if found.get("uri") == str(address):
+            return StorageSpec.model_validate(found["storage"])
+    return StorageSpec()
+
+
+def _with_copy(
+    address: StoreAddress, storage: StorageSpec, task: str, needed: str, *, is_looked_at: bool = False
+) -> RunDir:
+    """Return a run in an object store, with a working copy of the files whose names are `needed`."""
+    if not has_client():
+        raise OutputError(f"{address}: object stores need a package", hint=NEEDS_EXTRA)
+    from batchrunner.output.objects import RunObjects  # noqa: PLC0415 - an extra
+
+    where = f"{address} {endpoint_of(address, storage) or ''}"
+    name = f"{address.name}-{hashlib.sha256(where.encode()).hexdigest()[:16]}"
+    copies = (Path(storage.copies) if storage.copies else cache_directory()) / "runs" / name
+    root = cache_directory() / "looked-at" / name / task if is_looked_at else copies / task
+    objects = RunObjects(address, storage)
+    store = ObjectStore(objects, root, copies)
+    run_dir = RunDir(root, task, store)
+    try:
+        holder = parse_holder(objects.look(run_dir.owner)[0])
+        if is_looked_at or holder is None or holder.is_dead(this_process()) is not False:
+            mine = read_json(run_dir.run_json)  # before the store's: a run that just begins writes that first
+            if mine and str(mine.get(RUN_ID)).encode() not in objects.look("run.json")[0]:
+                shutil.rmtree(root)  # of a run that is gone from the store, or was replaced by a fresh one
+            make_directory(root)
+            content = {"uri": str(address), "storage": storage.model_dump(mode="json", exclude_unset=True)}
+            (root / PLACE).write_bytes(orjson.dumps(content))
+            store.bring_all(re.compile(needed, re.DOTALL))
+    except OSError as failure:
+        what = f"{address}" if is_looked_at else f"output.path {address}"
+        raise OutputError(f"{what}: cannot be used: {failure.strerror or failure}") from None
+    return run_dir

@@ -1,10 +1,9 @@
 """run.json: the job of a run, and the fingerprint by which a later attempt recognises the same run."""
 
-import contextlib
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+import sys
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -12,29 +11,24 @@ from typing import Any
 import orjson
 
 from batchrunner.core.errors import OutputError, ResumeError
-from batchrunner.core.files import read_regular
+from batchrunner.core.files import read_json
 from batchrunner.core.types import InputFile
 from batchrunner.job.fields import name_of
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TASKS
 from batchrunner.output.files import create_file, write_json, writing
-from batchrunner.output.run_dir import OWNER, TUNE, RunDir
-from batchrunner.output.run_facts import RunFacts, problem_in
+from batchrunner.output.holder import OWNER
+from batchrunner.output.run_dir import RUN_ID, RunDir
 
-MOST_DEPTH = 3
-"""Levels of directories below output.path that are searched for other runs."""
 FORMAT = 1
 """Version of the format of run.json."""
 DISCARD = "--fresh (with --join: delete the directory)"
 """What a user types to discard a run, for error messages."""
-RUN_ID = "run_id"
-"""Key in run.json of a run in an object store: a random name, by which a working copy is recognised."""
-_MISSING: dict[str, Any] = {
-    "types": {}, "explode": False, "parse": None, "check": {}, "task": GENERATE, "task_fields": {},
-}  # fmt: skip
-"""Parts of a fingerprint that may be missing, and what they then are."""
+_KEYS = {"format", "job", "fingerprint", "rows_total", "engine", "versions"}
 _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 """Names of engine arguments whose values are masked: `admin-api-key`, but not `tokenizer-path`."""
+_LONGEST_VALUE = 60
+"""Characters of a value in an error message."""
 
 
 def fingerprint(job: Job, files: Sequence[InputFile], model: str) -> dict[str, Any]:
@@ -42,41 +36,35 @@ def fingerprint(job: Job, files: Sequence[InputFile], model: str) -> dict[str, A
 
     `files` are those of the input, in its order; `model` is "" where it is not to be compared.
     """
-    parsing = job.parsing and {"parse": job.parsing.model_dump(mode="json", exclude_unset=True)}
+    fields = () if job.task == GENERATE else TASKS[job.task].takes
     return {
         "files": [{"path": file.path, "rows": file.rows, "digest": file.digest} for file in files],
-        "filter": job.input.filter,
         "limit": job.input.limit,
-        "columns": job.input.columns,
-        "rename": job.input.rename,
-        "types": job.input.types,
+        "task": job.task,
+        **{field: attrgetter(field)(job) for field in fields},
+        "input.filter": job.input.filter,
+        "input.columns": job.input.columns,
+        "input.rename": job.input.rename,
+        "input.types": job.input.types,
         "prompt": job.prompt.model_dump(mode="json", exclude_none=True),
         "sampling": job.sampling.model_dump(mode="json", exclude_none=True),
+        "output.explode": job.output.explode,
+        "parse": job.parsing and job.parsing.model_dump(mode="json", exclude_unset=True),
+        "check": _conditions(job),
         "model": model,
-        **({"explode": True} if job.output.explode else {}),
-        **(parsing or {}),  # left out where there is none, as in runs of earlier versions
-        **({"check": _conditions(job)} if job.has_check or job.on_length else {}),
-        **({"task": job.task, "task_fields": _task_fields(job)} if job.task != GENERATE else {}),
     }
-
-
-def _task_fields(job: Job) -> dict[str, Any]:
-    """Return the values of the job's fields that its task takes, by their names in the job."""
-    values = {field: attrgetter(field)(job) for field in TASKS[job.task].takes}
-    return {field: value for field, value in values.items() if value is not None}
 
 
 def _conditions(job: Job) -> dict[str, Any]:
     """Return what makes an answer good; how often it is asked for may change between starts."""
     check = job.check
-    given = {
+    return {
         "json": check.json_,
         "regex": check.regex,
         "expression": check.expression,
         "python": None if check.python is None else name_of(check.python),
         "on_length": job.on_length,
     }
-    return {name: value for name, value in given.items() if value is not None}
 
 
 def check_same_run(
@@ -88,25 +76,13 @@ def check_same_run(
     Without `model_known` the models are not compared.
     """
     difference = _files_difference(old["files"], new["files"])
-    difference = difference or _limit_difference(old["limit"], new["limit"])
-    for name in (
-        "task",
-        "task_fields",
-        "filter",
-        "columns",
-        "rename",
-        "types",
-        "prompt",
-        "sampling",
-        "explode",
-        "parse",
-        "check",
-        *(["model"] if model_known else []),
-    ):
-        missing = _MISSING.get(name)  # earlier versions did not write it
-        before = old.get(name, missing) if name in _MISSING else old[name]
-        if difference is None and before != new.get(name, missing):
-            difference = _difference(name, before, new.get(name, missing))
+    if difference is None and new["limit"] is not None and new["limit"] < (old["limit"] or sys.maxsize):
+        difference = f"input.limit was {old['limit'] or 'unset'} and is {new['limit']}: it can only grow"
+    apart = {"files", "limit"} if model_known else {"files", "limit", "model"}
+    for name in {**new, **old}:
+        before, after = old.get(name), new.get(name)
+        if difference is None and name not in apart and before != after:
+            difference = _difference(name, before, after)
     if difference is not None:
         raise ResumeError(
             f"{where} holds another run: {difference}",
@@ -118,8 +94,7 @@ def check_same_run(
 def known_fields(found: Mapping[str, Any]) -> list[str] | None:
     """Return the columns of `prompt.fields` in the order of a run, by its fingerprint; None without any."""
     fields = found["prompt"].get("fields")
-    columns = fields.get("columns") if isinstance(fields, dict) else None
-    return columns if isinstance(columns, list) and all(isinstance(name, str) for name in columns) else None
+    return fields["columns"] if isinstance(fields, dict) else None
 
 
 def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> str | None:
@@ -137,53 +112,32 @@ def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> s
     return None
 
 
-def _limit_difference(old: int | None, new: int | None) -> str | None:
-    if new is not None and (old is None or new < old):
-        return f"input.limit was {old or 'unset'} and is {new}: it can only grow"
-    return None
-
-
-def _difference(name: str, old: Any, new: Any) -> str:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in sorted({*old, *new}):
-            if old.get(key) != new.get(key):
-                return f"{_label(name, key)} was {_brief(old.get(key))} and is {_brief(new.get(key))}"
-    return f"{_label(name)} was {_brief(old)} and is {_brief(new)}"
-
-
-def _label(name: str, key: str | None = None) -> str:
-    if name == "task_fields" and key is not None:
-        return key
-    label = {"explode": "output.explode"}.get(
-        name, f"input.{name}" if name in {"filter", "columns", "rename", "types"} else name
-    )
-    return label if key is None else f"{label}.{key}"
+def _difference(name: str, before: Any, after: Any) -> str:
+    if isinstance(before, dict) and isinstance(after, dict):
+        key = next(key for key in sorted({*before, *after}) if before.get(key) != after.get(key))
+        return _difference(f"{name}.{key}", before.get(key), after.get(key))
+    return f"{name} was {_brief(before)} and is {_brief(after)}"
 
 
 def _brief(value: Any) -> str:
     text = "unset" if value is None else repr(value)
-    limit = 60
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 1] + "…"
 
 
 def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
     """Return the content of run.json, None where there is no file; raises ResumeError for other content."""
     try:
-        content = read_regular(run_dir.run_json)
+        found = orjson.loads(run_dir.run_json.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as failure:
         raise ResumeError(f"{run_dir.run_json}: cannot be read: {failure.strerror or failure}") from None
-    found = None
-    try:
-        found = orjson.loads(content)
-        problem = problem_in(found)
-    except orjson.JSONDecodeError as failure:
-        problem = f"not JSON: {failure}"
-    if problem is None and isinstance(found, dict):
+    except orjson.JSONDecodeError:
+        found = None
+    if isinstance(found, dict) and found.keys() >= _KEYS and found["format"] == FORMAT:
         return found
     raise ResumeError(
-        f"{run_dir.run_json}: not a run file of this version: {problem}",
+        f"{run_dir.run_json}: is damaged, or not a run file of this version",
         hint=f"take another output.path, or {DISCARD}",
     )
 
@@ -201,71 +155,34 @@ def require_run_json(run_dir: RunDir) -> dict[str, Any]:
 
 
 def write_run_json(run_dir: RunDir, job: Job, **values: Any) -> None:
-    """Write run.json with the job and these values, whose names are the other fields of `RunFacts`.
+    """Write run.json with the job and these values: `fingerprint`, `rows_total`, `engine` and `versions`.
 
     Raises StorageError.
     """
     content = {"format": FORMAT, "job": without_secrets(job), **values}
     if run_dir.store.objects is not None:
         content[RUN_ID] = _run_id(run_dir, content)
+    _write(run_dir, content)
+
+
+def _write(run_dir: RunDir, content: Mapping[str, Any]) -> None:
     write_json(run_dir.run_json, content, run_dir.task, run_dir.store.replace)
 
 
 def _run_id(run_dir: RunDir, content: Mapping[str, Any]) -> str:
     """Return the name of the run, which is that of the task that wrote run.json first."""
     new = {**content, RUN_ID: secrets.token_hex(8)}
-    with writing(run_dir.run_json):
-        run_dir.store.bring(run_dir.run_json, again=True)
-        earlier = read_run_json(run_dir)
-        if earlier is None:
+    earlier = _newest(run_dir)
+    if earlier is None:
+        with writing(run_dir.run_json):
             create_file(run_dir.run_json, orjson.dumps(new), run_dir.task, run_dir.store.add)
-            earlier = read_run_json(run_dir)
-    return str((earlier or new).get(RUN_ID) or new[RUN_ID])
+        earlier = read_run_json(run_dir) or new
+    return str(earlier[RUN_ID])
 
 
 def holds_run(directory: Path) -> bool:
     """Tell whether a directory is the output path of a run, which may have just begun."""
-    try:
-        found = orjson.loads(read_regular(directory / "run.json"))
-        if isinstance(found, dict) and found.keys() >= RunFacts.model_fields.keys():
-            return True
-    except (OSError, orjson.JSONDecodeError):
-        pass
-    with contextlib.suppress(OSError):
-        return any(directory.glob(f"tasks/*/{OWNER}"))
-    return False
-
-
-def refuse_nesting(run_dir: RunDir) -> None:
-    """Raise OutputError where the run would lie in another one, or another one in it.
-
-    One would read, count or delete files of the other. Trials of `tune` lie in RUN/tune on purpose.
-    """
-    path = run_dir.path.resolve()
-    chain = (path, *path.parents)
-    for inner, outer in pairwise(chain):
-        if inner.name == TUNE:
-            break
-        if holds_run(outer):
-            raise OutputError(
-                f"output.path {run_dir.path}: lies in the output path of another run, {outer}",
-                hint="give a directory outside of it",
-            )
-    for inner in _runs_below(path):
-        if TUNE not in inner.relative_to(path).parts:
-            raise OutputError(
-                f"output.path {run_dir.path}: holds the output path of another run, {inner}",
-                hint="give another directory",
-            )
-
-
-def _runs_below(path: Path) -> Iterator[Path]:
-    """Yield the runs in a directory, some levels deep."""
-    for depth in range(1, MOST_DEPTH + 1):
-        below = "*/" * depth
-        found = {file.parent for file in path.glob(f"{below}run.json")}
-        found |= {file.parents[2] for file in path.glob(f"{below}tasks/*/{OWNER}")}
-        yield from filter(holds_run, sorted(found))
+    return read_json(directory / "run.json").keys() >= _KEYS or any(directory.glob(f"tasks/*/{OWNER}"))
 
 
 def raise_total(run_dir: RunDir, rows_total: int, new: Mapping[str, Any]) -> None:
@@ -276,8 +193,7 @@ def raise_total(run_dir: RunDir, rows_total: int, new: Mapping[str, Any]) -> Non
     """
     if (old := _newest(run_dir)) is not None:
         grown = {**old["fingerprint"], "files": new["files"], "limit": new["limit"]}
-        content = {**old, "fingerprint": grown, "rows_total": rows_total}
-        write_json(run_dir.run_json, content, run_dir.task, run_dir.store.replace)
+        _write(run_dir, {**old, "fingerprint": grown, "rows_total": rows_total})
 
 
 def write_limits(run_dir: RunDir, job: Job) -> None:
@@ -285,8 +201,7 @@ def write_limits(run_dir: RunDir, job: Job) -> None:
     limits = without_secrets(job).get("limits", {})
     old = _newest(run_dir)
     if old is not None and old["job"].get("limits", {}) != limits:
-        content = {**old, "job": {**old["job"], "limits": limits}}
-        write_json(run_dir.run_json, content, run_dir.task, run_dir.store.replace)
+        _write(run_dir, {**old, "job": {**old["job"], "limits": limits}})
 
 
 def _newest(run_dir: RunDir) -> dict[str, Any] | None:
@@ -295,16 +210,11 @@ def _newest(run_dir: RunDir) -> dict[str, Any] | None:
     return read_run_json(run_dir)
 
 
-def may_be_secret(name: str) -> bool:
-    """Tell whether the value of an engine's argument of this name may be secret."""
-    return _SECRET.search(name) is not None
-
-
 def without_secrets(job: Job) -> dict[str, Any]:
     """Return the job as run.json keeps it: values that may be secret (all of `engine.env`) become ***."""
     spec = job.model_dump(mode="json", exclude_unset=True)
     for section in ("env", "args", "gateway_args"):
         values = spec["engine"].get(section, {})
-        masked = [name for name in values if section == "env" or may_be_secret(name)]
+        masked = [name for name in values if section == "env" or _SECRET.search(name)]
         values.update(dict.fromkeys(masked, "***"))
     return spec

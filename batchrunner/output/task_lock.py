@@ -1,46 +1,67 @@
-"""The lock of a task directory: at most one process writes a task, also across machines and on NFS.
+"""The lock of a task: at most one process writes a task, also across machines, on NFS and in object stores.
 
 No lock of the file system is used: NFS may not support them, and a crashed host may hold one for ever. The
-lock is the file `owner`, created exclusively, which names its holder. A holder whose death is established
-(`task_holder`) is replaced. One that was only stopped or cut off checks `owner` before each write, finds
-another name in it, and ends.
+lock is the file or object `owner`, created exclusively, which names its holder. A holder whose death is
+established (`liveness`) is replaced. One that was only stopped or cut off verifies its lock before each
+write, finds another name in it, and ends.
 """
+
+from __future__ import annotations
 
 import contextlib
 import errno
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import orjson
 
-from batchrunner.core.errors import TaskHeldError, TaskLockLostError
-from batchrunner.output.files import sync_directory
-from batchrunner.output.run_dir import OWNER
-from batchrunner.output.task_holder import (
+from batchrunner.core.errors import OutputError, TaskHeldError, TaskLockLostError
+from batchrunner.output.files import make_directory, sync_directory
+from batchrunner.output.holder import (
     ABANDONED_PID,
+    HELD_HERE,
+    OWNER,
+    LockHolder,
+    OwnerObject,
+    parse_holder,
+    this_process,
+)
+from batchrunner.output.liveness import (
     DEAD_AFTER_S,
     HEARTBEAT,
+    LOOK_S,
     POLL_S,
     SHORT_POLL_S,
     LivenessMonitor,
-    LockHolder,
-    parse_holder,
+    look_at_files,
     read_bytes,
-    this_process,
 )
+from batchrunner.output.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from batchrunner.output.objects import RunObjects
 
 log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 5.0
-"""Seconds between two heartbeats of a holder."""
+HEARTBEAT_S, STORE_HEARTBEAT_S = 5.0, 15.0
+"""Seconds between two heartbeats, of a file or an object; the latter are 240 requests an hour."""
+TRUSTED_S = 45.0
+"""Seconds after a heartbeat in a store during which the lock is held for sure, less than DEAD_AFTER_S."""
+MOST_BEFORE = 100
+"""Earlier holders that the object `owner` names."""
 
 
 class TaskLock:
-    """The lock of one task directory, before and while this process holds it."""
+    """The lock of a task directory, before and while this process holds it."""
+
+    beat_s = HEARTBEAT_S
+    """Seconds between two heartbeats."""
 
     def __init__(
         self,
@@ -52,7 +73,6 @@ class TaskLock:
     ) -> None:
         self._directory = directory
         self._owner = directory / OWNER
-        self._heartbeat = directory / HEARTBEAT
         self._me = me or this_process()
         self._clock, self._sleep = clock, sleep
         self._beats = 0
@@ -66,80 +86,58 @@ class TaskLock:
         """Random name of this holder; the names of its files contain it."""
         return self._me.token
 
-    beat_s = HEARTBEAT_S
-    """Seconds between two heartbeats."""
-
     def acquire(self, dead_owner: bytes | None = None) -> None:
         """Become the holder; waits for up to DEAD_AFTER_S where the holder is on another machine.
 
         `dead_owner` is the content of `owner` where its holder is already known to be dead.
         Raises TaskHeldError where a running process holds the lock, OSError where nothing can be written.
         """
-        while True:
-            try:
-                file = os.open(self._owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            except FileExistsError:
-                self._remove_owner(self._wait_until_dead() if dead_owner is None else dead_owner)
-                dead_owner = None
-                continue
-            try:
-                self._write_owner(file)
-                self.beat()
-            except OSError:
-                self.release()  # otherwise our name would stay, and this process runs
-                raise
-            return
+        while not self._take():
+            dead = self._wait_until_dead() if dead_owner is None else dead_owner
+            if self._replace(dead):
+                break
+            dead_owner = None
+        HELD_HERE.add(self.token)
 
-    def beat(self) -> None:
-        """Increase the counter in `heartbeat`. Raises OSError."""
-        self._beats += 1
-        _overwrite(self._heartbeat, f"{self._me.token} {self._beats:012d}".encode(), os.O_CREAT)
-
-    def verify(self) -> None:
-        """Raise TaskLockLostError where another process holds the lock, OSError where that is unreadable."""
-        for _ in range(3):
-            holder = parse_holder(read_bytes(self._owner, strict=True))
-            if holder is not None and holder.token == self._me.token:
-                return
-            if not self._directory.parent.exists():  # the disk is gone, and nobody has taken the lock
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
-            self._sleep(SHORT_POLL_S)  # a late `_remove_owner` of another process restores our name
-        winner = parse_holder(read_bytes(self._owner)) or "another process"
-        raise TaskLockLostError(f"{self._directory}: {winner} took this task over: what is on disk is kept")
-
-    def note_recovered(self) -> None:
-        """Note that earlier holders have left nothing to recover. Raises OSError."""
-
-    def abandon(self) -> None:
-        """Make `release` keep `owner`, marked as dead: another process is to recover the task."""
-        self.is_abandoned = True
-
-    def release(self) -> None:
-        """Give the lock up, so that the next attempt need not wait; errors are ignored."""
-        with contextlib.suppress(OSError, TaskLockLostError):
-            self.verify()
-            if self.is_abandoned:
-                self._mark_abandoned()
-                return
-            self._heartbeat.unlink(missing_ok=True)
-            self._owner.unlink(missing_ok=True)
-
-    def _mark_abandoned(self) -> None:
-        """Overwrite the process ID in `owner`, in place because the disk may be full."""
-        name = orjson.dumps(asdict(replace(self._me, pid=ABANDONED_PID)))
-        _overwrite(self._owner, name.ljust(self._owner.stat().st_size))
-
-    def _write_owner(self, file: int) -> None:
+    def _take(self) -> bool:
+        """Become the holder if there is none. Raises OSError."""
         try:
-            os.write(file, orjson.dumps(asdict(self._me)))
-            os.fsync(file)
-        finally:
-            os.close(file)
-        sync_directory(self._directory)
+            file = os.open(self._owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            try:
+                os.write(file, orjson.dumps(asdict(self._me)))
+                os.fsync(file)
+            finally:
+                os.close(file)
+            sync_directory(self._directory)
+            self.beat()
+        except OSError:
+            self.release()  # otherwise our name would stay, and this process runs
+            raise
+        return True
+
+    def _replace(self, dead_owner: bytes) -> bool:
+        """Remove the `owner` of a dead holder by a rename, which succeeds for one of several processes.
+
+        A process that comes late may rename the `owner` of a new holder: it puts that file back.
+        """
+        aside = self._owner.with_name(f"{OWNER}-{self.token}")
+        with contextlib.suppress(FileNotFoundError):
+            self._owner.rename(aside)
+            if read_bytes(aside) != dead_owner:
+                with contextlib.suppress(FileExistsError):
+                    os.link(aside, self._owner)
+            aside.unlink()
+        return False
+
+    def _monitor(self) -> LivenessMonitor:
+        return LivenessMonitor(lambda: look_at_files(self._directory), self._me, clock=self._clock)
 
     def _wait_until_dead(self) -> bytes:
         """Return the content of `owner` once its holder is dead; raises TaskHeldError if it runs."""
-        monitor, has_warned = LivenessMonitor(self._directory, self._me, clock=self._clock), False
+        monitor, has_warned = self._monitor(), False
         while (runs := monitor.poll()) is not False:
             if runs:
                 raise TaskHeldError(
@@ -156,20 +154,44 @@ class TaskLock:
             self._sleep(POLL_S)
         return monitor.owner_content
 
-    def _remove_owner(self, dead_owner: bytes) -> None:
-        """Remove the `owner` of a dead holder by a rename, which succeeds for one of several processes.
+    def beat(self) -> None:
+        """Increase the counter in `heartbeat`. Raises OSError."""
+        self._beats += 1
+        _overwrite(self._directory / HEARTBEAT, f"{self.token} {self._beats:012d}".encode(), os.O_CREAT)
 
-        A process that comes late may rename the `owner` of a new holder: it puts that file back.
-        """
-        aside = self._owner.with_name(f"{OWNER}-{self._me.token}")
-        try:
-            self._owner.rename(aside)
-        except FileNotFoundError:
-            return
-        if read_bytes(aside) != dead_owner:
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, self._owner)
-        aside.unlink()
+    def verify(self) -> None:
+        """Raise TaskLockLostError where another process holds the lock, OSError where that is unreadable."""
+        for _ in range(3):
+            holder = parse_holder(read_bytes(self._owner, strict=True))
+            if holder is not None and holder.token == self.token:
+                return
+            if not self._directory.parent.exists():  # the disk is gone, and nobody has taken the lock
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
+            self._sleep(SHORT_POLL_S)  # a late `_replace` of another process restores our name
+        self._lost(read_bytes(self._owner))
+
+    def _lost(self, owner: bytes) -> None:
+        winner = parse_holder(owner) or "another process"
+        raise TaskLockLostError(f"{self._directory}: {winner} took this task over: what is stored is kept")
+
+    def note_recovered(self) -> None:
+        """Note that earlier holders have left nothing to recover. Raises OSError."""
+
+    def abandon(self) -> None:
+        """Make `release` keep `owner`, marked as dead: another process is to recover the task."""
+        self.is_abandoned = True
+
+    def release(self) -> None:
+        """Give the lock up, so that the next attempt need not wait; errors are ignored."""
+        HELD_HERE.discard(self.token)
+        with contextlib.suppress(OSError, TaskLockLostError):
+            self.verify()
+            if self.is_abandoned:  # in place, because the disk may be full
+                name = orjson.dumps(asdict(replace(self._me, pid=ABANDONED_PID)))
+                _overwrite(self._owner, name.ljust(self._owner.stat().st_size))
+                return
+            (self._directory / HEARTBEAT).unlink(missing_ok=True)
+            self._owner.unlink(missing_ok=True)
 
 
 def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
@@ -180,3 +202,141 @@ def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
         os.fsync(file)
     finally:
         os.close(file)
+
+
+class StoreTaskLock(TaskLock):
+    """The lock of a task in an object store: an object `owner` that its holder rewrites at every heartbeat.
+
+    It is created with `If-None-Match`, and rewritten with `If-Match` on the last e_tag. So of several
+    processes one succeeds, and one that was replaced notices it at its next heartbeat.
+    """
+
+    beat_s = STORE_HEARTBEAT_S
+
+    def __init__(
+        self,
+        objects: RunObjects,
+        name: str,
+        me: LockHolder | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`name` is that of the object."""
+        super().__init__(Path(name).parent, me, clock=clock, sleep=sleep)
+        self._objects = objects
+        self._name = name
+        self._object = OwnerObject(self._me)
+        self._e_tag: str | None = None
+        self._beaten_at = 0.0
+        self._turn = threading.Lock()  # the thread of the heartbeat, and those that verify
+
+    def _take(self) -> bool:
+        asked_at = self._clock()
+        self._object = OwnerObject(self._me)
+        self._e_tag = self._objects.create(self._name, self._object.content())
+        self._beaten_at = asked_at
+        return self._e_tag is not None
+
+    def _replace(self, dead_owner: bytes) -> bool:
+        """Become the holder in place of a dead one, unless another process does."""
+        found = self._objects.read(self._name)
+        if found is None or found[0] != dead_owner:
+            return False
+        earlier = OwnerObject.read(dead_owner)
+        before = (*earlier.before, earlier.holder.token) if earlier else ()
+        dropped = max(0, len(before) - MOST_BEFORE)
+        recovered = max(0, earlier.recovered - dropped) if earlier else 0
+        self.replaced_unclean = not (earlier and earlier.is_clean)
+        self._e_tag = found[1]
+        self._write(OwnerObject(self._me, before=before[dropped:], recovered=recovered))
+        return self._e_tag is not None
+
+    def _monitor(self) -> LivenessMonitor:
+        return LivenessMonitor(
+            lambda: self._objects.look(self._name), self._me, clock=self._clock, pause_s=LOOK_S
+        )
+
+    def beat(self) -> None:
+        """Rewrite the object; `verify` tells where another process holds the lock. Raises OSError."""
+        with self._turn:
+            self._write(replace(self._object, beats=self._object.beats + 1))
+
+    def note_recovered(self) -> None:
+        """Note that earlier holders have left nothing to recover. Raises OSError."""
+        with self._turn:
+            if self._object.recovered < len(self._object.before):
+                self._write(replace(self._object, recovered=len(self._object.before)))
+
+    def _write(self, content: OwnerObject) -> None:
+        if self._e_tag is not None:
+            asked_at = self._clock()
+            self._e_tag = self._objects.swap(self._name, content.content(), self._e_tag)
+            self._object, self._beaten_at = content, asked_at
+
+    def verify(self) -> None:
+        """Raise TaskLockLostError where another process holds the lock, OSError where the store fails."""
+        if self._clock() - self._beaten_at > TRUSTED_S:
+            self.beat()
+        if self._e_tag is None:
+            self._lost(self._objects.look(self._name)[0])
+
+    def release(self) -> None:
+        """Mark the object as given up, so that the next attempt need not wait; errors are ignored."""
+        HELD_HERE.discard(self.token)
+        with self._turn, contextlib.suppress(OSError):
+            holder = replace(self._me, pid=ABANDONED_PID)
+            self._write(replace(self._object, holder=holder, is_clean=not self.is_abandoned))
+        self._e_tag = None
+
+
+@contextlib.contextmanager
+def hold_task(
+    run_dir: RunDir,
+    sleep: Callable[[float], None] = time.sleep,
+    *,
+    directory: Path | None = None,
+    dead_owner: bytes | None = None,
+) -> Iterator[TaskLock]:
+    """Hold the lock of `directory`, the task's own by default, with a thread that writes the heartbeat.
+
+    `sleep` is called between polls of a holder on another machine; it may raise to end the wait.
+    `dead_owner` is as for `TaskLock.acquire`.
+    Raises TaskHeldError where a running process holds the lock, OutputError where nothing can be written.
+    Directories that were created for the lock and stayed empty are deleted at the end.
+    """
+    directory = directory or run_dir.task_directory
+    created = [p for p in (directory, *directory.parents) if not p.exists()]
+    objects = run_dir.store.objects
+    lock = (
+        TaskLock(directory, sleep=sleep)
+        if objects is None
+        else StoreTaskLock(objects, (directory / OWNER).relative_to(run_dir.path).as_posix(), sleep=sleep)
+    )
+    try:
+        make_directory(directory)
+        lock.acquire(dead_owner)
+        if directory == run_dir.task_directory:  # the holder before may have written since the run was opened
+            run_dir.store.bring_results([run_dir.task])
+    except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
+        lock.release()
+        why = getattr(failure, "strerror", None) or failure
+        raise OutputError(f"output.path {run_dir.name}: cannot be written: {why}") from None
+    ended = threading.Event()
+    beating = threading.Thread(target=_keep_beating, args=(lock, ended), name="heartbeat", daemon=True)
+    beating.start()
+    try:
+        yield lock
+    finally:
+        ended.set()
+        beating.join()
+        lock.release()
+        for path in created:
+            with contextlib.suppress(OSError):  # it holds files
+                path.rmdir()
+
+
+def _keep_beating(lock: TaskLock, ended: threading.Event) -> None:
+    while not ended.wait(lock.beat_s):
+        with contextlib.suppress(OSError):  # a full disk still overwrites these few bytes in place
+            lock.beat()

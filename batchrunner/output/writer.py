@@ -1,14 +1,20 @@
-"""Writes outcomes while a run goes on: to a journal within `output.durable`, to a part every 30 s."""
+"""Writes outcomes while a run goes on: to a journal within `output.durable`, to a part every 30 s.
+
+A write that fails is repeated until the disk accepts it: a full disk gets space, a mount comes back.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 from pyroaring import BitMap64
@@ -16,12 +22,10 @@ from pyroaring import BitMap64
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome, rows_of_column
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.output.check_counts import with_checks
 from batchrunner.output.columns import RunSchema, table_of
-from batchrunner.output.disk_wait import DiskWait
-from batchrunner.output.files import make_directory, writing
-from batchrunner.output.journal import Journal
-from batchrunner.output.parts import write_part
+from batchrunner.output.counts import count_checks, with_checks
+from batchrunner.output.files import cannot_write, make_directory, writing
+from batchrunner.output.parts import Journal, write_part
 from batchrunner.output.run_dir import RunDir, number_of
 from batchrunner.output.task_lock import TaskLock
 
@@ -31,22 +35,43 @@ FLUSH_FRACTION = 0.7
 """Fraction of `output.durable` to wait before rows are written; the rest is headroom for the disk."""
 FLUSH_BYTES = 64 << 20
 """Most bytes of rows in memory before they are written."""
+PAUSE_S = 1.0
+"""Seconds between two tries of a write."""
 _STRUCT_BYTES = 16
 """Approximate bytes of a number, or of a token with its probability, in a part."""
 
 
-class CommitListener(Protocol):
-    """Learns which rows are in a part, and so need no journal or input any more."""
+@dataclass(frozen=True, slots=True)
+class DiskWait:
+    """How long a failing write is repeated."""
 
-    def committed(self, rows: BitMap64) -> None:
-        """Note that these rows are in a part. Called in a thread; may block and raise OSError."""
+    wait_s: float
+    """Seconds after the first failure, from `limits.disk_wait`."""
+    is_over: Callable[[], bool]
+    """Tells whether the user wants the run to end without waiting for anything."""
 
+    async def write(self, path: Path, write: Callable[[], None]) -> None:
+        """Call `write`, which writes `path`, in a thread until it succeeds; raises StorageError at the end.
 
-class OutcomeCounter(Protocol):
-    """Counts outcomes."""
-
-    def add(self, outcome: Outcome) -> None:
-        """Count one outcome."""
+        Only an OSError is followed by another try.
+        """
+        failed_at: float | None = None
+        while True:
+            try:
+                await asyncio.to_thread(write)
+                break
+            except OSError as failure:
+                now = time.monotonic()
+                if self.is_over() or (failed_at is not None and now - failed_at > self.wait_s):
+                    raise cannot_write(path, failure) from None
+                if failed_at is None:
+                    failed_at = now
+                    log.warning(
+                        "%s: %s: the run pauses until it can be written", path, failure.strerror or failure
+                    )
+            await asyncio.sleep(PAUSE_S)
+        if failed_at is not None:
+            log.warning("%s: written after %.0f s", path, time.monotonic() - failed_at)
 
 
 class ResultWriter:
@@ -66,15 +91,15 @@ class ResultWriter:
         durable_s: float,
         upload_s: float | None = None,
         lock: TaskLock,
-        counter: OutcomeCounter,
-        listener: CommitListener,
+        committed: Callable[[BitMap64], None],
         disk: DiskWait,
     ) -> None:
         """Create the directory of the parts; raises StorageError.
 
         `plan` says what an outcome becomes, `durable_s` the seconds within which a row is on disk, `upload_s`
         those within which it is in the run's store, where that is not the disk. `lock` is the lock of the
-        task, which the caller holds.
+        task, which the caller holds. `committed` is called in a thread with rows that are in a part, and so
+        need no journal or input any more; it may block and raise OSError.
         """
         with writing(run_dir.parts):
             make_directory(run_dir.parts)
@@ -85,34 +110,38 @@ class ResultWriter:
         self._disk = disk
         self._durable_s = durable_s
         self._upload_s = upload_s
-        self._uploading: asyncio.Task[None] | None = None
         self._lock = lock
-        self._counter = counter
-        self._listener = listener
+        self._committed = committed
         self._buffer: list[Outcome] = []
         self._bytes = 0
+        self._began = 0.0  # when the first row came into the buffer
         self._part = _PendingPart(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1), lock)
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
-        self._timer: asyncio.Handle | None = None
-        self._timer_at = 0.0  # uvloop's handle lacks it where the delay is 0
+        self._uploading: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()  # the buffer has its first row, or is full; or no more rows come
+        self._has_room = asyncio.Event()  # rows were taken out of the buffer, or no further ones are
+        self._is_closing = False
 
     async def put(self, outcome: Outcome) -> None:
-        """Count and store one outcome; waits while the disk is behind.
+        """Store one outcome; waits while the disk is behind.
 
         Raises StorageError where earlier rows could not be written within `limits.disk_wait`.
         """
-        self._counter.add(outcome)  # first: the row is in a part even if a stop comes while we wait
+        if not self._buffer:
+            self._began = time.monotonic()
+            self._changed.set()
         self._buffer.append(outcome)
         self._bytes += _text_bytes(outcome)
-        if len(self._buffer) == 1:
-            self._set_timer()
-        if self._upload_s is not None and self._uploading is None:
-            self._uploading = asyncio.ensure_future(self._upload(self._upload_s))
-        if self._is_full():
-            await self._wait()
-            if self._is_full():
-                self._start_writing()
+        if self._writing is None:
+            self._writing = asyncio.ensure_future(self._write_when_due())
+            if self._upload_s is not None:
+                self._uploading = asyncio.ensure_future(self._upload(self._upload_s))
+        while self._is_full():
+            self.check()
+            self._changed.set()
+            self._has_room.clear()
+            await self._has_room.wait()
 
     def check(self) -> None:
         """Raise the StorageError of a background write that failed for good."""
@@ -122,67 +151,75 @@ class ResultWriter:
 
     async def close(self) -> None:
         """Write the remaining rows as a part; raises StorageError where they could not be written."""
+        self._is_closing = True
+        self._changed.set()
         try:
-            await self._wait()
-            while self._buffer or self._part.rows or self._is_writing():
-                self._start_writing(last=True)
-                await self._wait()
+            if self._writing is not None:
+                await asyncio.shield(self._writing)
             await self._wait_for_part()
         finally:
-            for task in (self._publishing, self._uploading):
+            for task in (self._writing, self._publishing, self._uploading):
                 if task is not None:  # after another failure this must not go on either
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
-            self._drop_timer()
             self._part.close()
 
     def _is_full(self) -> bool:
         return self._part.rows + len(self._buffer) >= self._part_rows or self._bytes >= FLUSH_BYTES
 
-    def _is_writing(self) -> bool:
-        return self._writing is not None and not self._writing.done()
+    async def _write_when_due(self) -> None:
+        """Write the rows of the buffer again and again, until all are in parts and no more come."""
+        try:
+            while self._buffer or self._part.rows or not self._is_closing:
+                wait_s = 0.0 if self._is_closing or self._is_full() else self._due_s()
+                if wait_s is None or wait_s > 0:
+                    self._changed.clear()
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(self._changed.wait(), wait_s)
+                else:
+                    await self._write()
+        finally:
+            self._has_room.set()
 
-    async def _wait(self) -> None:
-        """Wait for the running write and raise its StorageError."""
-        if self._writing is not None:
-            await asyncio.shield(self._writing)
+    def _due_s(self) -> float | None:
+        """Return the seconds until the oldest row of the buffer must become durable, or the part is due."""
+        due_at = [self._began + self._durable_s * FLUSH_FRACTION] if self._buffer else []
+        if self._part.rows:
+            due_at.append(self._part.began + TIMING.part)
+        return min(due_at) - time.monotonic() if due_at else None
 
-    def _start_writing(self, *, last: bool = False) -> None:
-        """Write the oldest rows, unless a write is running or has failed for good."""
-        self._drop_timer()
-        if self._writing is None or (self._writing.done() and not self._writing.exception()):
-            free = self._part_rows - self._part.rows  # more rows may have come during the last write
-            outcomes, self._buffer = self._buffer[:free], self._buffer[free:]
-            self._bytes = sum(map(_text_bytes, self._buffer))
-            self._writing = asyncio.ensure_future(self._write(outcomes, last=last))
-
-    async def _write(self, outcomes: list[Outcome], *, last: bool) -> None:
+    async def _write(self) -> None:
+        """Write the oldest rows of the buffer to the journal, or the part where it is due."""
         part = self._part
+        free = self._part_rows - part.rows  # more rows may have come during the last write
+        outcomes, self._buffer = self._buffer[:free], self._buffer[free:]
+        self._bytes, self._began = sum(map(_text_bytes, self._buffer)), time.monotonic()
+        self._has_room.set()
         if outcomes:
             part.add(await asyncio.to_thread(self._table_of, outcomes), len(outcomes))
         whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
-        if part.rows and (last or whole or time.monotonic() - part.began >= TIMING.part):
-            if outcomes and self._publishing is not None and not self._publishing.done():
-                await self._disk.write(part.path, part.append_journal)  # the wait below may take long
+        is_due = self._is_closing or whole or time.monotonic() - part.began >= TIMING.part
+        is_behind = self._publishing is not None and not self._publishing.done()
+        if outcomes and (is_behind or not is_due):  # else the part itself makes them durable
+            await self._disk.write(part.path, part.append_journal)
+        if is_due:
             await self._wait_for_part()  # so that at most two parts are in memory
             self._publishing = asyncio.ensure_future(self._publish(part))
             self._part = _PendingPart(self._run_dir, part.number + 1, self._lock)
-        elif outcomes:
-            await self._disk.write(part.path, part.append_journal)
-        self._set_timer()
+            self._has_room.set()
 
     def _table_of(self, outcomes: list[Outcome]) -> pa.Table:
         plan = self._plan
         table = table_of(
             outcomes, self._schema.schema, samples=plan.samples, columns=plan.names, explode=plan.explode
         )
-        return with_checks(table, outcomes) if plan.checks else table
+        return with_checks(table, count_checks(outcomes)) if plan.checks else table
 
     async def _publish(self, part: _PendingPart) -> None:
         """Write a part; rows that finish meanwhile go into the journal of the next part."""
         await self._disk.write(part.path, part.publish)
         self._part.number = max(self._part.number, part.number + 1)
-        await self._disk.write(part.path, functools.partial(self._listener.committed, part.row_set()))
+        await self._disk.write(part.path, functools.partial(self._committed, part.row_set()))
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
 
     async def _upload(self, upload_s: float) -> None:
@@ -195,25 +232,6 @@ class ResultWriter:
     async def _wait_for_part(self) -> None:
         if self._publishing is not None:
             await asyncio.shield(self._publishing)
-
-    def _set_timer(self) -> None:
-        """Start a write when the oldest buffered row must become durable, or the part is due."""
-        if not self._buffer and not self._part.rows:
-            return
-        due = self._part.began + TIMING.part - time.monotonic() if self._part.rows else TIMING.part
-        wait_s = max(0.0, min(self._durable_s * FLUSH_FRACTION, due) if self._buffer else due)
-        at = time.monotonic() + wait_s
-        if self._timer is None or at < self._timer_at:
-            self._drop_timer()
-            self._timer, self._timer_at = (
-                asyncio.get_running_loop().call_later(wait_s, self._start_writing),
-                at,
-            )
-
-    def _drop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
 
 
 class _PendingPart:

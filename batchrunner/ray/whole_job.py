@@ -32,8 +32,8 @@ from batchrunner.core.errors import (
 from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
+from batchrunner.output.addresses import store_address
 from batchrunner.output.files import make_directory, writing
-from batchrunner.output.stores.addresses import store_address
 from batchrunner.ray.stages import gpus_asked, gpus_of_nodes
 from batchrunner.report.report import Report, duration, report_of_all
 from batchrunner.runner.control import Control

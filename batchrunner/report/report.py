@@ -13,11 +13,10 @@ from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE
 from batchrunner.output.counts import RowCounts
-from batchrunner.output.events import attempt_spans, attempts_in, union_s
+from batchrunner.output.events import attempt_spans, union_s
 from batchrunner.output.files import write_json, writing
-from batchrunner.output.opened import look_at_run
 from batchrunner.output.resume import DoneRows, done_by_all
-from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.output.run_dir import MAIN_TASK, RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
 
 GO_ON = "run the same command again"
@@ -285,7 +284,8 @@ def report_of_all(run: str | Path | RunDir) -> Report:
     run_dir = look_at_run(run)
     facts = require_run_json(run_dir)
     tasks = run_dir.all_tasks()
-    wall_s = union_s(span for task in tasks for span in attempt_spans(task.events))
+    spans = [span for task in tasks for span in attempt_spans(task.events)]
+    wall_s = union_s(spans)
     done = done_by_all(run_dir)
     report = make_report(run_dir, done, facts["rows_total"], RowCounts())
     limit = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
@@ -296,7 +296,7 @@ def report_of_all(run: str | Path | RunDir) -> Report:
         report,
         exit_code=exit_code, reason=reason, rows_resumed=0,
         wall_s=round(wall_s, 3), wall_s_all_starts=round(wall_s, 3),
-        starts=sum(attempts_in(task.events)[0] for task in tasks),
+        starts=len(spans),
         prompt_tokens=done.counts.prompt_tokens, cached_tokens=done.counts.cached_tokens,
         retries=done.counts.retries, finish_reasons=dict(done.counts.finish_reasons),
         output_tokens=report.output_tokens_all_starts,

@@ -21,7 +21,7 @@ from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import decide_order
 from batchrunner.job.fields import MEDIA
 from batchrunner.job.load import load_job
-from batchrunner.output.failures import Failures
+from batchrunner.output.counts import Failures
 from batchrunner.report.report import cause_lines
 from batchrunner.runner.prepare import PreparedJob, find_done, prepare
 
@@ -146,7 +146,7 @@ def _check(prepared: PreparedJob) -> Check:
         order=decide_order(prepared, todo),
         prompts=shown,
         rows_looked_at=looked_at,
-        rows_not_sendable=failures.rows.total(),
+        rows_not_sendable=sum(failures.rows.values()),
         not_sendable=failures.summary(),
         rows_blank=blank,
     )

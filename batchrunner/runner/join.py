@@ -29,14 +29,12 @@ from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sort
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import cannot_write, writing
-from batchrunner.output.holding import hold_task
+from batchrunner.output.liveness import POLL_S, SHORT_POLL_S, LivenessMonitor, is_held, watch
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import done_by_all, drop_failed, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, fingerprint, raise_total
-from batchrunner.output.task_holder import POLL_S, SHORT_POLL_S, LivenessMonitor
-from batchrunner.output.task_lock import TaskLock
-from batchrunner.output.watching import is_task_held, watch
+from batchrunner.output.task_lock import TaskLock, hold_task
 from batchrunner.runner.control import Sleeper
 from batchrunner.runner.leases import LeasePlan, Leases, next_lease
 from batchrunner.runner.prepare import PreparedJob
@@ -422,7 +420,7 @@ def _leave_out_done_alone(prepared: PreparedJob, leases: Leases, sleeper: Sleepe
     """
     main = prepared.run_dir.of_task()
     # a task that makes a plan holds this lock for a moment
-    if main.journals() or is_task_held(main) is not False:
+    if main.journals() or is_held(main) is not False:
         _in_turn(prepared, leases, sleeper, partial(_recover, prepared, sleeper))
     leases.leave_out(read_done(main).rows)
 

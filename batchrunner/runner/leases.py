@@ -23,7 +23,7 @@ from pyroaring import BitMap64
 from batchrunner.core.types import Lease, rows_from_text, rows_to_text
 from batchrunner.input.sorted_copy import SortedCopy, remove_sorted_copies
 from batchrunner.output.files import create_file, make_directory
-from batchrunner.output.stores.store import LOCAL, Store
+from batchrunner.output.store import LOCAL, Store
 
 _NAME = re.compile(r"(\d{6,})\.(\d+)(\.end)?")
 _PLAN = re.compile(r"plan-(\d{6})")

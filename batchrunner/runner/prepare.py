@@ -30,9 +30,9 @@ from batchrunner.job.fields import MEDIA
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.output.columns import RunSchema, schema_of_run, with_vectors
-from batchrunner.output.opened import open_run
+from batchrunner.output.liveness import is_held
 from batchrunner.output.resume import DoneRows, read_done, schema_of_results
-from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.output.run_dir import MAIN_TASK, RunDir, open_run
 from batchrunner.output.run_json import (
     DISCARD,
     check_same_run,
@@ -40,9 +40,7 @@ from batchrunner.output.run_json import (
     holds_run,
     known_fields,
     read_run_json,
-    refuse_nesting,
 )
-from batchrunner.output.watching import is_task_held
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -148,7 +146,6 @@ def prepare(
     run_dir = open_run(job.output.path, task, job.storage)
     run = _resolved(run_dir)
     run_dir.check_writable()
-    refuse_nesting(run_dir)
     if task != MAIN_TASK:
         run_dir.store.check_sharing()
     functions = None
@@ -281,7 +278,7 @@ def _check_alone(run_dir: RunDir, *, begun: bool) -> None:
     """
     for other in run_dir.other_tasks():
         took_rows = begun and (other.events.exists() or other.own_parts() or other.journals())
-        if took_rows or is_task_held(other) is not False:
+        if took_rows or is_held(other) is not False:
             raise ResumeError(
                 f"{run_dir.name}: this run is done with --join: do so too, or take another output.path"
             )

@@ -59,7 +59,7 @@ class OutcomeSink:
         functions: HookPool | None = None,
         schema: RunSchema | None = None,
     ) -> None:
-        """Without a `writer`, which counts outcomes itself, nothing is stored.
+        """Without a `writer` nothing is stored.
 
         `plan` says what an outcome becomes, `schema` which vectors fit into the columns of the results.
         """
@@ -83,9 +83,8 @@ class OutcomeSink:
                 misfit = self._schema.misfit(outcome.completion)
                 if misfit is not None:
                     outcome = outcome._replace(completion=None, error=misfit)
-        if self._writer is None:
-            self._counter.add(outcome)
-        else:
+        self._counter.add(outcome)  # first: the row is in a part even if a stop comes while we wait
+        if self._writer is not None:
             await self._writer.put(outcome)
         if self._outlet is not None:
             await self._outlet.give(outcome, self._plan)

@@ -30,11 +30,9 @@ from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.output.columns import RunSchema
 from batchrunner.output.counts import RowCounts
-from batchrunner.output.disk_wait import DiskWait
-from batchrunner.output.events import EventLog, attempts_in
+from batchrunner.output.events import EventLog, attempt_spans, union_s, uploading_logs
 from batchrunner.output.files import refresh_listing, writing
-from batchrunner.output.holding import hold_task
-from batchrunner.output.log_upload import uploading_logs
+from batchrunner.output.liveness import engine_starting
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import DoneRows, done_by_all, drop_failed, read_done, schema_of_results
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
@@ -45,9 +43,8 @@ from batchrunner.output.run_json import (
     write_limits,
     write_run_json,
 )
-from batchrunner.output.starting import engine_starting
-from batchrunner.output.task_lock import TaskLock
-from batchrunner.output.writer import ResultWriter
+from batchrunner.output.task_lock import TaskLock, hold_task
+from batchrunner.output.writer import DiskWait, ResultWriter
 from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
 from batchrunner.runner.control import Control, FailureLimit, Sleeper
 from batchrunner.runner.prepare import (
@@ -262,11 +259,12 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
     else:
         drop_copies(prepared.run_dir, is_done=True)
         write_limits(prepared.run_dir, prepared.job)
-    starts, wall_s = attempts_in(prepared.run_dir.events)
+    spans = attempt_spans(prepared.run_dir.events)
     old = read_run_json(prepared.run_dir) or {}
     engine = old.get("engine", {})
     report = replace(
-        report, exit_code=exit_code, reason=reason, starts=starts, wall_s_all_starts=round(wall_s, 3),
+        report, exit_code=exit_code, reason=reason,
+        starts=len(spans), wall_s_all_starts=round(union_s(spans), 3),
         engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
     )  # fmt: skip
     if not prepared.joins:
@@ -365,7 +363,7 @@ async def build_run(
     """
     job, run_dir, rows = prepared.job, prepared.run_dir, attempt.rows
     began = time.monotonic()
-    earlier_starts, earlier_s = attempts_in(run_dir.events)
+    earlier = attempt_spans(run_dir.events)
     _write_start(prepared, attempt, info, events)
     decodes = await asyncio.to_thread(lambda: prepared.model_task) == GENERATE
     own_bytes = attempt.order.own_bytes(caches_prefixes=info.caches_prefixes)
@@ -382,9 +380,8 @@ async def build_run(
         durable_s=job.output.durable if run_dir.store.objects is None else min(job.output.durable, SPOOL_S),
         upload_s=None if run_dir.store.objects is None else job.output.uploaded_within_s,
         lock=lock,
-        counter=counter,
-        listener=rows,
-        disk=DiskWait(job.limits.disk_wait, control),
+        committed=rows.committed,
+        disk=DiskWait(job.limits.disk_wait, lambda: control.at_once),
     )
     results = OutcomeSink(
         prepared.answers,
@@ -422,8 +419,8 @@ async def build_run(
         sending=sending,
         writer=writer,
         began=began,
-        earlier_starts=earlier_starts,
-        earlier_s=earlier_s,
+        earlier_starts=len(earlier),
+        earlier_s=union_s(earlier),
     )
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from batchrunner.core.errors import EXIT_TIME_UP, JobError, OutputError, SubmitError
 from batchrunner.job.load import load_job
+from batchrunner.output.addresses import store_address
 from batchrunner.output.files import refuse_uri
-from batchrunner.output.stores.addresses import store_address
 
 CLOSING_S = 20
 """Seconds of the grace period kept for the last part and the end of the engine, after the drain."""

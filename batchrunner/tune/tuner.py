@@ -26,11 +26,11 @@ from batchrunner.job.engine import EngineSpec, GatewayEngine, ServerEngine
 from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job, parse_engine
 from batchrunner.job.spec import Job
+from batchrunner.output.addresses import store_address
 from batchrunner.output.files import whole_file, writing
-from batchrunner.output.holding import hold_task
 from batchrunner.output.run_dir import TUNE
 from batchrunner.output.run_json import fingerprint
-from batchrunner.output.stores.addresses import store_address
+from batchrunner.output.task_lock import hold_task
 from batchrunner.report.report import duration
 from batchrunner.runner.prepare import PreparedJob, prepare
 from batchrunner.tune.measurement import TrialResult

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batchrunner.output import disk_wait
+from batchrunner.output import writer
 from tests.conftest import batchrun, job_of, report_of, results_of, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import AS_ROOT, refusal, told
@@ -103,7 +102,7 @@ def test_a_disk_that_turns_read_only(tmp_path: Path, server: FakeSGLang) -> None
                 if "the run pauses" in record.getMessage():
                     stack.close()
 
-        log = logging.getLogger(disk_wait.__name__)
+        log = logging.getLogger(writer.__name__)
         log.addHandler(turn_back := TurnBack())
         stack.callback(log.removeHandler, turn_back)
         server.script = turn_read_only
@@ -135,18 +134,6 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
 from batchrunner.cli import main
 main()
 """
-
-
-def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
-    """No wait makes room for a file that is larger than any may be: the run ends, and says what to do."""
-    job = job_of(tmp_path, rows=3000)
-    file = str(write_job(job, tmp_path))
-    command = [sys.executable, "-c", LIMITED, "30000", file, "-q"]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert ended.returncode == 1
-    told(ended.stderr.splitlines()[-1], "what is on disk is kept", "allow larger files (ulimit -f)")
-    assert batchrun(file, "-q").exit_code == 0
-    assert [row["row"] for row in results_of(job)] == list(range(3000))
 
 
 def batch_of(directory: Path, *, bad: int = 0) -> Path:
@@ -181,7 +168,7 @@ def test_results_of_a_batch_that_do_not_fit(tmp_path: Path) -> None:
     ended = limited(len(whole) // 2, *command)
     assert ended.returncode == 1
     line = next(line for line in ended.stderr.splitlines() if line.startswith("batchrun: "))
-    told(line, "cannot be written: File too large", "allow larger files (ulimit -f)")
+    told(line, "cannot be written: File too large", "run the same command again")
     assert line.partition(": cannot")[0] == f"batchrun: {results}"
     assert "200 of 200 rows ok" in ended.stderr  # what was done is said too
     assert [path.name for path in tmp_path.iterdir() if "results" in path.name] == [f"{results.name}.run"]
@@ -222,23 +209,7 @@ def test_merged_files_that_do_not_fit(tmp_path: Path, file: str | None) -> None:
     ended = limited(4000, *command)
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.splitlines()
-    told(line, "cannot be written: File too large", "allow larger files (ulimit -f) and run the same command")
+    told(line, "cannot be written: File too large", "run the same command again")
     assert line.startswith((f"batchrun: {out}: ", f"batchrun: {run}: "))
     assert [path.read_bytes() for path in ([out] if file else out.iterdir())] == before
     assert not [path for path in run.iterdir() if path.name.startswith((".", "merged."))]
-
-
-def test_a_device_is_no_file_to_write(tmp_path: Path) -> None:
-    """Its place is not taken by a file."""
-    assert batchrun(write_job(job_of(tmp_path), tmp_path), "-q").exit_code == 0
-    device = tmp_path / "device.jsonl"
-    os.mkfifo(device)
-    for command in (
-        ("merge", tmp_path / "run", device, "--force"),
-        ("batch", batch_of(tmp_path), "-o", device, *ENGINE),
-        ("batch", batch_of(tmp_path), "-o", tmp_path / "x", "--errors", device, *ENGINE),
-    ):
-        ended = batchrun(*command)
-        assert ended.exit_code == 2
-        assert f"{device}: is a device or a pipe: give a file" in ended.stderr
-    assert device.is_fifo()

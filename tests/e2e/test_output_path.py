@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import JobError, OutputError, StorageError
+from batchrunner.core.errors import JobError, StorageError
 from tests.conftest import INSTANT, batchrun, job_of, results_of, write_job, write_rows
 from tests.support.refusals import AS_ROOT, refusal, told
-from tests.support.task import Task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,15 +36,6 @@ def test_output_is_a_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: s
     """A URI that is none of a store is refused before anything is sent; no directory of that name is made."""
     monkeypatch.chdir(tmp_path)
     told(refusal(job_of(tmp_path, output={"path": uri}), tmp_path), f"output.path {uri}", "not to a URI")
-
-
-@pytest.mark.parametrize("uri", ["s3://bucket/run", "gs://bucket/run", "file:///tmp/run"])
-async def test_a_stream_to_a_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
-    """A program's rows are not stored under a URI either."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(OutputError, match="not to a URI"):
-        await anext(batchrunner.stream(["a"], engine=INSTANT, output=uri))
-    assert not any(tmp_path.iterdir())
 
 
 def test_output_where_nothing_can_be_made(tmp_path: Path) -> None:
@@ -89,31 +78,6 @@ def test_an_existing_run_is_left_alone(tmp_path: Path) -> None:
     refusal({**job, "engine": {"kind": "attach", "urls": [url]}}, tmp_path, "--fresh")
 
 
-@pytest.mark.parametrize("below", ["parts", "tasks/main", "x", "deep/in/it"])
-def test_a_run_in_another_one(tmp_path: Path, below: str) -> None:
-    """An output path in that of another run is refused, and so is one that another run lies in."""
-    outer, inner = tmp_path / "run", tmp_path / "run" / below
-    assert batchrun(write_job(job_of(tmp_path), tmp_path)).exit_code == 0
-    job = job_of(tmp_path, output={"path": str(inner)})
-    told(refusal(job, tmp_path), f"output.path {inner}", f"another run, {outer}: give a directory outside")
-    shutil.rmtree(outer)
-    (tmp_path / "link").symlink_to(outer)
-    outer.mkdir()
-    assert batchrun(write_job(job, tmp_path)).exit_code == 0
-    told(refusal(job_of(tmp_path), tmp_path), f"holds the output path of another run, {inner}")
-    linked = job_of(tmp_path, output={"path": str(tmp_path / "link")})
-    told(refusal(linked, tmp_path), f"holds the output path of another run, {inner}")
-
-
-def test_a_run_in_one_that_loads_its_engine(tmp_path: Path) -> None:
-    """A run counts as one before its run.json is there."""
-    Task(job_of(tmp_path, output={"path": f"{tmp_path}/out/run"}), "loads")
-    job = job_of(tmp_path, output={"path": f"{tmp_path}/out/run/parts"})
-    told(refusal(job, tmp_path), "lies in the output path of another run")
-    job = job_of(tmp_path, output={"path": f"{tmp_path}/out"})
-    told(refusal(job, tmp_path), "holds the output path of another run")
-
-
 def test_a_link_to_a_run(tmp_path: Path) -> None:
     """A link to a run is that run: it is resumed, and refused to another job; a circle is refused."""
     job = job_of(tmp_path)
@@ -138,22 +102,6 @@ def test_results_of_another_run_in_the_input(tmp_path: Path, pattern: str) -> No
     told(refusal(second, tmp_path), f"names files of the run {tmp_path}/data/run1 too")
     meant = {**second, "input": {"path": f"{tmp_path}/data/run1/parts"}, "prompt": {"text": "output"}}
     assert batchrunner.run(meant).rows_ok == 10
-
-
-@pytest.mark.parametrize(
-    "name", ["parts", "tasks", "tasks/main", "leases", "merged", "events.jsonl", "engine.log"]
-)
-def test_links_in_the_output(tmp_path: Path, name: str) -> None:
-    """A link that somebody planted in the output directory leads no file of ours elsewhere."""
-    outside, planted = tmp_path / "outside", tmp_path / "run" / name
-    outside.mkdir()
-    planted.parent.mkdir(parents=True)
-    planted.symlink_to(outside)
-    for command in ([write_job(job_of(tmp_path), tmp_path)], ["merge", tmp_path / "run"]):
-        refused = batchrun(*command)
-        assert refused.exit_code == 2
-        told(refused.stderr, str(planted), "is a symbolic link", "remove it")
-    assert list(outside.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import asyncio
 import datetime as dt
 import itertools
 import operator
-import re
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
@@ -263,9 +263,14 @@ def test_times_of_killed_starts_add_up(tmp_path: Path) -> None:
     job = job_of(tmp_path)
     batchrunner.run(job)
     log = tmp_path / "run" / "events.jsonl"
-    *others, last = log.read_bytes().splitlines(keepends=True)
-    lasts = [re.sub(rb'"elapsed_s":[0-9.]+', b'"elapsed_s":%d.5' % s, last) for s in (100, 200, 300)]
-    log.write_bytes(b"".join([*others, lasts[0], *others, lasts[1], *others, lasts[2], last[:20]]))
+    first, *others, last = map(orjson.loads, log.read_bytes().splitlines())
+    written = b""
+    for start, seconds in enumerate((100, 200, 300)):
+        at = first["time"] + 1000 * start
+        times = [at, *(at for _ in others), at + seconds + 0.5]
+        events = [{**event, "time": time} for event, time in zip((first, *others, last), times, strict=True)]
+        written += b"".join(orjson.dumps(event) + b"\n" for event in events)
+    log.write_bytes(written + written[:20])
     report = batchrunner.run(job)
     assert (report.starts, report.wall_s_all_starts) == (3, 601.5)
 

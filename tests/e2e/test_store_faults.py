@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,34 +102,11 @@ def _away(proxy: StoreProxy, server: FakeSGLang) -> Behaviour:
     return "answer"
 
 
-def test_a_store_without_conditional_writes(
-    tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The run is done, and says that nothing keeps a second process from writing it too."""
-    proxy.faults = lambda *_: "no conditions"
-    job = job_of(tmp_path, INSTANT, output={"path": f"{store_bucket.uri}/run"})
-    assert batchrunner.run(job).rows_ok == 10
-    assert "conditional writes" in caplog.text
-    assert rows_in(store_bucket) == list(range(10))
-    assert batchrunner.run(job).rows_resumed == 10
-
-
 def test_the_requests_of_a_run(tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy) -> None:
     """A start, a part and an end cost a few dozen requests, whatever the number of rows."""
     job = job_of(tmp_path, INSTANT, rows=300, output={"path": f"{store_bucket.uri}/run"})
     batchrunner.run(job)
     assert proxy.asked.total() < 40, proxy.asked
-
-
-def test_a_working_copy_that_is_lost_with_its_disk(
-    tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A deleted cache costs a fetch, and no row."""
-    job = job_of(tmp_path, INSTANT, output={"path": f"{store_bucket.uri}/run"})
-    batchrunner.run(job)
-    shutil.rmtree(tmp_path / "elsewhere", ignore_errors=True)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    assert batchrunner.run(job).rows_resumed == 10
 
 
 MID_RUN: dict[str, Fault | Refusal] = {

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 import pytest
 
-from batchrunner.output.journal import read_journal
+from batchrunner.output.parts import read_journal
 from tests.conftest import (
     ROOT,
     Started,

@@ -14,8 +14,8 @@ from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.flags import Flags
 from batchrunner.job.load import load_job
-from batchrunner.output.holding import hold_task
 from batchrunner.output.run_dir import RunDir
+from batchrunner.output.task_lock import hold_task
 from batchrunner.tune.space import Machine
 from tests.conftest import INSTANT, batchrun, eventually, job_of, started, write_job
 from tests.support.launchable import launchable

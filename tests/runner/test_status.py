@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import batchrunner
-from batchrunner.output import task_holder
+from batchrunner.output import liveness
 from batchrunner.output.events import read_events
-from batchrunner.output.holding import hold_task
+from batchrunner.output.holder import this_process
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.task_holder import this_process
+from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.status import status
 from tests.conftest import (
     batchrun,
@@ -65,7 +65,7 @@ def test_another_machine_with_another_clock(
     (task / "owner").write_text(json.dumps(held_by))
     (task / "heartbeat").write_text("1")
     clock = SimpleNamespace(time=time.time, sleep=lambda _: beats and (task / "heartbeat").write_text("2"))
-    monkeypatch.setattr(task_holder, "time", clock)
+    monkeypatch.setattr(liveness, "time", clock)
     running = "batchrun with pid 7 on elsewhere" if beats else None
     assert status(run)["running"] == running
     (task / "heartbeat").write_text("1")

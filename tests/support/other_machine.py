@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from batchrunner.cli import main
-from batchrunner.output import store_lock, task_holder, watching
+from batchrunner.output import liveness, task_lock
 
 GONE_AFTER_S = "BATCHRUNNER_TEST_GONE_AFTER_S"
 CLOCK_OFF_S = "BATCHRUNNER_TEST_CLOCK_OFF_S"
@@ -30,11 +30,11 @@ def be_another_machine(name: str) -> None:
     time.time = lambda: right() + off_s
     os.environ["XDG_CACHE_HOME"] = str(Path(os.environ["XDG_CACHE_HOME"]) / name)
     gone_after_s = float(os.environ.get(GONE_AFTER_S, "3"))
-    for module in (store_lock, task_holder):
+    for module in (liveness, task_lock):
         vars(module)["DEAD_AFTER_S"] = gone_after_s
-    store_lock.StoreTaskLock.beat_s = 0.5
-    vars(store_lock)["TRUSTED_S"] = gone_after_s / 2
-    vars(watching)["LOOK_S"] = 0.5
+        vars(module)["LOOK_S"] = 0.5
+    task_lock.StoreTaskLock.beat_s = 0.5
+    vars(task_lock)["TRUSTED_S"] = gone_after_s / 2
     cast("dict[str, Any]", sys.modules)["boto3"] = None  # as where it is not installed
 
 

@@ -14,9 +14,8 @@ from batchrunner.core.errors import TaskLockLostError
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
-from batchrunner.output.journal import Journal
-from batchrunner.output.parts import write_part
-from batchrunner.output.task_holder import this_process
+from batchrunner.output.holder import this_process
+from batchrunner.output.parts import Journal, write_part
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.control import Control, Sleeper
 from batchrunner.runner.join import join

@@ -23,9 +23,9 @@ from batchrunner.core.files import read_json
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.events import last_sample, read_events
 from batchrunner.output.files import whole_file, writing
+from batchrunner.output.liveness import holders_of
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import require_run_json
-from batchrunner.output.task_holder import holders_of
 from batchrunner.report.html.charts import draw_counts, load_charts, number
 from batchrunner.report.html.history import TaskHistory, Timeline, history_of, make_timeline
 from batchrunner.report.html.results import RunResults, prompts_of, read_results

@@ -22,8 +22,7 @@ from batchrunner.input.dataset import values_of
 from batchrunner.job.output import OF_TEXTS, SAMPLE
 from batchrunner.output.columns import has_texts, is_exploded
 from batchrunner.output.counts import RowCounts
-from batchrunner.output.journal import read_journal
-from batchrunner.output.parts import open_part
+from batchrunner.output.parts import open_part, read_journal
 from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.report.html.charts import BinnedValues, round_step

@@ -23,7 +23,6 @@ def pages() -> dict[str, str]:
         "advice-rules.md": advice_rules.page(),
         "command-line.md": command_line.page(),
         "environment-variables.md": environment.page(),
-        "events.md": run_files.events(),
         "exit-codes.md": exit_codes.page(),
         "job-file.md": job_file.page(),
         "json-output.md": json_output.page(),

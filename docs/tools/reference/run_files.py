@@ -1,4 +1,4 @@
-"""The pages on the result columns and on the events of a run."""
+"""The page on the result columns of a run."""
 
 import pyarrow as pa
 
@@ -7,7 +7,6 @@ from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS, SAMPLE, SAMPL
 from batchrunner.job.scores import ChoiceTask
 from batchrunner.job.tasks import TASKS
 from batchrunner.output.columns import ANSWER_TYPES, result_schema
-from batchrunner.output.event_kinds import EVENTS, EVERY_EVENT
 from docs.tools.reference.markdown import table
 
 VECTOR_LENGTH = 384
@@ -38,12 +37,6 @@ A job whose `task` is not `generate` has no columns `output`, `finish_reason` an
 stand after all others. A list of fixed size has the length of the first vector; a part in which all rows
 failed before that was known lacks the column, and `merge` fills in nulls."""
 
-LOG = """# Events
-
-`RUN/events.jsonl` has one JSON object for each event, in order of time; a run of several tasks has one
-log for each task, in `RUN/tasks/NAME`. A line that a crash has torn is no JSON: skip it. New events and
-new fields may come with any version."""
-
 
 def result_columns() -> str:
     """Return the page on the columns of the results."""
@@ -72,16 +65,3 @@ def _own_columns(name: str, task: ForwardTask) -> list[list[str]]:
         [name, f"`{column}`", str(kinds.field(column).type), task.meanings[column]]
         for column, _ in task.columns
     ]
-
-
-def events() -> str:
-    """Return the page on the events."""
-    parts = [LOG, "## Every event", _fields(EVERY_EVENT)]
-    for name, kind in EVENTS.items():
-        parts += [f"## {name}", kind.when, _fields(kind.fields)]
-    return "\n\n".join(parts)
-
-
-def _fields(fields: object) -> str:
-    assert hasattr(fields, "items")
-    return table(["field", "meaning"], ([f"`{name}`", text] for name, text in fields.items()))

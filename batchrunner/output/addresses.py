@@ -9,9 +9,9 @@ from importlib.util import find_spec
 
 from batchrunner.job.output import StorageSpec
 
+NEEDS_EXTRA = "install its client: pip install 'batchrunner[stores]'"
 _STORE = re.compile(r"(s3|gs|az)://([^/?#]+)/?(.*)", re.DOTALL | re.IGNORECASE)
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-NEEDS_EXTRA = "install its client: pip install 'batchrunner[stores]'"
 
 
 @dataclass(frozen=True, slots=True)

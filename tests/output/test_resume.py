@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import batchrunner
-from batchrunner.output.journal import Journal, read_journal
+from batchrunner.output.parts import Journal, read_journal
 from tests.conftest import (
     job_of,
     results_of,
@@ -111,7 +111,7 @@ def test_what_is_there_is_counted(
             len(bad),
             tokens,
         )
-        with mock.patch("batchrunner.output.failures.MOST_GROUPS", 3):
+        with mock.patch("batchrunner.output.counts.MOST_GROUPS", 3):
             report = batchrunner.run(job, retry_failed=retry_failed)
         kept = 0 if retry_failed else len(bad)
         assert (report.rows_resumed, report.rows_failed) == (len(there) - len(bad) + kept, kept)

@@ -6,7 +6,7 @@ import pytest
 from obstore.exceptions import GenericError
 
 from batchrunner.core.errors import StoreRequestError
-from batchrunner.output.stores.opening import READ_TRIES, as_os_error, read_whole, reason_of
+from batchrunner.output.objects import READ_TRIES, as_os_error, read_whole, reason_of
 
 REFUSED = (
     "Generic S3 error: Error performing PUT http://h/b/k in 3ms - Server returned non-2xx status code: "
@@ -18,10 +18,6 @@ REFUSED = (
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (
-            REFUSED.format(status="403 Forbidden", code="RequestTimeTooSkewed"),
-            "the clock of this machine is wrong (RequestTimeTooSkewed)",
-        ),
         (
             REFUSED.format(status="400 Bad Request", code="AuthorizationHeaderMalformed"),
             "the region is wrong: give storage.region (AuthorizationHeaderMalformed)",
