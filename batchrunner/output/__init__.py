@@ -1,6 +1,6 @@
 """Everything that a run writes: its directory, its results and who may write them.
 
-Layout: run_dir (`RunDir`, `open_run`), files (atomic writes), run_json (the job and the fingerprint of a run).
+Layout: run_dir (`RunDir`, `open_run`), files (atomic writes), run_json (the job and its fingerprint).
 Stores: store (`Store`: a file system or an object store), objects (requests, by obstore), addresses (URIs).
 Tasks: task_lock (`hold_task`), holder (who holds a task), liveness (whether that process runs).
 Results: writer (`ResultWriter`), parts (and journals), columns, arrow_arrays; resume (`read_done`: which rows
