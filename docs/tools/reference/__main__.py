@@ -4,12 +4,9 @@ from docs.tools.reference.pages import FOLDER, pages
 
 
 def main() -> None:
-    """Write each page, and delete pages that are no more made."""
+    """Write each page."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     made = pages()
-    for path in FOLDER.glob("*.md"):
-        if path.name not in made:
-            path.unlink()
     for name, text in made.items():
         (FOLDER / name).write_text(text, encoding="utf-8")
     print(f"{len(made)} pages in {FOLDER}")
