@@ -189,6 +189,7 @@ class Outcome(NamedTuple):
         return self.completion is None and self.error is None
 
 
+@dataclass(frozen=True, slots=True)
 class ForwardTask(ABC):
     """A task that a model does in one forward pass, without decoding, such as an embedding. Pure.
 
@@ -206,18 +207,11 @@ class ForwardTask(ABC):
     """Pattern in the names of the architectures that can do it; empty for all."""
     by_generation: ClassVar[bool] = False
     """Whether it needs a model that generates text (a server without `--is-embedding`)."""
-    wrong_model: ClassVar[str]
-    """What a model of the other kind does, in words, such as "generates text and makes no embeddings"."""
     takes: ClassVar[tuple[str, ...]] = ()
     """Fields of a job that this task has and generating lacks: the arguments of the subclass, by their last
     part."""
     meanings: ClassVar[Mapping[str, str]]
     """Its columns of the results, with their meanings."""
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> ForwardTask:
-        """Return the task with these values of the job's fields, by the last parts of their names."""
-        return cls(**fields)
 
     @property
     @abstractmethod
@@ -247,13 +241,6 @@ class ForwardTask(ABC):
 
         The values of `columns` stand under their names in `Completion.columns`, each in a list of one. Raises
         AttemptFailedError, or what msgspec raises, where the reply is not one.
-        """
-
-    @abstractmethod
-    def made_up_reply(self, request: Request, seed: int, prompt_tokens: int, size: int) -> bytes:
-        """Return a reply to `body([request])`, the same for the same seed, for the simulated engine.
-
-        `size` is the length of a vector of the simulated model.
         """
 
 

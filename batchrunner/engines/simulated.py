@@ -28,13 +28,12 @@ from batchrunner.core.types import (
     RowRef,
 )
 from batchrunner.engines.base import Engine
-from batchrunner.engines.http.replies import answer_of
 from batchrunner.engines.simulation.replica import CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from batchrunner.input.request_bodies import prompt_of, prompts_in
 from batchrunner.job.engine import SimulatedEngine
 from batchrunner.job.output import CUT, RESPONSE
-from batchrunner.job.tasks import EMBEDDING, MODEL, EmbedTask, reply_of
+from batchrunner.job.tasks import EMBEDDING, MODEL, EmbedTask, made_up_columns, reply_of
 
 MARK = "[simulated] "
 """Beginning of every answer, so that none is taken for a model's."""
@@ -90,7 +89,8 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
     if request.task is not None:
         if request.kind == "messages":
             raise RowRefusedError(f"task: {request.task.name} takes a text or token ids, and this is a chat")
-        return answer_of(request, request.task.made_up_reply(request, samples[0], prompt_tokens, dimensions))
+        columns = made_up_columns(request.task, request, samples[0], dimensions)
+        return Completion([], [], [], prompt_tokens, 0, columns=columns)
     lengths = [_length(request.sampling, sample, limit_tokens - prompt_tokens) for sample in samples]
     texts = [_text(sample, tokens) for sample, (tokens, _) in zip(samples, lengths, strict=True)]
     reasons: list[str | None] = [reason for _, reason in lengths]

@@ -1,126 +1,87 @@
-"""The task `score` with `labels`: the probabilities of tokens after a prompt, by `/generate`.
+"""The tasks without decoding whose answers are scores, by SGLang's own endpoints `/generate` and `/encode`.
 
-`/v1/score` of SGLang 0.5.23 does the same inside (no new token, `token_ids_logprob`), but its reply lacks the
-tokens of each prompt, computed and cached, and the version of the weights. Prompts of a list are requests of
-their own for the scheduler: prefixes are shared through its cache, as with texts.
+Each prompt has a result with a `meta_info` of its own; several prompts have a list of them, in order. They
+are requests of their own for the scheduler: prefixes are shared through its cache, as with texts. `/v1/score`
+of SGLang 0.5.23 does the same inside (no new token, `token_ids_logprob`), but its reply lacks the tokens of
+each prompt, computed and cached, and the version of the weights.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from random import Random
-from typing import Any, ClassVar
+from http import HTTPStatus
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from batchrunner.core.errors import AttemptFailedError, RequestError, RowRefusedError
+from batchrunner.core.errors import AttemptFailedError, EngineBusyError, RequestError, RowRefusedError
 from batchrunner.core.types import ColumnKind, Completion, ForwardTask, Request
-from batchrunner.job.native import (
-    NativeMeta,
-    NativeResult,
-    TokenScore,
-    abort_of,
-    adapters_of,
-    completion_with,
-    pooling_args,
-    prompts_of,
-    results_in,
-)
 
-SCORES = "scores"
+SCORES, SCORE, LABEL = "scores", "score", "label"
+PER_TOKEN, PER_BYTE = "scores_per_token", "scores_per_byte"
 WITHOUT_TOKENS = {"max_new_tokens": 0}
 """Sampling parameters with which `/generate` ends a prompt after its prefill."""
+_COUNT_MOST = (1 << 31) - 1
+_BUSY = {429, 503}
+
+TokenCount = Annotated[int, msgspec.Meta(ge=0, le=_COUNT_MOST)]
+TokenScore = tuple[float | None, int, Any]
+"""Log probability (null where it is no number), token id, and the token's text, where that is asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScoreTask(ForwardTask):
-    """Tells how probable each label is as the next token after a prompt."""
+class NativeMeta(msgspec.Struct):
+    """The `meta_info` of a result."""
 
-    labels: tuple[str | int, ...] = ()
-    softmax: bool = False
-    """Whether the probabilities are those among the labels."""
-    label_ids: tuple[int, ...] = ()
-    """Token ids of the labels, once they are known."""
-
-    name = "score"
-    path = "/generate"
-    by_generation = True
-    past_gateways = True
-    wrong_model = "gives no probabilities of tokens"
-    takes = ("labels", "output.softmax", "prompt.choices")
-    meanings = {
-        SCORES: "The probability of each label after the prompt, in the order of `labels`; null if the row "
-        "failed.",
-    }
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> ForwardTask:
-        """Return the task for labels."""
-        return cls(tuple(fields["labels"] or ()), fields["softmax"])
-
-    @property
-    def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """A list of numbers."""
-        return ((SCORES, ("list", "float64")),)
-
-    @classmethod
-    def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:  # noqa: ARG003 - for others
-        """Return no arguments: a server that generates texts can do it."""
-        return {}
-
-    def body(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return the body: a list of prompts, for each of which the same tokens are asked for."""
-        return {
-            **prompts_of(requests),
-            "sampling_params": WITHOUT_TOKENS,
-            "return_logprob": True,
-            "logprob_start_len": -1,
-            "token_ids_logprob": [list(self.label_ids) for _ in requests],
-            **adapters_of(requests),
-        }
-
-    def answers(self, requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
-        """Return the probabilities of each row; a row with one that is no number has an error."""
-        return [self._answer(result) for result in results_in(reply, len(requests))]
-
-    def made_up_reply(
-        self,
-        request: Request,  # noqa: ARG002 - for tasks whose answer depends on it
-        seed: int,
-        prompt_tokens: int,
-        size: int,  # noqa: ARG002 - that of a vector
-    ) -> bytes:
-        """Return probabilities whose sum is below 1."""
-        known = self.label_ids or range(len(self.labels))
-        weights = made_up_weights(seed, len(self.labels) + 1)
-        scores: list[TokenScore] = [
-            (math.log(weight), number, None) for number, weight in zip(known, weights, strict=False)
-        ]
-        meta = NativeMeta(None, prompt_tokens, 0, output_token_ids_logprobs=[scores])
-        return msgspec.json.encode(NativeResult(meta))
-
-    def _answer(self, result: NativeResult) -> Completion | RequestError:
-        if (abort := abort_of([result])) is not None:
-            return abort
-        told = result.meta_info.output_token_ids_logprobs
-        if not told or not told[0]:
-            return AttemptFailedError("the answer has no probabilities of the labels")
-        by_id = {number: logprob for logprob, number, _ in told[0]}
-        asked = self.label_ids or range(len(self.labels))
-        if any(number not in by_id for number in asked):
-            return AttemptFailedError("the answer lacks the probability of a label")
-        logprobs = [by_id[number] for number in asked]
-        known = [logprob for logprob in logprobs if logprob is not None and math.isfinite(logprob)]
-        if len(known) < len(logprobs):
-            return AttemptFailedError("the probability of a label is not a number")
-        return completion_with([result], {SCORES: _probabilities(known, among=self.softmax)})
+    finish_reason: Any = None
+    prompt_tokens: TokenCount | None = None
+    cached_tokens: TokenCount | None = None
+    weight_version: Any = None
+    output_token_ids_logprobs: list[list[TokenScore] | None] | None = None
+    input_token_logprobs: list[TokenScore] | None = None
 
 
-def _probabilities(logprobs: Sequence[float], *, among: bool) -> list[float]:
-    """Return probabilities, those `among` the given ones if asked for: then their sum is 1."""
-    return softmax(logprobs) if among else [math.exp(logprob) for logprob in logprobs]
+class NativeResult(msgspec.Struct):
+    """What came of one prompt."""
+
+    meta_info: NativeMeta
+    embedding: list[float | None] | float | None = None
+
+
+_read = msgspec.json.Decoder(NativeResult | list[NativeResult])
+_read_lists = msgspec.json.Decoder(list[list[NativeResult]])
+
+
+def _raise_abort(results: Sequence[NativeResult]) -> None:
+    """Raise what the first abort among the results of a row means for it."""
+    for result in results:
+        reason = result.meta_info.finish_reason
+        if isinstance(reason, dict) and reason.get("type") == "abort":
+            said, status = str(reason.get("message") or "aborted by the engine"), reason.get("status_code")
+            if status in _BUSY:
+                raise EngineBusyError(f"{status}: {said}")
+            raise RowRefusedError(said) if status == HTTPStatus.BAD_REQUEST else AttemptFailedError(said)
+
+
+def _finite(numbers: Sequence[float | None], what: str) -> list[float]:
+    """Return numbers; raises AttemptFailedError where one is null, NaN or infinite."""
+    known = [number for number in numbers if number is not None and math.isfinite(number)]
+    if not numbers or len(known) < len(numbers):
+        raise AttemptFailedError(f"{what} is not a number")
+    return known
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return min(sum(known), _COUNT_MOST) if len(known) == len(counts) else None
+
+
+def _with_adapters(requests: Sequence[Request], body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body with the LoRA adapter of each of its prompts, which these requests are for."""
+    adapters = [request.lora_path for request in requests]
+    return {**body, "lora_path": adapters} if any(adapters) else body
 
 
 def softmax(numbers: Sequence[float]) -> list[float]:
@@ -131,17 +92,122 @@ def softmax(numbers: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def made_up_weights(seed: int, count: int) -> list[float]:
-    """Return positive numbers whose sum is 1, the same for the same seed."""
-    random = Random(seed)  # noqa: S311 - no secret
-    numbers = [random.random() + 1e-6 for _ in range(count)]
-    total = sum(numbers)
-    return [number / total for number in numbers]
+@dataclass(frozen=True, slots=True)
+class NativeTask(ForwardTask):
+    """Reads numbers that a model with a head for them makes of each prompt."""
+
+    path: ClassVar[str] = "/encode"
+    past_gateways: ClassVar[bool] = True
+    architectures: ClassVar[str] = "SequenceClassification|Reward|Classification"
+
+    @property
+    def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
+        """A list of numbers."""
+        return ((SCORES, ("list", "float64")),)
+
+    @classmethod
+    def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
+        """Return the arguments of a server that pools."""
+        return pooling_args(config, cpu=cpu)
+
+    def body(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Return the body: a list of prompts."""
+        name = "input_ids" if requests[0].kind == "input_ids" else "text"
+        return _with_adapters(requests, {name: [request.prompt for request in requests]})
+
+    def answers(self, requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
+        """Return the numbers of each row; a row with one that is no number has an error."""
+        found = _read.decode(reply)
+        results = found if isinstance(found, list) else [found]
+        counts = [max(1, len(request.items)) for request in requests]
+        if len(results) != sum(counts):
+            raise AttemptFailedError(f"{len(results)} results came for {sum(counts)} prompts")
+        rest = iter(results)
+        return [
+            self._answer(request, [next(rest) for _ in range(count)])
+            for request, count in zip(requests, counts, strict=True)
+        ]
+
+    def _answer(self, request: Request, results: Sequence[NativeResult]) -> Completion | RequestError:
+        """Return the answer of a row; tokens are those of all its prompts."""
+        try:
+            _raise_abort(results)
+            columns = self._columns_of(request, results)
+        except RequestError as failure:
+            return failure
+        metas = [result.meta_info for result in results]
+        version = metas[0].weight_version
+        return Completion(
+            [], [], [],
+            _total([meta.prompt_tokens for meta in metas]),
+            _total([meta.cached_tokens for meta in metas]),
+            weights=version if isinstance(version, str) else None,
+            columns={name: [value] for name, value in columns.items()},
+        )  # fmt: skip
+
+    def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
+        """Return the columns of a row from the results of its prompts; raises RequestError."""
+        found = []
+        for result in results:
+            given = result.embedding
+            found.append(_finite(given if isinstance(given, list) else [given], "a score of the answer"))
+        return self._values(found)
+
+    def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
+        """Return the columns of a row from the numbers of each of its prompts; raises RequestError."""
+        return {SCORES: [self._only(numbers) for numbers in found]}
+
+    def _only(self, numbers: Sequence[float]) -> float:
+        """Return the one number of a prompt; raises RowRefusedError where the model makes several."""
+        if len(numbers) != 1:
+            raise RowRefusedError(
+                f"the model gives {len(numbers)} numbers, and task: {self.name} takes a single one"
+            )
+        return numbers[0]
 
 
-PER_TOKEN, PER_BYTE = "scores_per_token", "scores_per_byte"
+@dataclass(frozen=True, slots=True)
+class ScoreTask(NativeTask):
+    """Tells how probable each label is as the next token after a prompt, by `/generate`."""
 
-_read = msgspec.json.Decoder(list[list[NativeResult]])
+    labels: tuple[str | int, ...] = ()
+    softmax: bool = False
+    """Whether the probabilities are those among the labels."""
+    label_ids: tuple[int, ...] = ()
+    """Token ids of the labels, once they are known."""
+
+    name = "score"
+    path = "/generate"
+    by_generation = True
+    architectures = ""
+    takes = ("labels", "output.softmax", "prompt.choices")
+    meanings = {
+        SCORES: "The probability of each label after the prompt, in the order of `labels`; null if the row "
+        "failed.",
+    }
+
+    @classmethod
+    def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:  # noqa: ARG003 - for others
+        """Return no arguments: a server that generates texts can do it."""
+        return {}
+
+    def body(self, requests: Sequence[Request]) -> dict[str, Any]:
+        """Return the body: a list of prompts, for each of which the same tokens are asked for."""
+        return {
+            **NativeTask.body(self, requests),
+            "sampling_params": WITHOUT_TOKENS,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "token_ids_logprob": [list(self.label_ids) for _ in requests],
+        }
+
+    def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
+        told = (results[0].meta_info.output_token_ids_logprobs or [None])[0]
+        by_id = {number: logprob for logprob, number, _ in told or ()}
+        if not by_id.keys() >= {*self.label_ids}:
+            raise AttemptFailedError("the answer lacks the probability of a label")
+        logprobs = _finite([by_id[number] for number in self.label_ids], "the probability of a label")
+        return {SCORES: softmax(logprobs) if self.softmax else [math.exp(logprob) for logprob in logprobs]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +220,6 @@ class ChoiceTask(ScoreTask):
         PER_TOKEN: "The same, divided by the number of the choice's tokens.",
         PER_BYTE: "The same, divided by the number of the choice's bytes in UTF-8.",
     }
-
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> ChoiceTask:  # noqa: ARG003 - the choices are those of a row
-        """Return the task."""
-        return cls()
 
     @property
     def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
@@ -181,144 +242,47 @@ class ChoiceTask(ScoreTask):
 
     def answers(self, requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
         """Return the log likelihoods of each row; a row with one that is no number has an error."""
-        firsts, *more = _read.decode(reply)
-        others = iter(more[0] if more else ())
-        if len(firsts) + (len(more[0]) if more else 0) != sum(len(request.item_ids) for request in requests):
+        firsts, *more = _read_lists.decode(reply)
+        others = more[0] if more else []
+        if len(firsts) + len(others) != sum(len(request.item_ids) for request in requests):
             raise AttemptFailedError("there are not as many results as choices")
+        rest = iter(others)
         return [
-            self._row(request, [first, *(next(others) for _ in request.item_ids[1:])])
+            self._answer(request, [first, *(next(rest) for _ in request.item_ids[1:])])
             for request, first in zip(requests, firsts, strict=True)
         ]
 
-    def made_up_reply(
-        self,
-        request: Request,
-        seed: int,
-        prompt_tokens: int,
-        size: int,  # noqa: ARG002 - that of a vector
-    ) -> bytes:
-        """Return a probability for each token of each choice."""
-        results = []
-        for place, ids in enumerate(request.item_ids):
-            weights = made_up_weights(seed + place, len(ids) + 1)
-            told: list[TokenScore] = [
-                (math.log(weight), number, None) for number, weight in zip(ids, weights, strict=False)
-            ]
-            meta = NativeMeta(None, prompt_tokens + len(ids), 0, input_token_logprobs=told)
-            results.append(NativeResult(meta))
-        return msgspec.json.encode([results[:1], results[1:]])
-
-    def _row(self, request: Request, results: Sequence[NativeResult]) -> Completion | RequestError:
-        if (abort := abort_of(results)) is not None:
-            return abort
+    def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:
         sums = []
         for ids, result in zip(request.item_ids, results, strict=True):
             told = (result.meta_info.input_token_logprobs or [])[-len(ids) :]
             if [number for _, number, _ in told] != ids:
-                return AttemptFailedError("the answer lacks log probabilities of a choice's tokens")
-            known = [logprob for logprob, _, _ in told if logprob is not None]
-            total = math.fsum(known)
-            if len(known) < len(ids) or not math.isfinite(total):
-                return AttemptFailedError("the log likelihood of a choice is not a number")
-            sums.append(total)
+                raise AttemptFailedError("the answer lacks log probabilities of a choice's tokens")
+            known = _finite([logprob for logprob, _, _ in told], "the log likelihood of a choice")
+            sums.append(math.fsum(known))
         tokens = [len(ids) for ids in request.item_ids]
         sizes = [len(item.encode("utf-8", "surrogatepass")) for item in request.items]
-        columns = {
+        return {
             SCORES: sums,
             PER_TOKEN: [total / count for total, count in zip(sums, tokens, strict=True)],
             PER_BYTE: [total / size for total, size in zip(sums, sizes, strict=True)],
         }
-        return completion_with(results, columns)
 
 
 def _body_of(pairs: Sequence[tuple[Request, list[int]]]) -> dict[str, Any]:
     """Return a body with these choices of requests."""
-    adapters = [request.lora_path for request, _ in pairs]
-    return {
+    body = {
         "input_ids": [[*request.prompt, *ids] for request, ids in pairs],
         "sampling_params": WITHOUT_TOKENS,
         "return_logprob": True,
         # the log probability of a token is computed at the one before it
         "logprob_start_len": [len(request.prompt) - 1 for request, _ in pairs],
-        **({"lora_path": adapters} if any(adapters) else {}),
     }
-
-
-SCORE, LABEL = "score", "label"
-_CLASSES = 3
-"""Classes of the simulated engine."""
+    return _with_adapters([request for request, _ in pairs], body)
 
 
 @dataclass(frozen=True, slots=True)
-class PooledTask(ForwardTask):
-    """Reads numbers that a model with a head for them makes of each prompt."""
-
-    path: ClassVar[str] = "/encode"
-    past_gateways: ClassVar[bool] = True
-    architectures: ClassVar[str] = "SequenceClassification|Reward|Classification"
-    wrong_model: ClassVar[str] = "generates text and has no head for scores"
-
-    @property
-    def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """A list of numbers."""
-        return ((SCORES, ("list", "float64")),)
-
-    @classmethod
-    def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
-        """Return the arguments of a server that pools."""
-        return pooling_args(config, cpu=cpu)
-
-    def body(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return the body: a list of prompts."""
-        return {**prompts_of(requests), **adapters_of(requests)}
-
-    def answers(self, requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
-        """Return the numbers of each row; a row with one that is no number has an error."""
-        counts = [max(1, len(request.items)) for request in requests]
-        results = iter(results_in(reply, sum(counts)))
-        return [self._row([next(results) for _ in range(count)]) for count in counts]
-
-    def made_up_reply(
-        self,
-        request: Request,
-        seed: int,
-        prompt_tokens: int,
-        size: int,  # noqa: ARG002 - that of a vector
-    ) -> bytes:
-        """Return numbers from 0 to 1."""
-        return msgspec.json.encode(
-            [
-                NativeResult(NativeMeta(None, prompt_tokens, 0), embedding=self._made_up(seed + place))
-                for place in range(max(1, len(request.items)))
-            ]
-        )
-
-    def _made_up(self, seed: int) -> list[float | None]:
-        return [*made_up_weights(seed, _CLASSES)]
-
-    def _row(self, results: Sequence[NativeResult]) -> Completion | RequestError:
-        if (abort := abort_of(results)) is not None:
-            return abort
-        found: list[list[float]] = []
-        for result in results:
-            given = result.embedding
-            numbers = given if isinstance(given, list) else [given]
-            known = [number for number in numbers if number is not None and math.isfinite(number)]
-            if not numbers or len(known) < len(numbers):
-                return AttemptFailedError("a score of the answer is not a number")
-            found.append(known)
-        try:
-            return completion_with(results, self._values(found))
-        except RequestError as failure:
-            return failure
-
-    def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
-        """Return the columns of a row from the numbers of each of its prompts; raises RequestError."""
-        return {SCORES: found[0]}
-
-
-@dataclass(frozen=True, slots=True)
-class RerankTask(PooledTask):
+class RerankTask(NativeTask):
     """Tells how relevant each document is to a query, by a cross-encoder."""
 
     name = "rerank"
@@ -329,28 +293,15 @@ class RerankTask(PooledTask):
         "null if the row failed.",
     }
 
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> ForwardTask:  # noqa: ARG003 - the documents are those of a row
-        """Return the task."""
-        return cls()
-
     def body(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return the body: a pair of query and document for each document."""
-        return {
-            "text": [[request.prompt, item] for request in requests for item in request.items],
-            "is_cross_encoder_request": True,
-            **adapters_of(requests),
-        }
-
-    def _made_up(self, seed: int) -> list[float | None]:
-        return [made_up_weights(seed, 2)[0]]
-
-    def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
-        return {SCORES: [_only(numbers, self.name) for numbers in found]}
+        pairs = [(request, item) for request in requests for item in request.items]
+        body = {"text": [[request.prompt, item] for request, item in pairs], "is_cross_encoder_request": True}
+        return _with_adapters([request for request, _ in pairs], body)
 
 
 @dataclass(frozen=True, slots=True)
-class RewardTask(PooledTask):
+class RewardTask(NativeTask):
     """Tells the reward of a text, by a reward model."""
 
     name = "reward"
@@ -363,15 +314,12 @@ class RewardTask(PooledTask):
         """One number."""
         return ((SCORE, "float64"),)
 
-    def _made_up(self, seed: int) -> list[float | None]:
-        return [made_up_weights(seed, 2)[0]]
-
     def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
-        return {SCORE: _only(found[0], self.name)}
+        return {SCORE: self._only(found[0])}
 
 
 @dataclass(frozen=True, slots=True)
-class ClassifyTask(PooledTask):
+class ClassifyTask(NativeTask):
     """Tells the classes of a text, by a classification model."""
 
     softmax: bool = False
@@ -396,14 +344,29 @@ class ClassifyTask(PooledTask):
     def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
         (numbers,) = found
         best = numbers.index(max(numbers))
-        if self.softmax:
-            numbers = softmax(numbers)
         name = self.names[best] if best < len(self.names) else f"LABEL_{best}"
-        return {SCORES: numbers, LABEL: name}
+        return {SCORES: softmax(numbers) if self.softmax else numbers, LABEL: name}
 
 
-def _only(numbers: Sequence[float], task: str) -> float:
-    """Return the one number of a prompt; raises RowRefusedError where the model makes several."""
-    if len(numbers) != 1:
-        raise RowRefusedError(f"the model gives {len(numbers)} numbers, and task: {task} takes a single one")
-    return numbers[0]
+CPU_ROWS = 256
+"""Rows of a forward pass at most on a CPU: short ones would leave it far below its tokens."""
+_ENCODER = re.compile("bert", re.IGNORECASE)
+"""In the names of encoders: BERT, RoBERTa, ModernBERT, …"""
+_DECODER = re.compile("ForCausalLM|Classification|Reward")
+"""In the names of decoders, which generate text or have a head for scores instead."""
+
+
+def pooling_args(config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
+    """Return the arguments for a model with this config.json; an encoder computes prompts whole, uncached.
+
+    A model that is not known to be a decoder counts as an encoder, whose tokens attend to later ones: a
+    decoder that is taken for one is only slower, while an encoder whose prompts are computed in pieces gives
+    wrong numbers.
+    """
+    args: dict[str, Any] = {"is-embedding": True}
+    names = " ".join(map(str, config.get("architectures") or ()))
+    if _ENCODER.search(names) is not None or _DECODER.search(names) is None:
+        args |= {"disable-radix-cache": True, "chunked-prefill-size": -1}
+    if cpu:  # by itself SGLang finds no memory for the cache; and these models have short contexts
+        args |= {"mem-fraction-static": 0.3, "context-length": None, "max-running-requests": CPU_ROWS}
+    return args

@@ -9,22 +9,30 @@ its prompt is token ids, or where it is alone.
 from __future__ import annotations
 
 import binascii
+import dataclasses
 import math
 import struct
-import sys
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from random import Random
 from typing import Annotated, Any, Literal, TypeAlias
-from zlib import crc32
 
 import msgspec
 
 from batchrunner.core.errors import AttemptFailedError, RequestError, RowRefusedError
 from batchrunner.core.types import ColumnKind, Completion, ForwardTask, Request
-from batchrunner.job.native import pooling_args
-from batchrunner.job.scores import ChoiceTask, ClassifyTask, RerankTask, RewardTask, ScoreTask
+from batchrunner.job.scores import (
+    ChoiceTask,
+    ClassifyTask,
+    RerankTask,
+    RewardTask,
+    ScoreTask,
+    TokenCount,
+    pooling_args,
+    softmax,
+)
 
 VECTOR = "vector"
 """Kind of a column whose values are all of one length, which the first of them tells: (VECTOR, dtype)."""
@@ -37,25 +45,19 @@ WIDTHS: Mapping[str, int] = {"float32": 4, "float16": 2}
 """Bytes of a number."""
 UNIT = 1e-6
 """A vector whose length differs from 1 by less is left as it is: that is the precision of 32-bit numbers."""
-_FLOAT32_BYTES = 4
-TAPE_NUMBERS = 1 << 13
-"""Numbers of which the vectors of the simulated engine are made."""
-_COUNT_MOST = (1 << 31) - 1
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=_COUNT_MOST)]
 
 
 class EmbeddingItem(msgspec.Struct):
     """A vector of a reply: Base64 of little-endian 32-bit numbers, or a list of numbers."""
 
     embedding: str | list[float | None]
-    index: Count | None = None
+    index: TokenCount | None = None
 
 
 class EmbeddingUsage(msgspec.Struct):
     """The tokens of all rows."""
 
-    prompt_tokens: Count | None = None
+    prompt_tokens: TokenCount | None = None
 
 
 class EmbeddingReply(msgspec.Struct):
@@ -80,7 +82,6 @@ class EmbedTask(ForwardTask):
 
     name = "embed"
     path = "/v1/embeddings"
-    wrong_model = "generates text and makes no embeddings"
     takes = ("output.dtype", "output.normalize", "output.dimensions")
     meanings = {
         EMBEDDING: "The vector of the prompt, all of one length; null if the row failed.",
@@ -99,41 +100,25 @@ class EmbedTask(ForwardTask):
     def body(self, requests: Sequence[Request]) -> dict[str, Any]:
         """Return the body: a single prompt, or a list of them."""
         prompts = [request.prompt for request in requests]
-        body: dict[str, Any] = {"model": MODEL, "input": prompts if len(prompts) > 1 else prompts[0]}
-        body["encoding_format"] = "base64"
+        adapters = [request.lora_path for request in requests]
+        body: dict[str, Any] = {"model": MODEL, "encoding_format": "base64"}
+        body["input"] = prompts if len(prompts) > 1 else prompts[0]
         if self.dimensions is not None:
             body["dimensions"] = self.dimensions
-        if any(request.lora_path is not None for request in requests):
-            adapters = [request.lora_path for request in requests]
+        if any(adapters):
             body["lora_path"] = adapters if len(adapters) > 1 else adapters[0]
         return body
 
     def answers(self, requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
         """Return the vectors as bytes of `dtype`; a row whose vector has no use has an error."""
         found: EmbeddingReply = _read.decode(reply)
-        items = found.data
-        if len(items) != len(requests):
-            raise AttemptFailedError(f"{len(items)} vectors came for {len(requests)} rows")
-        if len(items) > 1:
-            items = sorted(items, key=lambda item: -1 if item.index is None else item.index)
-            if [item.index for item in items] != list(range(len(items))):
-                raise AttemptFailedError("the vectors are not numbered from 0 on, each once")
+        items = sorted(found.data, key=lambda item: item.index or 0)
+        if [item.index or 0 for item in items] != list(range(len(requests))):
+            raise AttemptFailedError(
+                f"{len(items)} vectors came for {len(requests)} rows, or they are not numbered from 0 on"
+            )
         tokens = _tokens_of(requests, found.usage.prompt_tokens)
         return [self._answer(item, count) for item, count in zip(items, tokens, strict=True)]
-
-    def made_up_reply(
-        self,
-        request: Request,  # noqa: ARG002 - for tasks whose answer has a size of its own
-        seed: int,
-        prompt_tokens: int,
-        size: int,
-    ) -> bytes:
-        """Return a vector of `size` numbers, or as many as were asked for, from -1 to 1."""
-        length = self.dimensions or size
-        start = seed % TAPE_NUMBERS
-        vector = (_TAPE * (1 + (start + length) // TAPE_NUMBERS))[start : start + length]
-        item = EmbeddingItem(b64encode(_little(vector).tobytes()).decode(), 0)
-        return msgspec.json.encode(EmbeddingReply([item], EmbeddingUsage(prompt_tokens)))
 
     def _answer(self, item: EmbeddingItem, prompt_tokens: int | None) -> Completion | RequestError:
         try:
@@ -159,18 +144,17 @@ class EmbedTask(ForwardTask):
             if abs(norm - 1) > UNIT:
                 vector = array("f", [number / norm for number in vector])
         if self.dtype == "float32":
-            return _little(vector).tobytes()
+            return vector.tobytes()
         try:
             return struct.pack(f"<{len(vector)}e", *vector)
         except (OverflowError, struct.error):
             raise RowRefusedError("output.dtype: the vector has numbers too large for float16") from None
 
 
-def numbers_of(vector: bytes, dtype: Dtype) -> list[float]:
+def numbers_of(vector: bytes, dtype: str) -> list[float]:
     """Return the numbers of a vector that stands as the results have it."""
-    if dtype == "float32":
-        return _little(array("f", vector)).tolist()
-    return list(struct.unpack(f"<{len(vector) // WIDTHS[dtype]}e", vector))
+    width = WIDTHS[dtype]
+    return list(struct.unpack(f"<{len(vector) // width}{'f' if dtype == 'float32' else 'e'}", vector))
 
 
 def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_text: bool) -> bytes:
@@ -179,7 +163,7 @@ def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_tex
         {
             "object": "embedding",
             "index": index,
-            "embedding": b64encode(vector).decode() if as_text else list(_little(array("f", vector))),
+            "embedding": b64encode(vector).decode() if as_text else numbers_of(vector, "float32"),
         }
         for index, vector in enumerate(vectors)
     ]
@@ -204,26 +188,14 @@ def check_embeddings(reply: bytes, rows: int | None) -> int | None:
 def _numbers(item: EmbeddingItem) -> array[float]:
     """Return the numbers of a vector; raises RequestError where they are none."""
     found = item.embedding
-    if not isinstance(found, str):
-        try:
-            return array("f", [math.nan if number is None else number for number in found])
-        except OverflowError:
-            return array("f", [math.inf])
     try:
-        content = b64decode(found, validate=True)
+        if isinstance(found, str):
+            return array("f", b64decode(found, validate=True))
+        return array("f", [math.nan if number is None else number for number in found])
+    except OverflowError:
+        return array("f", [math.inf])
     except (binascii.Error, ValueError):
-        raise AttemptFailedError("the vector is not Base64") from None
-    if len(content) % _FLOAT32_BYTES:
-        raise AttemptFailedError("the vector is no whole number of 32-bit numbers")
-    return _little(array("f", content))
-
-
-def _little(vector: array[float]) -> array[float]:
-    """Return a vector whose bytes are little-endian, or one that was so as this machine has it."""
-    if sys.byteorder == "big":
-        vector = vector[:]
-        vector.byteswap()
-    return vector
+        raise AttemptFailedError("the vector is no Base64 of 32-bit numbers") from None
 
 
 def _tokens_of(requests: Sequence[Request], total: int | None) -> list[int | None]:
@@ -232,9 +204,6 @@ def _tokens_of(requests: Sequence[Request], total: int | None) -> list[int | Non
         return [total]
     counts = [len(request.prompt) if request.kind == "input_ids" else None for request in requests]
     return [*counts] if None not in counts and sum(filter(None, counts)) == total else [None] * len(requests)
-
-
-_TAPE = array("f", [(crc32(b"%d" % number) / (1 << 31)) - 1 for number in range(TAPE_NUMBERS)])
 
 
 TaskName: TypeAlias = Literal["generate", "embed", "score", "rerank", "reward", "classify"]
@@ -249,13 +218,38 @@ TASKS: dict[str, type[ForwardTask]] = {
 
 def task_of(name: TaskName, fields: Mapping[str, Any]) -> ForwardTask | None:
     """Return the task with the values of a job's fields; None for generating."""
-    if name == ScoreTask.name and fields["choices"] is not None:
-        return ChoiceTask.of(fields)
-    kind = TASKS.get(name)
-    return None if kind is None else kind.of(fields)
+    if name not in TASKS:
+        return None
+    kind = ChoiceTask if fields.get("choices") is not None else TASKS[name]
+    known = {field.name for field in dataclasses.fields(kind)}
+    given = {key: value for key, value in fields.items() if key in known and value is not None}
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 
 def goes_past_gateways(task: TaskName) -> bool:
     """Tell whether rows of a task go to servers, and never through a gateway."""
     kind = TASKS.get(task)
     return kind is not None and kind.past_gateways
+
+
+_CLASSES = 3
+"""Classes of the model of the simulated engine."""
+
+
+def made_up_columns(task: ForwardTask, request: Request, seed: int, size: int) -> dict[str, list[Any]]:
+    """Return invented values of a task's columns, the same for the same seed, for the simulated engine.
+
+    Vectors have `size` numbers, unless the task says how many.
+    """
+    random = Random(seed)  # noqa: S311 - no secret
+    if isinstance(task, EmbedTask):
+        vector = array("f", [2 * random.random() - 1 for _ in range(task.dimensions or size)])
+        return {EMBEDDING: [task.stored(vector)]}
+    labels = task.labels if isinstance(task, ScoreTask) else ()
+    count = len(request.items) or len(labels) or _CLASSES
+    is_whole = isinstance(task, (ScoreTask, ClassifyTask)) and task.softmax
+    rest = 0 if is_whole else 1  # of labels that nobody asks for
+    shares = softmax([random.random() for _ in range(count + rest)])[:count]
+    numbers = [math.log(share) for share in shares] if isinstance(task, ChoiceTask) else shares
+    values = {"float64": numbers[0], "string": f"LABEL_{numbers.index(max(numbers))}"}
+    return {name: [values.get(str(kind), numbers)] for name, kind in task.columns}

@@ -243,7 +243,7 @@ def _value_of(completion: Completion | None, name: str, kind: ColumnKind) -> Any
     """Return the value of a column of a task without decoding; a vector as a list of numbers."""
     value = completion.columns[name][0] if completion and name in completion.columns else None
     if kind[0] == VECTOR and isinstance(value, bytes):
-        return numbers_of(value, "float16" if kind[1] == "float16" else "float32")
+        return numbers_of(value, kind[1])
     return value
 
 

@@ -315,7 +315,7 @@ def test_tasks_join_and_others_are_refused(tmp_path: Path, embedder: FakeSGLang)
 @pytest.mark.parametrize(
     ("task", "generates", "message"),
     [
-        ("embed", True, "serves fake/model, which generates text and makes no embeddings: start it with"),
+        ("embed", True, "serves fake/model, which generates text: start it with"),
         ("generate", False, "serves fake/model, which does not generate text"),
     ],
 )

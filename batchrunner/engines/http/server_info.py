@@ -40,7 +40,7 @@ def check_does(task: TaskName, generates: object, who: str, architectures: objec
         raise EngineStartError(f"{who}, which does not generate text")
     if kind is not None and not by_generation and generates is True:
         raise EngineStartError(
-            f"{who}, which {kind.wrong_model}", hint=f"start it with --is-embedding for task: {task}"
+            f"{who}, which generates text", hint=f"start it with --is-embedding for task: {task}"
         )
     check_architecture(task, architectures, who)
 
