@@ -101,7 +101,7 @@ MOST_TOKENS = {
     "core": 9_500,
     "job": 20_800,
     "output": 27_300,
-    "input": 41_300,
+    "input": 39_000,
     "engines": 52_700,
     "advise": 13_600,
     "report": 12_800,

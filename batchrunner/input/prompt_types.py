@@ -6,9 +6,7 @@ import pyarrow.types as pt
 
 def is_text(kind: pa.DataType) -> bool:
     """Tell whether a column holds texts."""
-    if pt.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind))
+    return _plain(kind) in {pa.string(), pa.large_string(), pa.string_view()}
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -23,17 +21,14 @@ def is_ids(kind: pa.DataType) -> bool:
 
 def is_bytes(kind: pa.DataType) -> bool:
     """Tell whether a column holds bytes."""
-    if pt.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(
-        pt.is_binary(kind)
-        or pt.is_large_binary(kind)
-        or pt.is_binary_view(kind)
-        or pt.is_fixed_size_binary(kind)
-    )
+    plain = _plain(kind)
+    return plain in {pa.binary(), pa.large_binary(), pa.binary_view()} or pt.is_fixed_size_binary(plain)
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
     """Tell whether a column holds bytes, or lists or structs with them."""
-    inner = [kind.field(index).type for index in range(kind.num_fields)]
-    return is_bytes(kind) or any(map(holds_bytes, inner))
+    return is_bytes(kind) or any(holds_bytes(kind.field(at).type) for at in range(kind.num_fields))
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pt.is_dictionary(kind) else kind

@@ -7,7 +7,7 @@ from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.hook_worker import HookResult
 from batchrunner.core.types import Outcome, Request
 from batchrunner.input.dataset import ColumnSource
-from batchrunner.input.messages import ASSISTANT, Conversation
+from batchrunner.input.messages import ASSISTANT, conversation
 from batchrunner.job.fields import PROMPT
 
 
@@ -21,14 +21,13 @@ class PythonPrompts:
         """
         self._pool = pool
         facts = pool.facts[PROMPT]
-        self._talk = Conversation(f"{PROMPT}: {facts.name}", continues=True)
+        self._label = f"{PROMPT}: {facts.name}"
         if facts.reads is None:
-            names = dict.fromkeys(source.schema.names)
-            self.columns = [name for name in names if _is_usable(source, name)]
+            self.columns = [name for name in dict.fromkeys(source.schema.names) if _is_usable(source, name)]
         else:
             self.columns = list(facts.reads)
             for name in self.columns:
-                source.field(name, where=f"{PROMPT}: {facts.name}")
+                source.field(name, where=self._label)
 
     def fill(
         self, items: Sequence[Request | Outcome], is_stopped: Callable[[], object]
@@ -55,16 +54,15 @@ class PythonPrompts:
         if result.error is not None or result.value is None:  # a row without an error is left out
             return Outcome(request.ref, None, result.error, None, 0)
         kind, prompt = result.value
+        if kind != "messages":
+            return request._replace(
+                kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False, tools=None
+            )
         try:
-            if kind == "messages":
-                messages = self._talk.messages(prompt)
-                continues = messages[-1]["role"] == ASSISTANT
-                return request._replace(kind=kind, prompt=messages, continues=continues)
+            messages = conversation(self._label, prompt, continues=True)
         except RowRefusedError as failure:
             return Outcome(request.ref, None, str(failure), None, 0)
-        return request._replace(
-            kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False, tools=None
-        )
+        return request._replace(kind=kind, prompt=messages, continues=messages[-1]["role"] == ASSISTANT)
 
 
 def _is_usable(source: ColumnSource, name: str) -> bool:

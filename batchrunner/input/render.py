@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +11,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.types as pt
 
-from batchrunner.core.errors import InputError, RowRefusedError
+from batchrunner.core.errors import InputError, JobError, RowRefusedError
 from batchrunner.core.media import PromptFile
 from batchrunner.core.types import (
     AskedColumns,
@@ -21,31 +21,32 @@ from batchrunner.core.types import (
     Request,
     RequestBody,
     RowRef,
+    Tools,
 )
-from batchrunner.input.columns_read import written
+from batchrunner.input.columns_read import template_of_column
 from batchrunner.input.dataset import ColumnSource, Row, RowBatch, UnreadableValue, rows_of
-from batchrunner.input.fields_block import FieldsBlock, names_made, not_shown, with_block
-from batchrunner.input.items import ItemSource
-from batchrunner.input.messages import WANTED as MESSAGES_WANTED
-from batchrunner.input.messages import MessagesColumn, MessageTemplates, from_list, holds_messages
-from batchrunner.input.prompt_types import holds_bytes, is_bytes, is_ids, is_list, is_text
+from batchrunner.input.messages import holds_messages, messages_in, tools_in
+from batchrunner.input.prompt_types import holds_bytes, is_ids, is_list, is_text
 from batchrunner.input.request_bodies import RequestBodies
-from batchrunner.input.row_tools import RowTools
-from batchrunner.input.templates import AnswerExpression, Predicate, Template, is_template
+from batchrunner.input.templates import (
+    FIELDS,
+    AnswerExpression,
+    Predicate,
+    Template,
+    is_template,
+    with_fields,
+)
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec
 from batchrunner.job.spec import InputSpec
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
+    from batchrunner.input.media.prompts import MediaPrompts
     from batchrunner.input.python_prompts import PythonPrompts
 
-
 _WHOLE = {"max_new_tokens", "min_new_tokens", "top_k", "sampling_seed"}
-_NUMBERS = {
-    *_WHOLE, "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-}  # fmt: skip
-"""Names of sampling parameters by the type of their values."""
+"""Names of sampling parameters that are whole numbers."""
 
 
 class Renderer:
@@ -76,46 +77,56 @@ class Renderer:
         template, InputError for a missing column or one of a wrong type.
         """
         self._python: PythonPrompts | None = None
+        self._media: MediaPrompts | None = None
         if prompt.python and functions:
-            from batchrunner.input.python_prompts import PythonPrompts  # noqa: PLC0415 - only for such prompts
+            from batchrunner.input.python_prompts import PythonPrompts  # noqa: PLC0415 - few jobs have one
 
             self._python = PythonPrompts(functions, dataset)
-        made = _prompt_source(prompt, dataset, self._python)
-        self.kind, self._prompt_of, used = made.kind, made.prompt_of, made.columns
-        self._media: MediaPrompts | None = None
+            made = PromptSource(None, dict, self._python.columns)  # the row stands for its prompt at first
+        else:
+            made = _prompt_source(prompt, dataset)
+        self.kind, self._prompt_of = made.kind, made.prompt_of
+        names = {*made.columns}
         if prompt.has_media:
-            from batchrunner.input.media.prompts import MediaPrompts  # noqa: PLC0415 - only where there are files
+            from batchrunner.input.media.prompts import MediaPrompts  # noqa: PLC0415 - few jobs have files
 
             self._media = MediaPrompts(prompt, dataset, made.prompt_of, made.printed)
-            used = [*used, *self._media.columns]
-        self._request_kind: PromptKind = self.kind or "messages"  # until the prompt is filled in
-        self._chat_template_kwargs = prompt.chat_template_kwargs
-        self._continues = prompt.continues
-        has_tools = prompt.tools is not None or sampling.tool_choice is not None
-        self._tools = RowTools(prompt, sampling, dataset) if has_tools else None
-        self._asks = asks
-        self.predicate = None
-        self._fixed, self._per_row, self._lora = _split_sampling(sampling, dataset, first_temperature)
-        self._task = task
+            names |= {*self._media.columns}
+        self._sampling, self._per_row = _split_sampling(sampling, dataset, first_temperature)
         if task is not None:
-            self._fixed, self._per_row = {}, {}
-        self._items = ItemSource(prompt, dataset)
-        names = {*used, *self._per_row.values(), *(self._tools.columns if self._tools else ())}
-        names |= {*self._items.columns}
-        if isinstance(self._lora, FromColumn):
-            names.add(self._lora.column)
+            self._sampling, self._per_row = {}, {}
+        names |= {*self._per_row.values()}
+        self._by_row: dict[str, ByColumn] = {}
+        """Fields of requests, besides prompt and sampling, that differ from row to row."""
+        self._shared: dict[str, Any] = {
+            "chat_template_kwargs": prompt.chat_template_kwargs, "continues": prompt.continues, "asks": asks,
+            "task": task,
+        }  # fmt: skip
+        for field, value in {
+            "lora_path": _lora_path(sampling),
+            "tools": _tools(prompt, sampling, dataset),
+            "items": _items(prompt, dataset),
+        }.items():
+            if isinstance(value, ByColumn):
+                self._by_row[field] = value
+                names.add(value.column)
+            else:
+                self._shared[field] = value
+        self.predicate = None
         if source.filter is not None:
             self.predicate = Predicate(source.filter, where="input.filter", available=dataset.schema.names)
-            names |= set(self.predicate.columns)
+            names |= {*self.predicate.columns}
         self._for_check = AnswerExpression(expression, dataset.schema.names).columns if expression else []
         names |= {*self._for_check}
+        self._request_kind: PromptKind = self.kind or "messages"  # until the prompt is filled in
+        self._same: tuple[Any, ...] | None = None
+        """The fields of a request after its sampling, where all rows have the same ones."""
+        if not (self._by_row or self._for_check or self._media):
+            self._same = tuple({**Request._field_defaults, **self._shared}.values())
         self._used = sorted(names)
         self._carried = list(source.columns)
         self._carried_names = source.carried_names
         self._problems = dataset.problems
-        per_row = (self._tools, self._media, self._for_check, self._items.columns)
-        is_same = not (any(per_row) or isinstance(self._lora, FromColumn))
-        self._same = self._rest({}) if is_same else None  # for all rows: made once, not for each
         self.columns = sorted({*self._used, *self._carried, *self._problems})
         for name in self._used:
             dataset.field(name, where="prompt")
@@ -160,37 +171,36 @@ class Renderer:
             prompt = self._prompt_of(row)
         else:
             prompt, media = self._media.prompt(ref.row, row)
-        sampling = self._fixed
+        sampling = self._sampling
         if isinstance(prompt, RequestBody):
             sampling = {"max_new_tokens": prompt.most_tokens}
         if self._per_row:
-            own = {name: row[column] for name, column in self._per_row.items() if row[column] is not None}
-            sampling = {**sampling, **{name: _sendable(name, value) for name, value in own.items()}}
-        rest = self._rest(row, media) if self._same is None else self._same
-        return Request(ref, self._request_kind, prompt, sampling, *rest)
+            sampling = self._sampling_of(row)
+        if self._same is not None:
+            return Request(ref, self._request_kind, prompt, sampling, *self._same)
+        own = self._own_fields(row)
+        return Request(ref, self._request_kind, prompt, sampling, media=media, **self._shared, **own)
 
-    def _rest(self, row: Row, media: tuple[PromptFile, ...] = ()) -> tuple[Any, ...]:
-        """Return the fields of a request after its sampling, in order."""
-        lora = row[self._lora.column] if isinstance(self._lora, FromColumn) else self._lora
-        for_check = {name: row[name] for name in self._for_check} if self._for_check else None
-        tools = None if self._tools is None else self._tools.of(row)
-        return (
-            *(lora, self._chat_template_kwargs, None, self._continues, self._asks, for_check),
-            *(self._task, tools, media, self._items.of(row)),
-        )
+    def _own_fields(self, row: Row) -> dict[str, Any]:
+        own = {field: each.of(row[each.column]) for field, each in self._by_row.items()}
+        if self._for_check:
+            own["row"] = {name: row[name] for name in self._for_check}
+        return own
+
+    def _sampling_of(self, row: Row) -> dict[str, Any]:
+        own = {name: row[column] for name, column in self._per_row.items() if row[column] is not None}
+        return {**self._sampling, **{name: _sendable(name, value) for name, value in own.items()}}
 
 
 def _sendable(name: str, value: Any) -> Any:
     """Return a value from a column as it is sent; raises RowRefusedError for an unusable number."""
     if not isinstance(value, float):
         return value
-    if not math.isfinite(value) or (name in _WHOLE and abs(value) >= 1 << 63):  # JSON cannot express it
+    if name in _WHOLE and value.is_integer() and abs(value) < 1 << 63:
+        return int(value)  # pandas turns a column of whole numbers with a null into floats
+    if name in _WHOLE or not math.isfinite(value):
         raise RowRefusedError(f"sampling.{name}: {value} is not a number that can be sent")
-    if name not in _WHOLE:
-        return value
-    if not value.is_integer():
-        raise RowRefusedError(f"sampling.{name}: {value} is not a whole number")
-    return int(value)  # pandas turns a column of whole numbers with a null into floats
+    return value
 
 
 class PromptSource(NamedTuple):
@@ -199,73 +209,28 @@ class PromptSource(NamedTuple):
     kind: PromptKind | None
     prompt_of: Callable[[Row], Any]
     """Makes the prompt of a row."""
-    columns: list[str]
+    columns: Sequence[str]
     """Columns that it reads."""
     printed: frozenset[str] = frozenset()
     """Columns of them that a template shows as they are."""
 
 
-def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, python: PythonPrompts | None) -> PromptSource:
-    if python is not None:
-        return PromptSource(None, dict, python.columns)  # the row stands for its prompt until it is filled in
-    block = FieldsBlock(prompt.fields, dataset) if prompt.fields else None
-    available = [*dataset.schema.names, *names_made(block)]
-    if prompt.user is not None or isinstance(prompt.messages, list):
-        templates = MessageTemplates(_templates_of(prompt), available)
-        for where, each in templates.templates.items():
-            _refuse_bytes(each, dataset, where, [*prompt.media_columns, *names_made(block)])
-        printed = frozenset(name for each in templates.templates.values() for name in each.printed)
-        make, columns = with_block(block, templates.prompt, templates.columns)
-        return PromptSource("messages", make, columns, printed)
-    if prompt.messages is not None:
-        found = dataset.field(prompt.messages, where="prompt.messages").type
-        if not holds_messages(found):
-            raise InputError(
-                f"prompt.messages: column {prompt.messages!r} must be {MESSAGES_WANTED} (got {found})"
-            )
-        talk = MessagesColumn(prompt.messages, continues=prompt.continues)
-        return PromptSource("messages", talk.prompt, talk.columns)
+def _prompt_source(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
+    if isinstance(prompt.messages, str):
+        column = prompt.messages
+        wanted = "lists of {role, content} or {from, value}, or JSON texts of such lists"
+        _check(dataset, column, "prompt.messages", holds_messages, wanted)
+        return PromptSource("messages", partial(messages_in, column, continues=prompt.continues), [column])
     if prompt.batch is not None:
         requests = RequestBodies()
-        return PromptSource("body", requests.prompt, list(requests.columns))
-    if prompt.text is not None and is_template(prompt.text):
-        template = Template(prompt.text, where="prompt.text", available=available)
-        _refuse_bytes(template, dataset, "prompt.text", [*prompt.media_columns, *names_made(block)])
-        make, columns = with_block(block, template.render, template.columns)
-        return PromptSource("text", make, columns, frozenset(template.printed))
-    if block is not None:
-        raise not_shown("text")
-    return _prompt_column(prompt, dataset)
-
-
-def _prompt_column(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
-    """Return what takes the prompts from a column as they stand."""
-    for kind, fits, wanted in _PROMPT_TYPES:
-        column = getattr(prompt, kind)
-        if column is not None:
-            stored = dataset.field(column, where=f"prompt.{kind}").type
-            if not fits(stored):
-                raise InputError(f"prompt.{kind}: column {column!r} must be {wanted} (got {stored})")
-            return PromptSource(kind, partial(_prompt_in, column), [column])
-    raise AssertionError("a job has a prompt")
-
-
-def _refuse_bytes(template: Template, dataset: ColumnSource, where: str, files: Collection[str]) -> None:
-    """Raise InputError where a template prints a column of bytes, which would read "b'…'" in the prompt.
-
-    A column of `files` stands for these; so may other names that are left out.
-    """
-    for name in template.printed:
-        if name in files:
-            continue
-        kind = dataset.field(name, where=where).type
-        if holds_bytes(kind):
-            text = written(name, in_template=True).strip("'")
-            hint = f"write {{{{ {text}.decode() }}}} if it is text in UTF-8"
-            raise InputError(
-                f"{where}: column {name!r} holds bytes ({kind}), which are no text",
-                hint=hint if is_bytes(kind) else None,
-            )
+        return PromptSource("body", requests.prompt, requests.columns)
+    if prompt.input_ids is not None:
+        _check(dataset, prompt.input_ids, "prompt.input_ids", is_ids, "lists of integers")
+        return PromptSource("input_ids", partial(_prompt_in, prompt.input_ids), [prompt.input_ids])
+    if prompt.text is not None and not prompt.fields and not is_template(prompt.text):
+        _check(dataset, prompt.text, "prompt.text", is_text, "texts")
+        return PromptSource("text", partial(_prompt_in, prompt.text), [prompt.text])
+    return _from_templates(prompt, dataset)
 
 
 def _prompt_in(column: str, row: Row) -> Any:
@@ -277,57 +242,147 @@ def _prompt_in(column: str, row: Row) -> Any:
     return value
 
 
-def _templates_of(prompt: PromptSpec) -> list[tuple[str, str, str]]:
-    """Return the place in the job, the role and the template of each message."""
+def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
+    given: list[tuple[str, str, str]] = []
     if isinstance(prompt.messages, list):
-        return from_list(prompt.messages)
-    given = (("prompt.system", "system", prompt.system), ("prompt.user", "user", prompt.user))
-    return [(where, role, template) for where, role, template in given if template is not None]
+        given += ((f"messages.{at}.content", m.role, m.content) for at, m in enumerate(prompt.messages))
+    for role in ("system", "user", "text"):
+        if getattr(prompt, role) is not None:
+            given.append((role, role, getattr(prompt, role)))
+    available = [*dataset.schema.names, *([FIELDS] if prompt.fields else [])]
+    templates: list[tuple[str, Template]] = []
+    for field, role, source in given:
+        template = Template(source, where=f"prompt.{field}", available=available)
+        for name in template.printed:
+            if name != FIELDS and name not in prompt.media_columns:
+                _refuse_bytes(dataset, name, f"prompt.{field}")
+        templates.append((role, template))
+    columns = {name for _, template in templates for name in template.columns}
+    printed = frozenset(name for _, template in templates for name in template.printed)
+    kind: PromptKind = "messages" if prompt.text is None else "text"
+    make: Callable[[Row], Any] = partial(_messages, templates)
+    if prompt.text is not None:
+        make = templates[0][1].render
+    if prompt.fields:
+        make, columns = _with_fields(prompt.fields.columns, dataset, make, columns)
+    return PromptSource(kind, make, sorted(columns), printed)
 
 
-_PROMPT_TYPES: tuple[tuple[PromptKind, Callable[[pa.DataType], bool], str], ...] = (
-    ("text", is_text, "a string"),
-    ("input_ids", is_ids, "a list of integers"),
-)
+def _with_fields(
+    fields: list[str], dataset: ColumnSource, make: Callable[[Row], Any], columns: set[str]
+) -> tuple[Callable[[Row], Any], set[str]]:
+    """Return what makes prompts by templates that show these fields, and the columns that it reads."""
+    if FIELDS in dataset.schema.names:
+        raise JobError(
+            f"prompt.fields: the input has a column {FIELDS!r}, which templates could not tell from it",
+            hint="give that column another name in the input",
+        )
+    if FIELDS not in columns:
+        raise JobError("prompt.fields: no template shows them", hint="write {{ fields }} into the prompt")
+    for name in fields:
+        _refuse_bytes(dataset, name, "prompt.fields")
+    return partial(with_fields, make, fields), columns - {FIELDS} | {*fields}
 
 
-def _check_value(name: str, field: pa.Field[Any]) -> None:
-    """Raise InputError for a column whose type does not fit this sampling parameter."""
-    for is_kind, names, wanted in _COLUMN_TYPES:
-        if name in names and not is_kind(field.type):
-            hint = "a column of CSV gets a type in input.types" if is_text(field.type) else None
-            raise InputError(
-                f"sampling.{name}: column {field.name!r} must hold {wanted} (got {field.type})", hint=hint
-            )
+def _messages(templates: Sequence[tuple[str, Template]], row: Row) -> list[dict[str, Any]]:
+    return [{"role": role, "content": template.render(row)} for role, template in templates]
+
+
+def _refuse_bytes(dataset: ColumnSource, name: str, where: str) -> None:
+    """Raise InputError for a column of bytes, which would read "b'…'" in the prompt."""
+    kind = dataset.field(name, where=where).type
+    if holds_bytes(kind):
+        raise InputError(
+            f"{where}: column {name!r} holds bytes ({kind}), which are no text",
+            hint=f"write {{{{ {template_of_column(name)}.decode() }}}} if it is text in UTF-8",
+        )
+
+
+def _check(
+    dataset: ColumnSource, name: str, where: str, fits: Callable[[pa.DataType], bool], wanted: str
+) -> None:
+    """Raise InputError for a missing column, or one whose type does not fit."""
+    kind = dataset.field(name, where=where).type
+    if not fits(kind):
+        raise InputError(
+            f"{where}: column {name!r} must hold {wanted} (got {kind})",
+            hint="a column of CSV gets a type in input.types" if is_text(kind) else None,
+        )
+
+
+class ByColumn(NamedTuple):
+    """A field of requests that differs from row to row."""
+
+    column: str
+    of: Callable[[Any], Any]
+    """Makes the field of the column's value; raises RowRefusedError."""
+
+
+def _lora_path(sampling: SamplingSpec) -> ByColumn | str | None:
+    lora = sampling.lora_path
+    return ByColumn(lora.column, lambda value: value) if isinstance(lora, FromColumn) else lora
+
+
+def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) -> ByColumn | Tools | None:
+    """Return which tools the model may call in a chat."""
+    choice: Any = sampling.tool_choice
+    if choice is not None and not isinstance(choice, str):
+        choice = choice.model_dump()
+    if isinstance(prompt.tools, str):
+        wanted = "lists of tools, or JSON texts of such lists"
+        _check(dataset, prompt.tools, "prompt.tools", lambda kind: is_text(kind) or is_list(kind), wanted)
+        return ByColumn(prompt.tools, partial(tools_in, prompt.tools, choice))
+    has_tools = prompt.tools is not None or choice is not None
+    return Tools(prompt.tools, choice) if has_tools else None
+
+
+def _items(prompt: PromptSpec, dataset: ColumnSource) -> ByColumn | tuple[str, ...]:
+    """Return the texts that go with a prompt one by one: its choices or documents."""
+    field = "choices" if prompt.documents is None else "documents"
+    given = getattr(prompt, field) or ()
+    if not isinstance(given, str):
+        return tuple(given)
+    _check(dataset, given, f"prompt.{field}", _is_text_or_texts, "texts or lists of texts")
+    return ByColumn(given, partial(_items_in, f"prompt.{field}: column {given!r}"))
+
+
+def _items_in(label: str, value: str | list[Any] | None) -> tuple[str, ...]:
+    """Return the items in a column; raises RowRefusedError for none, a null and an empty one."""
+    found = (value,) if isinstance(value, str) else tuple(value or ())
+    if not found or not all(found):
+        raise RowRefusedError(f"{label} is null or empty, or has such an item")
+    return found
 
 
 def _is_number(kind: pa.DataType) -> bool:
     return bool(pt.is_integer(kind) or pt.is_floating(kind))
 
 
-_COLUMN_TYPES: tuple[tuple[Callable[[pa.DataType], bool], set[str], str], ...] = (
-    (_is_number, _NUMBERS, "numbers"),
-    (is_text, {*GRAMMARS, "lora_path"}, "texts"),
-    (
-        lambda kind: is_text(kind) or (is_list(kind) and is_text(kind.value_type)),
-        {"stop", "stop_regex"},
-        "texts or lists of texts",
-    ),
-    (is_ids, {"stop_token_ids"}, "lists of integers"),
-    (pt.is_boolean, {"ignore_eos"}, "booleans"),
-)
+def _is_text_or_texts(kind: pa.DataType) -> bool:
+    return is_text(kind.value_type if is_list(kind) else kind)
+
+
+_COLUMN_TYPES: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
+    **dict.fromkeys({*GRAMMARS, "lora_path"}, (is_text, "texts")),
+    **dict.fromkeys(("stop", "stop_regex"), (_is_text_or_texts, "texts or lists of texts")),
+    "stop_token_ids": (is_ids, "lists of integers"),
+    "ignore_eos": (pt.is_boolean, "booleans"),
+}
+"""What columns of sampling parameters must hold; those of all others numbers."""
 
 
 def _split_sampling(
     sampling: SamplingSpec, dataset: ColumnSource, first_temperature: float | None
-) -> tuple[dict[str, Any], dict[str, str], str | FromColumn | None]:
-    """Return the parameters that all rows share, the column of each other one, and the LoRA adapter."""
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the parameters that all rows share, and the column of each other one."""
     fixed: dict[str, Any] = {}
     per_row: dict[str, str] = {}
     for name, field in type(sampling).model_fields.items():
         value = getattr(sampling, name)
         if isinstance(value, FromColumn):
-            _check_value(name, dataset.field(value.column, where=f"sampling.{name}"))
+            _check(
+                dataset, value.column, f"sampling.{name}", *_COLUMN_TYPES.get(name, (_is_number, "numbers"))
+            )
         if name in {"lora_path", "tool_choice"}:  # no parameters of the sampler
             continue
         if isinstance(value, FromColumn):
@@ -341,4 +396,4 @@ def _split_sampling(
         fixed["json_schema"] = orjson.dumps(fixed["json_schema"]).decode()
     if fixed["n"] == 1:
         del fixed["n"]
-    return fixed, per_row, sampling.lora_path
+    return fixed, per_row

@@ -7,6 +7,8 @@ null or bytes in it, which would read "None" or "b'…'".
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import date, time
+from decimal import Decimal
 from functools import cache, wraps
 from typing import Any
 
@@ -14,7 +16,6 @@ import jinja2
 import jinja2.filters
 import jinja2.nodes
 from jinja2.compiler import CodeGenerator, Frame
-from jinja2.exceptions import SecurityError
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -29,10 +30,25 @@ ANSWER_NAMES = ("output", "parsed", "reasoning", "finish_reason")
 """Names of what `check.expression` knows of an answer; it cannot read a column of such a name."""
 _ABOUT_NULL = re.compile(r"\bNone(Type)?\b")
 """What Python's and jinja2's errors about a null have in common."""
-_OF_JINJA = {"=": "==", "AND": "and", "OR": "or", "NOT": "not", "IN": "in", "IS": "is none"}
-"""Words of SQL and how Jinja2 writes them."""
 _RESULT = "batchrunner_value"
 """Variable in which a compiled expression leaves its value."""
+
+
+FIELDS = "fields"
+"""Name by which templates show the columns of `prompt.fields`."""
+_PLAIN = (str, int, float, Decimal, date, time)
+"""Types of values that stand in a line of these as Python writes them; others stand there as JSON."""
+
+
+def field_line(name: str, value: Any) -> str:
+    """Return the line of a field; a null is `null`, and a list or a struct is JSON."""
+    is_plain = isinstance(value, _PLAIN) and not isinstance(value, bool)
+    return f"{name}: {value if is_plain else json.dumps(value, ensure_ascii=False, default=str)}"
+
+
+def with_fields(make: Callable[[dict[str, Any]], Any], columns: Sequence[str], row: dict[str, Any]) -> Any:
+    """Return the prompt that templates make of a row and the lines of these columns."""
+    return make({**row, FIELDS: "\n".join(field_line(name, row[name]) for name in columns)})
 
 
 def is_template(text: str) -> bool:
@@ -64,8 +80,6 @@ class Template:
             raise RowRefusedError(
                 f"template: a value is {failure.what} ({failure.what} columns: {names})"
             ) from None
-        except SecurityError as failure:
-            raise RowRefusedError(f"template: not allowed: {failure}") from None
         except Exception as failure:  # noqa: BLE001 - templates run user data through any operator
             raise RowRefusedError(f"template: {_told(failure, self.columns, row)}") from None
         if len(text) > LONGEST_PROMPT:
@@ -174,7 +188,7 @@ class _Code(CodeGenerator):
 
 @cache
 def _environment() -> _Environment:
-    environment = _Environment(undefined=jinja2.StrictUndefined, finalize=_printed)
+    environment = _Environment(undefined=jinja2.StrictUndefined, finalize=as_text)
     environment.code_generator_class = _Code
     filters = environment.filters
     for name in FILTERS_TO_TEXT:
@@ -202,7 +216,7 @@ def _format(text: str, *values: Any, **named: Any) -> str:
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent, default=lambda item: str(_printed(item)))
+    return json.dumps(value, ensure_ascii=False, indent=indent, default=lambda item: str(as_text(item)))
 
 
 def as_text(value: Any) -> Any:
@@ -218,27 +232,15 @@ def as_text(value: Any) -> Any:
     return value
 
 
-def _printed(value: Any) -> Any:
-    """Return a value that is printed; raises for a function too, whose text means nothing."""
-    if isinstance(value, jinja2.Undefined):  # which is callable, too
-        str(value)  # raises an error that names the field
-    if callable(value):
-        raise TypeError(f"{getattr(value, '__name__', 'it')!r} is a function, not a value")
-    return as_text(value)
-
-
 def _told(failure: Exception, columns: Sequence[str], row: Mapping[str, Any]) -> str:
-    """Return an error in words; where a text stands beside a number or a time, with what to write."""
+    """Return an error in words; where a text stands beside something else, with what to write."""
     told = f"{type(failure).__name__}: {failure}"
-    if not isinstance(failure, TypeError) or not re.search(r"\bstr\b", str(failure)):
-        return told
-    if re.search(r"'(Timestamp|datetime\.(datetime|date|time))'", str(failure)):
-        return f"{told}: compare the text of a time: NAME | string"
     texts = [repr(name) for name in columns if isinstance(row.get(name), str)]
-    if not texts:
+    if not isinstance(failure, TypeError) or "str" not in str(failure):
         return told
-    what = f"column {texts[0]} is" if len(texts) == 1 else f"columns {', '.join(texts)} are"
-    return f"{told}: {what} text: write a text beside it, or give it a type in input.types"
+    if not texts:
+        return f"{told}: a text is compared with NAME | string"
+    return f"{told}: {', '.join(texts)} holds text: write a text beside it, or give it a type in input.types"
 
 
 def _expression_tree(source: str) -> jinja2.nodes.Template:
@@ -246,11 +248,8 @@ def _expression_tree(source: str) -> jinja2.nodes.Template:
     parser = Parser(_environment(), source, state="variable")
     value = parser.parse_expression()
     if not parser.stream.eos:
-        found = parser.stream.current
-        known = _OF_JINJA.get(str(found.value).upper())
-        instead = f" (write {known})" if known not in {None, found.value} else ""
-        problem = f"unexpected {found.value!r} after the expression{instead}"
-        raise jinja2.TemplateSyntaxError(problem, found.lineno)
+        found = parser.stream.current.value
+        parser.fail(f"unexpected {found!r} after the expression (write ==, and, or, not, in, is none)")
     target = jinja2.nodes.Name(_RESULT, "store", lineno=1)
     tree = jinja2.nodes.Template([jinja2.nodes.Assign(target, value, lineno=1)], lineno=1)
     tree.set_environment(_environment())
@@ -265,12 +264,9 @@ def _compiled(
         return _environment().from_string(read.tree), read
     except JobError:
         raise
-    except jinja2.TemplateSyntaxError as failure:
-        problem = (failure.message or "is no template").removesuffix(".")
-        for line in source.splitlines()[failure.lineno - 1 : failure.lineno]:
-            problem += f", in {line.strip()[:LINE_SHOWN]!r}"
-        problem = f"{where}: line {failure.lineno}: {problem}"
-        raise JobError(problem, hint=odd_names(available), mark=";") from None
     except Exception as failure:  # noqa: BLE001 - of jinja2, and of Python, which compiles what jinja2 writes
-        problem = str(failure).partition("\n")[0] or type(failure).__name__
-        raise JobError(f"{where}: cannot be compiled: {problem}") from None
+        problem = (str(failure).partition("\n")[0] or type(failure).__name__).removesuffix(".")
+        line = failure.lineno if isinstance(failure, jinja2.TemplateSyntaxError) else 1
+        for text in source.splitlines()[line - 1 : line]:
+            problem += f", in {text.strip()[:LINE_SHOWN]!r}"
+        raise JobError(f"{where}: line {line}: {problem}", hint=odd_names(available), mark=";") from None

@@ -196,7 +196,7 @@ def _with_field_order(
     before = _fingerprint_of(run_dir) if run_dir else None
     columns = known_fields(before) if before else None
     if columns is None or {*columns} != {*fields.columns}:
-        from batchrunner.input.field_sample import decide_fields  # noqa: PLC0415 - only for such prompts
+        from batchrunner.input.fields import decide_fields  # noqa: PLC0415 - only for such prompts
 
         found = decide_fields(dataset, job.input, fields.columns, renderer.predicate)
         columns = [*found.columns]

@@ -211,7 +211,7 @@ async def test_a_bad_row_ends_no_stream() -> None:
     assert [row["row"] for row in came] == list(range(9))
     assert [row["row"] for row in came if row["error"] is None] == [0, 8]
     assert "column 'text'" in came[1]["error"]
-    assert "must be a string (got int64)" in came[2]["error"]
+    assert "must hold texts (got int64)" in came[2]["error"]
     assert came[1]["text"] is None
 
 

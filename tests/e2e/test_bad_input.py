@@ -179,10 +179,10 @@ def test_unknown_columns(tmp_path: Path, server: FakeSGLang, change: dict[str, A
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        ({"prompt": {"text": "id"}}, ["prompt.text", "'id'", "must be a string (got int64)"]),
-        ({"prompt": {"messages": "id"}}, ["prompt.messages", "list of {role, content}", "(got int64)"]),
-        ({"prompt": {"input_ids": "text"}}, ["prompt.input_ids", "list of integers (got string)"]),
-        ({"prompt": {"input_ids": "id"}}, ["prompt.input_ids", "list of integers (got int64)"]),
+        ({"prompt": {"text": "id"}}, ["prompt.text", "'id'", "must hold texts (got int64)"]),
+        ({"prompt": {"messages": "id"}}, ["prompt.messages", "lists of {role, content}", "(got int64)"]),
+        ({"prompt": {"input_ids": "text"}}, ["prompt.input_ids", "lists of integers (got string)"]),
+        ({"prompt": {"input_ids": "id"}}, ["prompt.input_ids", "lists of integers (got int64)"]),
         (
             {"sampling": {"temperature": {"column": "text"}}},
             ["sampling.temperature", "numbers (got string)", "a type in input.types"],

@@ -1,0 +1,308 @@
+"""The block of `{{ fields }}`: what it shows, and the order in which rows share most."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from datetime import date
+from decimal import Decimal
+from itertools import pairwise, permutations
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from batchrunner.input import fields
+from batchrunner.input.fields import MOST_COLUMNS, choose_order
+from tests.conftest import batchrun, eventually, job_of, results_of, started, write_job
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.refusals import refusal
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+    from pathlib import Path
+
+WIDTHS = {"kind": 4, "place": 12, "title": 30, "text": 80}
+
+
+def table(seed: int, rows: int, distinct: Sequence[int]) -> dict[str, list[str]]:
+    """Return columns whose values have one width; a later column may depend on an earlier one."""
+    dice = random.Random(seed)
+    columns: dict[str, list[str]] = {}
+    for (name, width), count in zip(WIDTHS.items(), distinct, strict=True):
+        pool = [f"{dice.getrandbits(200):0{width}x}"[:width] for _ in range(count)]
+        columns[name] = [dice.choice(pool) for _ in range(rows)]
+    return columns
+
+
+def shared_bytes(columns: dict[str, list[str]], order: Sequence[str]) -> int:
+    """Return how many bytes rows share if all are cached, whole lines only."""
+    lines = [[f"{name}: {columns[name][at]}\n" for name in order] for at in range(len(columns["text"]))]
+    return _shared(sorted(lines))
+
+
+def _shared(rows: list[list[str]]) -> int:
+    total = 0
+    for before, now in pairwise(rows):
+        for one, other in zip(before, now, strict=True):
+            if one != other:
+                break
+            total += len(one)
+    return total
+
+
+def lengths(columns: dict[str, list[str]]) -> list[float]:
+    return [len(f"{name}: {values[0]}\n") for name, values in columns.items()]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_order_shares_more(seed: int) -> None:
+    """Where the sample is the whole input, each other order of the columns shares as much at most."""
+    dice = random.Random(1000 + seed)
+    columns = table(seed, 120, [dice.choice([1, 2, 5, 20, 60, 500]) for _ in WIDTHS])
+    found = choose_order([*columns], [*columns.values()], lengths(columns), 120)
+    most = max(shared_bytes(columns, order) for order in permutations(columns))
+    assert shared_bytes(columns, found.columns) == most
+    whole = 120 * sum(lengths(columns))
+    assert found.share == pytest.approx(most / whole)
+    assert found.written_share == pytest.approx(shared_bytes(columns, [*columns]) / whole)
+
+
+def test_equally_good_orders_leave_it_as_written() -> None:
+    """Where nothing is shared, and where all is, the given order stays: prompts do not change for nothing."""
+    unique = {name: [f"{name} {at}" for at in range(50)] for name in "dbca"}
+    same = {name: ["same"] * 50 for name in "dbca"}
+    for columns in (unique, same):
+        found = choose_order([*columns], [*columns.values()], [5.0] * 4, 50)
+        assert found.columns == ("d", "b", "c", "a")
+        assert found.share == found.written_share
+
+
+def test_dependent_columns_stay_together() -> None:
+    """A title that a film determines costs nothing behind it, however many there are."""
+    films = [at % 40 for at in range(400)]
+    columns: dict[str, list[Hashable]] = {
+        "review": [f"review {at}" for at in range(400)], "stars": [at % 5 for at in films],
+        "film": [*films], "plot": [f"plot of {film}" for film in films],
+    }  # fmt: skip
+    found = choose_order([*columns], [*columns.values()], [300.0, 4.0, 4.0, 900.0], 400)
+    assert found.columns[-1] == "review"
+    assert found.share == pytest.approx((904 * (1 - 40 / 400) + 4 * (1 - 5 / 400)) / 1208)
+
+
+def test_a_sample_speaks_for_all() -> None:
+    """In a small sample of many films few occur twice: their number is estimated, and a key stays a key."""
+    dice = random.Random(3)
+    films = [dice.randrange(5000) for _ in range(2000)]
+    columns = {"id": list(range(2000)), "film": films}
+    found = choose_order([*columns], [*columns.values()], [20.0, 400.0], 1_000_000)
+    assert found.columns == ("film", "id")
+    assert found.share == pytest.approx(400 / 420, abs=0.02)
+    long_key = choose_order(["id", "film"], [*columns.values()], [900.0, 10.0], 1_000_000)
+    assert long_key.columns == ("film", "id")
+
+
+@pytest.mark.parametrize("count", [MOST_COLUMNS, MOST_COLUMNS + 5])
+def test_many_columns(count: int) -> None:
+    """More columns than can be compared in every order: those that share nothing still come last."""
+    names = [f"c{at}" for at in range(count)]
+    values = [[row if at % 3 == 0 else (row + at) % 8 for row in range(200)] for at in range(count)]
+    found = choose_order(names, values, [10.0] * count, 200)
+    assert sorted(found.columns) == sorted(names)
+    last = found.columns[-len(names[::3]) :]
+    assert {*last} == {*names[::3]}
+    assert found.share > found.written_share
+
+
+def test_an_empty_sample() -> None:
+    """A filter that no sampled row passes leaves the order as it is."""
+    found = choose_order(["b", "a"], [[], []], [0.0, 0.0], 0)
+    assert (found.columns, found.share, found.rows_sampled) == (("b", "a"), 0.0, 0)
+
+
+def write(path: Path, rows: int, *, first: int = 0, groups: int = 4, swap: bool = False) -> None:
+    """Write rows with a key, a kind of few values and a plot of each kind; `swap` makes the key the kind."""
+    numbers = range(first, first + rows)
+    few, many = [n % groups for n in numbers], list(numbers)
+    key, kind = (few, many) if swap else (many, few)
+    plot = [f"A long plot of number {value}, told at length. " * 3 for value in kind]
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.table({"key": key, "kind": kind, "plot": plot}), path, row_group_size=50)
+
+
+def a_job(directory: Path, server: FakeSGLang, **changes: Any) -> dict[str, Any]:
+    prompt = {"text": "{{ fields }}", "fields": {"columns": ["key", "plot", "kind"]}}
+    return job_of(
+        directory, server, **{"input": {"path": str(directory / "in")}, "prompt": prompt, **changes}
+    )
+
+
+def orders(server: FakeSGLang) -> set[str]:
+    """Return the orders of the columns in the prompts that were sent."""
+    return {",".join(line.split(":")[0] for line in sent.prompt.split("\n")) for sent in server.sent}
+
+
+def test_what_rows_share_comes_first(tmp_path: Path, server: FakeSGLang) -> None:
+    """The key goes last, in every prompt; the log says what that saves, and run.json has the order."""
+    write(tmp_path / "in" / "a.parquet", 200)
+    ran = batchrun(write_job(a_job(tmp_path, server), tmp_path))
+    assert ran.exit_code == 0, ran.stderr
+    assert orders(server) == {"plot,kind,key"}
+    assert "prompt.fields: plot, kind, key (9" in ran.stderr
+    assert "of their bytes can come from the cache; as written 0%; from 200 rows)" in ran.stderr
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["job"]["prompt"]["fields"]["columns"] == ["plot", "kind", "key"]
+
+
+def test_a_resumed_run_keeps_its_order(tmp_path: Path, server: FakeSGLang) -> None:
+    """Added files may have made another order the best: prompts of one run are of one form all the same."""
+    write(tmp_path / "in" / "a.parquet", 100)
+    job = a_job(tmp_path, server, input={"path": str(tmp_path / "in"), "limit": 50})
+    batchrunner.run(job)
+    write(tmp_path / "in" / "b.parquet", 3000, first=100, swap=True)
+    del job["input"]["limit"]
+    batchrunner.run(job)
+    assert orders(server) == {"plot,kind,key"}
+    job["prompt"]["fields"]["columns"] = ["kind", "key", "plot"]  # the same columns, written otherwise
+    write(tmp_path / "in" / "c.parquet", 5, first=9000)
+    batchrunner.run(job)
+    assert orders(server) == {"plot,kind,key"}
+    assert len(results_of(job)) == 3105
+    refused = batchrun(
+        write_job({**job, "prompt": {**job["prompt"], "fields": {"columns": ["kind"]}}}, tmp_path)
+    )
+    assert refused.exit_code == 2
+    assert "holds another run: prompt.fields was" in refused.stderr
+    server.sent.clear()
+    batchrunner.run(job, fresh=True)
+    assert orders(server) == {"key,plot,kind"} or orders(server) == {"key,kind,plot"}
+
+
+def test_tasks_keep_the_order_of_their_plan(tmp_path: Path, server: FakeSGLang) -> None:
+    """The first task planned and died before it sent a row: a later one finds more files, and keeps it."""
+    write(tmp_path / "in" / "a.parquet", 100)
+    file = write_job(a_job(tmp_path, server), tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
+        url = f"engine={{kind: attach, urls: ['http://127.0.0.1:{silent.getsockname()[1]}']}}"
+        with started(file, "--join", "--set", url) as first:
+            eventually(lambda: [*(tmp_path / "run" / "leases").glob("plan-*")])
+            first.process.kill()
+            first.process.wait()
+    assert not (tmp_path / "run" / "run.json").exists()
+    write(tmp_path / "in" / "b.parquet", 3000, first=100, swap=True)
+    assert batchrun(file, "--join").exit_code == 0
+    assert orders(server) == {"plot,kind,key"}
+
+
+@pytest.mark.parametrize(("selected", "order"), [("key < 100", "plot,kind,key"), ("key >= 100", "key,")])
+def test_only_selected_rows_count(selected: str, order: str, tmp_path: Path, server: FakeSGLang) -> None:
+    """What the filter leaves out has no say."""
+    write(tmp_path / "in" / "a.parquet", 100)
+    numbers = range(100, 200)
+    table = {"key": [100] * 100, "kind": [*numbers], "plot": [f"{n} is told" for n in numbers]}
+    pq.write_table(pa.table(table), tmp_path / "in" / "b.parquet")
+    job = a_job(tmp_path, server, input={"path": str(tmp_path / "in"), "filter": selected})
+    batchrunner.run(job)
+    assert all(found.startswith(order) for found in orders(server))
+
+
+def test_a_sample_of_a_large_input(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken from all over the input: the first rows, which are alike here, do not decide alone."""
+    monkeypatch.setattr(fields, "SAMPLED_ROWS", 80)
+    pq.write_table(
+        pa.table({"key": [7] * 2000 + [*range(8000)], "kind": [n % 3 for n in range(10_000)],
+                  "plot": [f"plot {n % 3} " * 9 for n in range(10_000)]}),
+        tmp_path / "input.parquet", row_group_size=500,
+    )  # fmt: skip
+    job = a_job(tmp_path, server, input={"path": str(tmp_path / "input.parquet"), "filter": "key < 9"})
+    checked = batchrun("check", write_job(job, tmp_path), "--json")
+    assert checked.exit_code == 0, checked.stderr
+    job["input"]["filter"] = None
+    shown = json.loads(batchrun("check", write_job(job, tmp_path), "--json").stdout)
+    assert shown["prompts"][0]["prompt"].startswith("kind: 0") or shown["prompts"][0]["prompt"].startswith(
+        "plot: "
+    )
+    assert server.sent == []
+
+
+ROW = {
+    "name": "Ada", "born": date(1815, 12, 10), "score": 2.5, "sum": Decimal("1.10"), "alive": False,
+    "note": None, "tags": ["a", "ö"], "place": {"city": "London"}, "n": 3, "two": "one\ntwo",
+}  # fmt: skip
+BLOCK = """name: Ada
+born: 1815-12-10
+score: 2.5
+sum: 1.10
+alive: false
+note: null
+tags: ["a", "ö"]
+place: {"city": "London"}
+n: 3
+two: one
+two"""
+
+
+@pytest.mark.parametrize("where", ["user", "system", "text", "messages"])
+def test_where_it_stands(where: str, tmp_path: Path, server: FakeSGLang) -> None:
+    """Each kind of template shows it, beside columns of the row; values are written as people do, or JSON."""
+    template = "Look:\n{{ fields }}\nand {{ n }}."
+    prompt: dict[str, Any] = {where: template}
+    if where == "system":
+        prompt["user"] = "{{ name }}?"
+    if where == "messages":
+        prompt = {"messages": [{"role": "user", "content": template}]}
+    pq.write_table(pa.Table.from_pylist([{**ROW, "note": "x"}, ROW]), tmp_path / "input.parquet")
+    prompt["fields"] = {"columns": [*ROW], "order": "written"}
+    batchrunner.run(job_of(tmp_path, server, prompt=prompt))
+    bodies = [str(sent.body.get("text") or sent.body["messages"][0]["content"]) for sent in server.sent]
+    assert f"Look:\n{BLOCK}\nand 3." in bodies
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        ({"text": "{{ name }}"}, "prompt.fields: no template shows them: write {{ fields }} into the prompt"),
+        ({"text": "name"}, "prompt.fields: no template shows them: write {{ fields }} into the prompt"),
+        ({"input_ids": "n"}, "`fields` has no effect beside `input_ids`"),
+        ({"messages": "name"}, "`fields` has no effect beside `messages`"),
+        ({"fields": ["name", "nmae"]}, "prompt.fields: unknown column 'nmae'; did you mean 'name'?"),
+        ({"fields": ["name", "name"]}, "`columns` has 'name' twice"),
+        ({"fields": []}, "prompt.fields.columns"),
+        ({"fields": ["raw"]}, "prompt.fields: column 'raw' holds bytes (binary), which are no text"),
+    ],
+)
+def test_fields_that_cannot_be(prompt: dict[str, Any], told: str, tmp_path: Path) -> None:
+    """Fields that no prompt has, unknown columns, doubled ones, bytes: one line, exit code 2."""
+    pq.write_table(pa.table({"name": ["a"], "n": [1], "raw": [b"x"]}), tmp_path / "input.parquet")
+    shown = {"columns": prompt.get("fields", ["name", "n"])}
+    prompt = {"text": "{{ fields }}", "fields": shown} if "fields" in prompt else {**prompt, "fields": shown}
+    assert told in refusal(job_of(tmp_path, prompt=prompt), tmp_path)
+
+
+def test_a_column_of_that_name(tmp_path: Path, server: FakeSGLang) -> None:
+    """Which of the two is meant nobody can know; without `prompt.fields` it is a column like any other."""
+    pq.write_table(pa.table({"fields": ["a column"], "name": ["b"]}), tmp_path / "input.parquet")
+    job = job_of(tmp_path, server, prompt={"text": "{{ fields }}"})
+    batchrunner.run(job)
+    assert [sent.prompt for sent in server.sent] == ["a column"]
+    job["prompt"]["fields"] = {"columns": ["name"]}
+    other = {**job, "output": {"path": str(tmp_path / "other")}}
+    assert "prompt.fields: the input has a column 'fields'" in refusal(other, tmp_path)
+
+
+def test_a_row_that_cannot_be_read(tmp_path: Path, server: FakeSGLang) -> None:
+    """A bad value of a field fails its own row; the sample leaves it out."""
+    lines = "\n".join(f'{{"a": {n % 2}, "b": "{n}"}}' for n in range(20))
+    (tmp_path / "rows.jsonl").write_text(f'{lines}\n{{"a": "no number", "b": "x"}}\n')
+    source = {"path": str(tmp_path / "rows.jsonl"), "types": {"a": "int64"}}
+    prompt = {"text": "{{ fields }}", "fields": {"columns": ["b", "a"]}}
+    job = job_of(tmp_path, server, input=source, prompt=prompt, limits={"max_failed_rows": 1})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_failed) == (0, 1)
+    assert {sent.prompt.split("\n")[0] for sent in server.sent} == {"a: 0", "a: 1"}
+    assert len(results_of(job)) == 21
