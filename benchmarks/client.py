@@ -41,7 +41,7 @@ from yarl import URL
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Request
 from batchrunner.engines.http import wire
-from batchrunner.engines.http.client import SGLangClient
+from batchrunner.engines.http.client import HttpEngine
 from batchrunner.job.engine import AttachEngine
 from batchrunner.job.load import load_job
 from batchrunner.runner.foreground import run_in_foreground
@@ -143,14 +143,14 @@ def runner(job_file: str, bundle: int = 1, *, by_clock: bool = True, polls: bool
         overrides += [f"engine.urls=[{url}/rows{bundle}]", f"bundle={bundle}"]
     cpu, began = cpu_s(), time.perf_counter()
     polled = 0
-    poll = SGLangClient.loads
+    poll = HttpEngine.loads
 
-    async def counted_poll(client: SGLangClient) -> Any:
+    async def counted_poll(client: HttpEngine) -> Any:
         nonlocal polled
         polled += 1
         return await poll(client)
 
-    SGLangClient.loads = counted_poll  # type: ignore[method-assign, assignment]
+    HttpEngine.loads = counted_poll  # type: ignore[method-assign, assignment]
     with instructions.counted():
         report = run_in_foreground(
             job_file, overrides, fresh=True, retry_failed=False, quiet=True, as_json=False

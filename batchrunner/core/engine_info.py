@@ -67,8 +67,6 @@ class EngineInfo:
     """Most requests that can be open at once, over all routes; None for no limit."""
     connections_by: str | None = None
     """The limit that `connections` comes from, in words."""
-    vector_lengths: tuple[int, ...] | None = None
-    """Lengths that the model can cut its vectors to, empty for none; None for any, or where not known."""
     takes_images: bool | None = None
     """Whether the model takes images in prompts."""
     takes_audio: bool | None = None

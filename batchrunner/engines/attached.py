@@ -11,7 +11,7 @@ from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.hang_detector import HangDetector, progress_of
-from batchrunner.engines.http.client import GATEWAY_ROUTE, HttpEngine, SGLangClient
+from batchrunner.engines.http.client import GATEWAY_ROUTE, HttpEngine
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TaskName
@@ -26,7 +26,7 @@ class AttachedServers(HttpEngine):
         self, urls: Sequence[str], *, api_key: str | None, limits: LimitsSpec, task: TaskName = GENERATE
     ) -> None:
         self._urls = urls
-        super().__init__(SGLangClient(api_key=api_key, request_timeout_s=limits.request_timeout, task=task))
+        super().__init__(api_key=api_key, request_timeout_s=limits.request_timeout, task=task)
         self._hangs = {url: HangDetector(limits.hang) for url in urls}
         self._closed_s = limits.hang
         self._closed: dict[str, tuple[float, object]] = {}
@@ -35,7 +35,7 @@ class AttachedServers(HttpEngine):
 
     async def open(self) -> EngineInfo:
         """Connect and read the description of every server; see `Engine.open`."""
-        info = await self._client.open(self._urls)
+        info = await self.connect(self._urls)
         self._model_watch = asyncio.create_task(self._watch_model())
         return info
 
@@ -43,9 +43,9 @@ class AttachedServers(HttpEngine):
         """Return the load of each scheduler that answers now; raises AnotherModelError for a new model."""
         if self._model_watch is not None and self._model_watch.done():
             self._model_watch.result()
-        loads = await self._client.loads()
+        loads = await super().loads()
         now = time.monotonic()
-        for url in self._client.endpoints:
+        for url in self.endpoints:
             own = [load for load in loads if load.server == url]
             if url not in self._closed:
                 self._watch(url, own, now)
@@ -68,10 +68,10 @@ class AttachedServers(HttpEngine):
             await asyncio.sleep(TIMING.model_check)
             for url in self._urls:
                 with contextlib.suppress(EngineDownError):  # it is away: rows find out
-                    await self._client.guard.confirm(url)
+                    await self.guard.confirm(url)
 
     def _watch(self, url: str, loads: Sequence[SchedulerLoad], now: float) -> None:
-        endpoint = self._client.endpoints[url]
+        endpoint = self.endpoints[url]
         hang = self._hangs[url].poll(now, loads, in_flight=endpoint.in_flight, answers=endpoint.answers)
         if hang is None:
             return
@@ -88,7 +88,7 @@ class AttachedServers(HttpEngine):
         self._incidents.report(Incident("back", url))
         del self._closed[url]
         self._hangs[url].restarted()
-        self._client.endpoints[url].reopen()
+        self.endpoints[url].reopen()
 
 
 class AttachedGateway(HttpEngine):
@@ -98,7 +98,7 @@ class AttachedGateway(HttpEngine):
         self, url: str, *, api_key: str | None, limits: LimitsSpec, task: TaskName = GENERATE
     ) -> None:
         self._url = url
-        super().__init__(SGLangClient(api_key=api_key, request_timeout_s=limits.request_timeout, task=task))
+        super().__init__(api_key=api_key, request_timeout_s=limits.request_timeout, task=task)
         self._hang_s = limits.hang
         self._hangs: dict[str, HangDetector] = {}
         self._workers = WorkerList(url, api_key)
@@ -110,7 +110,7 @@ class AttachedGateway(HttpEngine):
         self._read_at = time.monotonic()
         if not urls:
             raise EngineStartError(f"{self._url}: the gateway has no workers that speak HTTP")
-        info = await self._client.open(urls, gateway=self._url, workers=self._workers)
+        info = await self.connect(urls, gateway=self._url, workers=self._workers)
         notes = (f"{len(urls)} workers behind the gateway {self._url}: {', '.join(urls)}", *info.notes)
         return dataclasses.replace(info, kind="gateway", notes=notes)
 
@@ -120,9 +120,9 @@ class AttachedGateway(HttpEngine):
             self._read_at = time.monotonic()
             with contextlib.suppress(EngineStartError):  # the gateway is down: the workers known are polled
                 if urls := await self._workers.addresses():
-                    self._client.replicas = urls
-        loads = await self._client.loads()
-        for url in self._client.replicas:
+                    self.replicas = urls
+        loads = await super().loads()
+        for url in self.replicas:
             self._watch(url, [load for load in loads if load.server == url])
         return loads
 
@@ -133,7 +133,7 @@ class AttachedGateway(HttpEngine):
 
     def _watch(self, url: str, loads: Sequence[SchedulerLoad]) -> None:
         """Report a worker that hangs; only the gateway can stop giving it rows."""
-        in_flight = self._client.endpoints[GATEWAY_ROUTE].in_flight
+        in_flight = self.endpoints[GATEWAY_ROUTE].in_flight
         detector = self._hangs.setdefault(url, HangDetector(self._hang_s, alone=False))
         hang = detector.poll(time.monotonic(), loads, in_flight=in_flight)
         if hang:

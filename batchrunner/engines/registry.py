@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import assert_never
 
+from batchrunner.core.errors import JobError
 from batchrunner.engines.base import Engine
 from batchrunner.engines.device import MEAN_POOLING, on_cpu
 from batchrunner.engines.http.server_info import check_architecture
@@ -17,7 +18,7 @@ from batchrunner.job.engine import (
     ServerEngine,
     SimulatedEngine,
 )
-from batchrunner.job.spec import LimitsSpec
+from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
 
@@ -69,6 +70,30 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     if not takes_mean(model):
         return spec.model_copy(update={"args": args})
     return spec.model_copy(update={"args": args, "env": {**MEAN_POOLING, **spec.env}})
+
+
+OVERRIDES = "json-model-override-args"
+"""Argument of a server with values that stand above those of config.json."""
+
+
+def check_dimensions(job: Job) -> None:
+    """Raise JobError where the job asks for vectors that the model to be loaded cannot make, by its files."""
+    asked, model = job.output.dimensions, launched_model(job.engine)
+    if asked is None or not isinstance(job.engine, LaunchedEngine) or model is None:
+        return
+    config = read_config(model)
+    if not config or OVERRIDES in job.engine.args:
+        return
+    lengths, longest = config.get("matryoshka_dimensions") or (), config.get("hidden_size")
+    can_be_any = bool(config.get("is_matryoshka")) and not lengths
+    if asked in lengths or (can_be_any and (type(longest) is not int or asked <= longest)):
+        return
+    known = ", ".join(map(str, lengths)) or f"{'1 to ' if can_be_any else ''}{longest}"
+    raise JobError(
+        f"output.dimensions: {model} makes vectors of {known} numbers (got {asked})",
+        hint="leave it out; for a model that was trained for shorter ones and does not say so in its "
+        f"config.json, give engine.args {OVERRIDES}: '{{\"is_matryoshka\": true}}'",
+    )
 
 
 def model_of(spec: EngineSpec) -> str | None:

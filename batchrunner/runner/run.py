@@ -22,8 +22,7 @@ from batchrunner.core.files import read_json
 from batchrunner.dispatch.load_control import write_decisions
 from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.base import Engine
-from batchrunner.engines.registry import make_engine, model_of
-from batchrunner.engines.vector_facts import check_dimensions_of_launched, check_dimensions_of_open
+from batchrunner.engines.registry import check_dimensions, make_engine, model_of
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import find_sorted_copy, prepare_order
 from batchrunner.job.spec import Job
@@ -197,7 +196,7 @@ async def execute(
             task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
             with engine_starting(run_dir):
                 engine, info = await open_engine_of(job, task_of_model, run_dir.log_directory, control, stack)
-        await check_engine(job, info)
+        check_engine(job, info)
         if model is None and not fresh:
             await asyncio.to_thread(check_resumes, prepared, info.model)
         if model_of(job.engine) is None and not fresh:
@@ -281,7 +280,7 @@ async def open_engine_of(
     job: Job, task: TaskName, log_directory: Path, control: Control, stack: contextlib.AsyncExitStack
 ) -> tuple[Engine, EngineInfo]:
     """Open the engine of a job for a task of a model; `stack` closes it. Raises BatchrunError."""
-    await asyncio.to_thread(check_dimensions_of_launched, job)
+    await asyncio.to_thread(check_dimensions, job)
     engine = make_engine(
         job.engine, log_dir=log_directory, limits=job.limits, detokenizer=detokenizer_for(job), task=task
     )
@@ -289,13 +288,12 @@ async def open_engine_of(
     return engine, await _open(engine, control)
 
 
-async def check_engine(job: Job, info: EngineInfo) -> None:
+def check_engine(job: Job, info: EngineInfo) -> None:
     """Raise JobError where an open engine cannot do a job, and log what is worth knowing of it."""
     if job.prompt.has_media:
         from batchrunner.dispatch.media import check_takes_media  # noqa: PLC0415 - only where there are files
 
         check_takes_media(job, info)
-    await asyncio.to_thread(check_dimensions_of_open, job, info)
     for note in info.notes:
         log.info("%s", note)
 

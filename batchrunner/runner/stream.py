@@ -381,7 +381,7 @@ async def send_stream(
             stack.enter_context(contextlib.closing(display))
             if engine is None or info is None:
                 engine, info = await open_engine_of(job, job.task, log_directory, control, stack)
-            await check_engine(job, info)
+            check_engine(job, info)
             stack.enter_context(contextlib.closing(events))
             events.open()
             began = time.monotonic()

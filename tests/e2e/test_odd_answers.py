@@ -107,22 +107,6 @@ def test_an_odd_retry_after(tmp_path: Path, retry_after: str, monkeypatch: pytes
     assert (report.exit_code, report.rows_ok, report.retries) == (0, 10, 10)
 
 
-@pytest.mark.parametrize(
-    ("sent", "kept"),
-    [
-        (rb"a\ud800b", "a\ufffdb"),
-        (rb"\uDFFF", "\ufffd"),
-        (rb"\ud83d\ude00\ud83d", "\U0001f600\ufffd"),
-        (rb"\\ud800\ud800", "\\ud800\ufffd"),
-        (rb"a\u0000b", "a\0b"),
-    ],
-)
-def test_odd_characters_are_kept(tmp_path: Path, server: FakeSGLang, sent: bytes, kept: str) -> None:
-    """JSON can write half a character, which UTF-8 has no bytes for: the rest of the answer is good."""
-    reply = b'{"text": "' + sent + b'", "meta_info": {}}'
-    assert run_with(tmp_path, server, Body(reply))[3]["output"] == kept
-
-
 def test_ever_new_finish_reasons(tmp_path: Path, server: FakeSGLang) -> None:
     """They are in the results; the report counts fifty of them one by one, and the rest together."""
 

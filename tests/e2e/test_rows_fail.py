@@ -34,7 +34,7 @@ ROW_MAY_BE_WHY: dict[Behaviour, str] = {
     "broken 500": "500: Out of memory of the last running request",
     "abort": "500: Aborted by the engine",
     "empty": "empty answer",
-    "not json": "the answer is not JSON",
+    "not json": "not an answer of SGLang: <html",
     "no answer": "not an answer of SGLang: {",
     "disconnect": "connection lost: Server disconnected",
 }

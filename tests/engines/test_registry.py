@@ -28,11 +28,9 @@ if TYPE_CHECKING:
     [
         ({}, "give `model`"),
         ({"model": "a", "url": "http://a"}, "give `model`"),
-        ({"url": "a"}, "an address is http"),
         ({"url": "http://a", "tp": 2}, "tp: goes with `model`"),
         ({"model": "a", "args": {"tp_size": 2}}, "say engine.tp"),
         ({"model": "a", "gateway_args": {"--port": 2}}, "leave it out of engine.gateway_args"),
-        ({"model": "a", "replicas": 0}, "greater than or equal to 1"),
     ],
 )
 def test_wrong_jobs(engine: dict[str, Any], said: str) -> None:
@@ -48,6 +46,30 @@ def test_model_is_known_before_the_engine(tmp_path: Path) -> None:
     result = batchrun("check", write_job(missing, tmp_path))
     assert result.exit_code == 2
     assert "no such model directory" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "message"),
+    [
+        ({"hidden_size": 64}, {}, "makes vectors of 64 numbers (got 32)"),
+        ({"matryoshka_dimensions": [64, 16]}, {}, "makes vectors of 64, 16 numbers (got 32)"),
+        ({"is_matryoshka": True, "hidden_size": 31}, {}, "makes vectors of 1 to 31 numbers (got 32)"),
+        ({"is_matryoshka": True, "hidden_size": 32}, {}, None),
+        ({"hidden_size": 64}, {"json-model-override-args": '{"is_matryoshka": true}'}, None),
+    ],
+)
+def test_dimensions_of_a_model_to_load(tmp_path: Path, config: Any, args: Any, message: str | None) -> None:
+    """The model's files say it before a server is started."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_bytes(orjson.dumps({"architectures": ["BertModel"], **config}))
+    engine = {"kind": "server", "model": str(model), "args": args}
+    path = write_job(job_of(tmp_path, engine, task="embed", output={"dimensions": 32}), tmp_path)
+    checked = batchrun("check", path)
+    assert checked.exit_code == (0 if message is None else 2), checked.stderr
+    if message is not None:
+        assert message in checked.stderr
+        assert message in batchrun(path).stderr
 
 
 @pytest.mark.parametrize(
@@ -79,18 +101,11 @@ def test_a_server_for_embeddings(
 @pytest.mark.parametrize(
     ("architecture", "tasks", "encodes"),
     [
-        ("BertModel", ("embed",), True),
         ("XLMRobertaModel", ("embed",), True),
-        ("ModernBertForMaskedLM", ("embed",), True),
-        ("EmbeddingGemmaModel", ("embed",), True),
-        ("LlamaBidirectionalModel", ("embed",), True),
         ("SomeModelOfTomorrow", ("embed",), True),
         ("Qwen3ForCausalLM", ("embed",), False),
-        ("BertForSequenceClassification", ("embed", "rerank", "classify"), True),
-        ("XLMRobertaForSequenceClassification", ("embed", "rerank", "classify"), True),
         ("DebertaV2ForSequenceClassification", ("rerank", "reward", "classify"), True),
         ("Qwen3ForSequenceClassification", ("embed", "rerank", "reward", "classify"), False),
-        ("LlamaForSequenceClassificationWithNormal_Weights", ("reward",), False),
         ("InternLM2ForRewardModel", ("reward",), False),
     ],
 )

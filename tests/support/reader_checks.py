@@ -83,7 +83,7 @@ def check_bundle(events: list[bytes], rows: int) -> dict[int, list[str]]:
     ref = RowRef(0, _CARRIED, 0)
     placed = [PlacedRequest(2 * n, Request(ref, "input_ids", [n], {})) for n in range(rows)]
     answers = _Answers()
-    answer = BundleAnswer(placed, answers, Endpoint(URL, 1.0), ModelGuard(), None, confirms=False)
+    answer = BundleAnswer(placed, answers, Endpoint(URL), ModelGuard(), None, confirms=False)
 
     async def read() -> None:
         with contextlib.suppress(AnotherModelError):  # two versions of the weights: it ends a run on purpose
@@ -93,8 +93,8 @@ def check_bundle(events: list[bytes], rows: int) -> dict[int, list[str]]:
     asyncio.run(read())
     assert set(answers.ends) <= {row.place for row in placed}
     assert set(answers.ends.values()) <= {1}
-    error = answer.refusal()
-    assert error is None or str(error).encode("utf-8")
+    if answer.refusal is not None:
+        str(error_of(*answer.refusal)).encode("utf-8")
     return answers.texts
 
 

@@ -8,16 +8,14 @@ ends, and one after its first token where more follow.
 import asyncio
 import dataclasses
 import functools
-import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
-import msgspec
 from yarl import URL
 
 from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
@@ -38,7 +36,7 @@ from batchrunner.engines.base import Engine, IncidentQueue, PlacedRequest, RowAn
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
 from batchrunner.engines.http.direct import PostedAnswer, PostSender
-from batchrunner.engines.http.failures import FailureClassifier, error_of, in_words, known_status
+from batchrunner.engines.http.failures import FailureClassifier, error_of, in_words
 from batchrunner.engines.http.loads import LoadPoller, ServerStatus
 from batchrunner.engines.http.model_guard import (
     GuardedConnector,
@@ -47,10 +45,14 @@ from batchrunner.engines.http.model_guard import (
     common_model,
     model_in,
 )
-from batchrunner.engines.http.server_info import ServerQuestions, describe, events_of_tokens
+from batchrunner.engines.http.server_info import (
+    ServerQuestions,
+    describe,
+    events_of_tokens,
+    pooling_note,
+)
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.model_files import vocabulary_of
-from batchrunner.engines.vector_facts import pooling_note
 from batchrunner.input.request_bodies import with_model
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
@@ -60,7 +62,6 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 30.0
 KEEPALIVE_S = 3.0
 """Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
-LONGEST_TICK_S = 1.0
 MOST_ANSWER_BYTES = 128 << 20
 """Most bytes of an answer, or of an event in one: a part of the results holds 64 MiB."""
 EVENTS_A_ROW = 4
@@ -69,7 +70,6 @@ LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 GATEWAY_ROUTE = "gateway"
 AFFINITY_HEADER = "X-SMG-Routing-Key"
 """With sglang_router's policy `manual` requests with the same value go to the same replica."""
-_JSON = {"Content-Type": "application/json"}
 _DATA, _END = b"data:", b"[DONE]"
 _OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
 _NO_SUCH_PATH = {404, 405}
@@ -77,67 +77,15 @@ _NO_SUCH_PATH = {404, 405}
 Answer = TypeVar("Answer")
 
 
-class Deadline:
-    """`with deadline:` around an await raises TimeoutError after `seconds`, or up to a tick (≤ 1 s) later.
-
-    It works as `asyncio.timeout` does, but with one timer for all tasks: setting and clearing a timer for
-    each takes 4 % of the time that the client spends on a row. A task may hold a deadline once at a time.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._tick_s = min(LONGEST_TICK_S, seconds / 10)
-        self._ends: dict[asyncio.Task[object], float] = {}  # ascending: all tasks have the same time
-        self._expired: set[asyncio.Task[object]] = set()
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def holders(self) -> int:
-        """Number of tasks that hold the deadline now."""
-        return len(self._ends) + len(self._expired)
-
-    def __enter__(self) -> Self:
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None
-        self._ends[task] = loop.time() + self._seconds
-        if self._timer is None:
-            self._timer = loop.call_later(self._tick_s, self._expire, loop)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._ends.pop(task, None)
-        if task in self._expired:
-            self._expired.discard(task)
-            # someone else may have cancelled the task too: then it stays cancelled
-            if task.uncancel() <= 0 and kind is asyncio.CancelledError:
-                raise TimeoutError
-
-    def expire(self) -> None:
-        """Raise TimeoutError in every task that holds the deadline now."""
-        self._end(list(self._ends))
-
-    def _end(self, late: list[asyncio.Task[object]]) -> None:
-        for task in late:
-            del self._ends[task]
-            self._expired.add(task)
-            task.cancel()
-
-    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
-        now = loop.time()
-        self._end(list(itertools.takewhile(lambda task: self._ends[task] <= now, self._ends)))
-        self._timer = loop.call_later(self._tick_s, self._expire, loop) if self._ends else None
-
-
 class Endpoint:
-    """The address of a server or a gateway; a request there may take `timeout_s` at most."""
+    """The address of a server or a gateway."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
-        self.deadline = Deadline(timeout_s)
         self.senders: dict[str, PostSender] = {}
         """What posts to a path."""
+        self.requests: set[asyncio.Timeout] = set()
+        """Time limits of the requests that are sent and not answered."""
         self.answers = 0
         """Requests answered so far, with whatever status."""
         self.closed: str | None = None
@@ -146,12 +94,14 @@ class Endpoint:
     @property
     def in_flight(self) -> int:
         """Requests sent and not answered: rows that wait for a server to restart are not among them."""
-        return self.deadline.holders
+        return len(self.requests)
 
     def close(self, why: str) -> None:
         """End the requests in flight, so that their rows are sent again, and take no more until `reopen`."""
         self.closed = why
-        self.deadline.expire()
+        for limit in self.requests:
+            if not limit.expired():
+                limit.reschedule(0)
 
     def reopen(self) -> None:
         """Take requests again."""
@@ -166,10 +116,11 @@ class WholeAnswer(NamedTuple):
     retry_after: str | None
 
 
-class SGLangClient:
+class HttpEngine(Engine):
     """Sends requests to replicas of one model, each of whose URLs is a route, and polls their loads.
 
-    Behind a gateway all requests take the one route `gateway`, and the replicas are only polled.
+    Behind a gateway all requests take the one route `gateway`, and the replicas are only polled. Who makes
+    one of it, calls `connect` when the servers are there.
     """
 
     def __init__(
@@ -191,6 +142,7 @@ class SGLangClient:
         self.replicas: Sequence[str] = []
         """URLs of the servers that are polled; those behind a gateway may change."""
         self.guard = ModelGuard()
+        self._incidents = IncidentQueue()
         self.failures = FailureClassifier(self._is_alive, excuses)
         self._task = task
         self._launched = excuses is not None
@@ -198,16 +150,16 @@ class SGLangClient:
         self._api_key = api_key
         self._timeout_s = request_timeout_s
         self._rows: aiohttp.ClientSession | None = None
-        self._status: aiohttp.ClientSession | None = None
         self._questions: aiohttp.ClientSession | None = None
         self._poller: LoadPoller | None = None
+        self._first: Endpoint | None = None
+        """The first replica, which tells its tokens."""
         self._behind_gateway = False
         self._confirms_answers = False
         self._vocabulary: int | None = None
         self._model_names: frozenset[str] = frozenset()
-        self._told_of_names = False
 
-    async def open(
+    async def connect(
         self, urls: Sequence[str], gateway: str | None = None, workers: WorkerList | None = None
     ) -> EngineInfo:
         """Connect to the replicas, and to their gateway; read the description of every replica.
@@ -220,23 +172,23 @@ class SGLangClient:
         self._behind_gateway = gateway is not None
         self._confirms_answers = workers is not None
         routes = {GATEWAY_ROUTE: gateway} if gateway else {url: url for url in urls}
-        self.endpoints = {route: Endpoint(url, self._timeout_s) for route, url in routes.items()}
+        self.endpoints = {route: Endpoint(url) for route, url in routes.items()}
+        self._first = Endpoint(urls[0])
         # a gateway on this machine has two connections for each row, with the same limit on files
         near = gateway is not None and urlsplit(gateway).hostname in LOOPBACK
         connections, limited_by = open_connections(len(routes), servers=len(urls), through_gateway=near)
         self._open_sessions([*urls, *routes.values()])
         assert self._questions is not None
-        assert self._status is not None
         questions = ServerQuestions(self._questions, behind_gateway=self._behind_gateway)
-        models = [await questions.model_info(url, self._task) for url in urls]
-        servers = [await questions.server_info(url) for url in urls]
+        told = [await questions.at_start(url, self._task) for url in urls]
+        models, servers = [model for model, _ in told], [server for _, server in told]
         for url, server in zip(urls, servers, strict=True):
             if server.get("skip_tokenizer_init") and self._detokenizer is None:
                 raise EngineStartError(
                     f"{url}: runs with --skip-tokenizer-init and returns no text", hint="start it without"
                 )
         model = common_model([*map(model_in, models, servers)])
-        self._poller = LoadPoller(self._status, GATEWAY_ROUTE if gateway else None)
+        self._poller = LoadPoller(self._questions, GATEWAY_ROUTE if gateway else None)
         source = await self._poller.begin(urls[0])
         loads = await self.loads()
         info = describe(models, servers, loads if {load.server for load in loads} >= set(urls) else [])
@@ -261,7 +213,7 @@ class SGLangClient:
     async def close(self) -> None:
         """Close all connections."""
         self._poller = None
-        for session in (self._rows, self._status, self._questions):
+        for session in (self._rows, self._questions):
             if session is not None:
                 await session.close()
 
@@ -298,28 +250,32 @@ class SGLangClient:
             return
         headers = self._affinity(rows[0].request)
         send = self._send_bundle if rows[0].request.task is None else self._send_list
-        await send(self.endpoints[route], rows, answers, headers)
+        try:
+            await send(self.endpoints[route], rows, answers, headers)
+        except EngineBusyError:
+            raise
+        except RequestError as failure:  # of one row, which is found alone
+            if failure.body is None and not isinstance(failure, RowRefusedError):
+                raise
+            raise BundleRefusedError(str(failure)) from None
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
         """Ask the first replica; see `Engine.tokens_of`."""
-        assert self._rows is not None
-        url = self.replicas[0] + wire.TOKENIZE_PATH
+        assert self._first is not None
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
-        timeout = aiohttp.ClientTimeout(total=TIMING.server_open)
-        try:
-            async with self._rows.post(url, data=body, headers=_JSON, timeout=timeout) as response:
-                content = await content_of(response.content)
-        except TimeoutError:
-            raise NoAnswerError(f"no answer within {TIMING.server_open:g} s") from None
-        except (aiohttp.ClientError, OSError) as failure:
-            raise EngineDownError(f"connection lost: {in_words(failure)}") from None
-        if response.status in _NO_SUCH_PATH:
+        sent_at = time.monotonic()
+        answer = await self._exchange(self._first, wire.TOKENIZE_PATH, body, None, _whole)
+        if answer.status in _NO_SUCH_PATH:
             return None
-        if response.status != _OK:
-            raise error_of(response.status, content)
-        return replies.tokens_in(content)
+        if answer.status != _OK:
+            raise await self._refusal(self._first, answer, sent_at)
+        return replies.tokens_in(answer.content)
 
-    async def loads(self) -> list[SchedulerLoad]:
+    def incidents(self) -> list[Incident]:
+        """Return what happened to the servers; see `Engine.incidents`."""
+        return self._incidents.take()
+
+    async def loads(self) -> Sequence[SchedulerLoad]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""
         if self._poller is None:
             return []
@@ -334,10 +290,9 @@ class SGLangClient:
         return found
 
     def _open_sessions(self, urls: Sequence[str]) -> None:
-        """Keep apart the connections of rows, of polls and of questions about the model."""
+        """Keep the connections of rows apart from those of polls and of questions about the model."""
         # a proxy is for hosts elsewhere: it cannot reach our loopback
         by_proxy = not {urlsplit(url).hostname for url in urls} <= LOOPBACK
-        kept: dict[str, Any] = {"limit": 0, "keepalive_timeout": KEEPALIVE_S}
 
         def session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
             return aiohttp.ClientSession(
@@ -348,8 +303,7 @@ class SGLangClient:
                 trust_env=by_proxy,
             )
 
-        self._rows = session(GuardedConnector(self.guard, **kept))
-        self._status = session(aiohttp.TCPConnector(**kept))
+        self._rows = session(GuardedConnector(self.guard, limit=0, keepalive_timeout=KEEPALIVE_S))
         # a question gets a connection of its own: one from before may lead to a server that is on its way out
         self._questions = session(aiohttp.TCPConnector(limit=0, force_close=True))
 
@@ -374,7 +328,7 @@ class SGLangClient:
             self.guard.watch(url, functools.partial(of_server, url))
 
     async def _is_alive(self, url: str) -> bool:
-        return self._status is not None and await ServerStatus(self._status, url).is_alive()
+        return self._questions is not None and await ServerStatus(self._questions, url).is_alive()
 
     def _checked(self, request: Request) -> Request:
         """Return a request as it is sent; raises RowRefusedError for one that must not be."""
@@ -394,22 +348,13 @@ class SGLangClient:
     def _model_name(self, name: str | None) -> str | None:
         """Return the name of the model that a whole request is sent with; None for none.
 
-        A file may name a model that this server does not know: that is replaced, and the log says so once.
+        A file may name a model that this server does not know: that is replaced.
         """
         own = self._model_names
         if name is None:
             return wire.ANY_MODEL if self._behind_gateway else None  # sglang_router refuses some without one
-        if name in own or name.startswith(tuple(f"{each}:" for each in own)):  # : for a LoRA adapter
-            return name
-        if not self._told_of_names:
-            self._told_of_names = True
-            served = ", ".join(sorted(own))
-            log.warning(
-                "the requests ask for the model %s: %s answers them, and the results keep the name",
-                name,
-                served,
-            )
-        return wire.ANY_MODEL
+        is_known = name in own or name.startswith(tuple(f"{each}:" for each in own))  # : for a LoRA adapter
+        return name if is_known else wire.ANY_MODEL
 
     async def _post(
         self, endpoint: Endpoint, path: str, body: bytes, headers: Mapping[str, str] | None
@@ -417,18 +362,20 @@ class SGLangClient:
         """Send a body and return the reply; raises RequestError for another status, whose `body` it has."""
         sent_at = time.monotonic()
         answer = await self._exchange(endpoint, path, body, headers, _whole)
-        endpoint.answers += 1
-        self.failures.record(endpoint.url, alive=True)
-        if answer.status == _OK:
-            return answer.content
+        if answer.status != _OK:
+            raise await self._refusal(endpoint, answer, sent_at)
+        return answer.content
+
+    async def _refusal(self, endpoint: Endpoint, answer: WholeAnswer, sent_at: float) -> RequestError:
+        """Return what an answer with another status than 200 means for its rows: all are judged here."""
         error = error_of(*answer)
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
             self.guard.doubt(endpoint.url)
         if isinstance(error, EngineDownError):  # a gateway names the replica that is down
             named = next((url for url in self.replicas if f"{url}/" in str(error)), None)
             if named is not None:
-                raise await self.failures.classify(named, sent_at, str(error))
-        raise error
+                return await self.failures.classify(named, sent_at, str(error))
+        return error
 
     async def _send_list(
         self,
@@ -437,23 +384,11 @@ class SGLangClient:
         answers: RowAnswers,
         headers: Mapping[str, str] | None,
     ) -> None:
-        """Send a list of rows of one task, all of which end with the one reply.
-
-        A refused list, or a reply that is none to it, says nothing of a row: raises BundleRefusedError.
-        """
+        """Send a list of rows of one task, all of which end with the one reply."""
         requests = [row.request for row in rows]
         task = requests[0].task
         assert task is not None
-        try:
-            bodies = wire.bodies_of(requests)
-        except RequestError as failure:  # one row cannot be written: alone it is found
-            raise BundleRefusedError(str(failure)) from None
-        try:
-            found = [await self._post(endpoint, task.path, body, headers) for body in bodies]
-        except RequestError as failure:
-            if failure.body is None or isinstance(failure, EngineBusyError):
-                raise
-            raise BundleRefusedError(str(failure)) from None
+        found = [await self._post(endpoint, task.path, body, headers) for body in wire.bodies_of(requests)]
         try:
             results = replies.answers_of(requests, task.whole(found))
         except RequestError as failure:
@@ -472,28 +407,18 @@ class SGLangClient:
         headers: Mapping[str, str] | None,
     ) -> None:
         """Send prompts in one body, and pass on the answer of each when it comes."""
-        try:
-            body = wire.bytes_of(wire.bundle_body([row.request for row in rows]))
-        except RequestError as failure:  # one row cannot be written: alone it is found
-            raise BundleRefusedError(str(failure)) from None
+        body = wire.bytes_of(wire.bundle_body([row.request for row in rows]))
         confirms = self._confirms_answers
-        answer = BundleAnswer(rows, answers, endpoint, self.guard, self._detokenizer, confirms=confirms)
-        whole = await self._exchange(endpoint, wire.GENERATE_PATH, body, headers, answer.read)
-        self.failures.record(endpoint.url, alive=True)
-        if answer.events > EVENTS_A_ROW * len(rows):
-            answers.discourage(f"the server sent {answer.events} events for {len(rows)} rows")
-        error = answer.refusal()
-        if whole is not None:
-            endpoint.answers += 1
-            error = error_of(*whole)
-            if whole.status == _OK:
-                error = BundleRefusedError("the answer to several rows is no stream of events")
-        if isinstance(error, EngineBusyError):
-            if whole is None or whole.status != HTTPStatus.TOO_MANY_REQUESTS:
-                self.guard.doubt(endpoint.url)
-            raise error
-        if error is not None:
-            raise BundleRefusedError(str(error))
+        bundle = BundleAnswer(rows, answers, endpoint, self.guard, self._detokenizer, confirms=confirms)
+        sent_at = time.monotonic()
+        answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, headers, bundle.read)
+        if bundle.events > EVENTS_A_ROW * len(rows):
+            answers.discourage(f"the server sent {bundle.events} events for {len(rows)} rows")
+        if answer is None:
+            return
+        if answer.status == _OK:
+            raise BundleRefusedError("the answer to several rows is no stream of events")
+        raise await self._refusal(endpoint, answer, sent_at)
 
     async def _exchange(
         self,
@@ -511,17 +436,24 @@ class SGLangClient:
             assert self._rows is not None
             sender = endpoint.senders[path] = PostSender(self._rows, URL(endpoint.url + path))
         sent_at = time.monotonic()
+        limit = asyncio.timeout(self._timeout_s)
         try:
-            with endpoint.deadline:
+            async with limit:
+                endpoint.requests.add(limit)
                 if not self.guard.is_settled(endpoint.url):
                     await self.guard.settle(endpoint.url)
-                answer = await sender.post(body, headers)
+                posted = await sender.post(body, headers)
                 try:
-                    return await read(answer)
+                    answer = await read(posted)
                 finally:
-                    answer.release()
+                    posted.release()
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise await self._meaning(endpoint, failure, sent_at) from None
+        finally:
+            endpoint.requests.discard(limit)
+        endpoint.answers += 1
+        self.failures.record(endpoint.url, alive=True)
+        return answer
 
     async def _meaning(self, endpoint: Endpoint, failure: Exception, sent_at: float) -> Exception:
         """Return the error that a failure on the way means for the rows that were sent."""
@@ -612,12 +544,13 @@ class BundleAnswer:
         self._ended: set[int] = set()
         self.events = 0
         """Events that came so far."""
-        self._error: bytes | None = None  # event that says why the request failed
+        self.refusal: WholeAnswer | None = None
+        """What an event said of the whole request, as if it were the answer to it."""
 
     async def read(self, answer: PostedAnswer) -> WholeAnswer | None:
         """Pass on the events of an answer until it ends, or for a second after the last one that is wanted.
 
-        Return an answer that is not one of events.
+        Return an answer that is not one of events, or a refusal of all rows.
         """
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "text/event-stream":
@@ -632,7 +565,7 @@ class BundleAnswer:
         except TimeoutError:
             if not self._is_over:
                 raise
-        return None
+        return self.refusal
 
     @property
     def _is_over(self) -> bool:
@@ -645,76 +578,32 @@ class BundleAnswer:
         """
         if self._confirms:
             await self._guard.confirm(self._endpoint.url)
-        for event in events:
-            if event == _END:
+        for content in events:
+            if content == _END:
                 continue
             self.events += 1
-            end = replies.end_of_row(event) if self._detokenizer is None else None
-            index = self._index_in(event) if end is None else end.index
-            if index is not None and 0 <= index < len(self._rows) and index not in self._ended:
-                self._ended.add(index)
-                await self._end(index, end, event)
+            try:
+                event = replies.read_event(content)
+            except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
+                log.debug("an event of %s cannot be read: %.200r", self._endpoint.url, content)
+                continue
+            index = event.index
+            if index is None:
+                if event.error is not None:
+                    self.refusal = WholeAnswer(replies.status_of(event.error), content, None)
+            elif event.meta_info.finish_reason is not None and 0 <= index < len(self._rows):
+                await self._end(index, event)
 
-    def refusal(self) -> RequestError | None:
-        """Return the error that the answer said instead of rows; None where it said none."""
-        if self._error is None:
-            return None
-        try:
-            code = int(msgspec.json.decode(self._error)["error"]["code"])
-        except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
-            code = 0
-        return error_of(known_status(code), self._error)
-
-    def _index_in(self, event: bytes) -> int | None:
-        """Return the index of the row that an event ends, and keep an event that says why all failed."""
-        try:
-            found = replies.event_in(event)
-        except Exception:  # noqa: BLE001 - as above
-            log.debug("an event of %s cannot be read: %.200r", self._endpoint.url, event)
-            return None
-        if found.error is not None and found.index is None:
-            self._error = event
-        is_end = found.meta_info is not None and found.meta_info.finish_reason is not None
-        return found.index if is_end else None
-
-    async def _end(self, index: int, end: replies.EndOfRow | None, event: bytes) -> None:
+    async def _end(self, index: int, event: replies.Event) -> None:
+        if index in self._ended:
+            return
+        self._ended.add(index)
         self._endpoint.answers += 1
         place, request = self._rows[index]
         try:
-            if end is None:
-                completion = replies.completion_of(request, event, self._detokenizer)
-            else:
-                completion = replies.completion_of_end(request, end, event)
+            completion = replies.completion_of_samples(request, (event,), self._detokenizer)
             await self._guard.check_answer(self._endpoint.url, completion.weights)
         except RequestError as failure:
             self._answers.ended(place, failure)
         else:
             self._answers.ended(place, completion)
-
-
-class HttpEngine(Engine):
-    """The part of an engine on HTTP servers that is the same whoever started the servers."""
-
-    def __init__(self, client: SGLangClient) -> None:
-        self._client = client
-        self._incidents = IncidentQueue()
-
-    async def generate(self, request: Request, route: str) -> Completion:
-        """Send one request once; see `Engine.generate`."""
-        return await self._client.generate(request, route)
-
-    async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
-        """Send several requests in one; see `Engine.generate_many`."""
-        await self._client.generate_many(requests, route, answers)
-
-    async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
-        """Ask the first server; see `Engine.tokens_of`."""
-        return await self._client.tokens_of(request, special=special)
-
-    def incidents(self) -> list[Incident]:
-        """Return what happened to the servers; see `Engine.incidents`."""
-        return self._incidents.take()
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._client.close()

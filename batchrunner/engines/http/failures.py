@@ -1,8 +1,8 @@
 """What a failed request means for its row: by the status of a reply, or by the death of a server."""
 
 import asyncio
-import contextlib
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
@@ -24,21 +24,24 @@ ERROR_CHARACTERS = 500
 """Most characters of an error message in a result row."""
 _BUSY = {429, 502, 503, 504}
 _REFUSED = {400, 404, 413, 422}
-_REPLICA_DOWN = (
-    *("call_upstream_", "read_response_"),
-    *("no_workers", "no_available_workers", "no_healthy_workers"),
-)
-"""Beginnings of a gateway's error codes where no replica took the row, or where the replica ended before the
-answer was complete. sglang_router 0.3.2 gives them with status 500."""
+_REPLICA_DOWN = re.compile(rb'"(call_upstream_|read_response_|no_(available_|healthy_)?workers)')
+"""A gateway's error codes where no replica took the row, or where the replica ended before the answer was
+complete. sglang_router 0.3.2 gives them with status 500."""
 
 
 def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
     """Return the error that a reply with a status other than 200 means for the row."""
-    code, said = "", body.decode(errors="replace")
-    with contextlib.suppress(Exception):  # nothing that a server sends may end a run
-        found = orjson.loads(body)
-        code, said = _code_of(found), _sentence_of(found)
-    error = _error_of_status(status, code, f"{status}: {short(said) or 'no explanation'}", retry_after)
+    message = f"{status}: {short(_sentence_in(body)) or 'no explanation'}"
+    error: RequestError
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR and _REPLICA_DOWN.search(body):
+        error = EngineDownError(message)
+    elif status == HTTPStatus.UNAUTHORIZED:  # it would be so for any row
+        error = EngineDownError(f"refuses the API key ({message}): see engine.api_key_env")
+    elif status in _BUSY:
+        pause_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
+        error = EngineBusyError(message, pause_s)
+    else:
+        error = (RowRefusedError if status in _REFUSED else AttemptFailedError)(message)
     error.body = body
     return error
 
@@ -55,29 +58,16 @@ def short(text: str) -> str:
     return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"
 
 
-def _error_of_status(status: int, code: str, message: str, retry_after: str | None) -> RequestError:
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR and code.startswith(_REPLICA_DOWN):
-        return EngineDownError(message)
-    if status == HTTPStatus.UNAUTHORIZED:  # it would be so for any row
-        return EngineDownError(f"refuses the API key ({message}): see engine.api_key_env")
-    if status in _BUSY:
-        is_seconds = retry_after is not None and retry_after.isascii() and retry_after.isdigit()
-        return EngineBusyError(message, float(retry_after) if retry_after and is_seconds else None)
-    return RowRefusedError(message) if status in _REFUSED else AttemptFailedError(message)
-
-
-def _code_of(found: Any) -> str:
-    """Return the gateway's code of an error; empty where the body is not a gateway's."""
-    error = found.get("error") if isinstance(found, dict) else None
-    return str(error.get("code", "")) if isinstance(error, dict) else ""
-
-
-def _sentence_of(found: Any) -> str:
-    """Return the sentence in an error body, of which SGLang has several formats."""
-    for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and found.get(key):
-            found = found[key]
-    return found if isinstance(found, str) else orjson.dumps(found).decode()
+def _sentence_in(body: bytes) -> str:
+    """Return the sentence in an error's body, of which SGLang has several formats."""
+    try:
+        found = orjson.loads(body)
+        for key in ("error", "message", "detail"):
+            if isinstance(found, dict) and found.get(key):
+                found = found[key]
+        return found if isinstance(found, str) else orjson.dumps(found).decode()
+    except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
+        return body.decode(errors="replace")
 
 
 def in_words(failure: Exception) -> str:

@@ -5,7 +5,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import aiohttp
 import msgspec
@@ -29,13 +29,9 @@ MOST_BYTES = 8 << 20
 """Most bytes of a body that are read; `/metrics` of a large server has a tenth of them."""
 MOST = 1 << 53
 """Largest value of a gauge or counter: up to there a double holds every integer."""
-MOST_USAGE = 10.0
-"""Largest share of the KV pool; SGLang's is 1, or a little more while requests are moved."""
-MOST_REQUESTS = 1_000_000
-"""Most requests at one scheduler: sixteen times as many as one address has ports."""
 NOT_REACHED = (aiohttp.ClientError, TimeoutError, OSError)
 """Errors that every request here raises where the server does not answer in time."""
-NOT_SGLANG = (ValueError, KeyError, TypeError)
+NOT_SGLANG = (ValueError, KeyError, TypeError, msgspec.MsgspecError)
 """Errors that `load` raises too, for a reply that is not SGLang's."""
 
 
@@ -121,17 +117,22 @@ class LoadPoller:
             return None if isinstance(failure, NOT_REACHED) else []
 
 
-Gauge = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+"""Requests at one scheduler: at most sixteen times as many as one address has ports."""
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
 
 
 class _Scheduler(msgspec.Struct):
-    num_running_reqs: Gauge
-    num_waiting_reqs: Gauge
-    token_usage: Annotated[float, msgspec.Meta(ge=0, le=MOST_USAGE)]
-    num_used_tokens: Gauge | None = None
-    max_total_num_tokens: Gauge | None = None
-    max_running_requests: Gauge | None = None
+    """What a scheduler tells of its load; a gauge out of its range makes it no load."""
+
+    num_running_reqs: Requests
+    num_waiting_reqs: Requests
+    token_usage: Annotated[float, msgspec.Meta(ge=0, le=10)]
+    """Share of the KV pool; SGLang's is 1, or a little more while requests are moved."""
+    num_used_tokens: Tokens | None = None
+    max_total_num_tokens: Tokens | None = None
+    max_running_requests: Requests | None = None
     dp_rank: int = 0
     timestamp: Any = None
     total_prefill_busy_us: Amount | None = None
@@ -146,32 +147,42 @@ _read_loads = msgspec.json.Decoder(_Loads)
 
 
 def load_in(path: str, body: bytes, url: str, route: str | None = None) -> list[SchedulerLoad]:
-    """Read the reply of LOADS or METRICS; raises ValueError for anything else."""
+    """Read the reply of LOADS or METRICS of the server at `url`; raises ValueError for anything else.
+
+    `route` is the route to the server, if it is not the URL itself.
+    """
     try:
         if path == METRICS:
             return from_metrics(body.decode(errors="replace"), url, route)
-        return from_loads(body, url, route)
+        return _loads_of(_read_loads.decode(body).loads, "loads", url, route)
     except Exception as failure:
         raise ValueError(f"no load: {type(failure).__name__}: {failure}") from failure
 
 
-def from_loads(reply: bytes, url: str, route: str | None = None) -> list[SchedulerLoad]:
-    """Read the reply of `GET /v1/loads?include=core` (SGLang ≥ 0.5.9), which has an entry per DP rank.
+def from_metrics(text: str, url: str, route: str | None = None) -> list[SchedulerLoad]:
+    """Read `GET /metrics`, Prometheus text of a server with --enable-metrics; empty without SGLang's gauges.
 
-    `route` is the route to the server at `url`, if it is not the URL itself. Raises ValueError where the
-    reply is something else.
+    Raises one of NOT_SGLANG for another text.
     """
-    try:
-        found: list[_Scheduler] = _read_loads.decode(reply).loads
-    except msgspec.DecodeError as failure:
-        raise ValueError(str(failure)) from None
-    ranks = {load.dp_rank: load for load in found}
-    if len(ranks) < len(found):
-        raise ValueError("two schedulers have the same rank")
+    ranks: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for rank, name, value in _samples_in(text):
+        ranks[rank]["num_waiting_reqs" if name == "num_queue_reqs" else name] = value
+    schedulers = [
+        msgspec.convert({"token_usage": 0.0, **gauges, "dp_rank": rank or 0}, _Scheduler, strict=False)
+        for rank, gauges in sorted(ranks.items())
+        if "num_running_reqs" in gauges
+    ]
+    return _loads_of(schedulers, "metrics", url, route)
+
+
+def _loads_of(
+    found: Sequence[_Scheduler], source: Literal["loads", "metrics"], url: str, route: str | None
+) -> list[SchedulerLoad]:
+    """Return the load of each DP rank of a server."""
     return [
         SchedulerLoad(
-            scheduler=url if len(ranks) == 1 else f"{url}#dp{rank}",
-            source="loads",
+            scheduler=url if len(found) == 1 else f"{url}#dp{load.dp_rank}",
+            source=source,
             running=load.num_running_reqs,
             queue=load.num_waiting_reqs,
             token_usage=load.token_usage,
@@ -182,48 +193,8 @@ def from_loads(reply: bytes, url: str, route: str | None = None) -> list[Schedul
             taken_at=load.timestamp if type(load.timestamp) in {int, float} else None,
             work=_work(load),
         )
-        for rank, load in ranks.items()
-        if _can_be(load.num_running_reqs, load.num_waiting_reqs)
+        for load in found
     ]
-
-
-def from_metrics(text: str, url: str, route: str | None = None) -> list[SchedulerLoad]:
-    """Read `GET /metrics`, Prometheus text of a server with --enable-metrics; empty without SGLang's gauges.
-
-    Raises ValueError where the text is not Prometheus's.
-    """
-    ranks: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for rank, name, value in _samples_in(text):
-        ranks[rank][name] = value
-
-    def count(gauges: dict[str, float], name: str) -> int | None:
-        return int(gauges[name]) if name in gauges else None
-
-    return [
-        SchedulerLoad(
-            scheduler=url if len(ranks) == 1 else f"{url}#dp{rank}",
-            source="metrics",
-            running=int(g["num_running_reqs"]),
-            queue=int(g["num_queue_reqs"]),
-            token_usage=g.get("token_usage", 0.0),
-            used_tokens=count(g, "num_used_tokens"),
-            max_total_tokens=count(g, "max_total_num_tokens"),
-            max_running=count(g, "max_running_requests"),
-            route=route or url,
-        )
-        for rank, g in sorted(ranks.items())
-        if _can_be(g.get("num_running_reqs"), g.get("num_queue_reqs"), g.get("token_usage", 0.0))
-    ]
-
-
-def _can_be(running: float | None, queue: float | None, usage: float = 0.0) -> bool:
-    """Tell whether gauges are there and can be right: one that shows no end of a queue would stop the run."""
-    return (
-        running is not None
-        and queue is not None
-        and max(running, queue) <= MOST_REQUESTS
-        and usage <= MOST_USAGE
-    )
 
 
 def counters_in(text: str) -> dict[str, float]:

@@ -7,7 +7,6 @@ or before an answer counts (`confirm`).
 """
 
 import asyncio
-import itertools
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ import aiohttp
 from aiohttp.connector import Connection
 from yarl import URL
 
-from batchrunner.core.errors import AnotherModelError, EngineDownError, EngineStartError
+from batchrunner.core.errors import AnotherModelError, BatchrunError, EngineDownError, EngineStartError
 
 Model = Mapping[str, str]
 """What a server says of its model: those of MODEL_FIELDS that it tells."""
@@ -56,21 +55,20 @@ ModelQuestion = Callable[[], Awaitable[Mapping[str, Model]]]
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
-    """An address that takes requests. Its times are numbers of a counter."""
+class _Address:
+    """An address that takes requests, and what is known of the model there."""
 
     question: ModelQuestion
     pause_s: float
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    asked: int = 0
-    """When the question was put last."""
-    confirmed: int = 0
-    """When the question was put whose answer was the run's model."""
-    doubted: int = 0
-    failure: str | None = None
-    """Why the last question was not answered."""
+    next_question: asyncio.Task[BatchrunError | EngineDownError | None] | None = None
+    """A question that is not put yet; it ends with what is wrong."""
     asked_at: float = 0.0
     """Time of the last question, in seconds of the loop's clock."""
+    doubts: int = 0
+    """Signs that another server may be there by now."""
+    cleared: int = 0
+    """Those before the last question that was answered with the run's model."""
 
 
 class ModelGuard:
@@ -78,10 +76,10 @@ class ModelGuard:
 
     def __init__(self) -> None:
         self._model: Model = {}
-        self._places: dict[str, _Place] = {}
+        self._addresses: dict[str, _Address] = {}
         self._origins: dict[URL, list[str]] = {}
-        self._clock = itertools.count(1)
-        self._version_of_answers: str | None = None
+        self._version: str | None = None
+        """Version of the weights that all answers have had."""
 
     def begin(self, model: Model) -> None:
         """Take the run's model."""
@@ -89,7 +87,7 @@ class ModelGuard:
 
     def watch(self, url: str, question: ModelQuestion, *, pause_s: float = 0.0) -> None:
         """Guard the address `url`; there are `pause_s` seconds at least from one question to the next."""
-        self._places[url] = _Place(question, pause_s)
+        self._addresses[url] = _Address(question, pause_s)
         self._origins.setdefault(URL(url).origin(), []).append(url)
 
     def addresses_at(self, url: URL) -> Sequence[str]:
@@ -98,13 +96,13 @@ class ModelGuard:
 
     def doubt(self, url: str) -> None:
         """Record that another server may be at the address by now: it was away."""
-        if place := self._places.get(url):
-            place.doubted = next(self._clock)
+        if address := self._addresses.get(url):
+            address.doubts += 1
 
     def is_settled(self, url: str) -> bool:
         """Tell whether nothing is in doubt."""
-        place = self._places.get(url)
-        return place is None or place.doubted <= place.confirmed
+        address = self._addresses.get(url)
+        return address is None or address.cleared == address.doubts
 
     async def settle(self, url: str) -> None:
         """Return at once, or if there is doubt, after a question; raises as `confirm` does."""
@@ -116,55 +114,44 @@ class ModelGuard:
 
         Raises AnotherModelError for another model, EngineDownError where there is no answer.
         """
-        if (place := self._places.get(url)) is None:
+        if (address := self._addresses.get(url)) is None:
             return
-        since = next(self._clock)
-        async with place.lock:
-            if place.asked < since:
-                await self._ask(place)
-            if place.failure is not None:
-                raise EngineDownError(place.failure)
+        if address.next_question is None:
+            address.next_question = asyncio.create_task(self._ask(address))
+        wrong = await asyncio.shield(address.next_question)
+        if wrong is not None:
+            raise wrong
 
     async def check_answer(self, url: str, version: str | None) -> None:
-        """Return once an answer counts; raises as `confirm`, or for another version of the weights.
-
-        An answer may have another version than the server's description, but all have the same.
-        """
+        """Return once an answer counts; raises as `confirm`, or for another version of the weights."""
         await self.settle(url)
-        if version is None or version == self._version_of_answers:
+        if version is None:
             return
-        if self._version_of_answers or version != self._model.get("weight_version"):
-            await self.confirm(url)  # its error has the server's own words
-        was = self._version_of_answers = self._version_of_answers or version
-        if was != version:
-            raise another_model(url, f"{MODEL_FIELDS['weight_version']} was {was!r} and is {version!r}")
+        self._version = self._version or version
+        if version != self._version:
+            raise _another_model(url, "weight_version", self._version, version)
 
-    async def _ask(self, place: _Place) -> None:
-        loop = asyncio.get_running_loop()
-        if (wait_s := place.asked_at + place.pause_s - loop.time()) > 0:
-            await asyncio.sleep(wait_s)
-        asked, asked_at = next(self._clock), loop.time()
-        try:
-            found = await place.question()
-        except EngineDownError as failure:
-            place.failure = str(failure)
-        else:
-            self._compare(found)
-            place.failure, place.confirmed = None, asked
-        place.asked, place.asked_at = asked, asked_at
-
-    def _compare(self, found: Mapping[str, Model]) -> None:
-        for url, model in found.items():
-            for name, words in MODEL_FIELDS.items():
-                was, now = self._model.get(name), model.get(name)
-                if was is not None and now is not None and was != now:
-                    raise another_model(url, f"{words} was {was!r} and is {now!r}")
+    async def _ask(self, address: _Address) -> BatchrunError | EngineDownError | None:
+        async with address.lock:
+            loop = asyncio.get_running_loop()
+            await asyncio.sleep(max(0.0, address.asked_at + address.pause_s - loop.time()))
+            address.next_question, address.asked_at = None, loop.time()
+            doubts = address.doubts
+            try:
+                for url, model in (await address.question()).items():
+                    for name, was in self._model.items():
+                        if model.get(name, was) != was:
+                            raise _another_model(url, name, was, model[name])
+            except (BatchrunError, EngineDownError) as wrong:
+                return wrong
+            address.cleared = doubts
+            return None
 
 
-def another_model(url: str, what: str) -> AnotherModelError:
+def _another_model(url: str, name: str, was: str, now: str) -> AnotherModelError:
     """Return the error for a server that serves another model than at the beginning."""
     return AnotherModelError(
-        f"{url} serves another model now ({what})",
+        f"{url} serves another model now ({MODEL_FIELDS[name]} was {was!r} and is {now!r})",
         hint="start the run's model there and run the job again to "
         "resume, or take another output.path for the new model",
     )

@@ -3,12 +3,11 @@
 Whatever bytes come, reading them ends in a completion or in a RequestError of the row.
 """
 
-from __future__ import annotations
-
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import orjson
@@ -17,7 +16,6 @@ from batchrunner.core.errors import AttemptFailedError, RequestError
 from batchrunner.core.types import (
     CHAT_PATH,
     EMBEDDINGS_PATH,
-    NO_COLUMNS,
     AskedColumns,
     Completion,
     Request,
@@ -26,16 +24,13 @@ from batchrunner.core.types import (
 from batchrunner.engines.http.failures import error_of, known_status, short
 from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.input.tokenize.detokenizer import Detokenizer
-from batchrunner.job.output import IDS_TO_CONTINUE, REASONING, RESPONSE
+from batchrunner.job.output import IDS_TO_CONTINUE, RESPONSE
 from batchrunner.job.tasks import check_embeddings
 
-MOST_COUNT = (1 << 31) - 1
-"""Largest count of tokens, and largest token id: the columns of the results have 32 bits."""
-REASON_CHARACTERS = 100
-"""Most characters of a finish reason; SGLang's have ten."""
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
-Word = Annotated[str, msgspec.Meta(max_length=REASON_CHARACTERS)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+"""A count of tokens, or a token id: the columns of the results have 32 bits."""
+Word = Annotated[str, msgspec.Meta(max_length=100)]
+"""A finish reason; SGLang's have ten characters."""
 TokenLogprob = tuple[float | None, Count, str | None]
 """A token: the logarithm of its probability, its id and its text."""
 
@@ -64,43 +59,21 @@ class Meta(msgspec.Struct):
 
 
 class Sample(msgspec.Struct):
-    """An answer of `/generate`, without its token ids, which it has also where nobody asks for them."""
+    """An answer of `/generate`."""
 
-    text: str
     meta_info: Meta
+    text: str = ""
+    """Left out by a server without a tokenizer."""
+    output_ids: msgspec.Raw = msgspec.Raw()
+    """Its token ids, which it has also where nobody asks for them."""
 
 
-class EndOfRow(Sample):
-    """The event with which a row of a bundle ends: a sample with the row's index."""
+class Event(Sample):
+    """An event of the answer to a bundle: the end or another part of a row's answer, or an error of all."""
 
-    index: int
-    error: None = None
-
-
-class FullSample(Sample):
-    """A Sample with its tokens."""
-
-    output_ids: list[Count] | None = None
-
-
-class IdsSample(msgspec.Struct):
-    """An answer of a server without a tokenizer."""
-
-    output_ids: list[Count]
-    meta_info: Meta
-
-
-class EventMeta(msgspec.Struct):
-    """The `meta_info` of an event."""
-
-    finish_reason: Any = None
-
-
-class Event(msgspec.Struct):
-    """An event of a bundle, whatever it tells."""
-
+    meta_info: Meta = msgspec.field(default_factory=Meta)
     index: int | None = None
-    meta_info: EventMeta | None = None
+    """The row's place in the bundle."""
     error: Any = None
 
 
@@ -116,7 +89,7 @@ class ToolCall(msgspec.Struct):
 
     id: str | None = None
     type: str | None = None
-    function: Function | None = None
+    function: Function = msgspec.field(default_factory=Function)
 
 
 class Message(msgspec.Struct):
@@ -124,65 +97,53 @@ class Message(msgspec.Struct):
 
     content: str | None = None
     reasoning_content: str | None = None
-    tool_calls: Any = None
-
-    @property
-    def has_more(self) -> bool:
-        """Whether there is an answer besides the text: thoughts, or calls of tools."""
-        return bool(self.reasoning_content or self.tool_calls)
-
-
-class ChatToken(msgspec.Struct):
-    """A token of a chat in OpenAI's form, which has no ids."""
-
-    token: str | None = None
-    logprob: float | None = None
-    top_logprobs: list[ChatToken] | None = None
-
-
-class ChatLogprobs(msgspec.Struct):
-    """The tokens of a chat."""
-
-    content: list[ChatToken] | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class Choice(msgspec.Struct):
-    """A sample of a chat."""
+    """A sample in OpenAI's form: a message of a chat, or a text."""
 
-    message: Message
+    message: Message | None = None
+    text: str | None = None
     index: int | None = None
     finish_reason: Word | None = None
-    meta_info: Meta | None = None
+    meta_info: Meta = msgspec.field(default_factory=Meta)
     matched_stop: Any = None
-    logprobs: ChatLogprobs | None = None
 
 
 class CachedTokens(msgspec.Struct):
-    """The details of a chat's prompt."""
+    """The details of a prompt."""
 
     cached_tokens: Count | None = None
 
 
 class Usage(msgspec.Struct):
-    """The counts of a chat."""
+    """The counts of a reply in OpenAI's form."""
 
     prompt_tokens: Count | None = None
     completion_tokens: Count | None = None
     prompt_tokens_details: CachedTokens | None = None
 
 
-class ChatIds(msgspec.Struct):
+class Extension(msgspec.Struct):
     """The token ids that SGLang adds to a chat."""
 
     output_ids: list[list[Count]] | None = None
 
 
-class ChatReply(msgspec.Struct):
-    """The answer to a chat."""
+class Metadata(msgspec.Struct):
+    """What SGLang says of the model in a reply in OpenAI's form."""
+
+    weight_version: Any = None
+
+
+class ChoicesReply(msgspec.Struct):
+    """A reply in OpenAI's form."""
 
     choices: Annotated[list[Choice], msgspec.Meta(min_length=1)]
-    usage: Usage
-    sglext: ChatIds | None = None
+    usage: Usage | None = None
+    sglext: Extension | None = None
+    metadata: Metadata | None = None
 
 
 class TokensReply(msgspec.Struct):
@@ -191,44 +152,12 @@ class TokensReply(msgspec.Struct):
     tokens: list[Count]
 
 
-class BodyMessage(msgspec.Struct):
-    """The answer of a chat, kept as it came."""
-
-    content: str | None = None
-
-
-class BodyChoice(msgspec.Struct):
-    """A sample of a whole reply."""
-
-    text: str | None = None
-    message: BodyMessage | None = None
-    finish_reason: Word | None = None
-
-
-class Metadata(msgspec.Struct):
-    """What SGLang adds to a whole reply."""
-
-    weight_version: Any = None
-
-
-class BodyReply(msgspec.Struct):
-    """The answer to a whole request."""
-
-    choices: Annotated[list[BodyChoice], msgspec.Meta(min_length=1)]
-    usage: Usage | None = None
-    metadata: Metadata | None = None
-
-
-_read_chat = msgspec.json.Decoder(ChatReply)
+_read_choices = msgspec.json.Decoder(ChoicesReply)
 _read_generate = msgspec.json.Decoder(Sample | Annotated[list[Sample], msgspec.Meta(min_length=1)])
-_read_full = msgspec.json.Decoder(FullSample | Annotated[list[FullSample], msgspec.Meta(min_length=1)])
-_read_ids = msgspec.json.Decoder(IdsSample | Annotated[list[IdsSample], msgspec.Meta(min_length=1)])
-_read_end_of_row = msgspec.json.Decoder(EndOfRow)
-_read_event = msgspec.json.Decoder(Event)
+_read_ids = msgspec.json.Decoder(list[Count] | None)
 _read_tokens = msgspec.json.Decoder(TokensReply)
-_read_body = msgspec.json.Decoder(BodyReply)
-_read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-
+read_event = msgspec.json.Decoder(Event).decode
+"""Decode an event; raises for what is none."""
 
 BEGIN, END = "<think>", "</think>"
 """What models write around their reasoning, unless their template writes the first."""
@@ -237,158 +166,55 @@ TAGS = "think>"
 NO_REASONING: Mapping[str, list[Any]] = MappingProxyType({"reasoning": [None]})
 _END_ON_A_LINE = re.compile(r"(?:^|\n)[ \t]*</think>[ \t]*(?:\n|$)")
 """The end of reasoning whose beginning the template wrote: a line of its own, since an answer may name it."""
-
-
-class Thoughts(NamedTuple):
-    """A text, parted."""
-
-    reasoning: str | None
-    """What came before the answer; None where there was nothing."""
-    answer: str
-
-
-def part(text: str) -> Thoughts:
-    """Part a text into reasoning and answer; reasoning without an end is reasoning to the end of the text.
-
-    As SGLang's reasoning parsers do it, the parts are stripped. A text without reasoning is left as it is.
-    """
-    if text.lstrip().startswith(BEGIN):
-        reasoning, _, answer = text.lstrip().removeprefix(BEGIN).partition(END)
-        return Thoughts(reasoning.strip() or None, answer.strip())
-    end = _END_ON_A_LINE.search(text) if END in text and BEGIN not in text else None
-    if end is None:
-        return Thoughts(None, text)
-    return Thoughts(text[: end.start()].strip() or None, text[end.end() :].strip())
-
-
-def columns_of_samples(
-    asked: AskedColumns, samples: Sequence[Sample], thoughts: Sequence[Thoughts]
-) -> Mapping[str, list[Any]]:
-    """Return the columns of answers of `/generate`.
-
-    Raises AttemptFailedError where a token's id or probability was asked for and did not come.
-    """
-    found: dict[str, list[Any]] = {}
-    names = asked.names
-    if "reasoning" in names:
-        found["reasoning"] = [thought.reasoning for thought in thoughts]
-    if "tool_calls" in names:
-        found["tool_calls"] = [None] * len(samples)
-    if "matched_stop" in names:
-        found["matched_stop"] = [_matched(_reason_of(sample.meta_info)) for sample in samples]
-    if IDS_TO_CONTINUE in names:
-        found[IDS_TO_CONTINUE] = [s.output_ids if isinstance(s, FullSample) else None for s in samples]
-    if "output_ids" in names:
-        ids = [sample.output_ids for sample in samples if isinstance(sample, FullSample)]
-        found["output_ids"] = [_there(each, "output_ids") for each in ids]
-    return found | _logprobs(names, [sample.meta_info for sample in samples])
-
-
-def columns_of_choices(
-    asked: AskedColumns,
-    choices: Sequence[Choice],
-    thoughts: Sequence[Thoughts],
-    ids: Sequence[list[int]] | None,
-) -> Mapping[str, list[Any]]:
-    """Return the columns of the answers of a chat, whose token ids are `ids`; raises AttemptFailedError."""
-    found: dict[str, list[Any]] = {}
-    names = asked.names
-    if "reasoning" in names:
-        given = [choice.message.reasoning_content for choice in choices]
-        found["reasoning"] = [g or t.reasoning for g, t in zip(given, thoughts, strict=True)]
-    if "tool_calls" in names:
-        found["tool_calls"] = [_calls(choice.message.tool_calls) for choice in choices]
-    if "matched_stop" in names:
-        found["matched_stop"] = [_matched(choice.matched_stop) for choice in choices]
-    if "output_ids" in names:
-        if ids is None or len(ids) != len(choices):
-            raise _missing("output_ids")
-        found["output_ids"] = [ids[choice.index or 0] for choice in choices]
-    return found | _logprobs(names, [_meta_of(choice) for choice in choices])
-
-
-def _reason_of(meta: Meta) -> Any:
-    return meta.finish_reason.matched if isinstance(meta.finish_reason, Reason) else None
-
-
-def _matched(matched: Any) -> str | None:
-    return None if matched is None else _text(matched)
-
-
-def _text(value: Any) -> str:
-    """Return a value of JSON as text: a text as it is."""
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-
-
-def _calls(calls: Any) -> list[dict[str, Any]] | None:
-    """Return calls of tools in OpenAI's form, with the arguments as JSON text."""
-    if not calls:
-        return None
-    found = []
-    for call in msgspec.convert(calls, list[ToolCall]):
-        named = call.function.name if call.function else None
-        given = call.function.arguments if call.function else None
-        arguments = None if given is None else _text(given)
-        function = {"name": named, "arguments": arguments}
-        found.append({"id": call.id, "type": call.type, "function": function})
-    return found
-
-
-def _logprobs(names: frozenset[str], metas: Sequence[Meta]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    if "logprobs" in names:
-        found["logprobs"] = [_tokens(_there(meta.output_token_logprobs, "logprobs")) for meta in metas]
-    if "top_logprobs" in names:
-        tops = [_there(meta.output_top_logprobs, "top_logprobs") for meta in metas]
-        found["top_logprobs"] = [[_tokens(tokens or []) for tokens in top] for top in tops]
-    if "prompt_logprobs" in names:  # all samples have the same prompt
-        found["prompt_logprobs"] = [_tokens(_there(metas[0].input_token_logprobs, "prompt_logprobs"))]
-    return found
-
-
-def _tokens(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-    return [{"id": number, "token": text, "logprob": logprob} for logprob, number, text in tokens]
-
-
-def _meta_of(choice: Choice) -> Meta:
-    """Return what is known of a choice's tokens; a gateway gives it in OpenAI's form, which has no ids."""
-    meta = choice.meta_info or Meta()
-    content = choice.logprobs.content if choice.logprobs else None
-    if meta.output_token_logprobs is None and content is not None:
-        return Meta(
-            output_token_logprobs=[_triple(token) for token in content],
-            output_top_logprobs=[[_triple(top) for top in token.top_logprobs or []] for token in content],
-        )
-    return meta
-
-
-def _triple(token: ChatToken) -> Any:
-    return token.logprob, None, token.token
-
-
-def _there(value: Any, name: str) -> Any:
-    if value is None:
-        raise _missing(name)
-    return value
-
-
-def _missing(name: str) -> AttemptFailedError:
-    return AttemptFailedError(f"the answer came without {name}, which output.columns asks for")
-
-
 ENDED = "stop"
 """The finish reason of an answer that the model ended, at its end token or at a stop text."""
 
-_HEX = rb"[0-9a-f]{2}"
-_ESCAPES = re.compile(
-    rb"\\(?:ud[89ab]" + _HEX + rb"\\ud[c-f]" + _HEX + rb"|ud[89a-f]" + _HEX + rb"|.)",
-    re.DOTALL | re.IGNORECASE,
-)
-"""Escapes of a JSON text: a pair of surrogates, a lone surrogate, any other."""
-_LONE_SURROGATE_BYTES = len(rb"\ud800")
-_REPLACEMENT = rb"\ufffd"
+
+class Answer(NamedTuple):
+    """One sample, whichever endpoint made it."""
+
+    text: str
+    reason: str | None
+    """Why it ended."""
+    meta: Meta
+    matched: Any = None
+    """The stop text or token that ended it."""
+    ids: list[int] | None = None
+    reasoning: str | None = None
+    """Reasoning that the server has parted from the text."""
+    calls: list[ToolCall] | None = None
 
 
+Asked = ParamSpec("Asked")
+Read = TypeVar("Read")
+
+
+def _reads_anything(read: Callable[Asked, Read]) -> Callable[Asked, Read]:
+    """Make the errors of a function that reads replies those of a row: no reply may end a run."""
+
+    @functools.wraps(read)
+    def safely(*args: Asked.args, **options: Asked.kwargs) -> Read:
+        try:
+            return read(*args, **options)
+        except RequestError:
+            raise
+        except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
+            raise AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})") from None
+
+    return safely
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
+    """Decode a reply; raises AttemptFailedError for what is none."""
+    try:
+        return decoder.decode(reply)
+    except Exception:  # noqa: BLE001 - as above
+        raise AttemptFailedError(
+            f"not an answer of SGLang: {short(reply.decode(errors='replace'))}"
+        ) from None
+
+
+@_reads_anything
 def completion_of(request: Request, reply: bytes, detokenizer: Detokenizer | None = None) -> Completion:
     """Read a reply with status 200.
 
@@ -396,265 +222,238 @@ def completion_of(request: Request, reply: bytes, detokenizer: Detokenizer | Non
     where the reply is an abort, no answer, one with fewer or more samples than were asked for, or an empty
     one that the model did not end.
     """
-    try:
-        if request.kind == "messages":
-            return _from_chat(request, decoded(_read_chat, reply))
-        if detokenizer is not None:
-            return _from_generate(request, _samples_of_ids(request, reply, detokenizer))
-        return _from_generate(
-            request, decoded(_read_full if _asks_of_tokens(request) else _read_generate, reply)
-        )
-    except RequestError:
-        raise
-    except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
-        raise unreadable(failure, reply) from None
+    if request.kind == "messages":
+        return _from_chat(request, _decoded(_read_choices, reply))
+    found = _decoded(_read_generate, reply)
+    return completion_of_samples(request, found if isinstance(found, list) else (found,), detokenizer)
 
 
-def unreadable(failure: Exception, reply: bytes) -> AttemptFailedError:
-    """Return the error of a row whose reply could not be read."""
-    match failure:
-        case msgspec.ValidationError():
-            return AttemptFailedError(f"not an answer of SGLang: {short(reply.decode(errors='replace'))}")
-        case UnicodeDecodeError():
-            return AttemptFailedError("the answer is not UTF-8")
-        case msgspec.DecodeError():
-            return AttemptFailedError("the answer is not JSON")
-    return AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})")
-
-
-def end_of_row(event: bytes) -> EndOfRow | None:
-    """Read an event of a bundle; None where it is none that ends a row, or anything else is odd about it."""
-    try:
-        found: EndOfRow = _read_end_of_row.decode(event)
-    except Exception:  # noqa: BLE001 - as above
-        return None
-    return found if found.meta_info.finish_reason is not None else None
-
-
-def event_in(event: bytes) -> Event:
-    """Read an event that ends no row as it should; raises what decoding raises."""
-    found: Event = decoded(_read_event, event)
-    return found
-
-
-def completion_of_end(request: Request, end: EndOfRow, event: bytes) -> Completion:
-    """Return the answer to a row of a bundle from its `event`, read as `end`; raises as `completion_of`."""
-    return completion_of(request, event) if _asks_of_tokens(request) else _from_generate(request, end)
-
-
-def _asks_of_tokens(request: Request) -> bool:
-    return request.asks is not None and request.asks.of_tokens
-
-
-def tokens_in(reply: bytes) -> list[int] | None:
-    """Read a reply of `/v1/tokenize`; None where it is none."""
-    try:
-        return list(decoded(_read_tokens, reply).tokens)
-    except Exception:  # noqa: BLE001 - as above
-        return None
-
-
-def decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
-    """Decode a reply; where JSON has lone surrogates, which no UTF-8 has, they become U+FFFD."""
-    try:
-        return decoder.decode(reply)
-    except msgspec.ValidationError:
-        raise
-    except msgspec.DecodeError:
-        mended = _ESCAPES.sub(_without_lone_surrogate, reply)
-        if mended == reply:
-            raise
-        return decoder.decode(mended)
-
-
-def _without_lone_surrogate(escape: re.Match[bytes]) -> bytes:
-    found = escape[0]
-    return _REPLACEMENT if len(found) == _LONE_SURROGATE_BYTES else found
-
-
-def _samples_of_ids(request: Request, reply: bytes, detokenizer: Detokenizer) -> Sequence[Sample]:
-    try:
-        found = decoded(_read_ids, reply)
-    except msgspec.DecodeError:
-        found = decoded(_read_generate, reply)  # an abort, or no answer of SGLang's
-        return found if isinstance(found, list) else [found]
-    samples: list[IdsSample] = found if isinstance(found, list) else [found]
-    return [
-        FullSample(
-            detokenizer.text(request, sample.output_ids, _stopped_at(sample.meta_info)),
-            sample.meta_info,
-            sample.output_ids,
-        )
-        for sample in samples
-    ]
-
-
-def _from_generate(request: Request, reply: Sample | Sequence[Sample]) -> Completion:
-    samples = (reply,) if isinstance(reply, Sample) else reply
-    texts, reasons, counts, retractions = [], [], [], 0
-    for sample in samples:  # one pass: a comprehension for each list takes twice as long
-        meta = sample.meta_info
-        reason = meta.finish_reason
-        texts.append(sample.text)
-        reasons.append(_word_of(reason) if isinstance(reason, Reason) else reason)
-        counts.append(meta.completion_tokens)
-        retractions += meta.num_retractions or 0
-    _check_count(request, len(texts))
+@_reads_anything
+def completion_of_samples(
+    request: Request, samples: Sequence[Sample], detokenizer: Detokenizer | None = None
+) -> Completion:
+    """Return the answer that samples of `/generate` are; raises as `completion_of`."""
+    asks = request.asks
+    has_ids = detokenizer is not None or (asks is not None and asks.of_tokens)
+    answers = []
+    for sample in samples:
+        meta, text = sample.meta_info, sample.text
+        reason, matched = _word_and_match(meta)
+        ids = _read_ids.decode(sample.output_ids) if has_ids and sample.output_ids else None
+        if detokenizer is not None and ids is not None:
+            text = detokenizer.text(request, ids, matched)
+        answers.append(Answer(text, reason, meta, matched, ids))
     first = samples[0].meta_info
-    completion = Completion(
-        texts, reasons, counts, first.prompt_tokens, first.cached_tokens, retractions, _weights(first)
-    )
-    _check(completion)
-    if request.asks is None:
-        return completion
-    if request.asks.only_reasoning and len(samples) == 1 and TAGS not in completion.texts[0]:
-        return completion._replace(columns=NO_REASONING)
-    thoughts = _thoughts(request, completion.texts)
-    columns = columns_of_samples(request.asks, samples, thoughts)
-    return completion._replace(texts=[thought.answer for thought in thoughts], columns=columns)
+    return _completion(request, answers, first.prompt_tokens, first.cached_tokens)
 
 
-def _from_chat(request: Request, reply: ChatReply) -> Completion:
-    for choice in reply.choices:
-        if choice.meta_info is not None and isinstance(choice.meta_info.finish_reason, Reason):
-            _word_of(choice.meta_info.finish_reason)
-    _check_count(request, len(reply.choices))
-    choices = _in_order(reply.choices)
-    metas = [choice.meta_info or Meta() for choice in choices]
-    first, usage = metas[0], reply.usage
-    counts = [meta.completion_tokens for meta in metas]
-    if counts == [None]:  # a release without return_meta_info
-        counts = [usage.completion_tokens]
+def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
+    choices, usage = _in_order(reply.choices), reply.usage or Usage()
+    ids = reply.sglext.output_ids if reply.sglext else None
+    has_ids = ids is not None and len(ids) == len(choices)
+    answers = []
+    for number, choice in enumerate(choices):
+        _word_and_match(choice.meta_info)
+        message = choice.message
+        if message is None or (len(choices) > 1 and not _says_something(message)):
+            raise AttemptFailedError(f"sample {number} of {len(choices)} has no text")
+        answers.append(
+            Answer(
+                message.content or "",
+                choice.finish_reason,
+                choice.meta_info,
+                choice.matched_stop,
+                ids[number] if ids is not None and has_ids else None,
+                message.reasoning_content or None,
+                message.tool_calls,
+            )
+        )
+    first = choices[0].meta_info
+    if len(choices) == 1 and first.completion_tokens is None:  # a gateway passes no return_meta_info on
+        first.completion_tokens = usage.completion_tokens
     prompt_tokens, cached_tokens = first.prompt_tokens, first.cached_tokens
     if prompt_tokens is None:
         prompt_tokens = usage.prompt_tokens
     if cached_tokens is None and usage.prompt_tokens_details is not None:
         cached_tokens = usage.prompt_tokens_details.cached_tokens
-    asks, texts = request.asks, [choice.message.content or "" for choice in choices]
-    columns: Mapping[str, list[Any]] = NO_COLUMNS
-    is_parted = asks is None or (asks.only_reasoning and len(texts) == 1 and TAGS not in texts[0])
-    if asks is not None and is_parted:  # nearly always so: the general way takes twice the time for a reply
-        columns = {REASONING: [choices[0].message.reasoning_content or None]}
-    completion = Completion(
-        texts=texts,
-        finish_reasons=[choice.finish_reason for choice in choices],
-        completion_tokens=counts,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=cached_tokens,
-        retractions=sum(meta.num_retractions or 0 for meta in metas),
-        weights=_weights(first),
-        columns=columns,
-    )
-    # reasoning that was cut off before the answer is no empty answer, and neither is a call of a tool
-    _check(completion, has_more=any(choice.message.has_more for choice in choices))
-    if asks is None or is_parted:
-        return completion
-    thoughts = _thoughts(request, completion.texts)
-    ids = reply.sglext.output_ids if reply.sglext else None
-    columns = columns_of_choices(asks, choices, thoughts, ids)
-    return completion._replace(texts=[thought.answer for thought in thoughts], columns=columns)
+    return _completion(request, answers, prompt_tokens, cached_tokens)
 
 
-def _thoughts(request: Request, texts: Sequence[str]) -> list[Thoughts]:
-    """Part the texts into reasoning and answers, where the reasoning has a column."""
-    assert request.asks is not None
-    if "reasoning" not in request.asks.names:
-        return [Thoughts(None, text) for text in texts]
-    return [part(text) for text in texts]
-
-
-def _in_order(choices: Sequence[Choice]) -> Sequence[Choice]:
-    """Return the samples of a chat by their numbers; raises AttemptFailedError where one has no text."""
-    if len(choices) == 1:
-        return choices
+def _in_order(choices: list[Choice]) -> list[Choice]:
+    """Return the samples of a chat by their numbers, if they have any."""
     numbers = [choice.index for choice in choices]
-    if numbers != [None] * len(choices):
-        if sorted(-1 if number is None else number for number in numbers) != list(range(len(choices))):
-            raise AttemptFailedError(f"the samples are numbered {short(str(numbers))}")
-        choices = sorted(choices, key=lambda choice: choice.index or 0)
-    for number, choice in enumerate(choices):
-        if choice.message.content is None and not choice.message.has_more:
-            raise AttemptFailedError(f"sample {number} of {len(choices)} has no text")
-    return choices
+    if len(choices) == 1 or numbers == [None] * len(choices):
+        return choices
+    if sorted(-1 if number is None else number for number in numbers) != list(range(len(choices))):
+        raise AttemptFailedError(f"the samples are numbered {short(str(numbers))}")
+    return sorted(choices, key=lambda choice: choice.index or 0)
 
 
-def _check_count(request: Request, count: int) -> None:
-    """Raise AttemptFailedError for fewer or more samples than `sampling.n`, which is 1 where it is unset."""
-    wanted = request.sampling.get("n") or 1
-    if count != wanted:
-        raise AttemptFailedError(f"{count} samples came, and {wanted} were asked for (sampling.n)")
+def _says_something(message: Message) -> bool:
+    return message.content is not None or bool(message.reasoning_content or message.tool_calls)
 
 
-def _word_of(reason: Reason) -> str:
-    """Return SGLang's word; raises for an abort, which a reply with status 200 can be, by its own status."""
+def _word_and_match(meta: Meta) -> tuple[str | None, Any]:
+    """Return why an output ended, and the stop text or token that ended it.
+
+    Raises for an abort, which a reply with status 200 can be, by its own status.
+    """
+    reason = meta.finish_reason
+    if not isinstance(reason, Reason):
+        return reason, None
     if reason.type != "abort":
-        return reason.type
+        return reason.type, reason.matched
     said = reason.message if isinstance(reason.message, str) else ""
     body = orjson.dumps({"message": said or "aborted by the engine"})
     raise error_of(known_status(reason.status_code), body)
 
 
-def _check(completion: Completion, *, has_more: bool = False) -> None:
-    """Raise AttemptFailedError where this is no answer. An empty one that the model ended is."""
-    if "abort" in completion.finish_reasons:
+def _completion(
+    request: Request, answers: Sequence[Answer], prompt_tokens: int | None, cached_tokens: int | None
+) -> Completion:
+    """Return samples as a completion; raises AttemptFailedError where they are no answer.
+
+    An empty answer that the model ended is one, and so is reasoning that was cut off before the answer.
+    """
+    wanted = request.sampling.get("n") or 1
+    if len(answers) != wanted:
+        raise AttemptFailedError(f"{len(answers)} samples came, and {wanted} were asked for (sampling.n)")
+    texts, reasons, counts, retractions, is_empty = [], [], [], 0, True
+    for answer in answers:  # one pass: a comprehension for each list takes twice as long
+        meta = answer.meta
+        texts.append(answer.text)
+        reasons.append(answer.reason)
+        counts.append(meta.completion_tokens)
+        retractions += meta.num_retractions or 0
+        if answer.text or answer.reason == ENDED or answer.reasoning or answer.calls:
+            is_empty = False
+    if "abort" in reasons:
         raise AttemptFailedError("aborted by the engine")
-    if not any(completion.texts) and not has_more and ENDED not in completion.finish_reasons:
+    if is_empty:
         raise AttemptFailedError("empty answer")
+    weights = _weights(answers[0].meta.weight_version)
+    completion = Completion(texts, reasons, counts, prompt_tokens, cached_tokens, retractions, weights)
+    asks = request.asks
+    if asks is None:
+        return completion
+    if asks.only_reasoning and len(answers) == 1 and TAGS not in texts[0] and not answers[0].reasoning:
+        return completion._replace(columns=NO_REASONING)  # nearly always so
+    if "reasoning" in asks.names:
+        answers = [_parted(answer) for answer in answers]
+    return completion._replace(texts=[answer.text for answer in answers], columns=_columns(asks, answers))
 
 
-def _stopped_at(meta: Meta) -> Any:
-    reason = meta.finish_reason
-    return reason.matched if isinstance(reason, Reason) else None
-
-
-def _weights(meta: Meta) -> str | None:
+def _weights(version: Any) -> str | None:
     """Return the version of the weights that made an answer, where the server tells it."""
-    version = meta.weight_version
     return version if isinstance(version, str) else None
 
 
+def _parted(answer: Answer) -> Answer:
+    """Part a text into reasoning and answer; reasoning without an end is reasoning to the end of the text.
+
+    As SGLang's reasoning parsers do it, the parts are stripped. A text without reasoning is left as it is.
+    """
+    text = answer.text
+    if text.lstrip().startswith(BEGIN):
+        reasoning, _, rest = text.lstrip().removeprefix(BEGIN).partition(END)
+    elif END in text and BEGIN not in text and (end := _END_ON_A_LINE.search(text)):
+        reasoning, rest = text[: end.start()], text[end.end() :]
+    else:
+        return answer
+    return answer._replace(text=rest.strip(), reasoning=answer.reasoning or reasoning.strip() or None)
+
+
+def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[Any]]:
+    """Return the columns that are asked for.
+
+    Raises AttemptFailedError where a token's id or probability was asked for and did not come.
+    """
+    metas = [answer.meta for answer in answers]
+    values: dict[str, Callable[[], list[Any]]] = {
+        "reasoning": lambda: [answer.reasoning for answer in answers],
+        "tool_calls": lambda: [_calls(answer.calls) for answer in answers],
+        "matched_stop": lambda: [_text(answer.matched) for answer in answers],
+        IDS_TO_CONTINUE: lambda: [answer.ids for answer in answers],
+        "output_ids": lambda: [_there(answer.ids, "output_ids") for answer in answers],
+        "logprobs": lambda: [_tokens(_there(meta.output_token_logprobs, "logprobs")) for meta in metas],
+        "top_logprobs": lambda: [
+            [_tokens(tokens or []) for tokens in _there(meta.output_top_logprobs, "top_logprobs")]
+            for meta in metas
+        ],
+        # all samples have the same prompt
+        "prompt_logprobs": lambda: [_tokens(_there(metas[0].input_token_logprobs, "prompt_logprobs"))],
+    }
+    return {name: values[name]() for name in values if name in asks.names}
+
+
+def _text(value: Any) -> str | None:
+    """Return a value of JSON as text: a text as it is."""
+    return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _calls(calls: Sequence[ToolCall] | None) -> list[dict[str, Any]] | None:
+    """Return calls of tools in OpenAI's form, with the arguments as JSON text."""
+    if not calls:
+        return None
+    return [
+        {
+            "id": call.id,
+            "type": call.type,
+            "function": {"name": call.function.name, "arguments": _text(call.function.arguments)},
+        }
+        for call in calls
+    ]
+
+
+def _tokens(tokens: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+    return [{"id": number, "token": text, "logprob": logprob} for logprob, number, text in tokens]
+
+
+def _there(value: Any, name: str) -> Any:
+    if value is None:
+        raise AttemptFailedError(f"the answer came without {name}, which output.columns asks for")
+    return value
+
+
+def status_of(error: Any) -> int:
+    """Return the status that the error in an event tells."""
+    return known_status(error.get("code") if isinstance(error, dict) else None)
+
+
+def tokens_in(reply: bytes) -> list[int] | None:
+    """Read a reply of `/v1/tokenize`; None where it is none."""
+    try:
+        return _read_tokens.decode(reply).tokens
+    except Exception:  # noqa: BLE001 - as above
+        return None
+
+
+@_reads_anything
 def completion_of_body(body: RequestBody, reply: bytes) -> Completion:
     """Read a reply with status 200 to a whole request; the name of its model becomes that of the request.
 
-    Raises AttemptFailedError where it is an abort or no answer.
+    Raises RequestError where it is an abort or no answer, or a vector has no use.
     """
     if body.path == EMBEDDINGS_PATH:
-        return _vectors(body, reply)
-    try:
-        found = decoded(_read_body, reply)
-        _check_choices(body, found.choices)
-        kept = _as_line(decoded(_read_fields, reply), body.model)
-    except RequestError:
-        raise
-    except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
-        raise unreadable(failure, reply) from None
+        prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
+        columns = {RESPONSE: [_as_line(reply, body.model)]}
+        return Completion([""], [ENDED], [0], prompt_tokens, None, columns=columns)
+    found = _decoded(_read_choices, reply)
+    _check_choices(body, found.choices)
     first, usage = found.choices[0], found.usage or Usage()
     details = usage.prompt_tokens_details
-    weights = found.metadata.weight_version if found.metadata else None
     return Completion(
         texts=[(first.message.content if first.message else first.text) or ""],
         finish_reasons=[first.finish_reason],
         completion_tokens=[usage.completion_tokens],
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=details.cached_tokens if details else None,
-        weights=weights if isinstance(weights, str) else None,
-        columns={RESPONSE: [kept]},
+        weights=_weights(found.metadata.weight_version) if found.metadata else None,
+        columns={RESPONSE: [_as_line(reply, body.model)]},
     )
 
 
-def _vectors(body: RequestBody, reply: bytes) -> Completion:
-    """Read a reply with vectors; raises RequestError where it is none, or one of them has no use."""
-    try:
-        prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
-        kept = _as_line(decoded(_read_fields, reply), body.model)
-    except RequestError:
-        raise
-    except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
-        raise unreadable(failure, reply) from None
-    return Completion([""], ["stop"], [0], prompt_tokens, None, columns={RESPONSE: [kept]})
-
-
-def _check_choices(body: RequestBody, choices: list[BodyChoice]) -> None:
+def _check_choices(body: RequestBody, choices: list[Choice]) -> None:
     if any(choice.finish_reason == "abort" for choice in choices):
         raise AttemptFailedError("aborted by the engine")
     is_chat = body.path == CHAT_PATH
@@ -666,8 +465,9 @@ def _check_choices(body: RequestBody, choices: list[BodyChoice]) -> None:
         raise AttemptFailedError(f"{len(choices)} choices came, and {asked} were asked for (n)")
 
 
-def _as_line(fields: dict[str, msgspec.Raw], model: str | None) -> str:
-    """Return the fields as JSON on one line, each value as it came; `model` is the request's, or None."""
+def _as_line(reply: bytes, model: str | None) -> str:
+    """Return a reply as JSON on one line, each value as it came; `model` is the request's, or None."""
+    fields = fields_of(reply)
     if model is not None and "model" in fields:
         fields["model"] = msgspec.Raw(msgspec.json.encode(model))
     content = msgspec.json.encode(fields)
@@ -684,13 +484,9 @@ def answer_of(request: Request, reply: bytes) -> Completion:
     return result
 
 
+@_reads_anything
 def answers_of(requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
     """Read a reply to requests of one task without decoding; raises RequestError where it is none to them."""
     task = requests[0].task
     assert task is not None
-    try:
-        return task.answers(requests, reply)
-    except RequestError:
-        raise
-    except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
-        raise unreadable(failure, reply) from None
+    return task.answers(requests, reply)

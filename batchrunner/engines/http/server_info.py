@@ -1,7 +1,6 @@
 """What servers say of themselves: `/model_info` and `/server_info` → EngineInfo and TokenizerInfo."""
 
 import asyncio
-import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,11 +20,8 @@ from batchrunner.engines.http.loads import (
     ServerStatus,
 )
 from batchrunner.engines.http.model_guard import Model, model_in
-from batchrunner.engines.model_files import model_identity
-from batchrunner.engines.vector_facts import lengths_told
+from batchrunner.engines.model_files import model_identity, takes_mean
 from batchrunner.job.tasks import TASKS, TaskName
-
-log = logging.getLogger(__name__)
 
 
 def check_does(task: TaskName, generates: object, who: str, architectures: object = None) -> None:
@@ -60,22 +56,25 @@ class ServerQuestions:
 
     def __init__(self, session: aiohttp.ClientSession, *, behind_gateway: bool) -> None:
         self._session = session
-        self._behind_gateway = behind_gateway
+        self._remedy = (
+            "the gateway's workers must be within reach from here too, for their load"
+            if behind_gateway
+            else "start the server, or correct engine.urls"
+        )
 
-    async def model_info(self, url: str, task: TaskName) -> dict[str, Any]:
-        """Return the server's model; raises EngineStartError where it cannot do the task."""
-        status, model = await self._ask(url, MODEL_INFO)
-        path = model.get("model_path")
-        if not isinstance(path, str) or not path:
-            raise EngineStartError(
-                f"{url}: something answers, but it is not SGLang (GET {MODEL_INFO[0]} gave {status})"
-            )
-        check_does(task, model.get("is_generation"), f"{url}: serves {path}", model.get("architectures"))
-        return model
+    async def at_start(self, url: str, task: TaskName) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what a server says of its model, and of its arguments and limits.
 
-    async def server_info(self, url: str) -> dict[str, Any]:
-        """Return the server's arguments and limits; raises EngineStartError where it does not answer."""
-        return (await self._ask(url, SERVER_INFO))[1]
+        Raises EngineStartError where it does not, or where the model cannot do the task.
+        """
+        try:
+            model = await self._model_info(url, TIMING.server_open)
+            server = await self._ask(url, SERVER_INFO, TIMING.server_open)
+        except EngineDownError as failure:
+            raise EngineStartError(str(failure)) from None
+        who = f"{url}: serves {model['model_path']}"
+        check_does(task, model.get("is_generation"), who, model.get("architectures"))
+        return model, server
 
     async def model(self, url: str, run_model: Model, timeout_s: float | None = None) -> dict[str, str]:
         """Return what a server says of its model now; raises EngineDownError where it does not say.
@@ -83,80 +82,33 @@ class ServerQuestions:
         It has `timeout_s` seconds for each answer, `TIMING.server_open` if none are given. Its arguments are
         read too only if the run's model has a field that they alone tell.
         """
-        server: dict[str, Any] = {}
-        server_status = ServerStatus(self._session, url)
         timeout_s = timeout_s or TIMING.server_open
-        try:
-            status, found = await server_status.mapping(MODEL_INFO, timeout_s)
-            if "model_path" in found and run_model.keys() - model_in(found).keys():
-                _, server = await server_status.mapping(SERVER_INFO, timeout_s)
-        except NOT_REACHED as failure:
-            raise EngineDownError(f"no connection to {url}: {in_words(failure)}") from None
-        if status in KEY_REFUSED:
-            raise EngineDownError(f"{url}: refuses the API key ({status}): see engine.api_key_env")
-        if "model_path" not in found:
-            raise EngineDownError(f"{url}: GET {MODEL_INFO[0]} gave {status} and no model")
-        return model_in(found, server)
+        found = await self._model_info(url, timeout_s)
+        more = run_model.keys() - model_in(found).keys()
+        return model_in(found, await self._ask(url, SERVER_INFO, timeout_s) if more else {})
 
     async def models(self, urls: Sequence[str], run_model: Model) -> dict[str, Model]:
         """Return what each worker says; one that does not answer answers no rows either, and is left out."""
+        found = await asyncio.gather(
+            *(self.model(url, run_model, TIMING.status_timeout) for url in urls), return_exceptions=True
+        )
+        return {url: model for url, model in zip(urls, found, strict=True) if isinstance(model, dict)}
 
-        async def model(url: str) -> Model:
-            try:
-                return await self.model(url, run_model, TIMING.status_timeout)
-            except EngineDownError as failure:
-                log.debug("the model of %s: %s", url, failure)
-                return {}
+    async def _model_info(self, url: str, timeout_s: float) -> dict[str, Any]:
+        found = await self._ask(url, MODEL_INFO, timeout_s)
+        if not found.get("model_path"):
+            raise EngineDownError(f"{url}: something answers, but it is not SGLang (no {MODEL_INFO[0]})")
+        return found
 
-        found = await asyncio.gather(*map(model, urls))
-        return {url: model for url, model in zip(urls, found, strict=True) if model}
-
-    async def _ask(self, url: str, paths: tuple[str, ...]) -> tuple[int, dict[str, Any]]:
-        """Ask a server what it is; raises EngineStartError where it does not answer or refuses the key."""
+    async def _ask(self, url: str, paths: tuple[str, ...], timeout_s: float) -> dict[str, Any]:
+        """Ask a server what it is; raises EngineDownError where it does not answer or refuses the key."""
         try:
-            status, reply = await ServerStatus(self._session, url).mapping(paths, TIMING.server_open)
-        except TimeoutError:
-            raise EngineStartError(
-                f"{url}: no answer to GET {paths[0]} within {TIMING.server_open:g} s"
-            ) from None
-        except (aiohttp.ClientError, OSError) as failure:
-            remedy = (
-                "the gateway's workers must be within reach from here too, for their load"
-                if self._behind_gateway
-                else "start the server, or correct engine.urls"
-            )
-            raise EngineStartError(f"{url}: no connection ({in_words(failure)})", hint=remedy) from None
+            status, found = await ServerStatus(self._session, url).mapping(paths, timeout_s)
+        except NOT_REACHED as failure:
+            raise EngineDownError(f"{url}: no connection ({in_words(failure)}): {self._remedy}") from None
         if status in KEY_REFUSED:
-            raise EngineStartError(f"{url}: refuses the API key ({status})", hint="see engine.api_key_env")
-        return status, reply
-
-
-_IMAGES, _AUDIO = "has_image_understanding", "has_audio_understanding"
-"""Keys of `/model_info`."""
-_KNOWN_VERSION = (0, 5, 23)
-"""Version of SGLang up to which `_PASS_OVER_VIDEOS` is known."""
-_PASS_OVER_VIDEOS = {
-    "Cohere2VisionForConditionalGeneration", "DeepseekOCRForCausalLM", "DeepseekV4ForCausalLM",
-    "DeepseekVL2ForCausalLM", "DotsOCRForCausalLM", "DotsVLMForCausalLM", "Gemma3ForConditionalGeneration",
-    "Gemma3nForConditionalGeneration", "GlmImageForConditionalGeneration", "KimiK25ForConditionalGeneration",
-    "KimiVLForConditionalGeneration", "Lfm2VlForConditionalGeneration",
-    "LightOnOCRForConditionalGeneration", "Llama4ForConditionalGeneration",
-    "LocateAnythingForConditionalGeneration", "MllamaForConditionalGeneration", "MultiModalityCausalLM",
-    "Phi4MMForCausalLM", "PixtralForConditionalGeneration", "Sarashina2VisionForCausalLM",
-    "UnlimitedOCRForCausalLM",
-}  # fmt: skip
-"""Architectures whose processors (srt/multimodal/processors) read no `video_data`: a model would answer as
-if there were no video."""
-
-
-def passes_over_videos(model: Mapping[str, Any], version: str | None) -> bool:
-    """Tell whether a model is known to take no videos, by its `/model_info` and the version of SGLang."""
-    if model.get(_IMAGES) is False:
-        return True
-    numbers = tuple(map(int, re.findall(r"\d+", version or "")[:3]))
-    names = model.get("architectures")
-    is_known = bool(numbers) and numbers <= _KNOWN_VERSION and isinstance(names, list)
-    return is_known and not _PASS_OVER_VIDEOS.isdisjoint(map(str, names or ()))
+            raise EngineDownError(f"{url}: refuses the API key ({status}): see engine.api_key_env")
+        return found
 
 
 def _in_all(models: Sequence[Mapping[str, Any]], key: str) -> bool | None:
@@ -172,8 +124,6 @@ _CHAT_ARGUMENTS = (
 )
 _OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
 """Models whose chats SGLang handles in its own way (special tokens in the answer, rules for messages)."""
-_ANSWERS_IN_PIECES = ("incremental_streaming_output", "stream_output")
-"""Server arguments with which an event has only the text since the last one; the second is older."""
 FEW_EVENTS = 256
 """`stream_interval` of a server from which on its events for a row are few."""
 FEW_EVENTS_FLAG = "--stream-interval 1000000"
@@ -186,34 +136,25 @@ def describe(
     """Describe replicas of one model by the `/model_info` and `/server_info` of each, and their loads."""
     first = servers[0]
     version = first.get("version")
-    version = version if isinstance(version, str) else None
+    takes_images = _in_all(models, "has_image_understanding")
     return EngineInfo(
         kind="attach",
         model=model_identity(str(models[0]["model_path"])),
-        version=version,
+        version=version if isinstance(version, str) else None,
         max_running=_sum(load.max_running for load in loads)
-        or _sum(_resolved(server, "max_running_requests") for server in servers),
+        or _sum(server.get("max_running_requests") for server in servers),
         max_total_tokens=_sum(load.max_total_tokens for load in loads)
-        or _sum(_resolved(server, "max_total_num_tokens") for server in servers),
+        or _sum(server.get("max_total_num_tokens") for server in servers),
         context_length=limit_of(first.get("context_length")) or limit_of(first.get("max_req_input_len")),
         prefill_tokens=prefill_tokens(first),
         caches_prefixes=not first.get("disable_radix_cache"),
         tokenizing=_common_to([*map(tokenizer_info, models, servers)]),
-        vector_lengths=lengths_told(models),
-        takes_images=_in_all(models, _IMAGES),
-        takes_audio=_in_all(models, _AUDIO),
-        takes_videos=False if any(passes_over_videos(model, version) for model in models) else None,
-        one_by_one=next(filter(None, map(answers_in_pieces, servers)), None),
+        takes_images=takes_images,
+        takes_audio=_in_all(models, "has_audio_understanding"),
+        takes_videos=takes_images and None,  # what takes images may take videos
+        one_by_one=next(filter(None, map(_answers_in_pieces, servers)), None),
         notes=(_LPM_NOTE,) if first.get("schedule_policy") == "lpm" else (),
     )
-
-
-def answers_in_pieces(server: Mapping[str, Any]) -> str | None:
-    """Say why each row should be a request of its own; None where a request can hold several."""
-    for name in _ANSWERS_IN_PIECES:
-        if server.get(name):
-            return f"the server runs with --{name.replace('_', '-')}"
-    return None
 
 
 def events_of_tokens(servers: Iterable[Mapping[str, Any]]) -> str | None:
@@ -272,18 +213,26 @@ def _sum(limits: Iterable[Any]) -> int | None:
     return sum(limit or 0 for limit in found) if found and all(found) else None
 
 
-def _resolved(server: Mapping[str, Any], argument: str) -> Any:
-    """Return a server's limit as its schedulers have it in effect: the argument itself may be null."""
-    limits = [limit_in_effect(state, argument) for state in scheduler_states(server)]
-    return sum(filter(None, map(limit_of, limits))) or server.get(argument)
-
-
 def _common_to(found: Sequence[TokenizerInfo]) -> TokenizerInfo:
     """Return what replicas have in common."""
     first = found[0]
     if any(other != first for other in found):
         return TokenizerInfo(first.tokenizer, first.model, own="the replicas' arguments differ")
     return first
+
+
+def _answers_in_pieces(server: Mapping[str, Any]) -> str | None:
+    """Say why each row should be a request of its own; None where a request can hold several.
+
+    With these arguments an event has only the text since the last one; the second is the older name.
+    """
+    return _runs_with(server, ("incremental_streaming_output", "stream_output"))
+
+
+def _runs_with(server: Mapping[str, Any], arguments: Iterable[str]) -> str | None:
+    """Name the first of these arguments that a server runs with."""
+    given = next((name for name in arguments if server.get(name)), None)
+    return given and f"the server runs with --{given.replace('_', '-')}"
 
 
 def _own(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
@@ -300,9 +249,24 @@ def _own(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
 
 def _own_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None:
     """Say why only the server can make tokens of messages; None where the client can too."""
-    for name in _CHAT_ARGUMENTS:
-        if server.get(name):
-            return f"the server runs with --{name.replace('_', '-')}"
+    if given := _runs_with(server, _CHAT_ARGUMENTS):
+        return given
     if str(model.get("model_type")) in _OWN_CHAT_MODELS:
         return f"SGLang has chat rules of its own for {model['model_type']}"
     return None
+
+
+def pooling_note(model: Mapping[str, Any]) -> str | None:
+    """Return a line for the user where a server makes vectors otherwise than the model's authors.
+
+    `model` is its `/model_info`. None where either is not known.
+    """
+    told, path = model.get("embedding"), str(model.get("model_path"))
+    pooling = told.get("pooling") if isinstance(told, dict) else None
+    if pooling not in ("cls", "last") or not takes_mean(path):
+        return None
+    return (
+        f"the server makes vectors of the {'first' if pooling == 'cls' else 'last'} token, and the authors "
+        f"of {path} make them of the mean over all tokens: they will not be alike, unless it was started "
+        "with SGLANG_EXTERNAL_MODEL_PACKAGE=mean_pooling"
+    )

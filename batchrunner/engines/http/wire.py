@@ -49,11 +49,9 @@ def refuse_deadly(request: Request, vocabulary: int | None) -> None:
         if request.task is not None:
             raise RowRefusedError(f"task: {request.task.name} takes a text or token ids, and this is a chat")
         return
-    if isinstance(request.prompt, RequestBody):
-        for prompt in prompts_in(request.prompt):
-            _refuse_deadly_prompt(prompt, vocabulary)
-        return
-    _refuse_deadly_prompt(request.prompt, vocabulary)
+    whole = isinstance(request.prompt, RequestBody)
+    for prompt in prompts_in(request.prompt) if whole else (request.prompt,):
+        _refuse_deadly_prompt(prompt, vocabulary)
 
 
 def _refuse_deadly_prompt(prompt: Any, vocabulary: int | None) -> None:
@@ -65,11 +63,10 @@ def _refuse_deadly_prompt(prompt: Any, vocabulary: int | None) -> None:
             ids = sorted((0, *prompt))
         except TypeError:
             raise RowRefusedError("a token id is null") from None
-        low, high = ids[0], ids[-1]
-        if low < 0 or (vocabulary is not None and high >= vocabulary):
-            bad = low if low < 0 else high
-            known = f"0 to {vocabulary - 1}" if vocabulary else "0 and more"
-            raise RowRefusedError(f"token id {bad} is not in the model's vocabulary ({known})")
+        for bad in (ids[0], ids[-1]):
+            if bad < 0 or (vocabulary is not None and bad >= vocabulary):
+                known = f" (0 to {vocabulary - 1})" if vocabulary else ""
+                raise RowRefusedError(f"token id {bad} is not in the model's vocabulary{known}")
 
 
 def refuse_dropped(request: Request) -> None:
@@ -83,11 +80,6 @@ def refuse_dropped(request: Request) -> None:
         raise RowRefusedError(f"{name}: the gateway leaves it out of what it passes on")
     if request.kind == "messages" and request.asks is not None and "output_ids" in request.asks.names:
         raise RowRefusedError("output.columns: output_ids: the gateway leaves them out of what it passes on")
-
-
-NO_PROMPT_LOGPROBS = (
-    "output.columns: prompt_logprobs: SGLang gives none for a chat, and this one is not tokenised here"
-)
 
 
 def body_of(request: Request) -> dict[str, Any]:
@@ -206,7 +198,9 @@ def _asked_of_generate(asks: AskedColumns) -> dict[str, Any]:
 def _asked_of_chat(asks: AskedColumns) -> dict[str, Any]:
     """Return the fields of the chat endpoint that bring what is asked for; raises RowRefusedError."""
     if "prompt_logprobs" in asks.names:
-        raise RowRefusedError(NO_PROMPT_LOGPROBS)
+        raise RowRefusedError(
+            "output.columns: prompt_logprobs: SGLang gives none for a chat that is not tokenised here"
+        )
     fields: dict[str, Any] = {}
     if "output_ids" in asks.names:
         fields["return_output_ids_in_sglext"] = True

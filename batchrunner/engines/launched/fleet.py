@@ -26,7 +26,7 @@ from batchrunner.engines.device import (
 )
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import wire
-from batchrunner.engines.http.client import Endpoint, HttpEngine, SGLangClient
+from batchrunner.engines.http.client import Endpoint, HttpEngine
 from batchrunner.engines.http.connections import HeldPort, raise_file_limit
 from batchrunner.engines.http.failures import FailureClassifier
 from batchrunner.engines.launched.gateway import GatewayProcess
@@ -213,15 +213,12 @@ class LaunchedFleet(HttpEngine):
         task: TaskName = GENERATE,
     ) -> None:
         self._key = secrets.token_hex(24)  # a - at its head would read as an option
-        timeout_s = limits.request_timeout
         super().__init__(
-            SGLangClient(
-                api_key=self._key,
-                request_timeout_s=timeout_s,
-                detokenizer=detokenizer,
-                excuses=self.excuses,
-                task=task,
-            )
+            api_key=self._key,
+            request_timeout_s=limits.request_timeout,
+            detokenizer=detokenizer,
+            excuses=self.excuses,
+            task=task,
         )
         self._spec = spec
         self._log_dir = log_dir
@@ -253,7 +250,7 @@ class LaunchedFleet(HttpEngine):
         await _all_or_first_failure([program.start() for program in programs])
         if self._gateway:
             await self._gateway.take_workers([*self._replicas])
-        info = await self._client.open([*self._replicas], self._gateway.url if self._gateway else None)
+        info = await self.connect([*self._replicas], self._gateway.url if self._gateway else None)
         self._watching = [asyncio.create_task(program.supervisor.watch()) for program in programs]
         counted = not (self._gateway or cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
@@ -289,9 +286,9 @@ class LaunchedFleet(HttpEngine):
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each server; restart what hangs."""
-        loads = await self._client.loads()
+        loads = await super().loads()
         now = time.monotonic()
-        for route, endpoint in self._client.endpoints.items():
+        for route, endpoint in self.endpoints.items():
             for replica in self._replicas.values() if self._gateway else (self._replicas[route],):
                 replica.poll(loads, endpoint, now)
             if self._gateway:
@@ -322,7 +319,7 @@ class LaunchedFleet(HttpEngine):
         spec = self._spec
         make = functools.partial(
             SGLangServer, spec, model, key=self._key, cpu=cpu, healer=healer, gateway=self._gateway,
-            failures=self._client.failures, incidents=self._incidents, hang_s=self._hang_s,
+            failures=self.failures, incidents=self._incidents, hang_s=self._hang_s,
         )  # fmt: skip
         if not isinstance(spec, GatewayEngine):
             return [make(log_path=self._log_dir / "engine-server.log")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.errors import BundleRefusedError
-from batchrunner.engines.http.client import Deadline, EventLines
+from batchrunner.engines.http.client import EventLines
 from tests.support.json_values import ANY_JSON, json_of, some_odd
 from tests.support.reader_checks import check_bundle
 
@@ -31,66 +30,10 @@ def test_good_events_answer_their_rows() -> None:
     assert found == {2 * n: [f"text {n}"] for n in range(ROWS)}
 
 
-def test_half_a_character() -> None:
-    event = rb'{"text": "a\ud800b", "meta_info": {"finish_reason": {"type": "stop"}}, "index": 1}'
-    assert check_bundle([event], ROWS) == {2: ["a\ufffdb"]}
-
-
 @given(events=st.lists(ANY_EVENT, max_size=12))
 def test_any_events_can_be_read(events: list[bytes]) -> None:
     """Whatever comes, a row is answered once at most, and only one that was sent."""
     check_bundle(events, ROWS)
-
-
-async def wait_under(deadline: Deadline, seconds: float) -> str:
-    with deadline:
-        await asyncio.sleep(seconds)
-    return "in time"
-
-
-async def test_only_what_is_late_ends() -> None:
-    """Only those of many tasks that take too long are ended by their shared timer."""
-    deadline = Deadline(6)  # a machine may stand still for some of it
-    ended = await asyncio.gather(
-        *(wait_under(deadline, seconds) for seconds in (0, 30, 0.01, 30)), return_exceptions=True
-    )
-    assert [type(end) for end in ended] == [str, TimeoutError, str, TimeoutError]
-
-
-async def test_it_ends_the_later_ones_later() -> None:
-    """Each has the whole time from its own start, also after the timer has stopped."""
-    deadline = Deadline(0.2)
-    loop = asyncio.get_running_loop()
-    for _ in range(2):
-        began = loop.time()
-        with pytest.raises(TimeoutError):
-            await wait_under(deadline, 30)
-        assert loop.time() - began >= 0.2
-
-
-async def test_a_cancelled_task_stays_cancelled() -> None:
-    """A cancellation from outside is not mistaken for a timeout."""
-    deadline = Deadline(30)
-    task = asyncio.create_task(wait_under(deadline, 30))
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-
-
-async def test_an_error_passes() -> None:
-    """What fails in its time fails with its own error."""
-    with pytest.raises(OSError, match="gone"), Deadline(30):
-        raise OSError("gone")
-
-
-async def test_the_task_lives_on() -> None:
-    """After a timeout the task can go on waiting, and use the deadline again."""
-    deadline = Deadline(4)
-    with pytest.raises(TimeoutError):
-        await wait_under(deadline, 30)
-    await asyncio.sleep(0.01)
-    assert await wait_under(deadline, 0) == "in time"
 
 
 @given(

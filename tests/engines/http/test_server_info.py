@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.http.model_guard import common_model
-from batchrunner.engines.http.server_info import describe, prefill_tokens
+from batchrunner.engines.http.server_info import describe, pooling_note, prefill_tokens
 from tests.support.json_values import json_of, some_odd
 from tests.support.reader_checks import check_description
 
@@ -22,25 +24,14 @@ SERVER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_limits_in_effect_are_summed_over_schedulers() -> None:
-    """Each of two ranks of two replicas has its own limits; the arguments may be null, or another number."""
-    info = describe([MODEL, MODEL], [SERVER, SERVER], [])
-    assert (info.max_running, info.max_total_tokens) == (32, 2800)
-    assert (info.model, info.version, info.context_length) == ("org/model", "0.5.23", 4096)
-
-
-def test_a_polled_load_has_the_limits_first() -> None:
-    """What all schedulers report with their load goes before what the servers say of themselves."""
+def test_limits_are_summed_over_schedulers() -> None:
+    """Those of a polled load come first; a sum without one of its parts would be too small."""
     loads = [SchedulerLoad(f"#dp{rank}", "loads", 0, 0, 0.0, max_running=5) for rank in range(2)]
-    info = describe([MODEL], [SERVER], loads)
-    assert (info.max_running, info.max_total_tokens) == (10, 1400)
-
-
-def test_a_limit_that_one_server_does_not_say_is_not_known() -> None:
-    """A sum without one of its parts would be too small."""
-    silent = {**SERVER, "internal_states": None, "max_total_num_tokens": None}
-    info = describe([MODEL, MODEL], [SERVER, silent], [])
-    assert (info.max_running, info.max_total_tokens) == (None, None)
+    info = describe([MODEL, MODEL], [SERVER, SERVER], loads)
+    assert (info.max_running, info.max_total_tokens) == (10, 2000)
+    assert (info.model, info.version, info.context_length) == ("org/model", "0.5.23", 4096)
+    silent = {**SERVER, "max_total_num_tokens": None}
+    assert describe([MODEL, MODEL], [SERVER, silent], []).max_total_tokens is None
 
 
 def test_replicas_of_two_models_are_refused() -> None:
@@ -76,37 +67,33 @@ def test_any_description_can_be_read(found: Any) -> None:
     check_description(json_of(found))
 
 
-def _model(*, images: object = None, audio: object = None, architecture: str = "Any") -> dict[str, Any]:
-    return {
-        **MODEL,
-        "has_image_understanding": images,
-        "has_audio_understanding": audio,
-        "architectures": [architecture],
-    }
-
-
-_PIXTRAL = _model(images=True, architecture="PixtralForConditionalGeneration")
+@pytest.mark.parametrize(
+    ("models", "expected"),
+    [
+        ([{"image": True, "audio": False}], (True, False, None)),
+        ([{"image": False, "audio": True}], (False, True, False)),
+        ([{"image": True, "audio": True}, {"image": True, "audio": False}], (True, False, None)),
+        ([{"image": "yes", "audio": 1}], (None, None, None)),
+    ],
+)
+def test_media_taken(models: list[dict[str, Any]], expected: tuple[Any, ...]) -> None:
+    """Each kind as the servers say, in all of them; what takes no images takes no videos."""
+    told = [
+        {**MODEL, **{f"has_{kind}_understanding": does for kind, does in model.items()}} for model in models
+    ]
+    info = describe(told, [SERVER] * len(models), [])
+    assert (info.takes_images, info.takes_audio, info.takes_videos) == expected
 
 
 @pytest.mark.parametrize(
-    ("models", "version", "expected"),
-    [
-        ([_model(images=True, audio=False)], "0.5.23", (True, False, None)),
-        ([_model(images=False, audio=True)], "0.5.23", (False, True, False)),
-        ([_model(images=True, audio=True), _model(images=True, audio=False)], None, (True, False, None)),
-        ([MODEL], "0.4.0", (None, None, None)),
-        ([_model(images="yes", audio=1)], "0.5.23", (None, None, None)),
-        (
-            [_PIXTRAL],
-            "0.5.23",
-            (True, None, False),
-        ),
-        ([_PIXTRAL], "0.6.0", (True, None, None)),
-        ([_PIXTRAL], "main", (True, None, None)),
-        ([{**_model(images=True), "architectures": None}], "0.5.23", (True, None, None)),
-    ],
+    ("mean", "pooling", "is_told"), [(True, "cls", True), (True, "mean", False), (False, "cls", False)]
 )
-def test_media_taken(models: list[dict[str, Any]], version: str | None, expected: tuple[Any, ...]) -> None:
-    """Each kind as the servers say, in all of them; videos need a part for images, and a reader of videos."""
-    info = describe(models, [{**SERVER, "version": version}] * len(models), [])
-    assert (info.takes_images, info.takes_audio, info.takes_videos) == expected
+def test_a_server_that_makes_vectors_otherwise(
+    tmp_path: Path, mean: bool, pooling: str, is_told: bool
+) -> None:
+    """A line says so where the model's files and the server are known to differ."""
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": mean}))
+    note = pooling_note({"model_path": str(tmp_path), "embedding": {"pooling": pooling}})
+    assert ("of the first token" in (note or "")) == is_told
+    assert pooling_note({"model_path": str(tmp_path), "embedding": [pooling]}) is None
