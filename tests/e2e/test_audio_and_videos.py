@@ -203,11 +203,6 @@ def test_structs_and_cut_videos(tmp_path: Path, ears: FakeSGLang) -> None:
     [
         ("audio", {"has_image_understanding": True, "has_audio_understanding": False}, "takes no audio"),
         ("videos", {"has_image_understanding": False, "has_audio_understanding": True}, "takes no videos"),
-        (
-            "videos",
-            {"has_image_understanding": True, "architectures": ["PixtralForConditionalGeneration"]},
-            "takes no videos",
-        ),
     ],
 )
 def test_models_without(tmp_path: Path, field: str, told_by_server: dict[str, Any], words: str) -> None:

@@ -105,7 +105,7 @@ class ServerQuestions:
         try:
             status, found = await ServerStatus(self._session, url).mapping(paths, timeout_s)
         except NOT_REACHED as failure:
-            raise EngineDownError(f"{url}: no connection ({in_words(failure)}): {self._remedy}") from None
+            raise EngineDownError(f"no connection to {url} ({in_words(failure)}): {self._remedy}") from None
         if status in KEY_REFUSED:
             raise EngineDownError(f"{url}: refuses the API key ({status}): see engine.api_key_env")
         return found
