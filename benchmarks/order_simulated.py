@@ -26,9 +26,8 @@ import pyarrow as pa
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Request, RowRef
-from batchrunner.dispatch.distance import ReuseDistance
 from batchrunner.dispatch.pending_row import PendingRow
-from batchrunner.dispatch.reorder import OutputLengths, PrimeTask, Reorderer
+from batchrunner.dispatch.reorder import OutputLengths, PrimeTask, Reorderer, ReuseDistance
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet
 from benchmarks.engine import lognormal

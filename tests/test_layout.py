@@ -105,7 +105,7 @@ MOST_TOKENS = {
     "engines": 49_500,
     "advise": 13_600,
     "report": 12_800,
-    "dispatch": 28_000,
+    "dispatch": 27_800,
     "runner": 31_300,
     "tune": 16_000,
     "api": 2_600,

@@ -1,7 +1,6 @@
 """Sends rows to the engine: reading ahead, order, tokenization, slots, retries, checks, control by the load.
 
-The runner builds the parts (`runner/sending.py`): `Feeder` and `Dispatcher` move rows through the `Backlog`;
-bundles/ sends them, checks/ says whether an answer is its row's. `LoadLoop` polls the engine, `Feedback`
-resizes the `Slots`, and `HoldingBack` asks the engine to admit more. `Monitor` makes the `Snapshot` that
-the display and the event log show.
+The runner builds the parts (`runner/sending.py`). `Feeder` and `Dispatcher` (dispatcher.py) move rows through the
+`Backlog` (queue.py), bundles.py shares requests among rows, checks.py says whether an answer is good.
+load_control.py polls the engine and resizes the `Slots`; progress.py sums up what the display shows.
 """

@@ -1,16 +1,327 @@
-"""Expected output lengths: what the job allows, and what rows with the same template have had. Pure."""
+"""The order of sending: leaders first, followers when their prefix is cached, long outputs early. Pure.
 
+A tree of the prompts' prefixes says which row each row follows; the reuse distance, in prefill tokens, how
+far a row goes ahead of those that share its prefix.
+"""
+
+from __future__ import annotations
+
+import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, pairwise
 from typing import Any, NamedTuple
 from zlib import crc32
 
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Outcome, Request
-from batchrunner.dispatch.distance import DistanceChange, ReuseDistance
-from batchrunner.dispatch.pacing import FollowerRelease
 from batchrunner.dispatch.pending_row import PendingRow, RowSource
-from batchrunner.dispatch.prefix_tree import find_leaders
-from batchrunner.input.prefixes import prompt_bytes
+from batchrunner.input.prefixes import common_length, prompt_bytes
+
+LEAST_SHARED_BYTES = 256
+"""Length of the shortest prefix that is worth an order: about 64 tokens."""
+LEAST_NODE_BYTES = 64
+"""Length that a node's prefix must have beyond that of the node above; a few bytes are shared by chance."""
+
+
+class TreePlace(NamedTuple):
+    """The leader of a row, and the prefix that they share."""
+
+    leader: int
+    """Index of the row that goes first."""
+    shared_bytes: int
+    group_rows: int
+    """Number of rows that begin with this prefix."""
+
+
+class _Branch(NamedTuple):
+    """Rows with a common prefix; `leader` is the index of the one that goes first."""
+
+    leader: int
+    rows: int
+
+
+def find_leaders(prefixes: Sequence[bytes], sent: int = 0) -> dict[int, TreePlace]:
+    """Return the place of each row that follows another one; the first `sent` rows were sent before."""
+    order = sorted(range(len(prefixes)), key=prefixes.__getitem__)
+    depths = [_depth(prefixes[one], prefixes[other]) for one, other in pairwise(order)]
+    if not any(depths):
+        return {}
+    tree = _Tree(prefixes, sent)
+    for index, depth in zip(order, [*depths, 0], strict=True):
+        tree.add(index, depth)
+    return tree.places
+
+
+def _depth(one: bytes, other: bytes) -> int:
+    if one[:LEAST_SHARED_BYTES] != other[:LEAST_SHARED_BYTES]:  # most rows
+        return 0
+    shared = common_length(one, other)
+    return shared if shared >= LEAST_SHARED_BYTES else 0
+
+
+class _Tree:
+    """The nodes between the root and the row that was added last; nodes left of them are closed."""
+
+    def __init__(self, prefixes: Sequence[bytes], sent: int) -> None:
+        self._prefixes = prefixes
+        self._sent = sent
+        self._open: list[tuple[int, list[_Branch]]] = [(0, [])]  # depth in bytes, and the branches below
+        self.places: dict[int, TreePlace] = {}
+
+    def add(self, index: int, depth: int) -> None:
+        """Add the next row in sorted order, which shares `depth` bytes with the one after it."""
+        below = [_Branch(index, 1)]
+        while self._open[-1][0] > depth:
+            node_depth, branches = self._open.pop()
+            below = [*branches, *below]
+            if node_depth - max(depth, self._open[-1][0]) >= LEAST_NODE_BYTES:
+                below = [self._close(node_depth, below)]
+        if self._open[-1][0] < depth:
+            self._open.append((depth, []))
+        self._open[-1][1].extend(below)
+
+    def _close(self, depth: int, branches: list[_Branch]) -> _Branch:
+        leader = max(branches, key=self._rank).leader
+        rows = sum(branch.rows for branch in branches)
+        for branch in branches:
+            if branch.leader != leader:
+                self.places[branch.leader] = TreePlace(leader, depth, rows)
+        return _Branch(leader, rows)
+
+    def _rank(self, branch: _Branch) -> tuple[bool, int, int]:
+        return branch.leader < self._sent, branch.rows, len(self._prefixes[branch.leader])
+
+
+PASS_TOKENS = 8192
+"""Prefill tokens of one pass, for an engine that does not say: SGLang's chunk on GPUs of 80 GB."""
+PASSES, PASSES_OF_SEVERAL = 1.1, 2.0
+"""Initial reuse distance in prefill passes: above 1 because token counts are estimated, 2 with several
+schedulers because rows are spread over them unevenly."""
+POOL_SHARE, MOST_POOL_SHARE = 0.2, 0.4
+"""Largest initial and largest later distance, as a share of the KV pool."""
+LEAST_PASSES = 1 / 8
+"""Smallest distance, in prefill passes."""
+MOST_BYTES_A_TOKEN = 6
+"""Bytes of a prompt token before the first answer: high, as too short a distance costs more than too long."""
+FOLLOWERS_A_CHECK = 32
+"""Answered followers between two corrections."""
+NEARER, WIDER = 0.7, 1.5
+"""Factors of a correction."""
+MISS_SHARE = 0.1
+"""Share of followers without their prefix in the cache above which the distance is corrected."""
+LEAST_EXPECTED_TOKENS = 64
+"""Shared prefix, in tokens, below which a follower is not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistanceChange:
+    """A correction of the distance, in tokens, and its reason."""
+
+    old: int
+    new: int
+    reason: str
+
+
+class ReuseDistance:
+    """The distance in prefill tokens, over all schedulers."""
+
+    def __init__(self, info: EngineInfo, schedulers: int) -> None:
+        """`schedulers` is their number: they share the rows and the engine's KV pool."""
+        pass_tokens = info.prefill_tokens or PASS_TOKENS
+        pool = info.max_total_tokens / schedulers if info.max_total_tokens else pass_tokens / POOL_SHARE
+        self._schedulers = schedulers
+        self._pass_tokens = pass_tokens
+        self._knows_scheduler = schedulers <= len(info.routes)
+        self._least = LEAST_PASSES * pass_tokens
+        self._most = max(MOST_POOL_SHARE * pool, self._least)
+        self._first = pass_tokens * (PASSES if schedulers == 1 else PASSES_OF_SEVERAL)
+        self._tokens = max(self._least, min(self._first, POOL_SHARE * pool))
+        self._bytes, self._bytes_tokens = 0, 0
+        self._followers, self._missed, self._evicted = 0, 0, 0
+        self._last_miss_share, self._mean_miss_share = 0.0, 0.0
+        self._clock, self._changed_at = 0.0, 0.0  # prefill tokens sent: until now, until the last change
+        self._factor = WIDER
+        self._expected_tokens, self._found_tokens = 0.0, 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Prefill tokens between a row and its followers."""
+        return round(self._tokens * self._schedulers)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a prefix outlives even three distances: the KV pool is that much larger."""
+        return 3 * self._tokens <= self._most
+
+    @property
+    def bytes_a_token(self) -> float:
+        """Bytes of a prompt token, on average over the answers so far."""
+        return self._bytes / self._bytes_tokens if self._bytes_tokens else MOST_BYTES_A_TOKEN
+
+    def mark_sent(self, row: PendingRow) -> None:
+        """Advance the clock by the prompt tokens of a row that goes to the dispatch queue now."""
+        row.new_tokens = (row.prompt_bytes - row.shared_bytes) / self.bytes_a_token
+        self._clock += row.new_tokens
+        row.sent_clock = self._clock
+
+    def is_reached(self, leader: PendingRow) -> bool:
+        """Tell whether a sent row is far enough ahead of its followers."""
+        own = leader.new_tokens % self._pass_tokens
+        return self._clock - leader.sent_clock >= (self._tokens - own) * self._schedulers
+
+    def record(self, row: PendingRow, completion: Completion) -> DistanceChange | None:
+        """Record the cached tokens of an answer; return the correction, if it makes one."""
+        if not completion.prompt_tokens or not row.prompt_bytes:
+            return None
+        self._bytes += row.prompt_bytes
+        self._bytes_tokens += completion.prompt_tokens
+        leader, cached = row.leader, completion.cached_tokens
+        if leader is None or cached is None:
+            return None
+        expected = row.shared_bytes * completion.prompt_tokens / row.prompt_bytes
+        if expected < LEAST_EXPECTED_TOKENS:
+            return None
+        self._expected_tokens += expected
+        self._found_tokens += min(expected, cached)
+        if not self._knows_scheduler or leader.route != row.route or row.sent_clock < self._changed_at:
+            return None  # the prefix may be in another cache, or the row went with another distance
+        self._followers += 1
+        if cached < expected / 2:
+            self._missed += 1
+            self._evicted += leader.prefix_ready_at < row.sent_at
+        return self._correct() if self._followers >= FOLLOWERS_A_CHECK else None
+
+    def as_dict(self) -> dict[str, int]:
+        """Return what report.json has under `sharing`: shared prompt tokens, those cached, the distance."""
+        return {
+            "expected_tokens": round(self._expected_tokens),
+            "found_tokens": round(self._found_tokens),
+            "lead_tokens": self.tokens,
+        }
+
+    def _correct(self) -> DistanceChange | None:
+        """Change the distance if too many followers did not find their prefix in the cache.
+
+        The last check and the mean over the checks at this distance must both say so, since the misses of one
+        check may be chance; the last check has half the weight in the mean. The prefix was evicted if it had
+        been computed before they were sent, or if they were more than a pass behind: then the distance
+        shrinks. Otherwise the reason is unknown: the last kind of change is tried again, and reversed if it
+        made matters worse.
+        """
+        rows, missed, evicted, old = self._followers, self._missed, self._evicted, self.tokens
+        self._followers = self._missed = self._evicted = 0
+        share, before = missed / rows, self._last_miss_share
+        self._last_miss_share = share
+        self._mean_miss_share += (share - self._mean_miss_share) / 2
+        if min(share, self._mean_miss_share) <= MISS_SHARE:
+            return None
+        if 2 * evicted > missed or self._tokens >= self._first:
+            self._factor = NEARER
+        elif share > before > MISS_SHARE:
+            self._factor = NEARER if self._factor == WIDER else WIDER
+        self._tokens = max(self._least, min(self._most, self._tokens * self._factor))
+        self._changed_at, self._mean_miss_share = self._clock, 0.0
+        reason = f"{missed} of {rows} followers did not find their prefix in the cache"
+        return DistanceChange(old, self.tokens, reason) if self.tokens != old else None
+
+
+MOST_HELD_ROWS, MOST_HELD_BYTES = 1024, 32 << 20
+"""Followers held back while more rows can come, and the bytes of their prompts."""
+
+
+class Released(NamedTuple):
+    """A row that may be sent now."""
+
+    row: PendingRow
+    is_early: bool
+    """Whether its leader is not far enough ahead, but nothing else was left to send."""
+
+
+class FollowerRelease:
+    """Rows not sent yet: leaders in order, and followers until their leader is far enough ahead."""
+
+    def __init__(self, distance: ReuseDistance | None) -> None:
+        """Without a `distance` all rows go as they come."""
+        self._distance = distance
+        self._leaders: deque[PendingRow] = deque()
+        self._leaders_bytes = 0
+        self._held: list[tuple[float, int, PendingRow]] = []  # a heap: leader's clock, serial, follower
+        self._held_bytes = 0
+        self._due: list[tuple[int, int, PendingRow]] = []  # a heap: the longest shared prefix first
+        self._serial = count()
+
+    def __len__(self) -> int:
+        """Count the rows that were not sent yet."""
+        return len(self._leaders) + len(self._held) + len(self._due)
+
+    def add(self, leaders: Iterable[PendingRow]) -> None:
+        """Add rows that follow no other; their followers come with them."""
+        for row in leaders:
+            self._leaders.append(row)
+            self._leaders_bytes += row.prompt_bytes
+
+    def hold_followers(self, leader: PendingRow) -> None:
+        """Hold back the followers of a sent row; those with followers or long outputs go first."""
+        if not leader.followers:
+            return
+        for row in sorted(leader.followers, key=lambda row: (not row.followers, -row.longest_output)):
+            heapq.heappush(self._held, (leader.sent_clock, next(self._serial), row))
+            self._held_bytes += row.memory_bytes
+        leader.followers = []
+
+    def take(self, *, last: bool) -> Released | None:
+        """Take the next row; None if all should wait on. With `last` no more rows come: then none waits.
+
+        Of the followers that are due, the one with the longest shared prefix goes first. Below a common
+        prefix many fall due together and have followers in turn: in the order of their times all of them
+        would go first, and their prefixes would be evicted before their own followers came.
+        """
+        self._find_due()
+        is_early = False
+        if self._due and not (last and self._is_near_end()):
+            row = heapq.heappop(self._due)[2]
+        elif self._leaders:
+            row = self._leaders.popleft()
+            self._leaders_bytes -= row.prompt_bytes
+        elif self._due:
+            row = heapq.heappop(self._due)[2]
+        elif self._held and (last or self._holds_most()):
+            row, is_early = self._next_held()[1], True
+        else:
+            return None
+        if self._distance is not None:
+            self._distance.mark_sent(row)
+            self.hold_followers(row)
+        return Released(row, is_early)
+
+    def _holds_most(self) -> bool:
+        return len(self._held) > MOST_HELD_ROWS or self._held_bytes > MOST_HELD_BYTES
+
+    def _next_held(self) -> tuple[int, PendingRow]:
+        _, serial, row = heapq.heappop(self._held)
+        self._held_bytes -= row.memory_bytes
+        return serial, row
+
+    def _is_near_end(self) -> bool:
+        """Tell whether the last leaders should go now, so that other rows are left to follow behind them.
+
+        Until then followers wait up to three distances: where the prefix would be evicted, none waits longer.
+        """
+        if self._distance is None or not self._leaders or not self._distance.has_room:
+            return False
+        return self._leaders_bytes / self._distance.bytes_a_token <= 2 * self._distance.tokens
+
+    def _find_due(self) -> None:
+        while self._held and self._distance is not None:
+            leader = self._held[0][2].leader
+            assert leader is not None
+            if not self._distance.is_reached(leader):
+                return
+            serial, row = self._next_held()
+            heapq.heappush(self._due, (-row.shared_bytes, serial, row))
+
 
 MOST_TEMPLATES = 1024
 """Templates whose averages are kept."""

@@ -25,14 +25,12 @@ from batchrunner.dispatch.concurrency.window import (
     cost_of_connections,
     tokens_a_row,
 )
-from batchrunner.dispatch.dispatcher import Dispatcher
-from batchrunner.dispatch.distance import ReuseDistance
-from batchrunner.dispatch.feeder import Feeder
+from batchrunner.dispatch.dispatcher import Dispatcher, Feeder
 from batchrunner.dispatch.load_control import LoadControl, LoadObserver
 from batchrunner.dispatch.pending_row import RowSource
 from batchrunner.dispatch.progress import AttemptProgress
 from batchrunner.dispatch.queue import Backlog, Slots
-from batchrunner.dispatch.reorder import OutputLengths, Reorderer
+from batchrunner.dispatch.reorder import OutputLengths, Reorderer, ReuseDistance
 from batchrunner.dispatch.tokenize import make_tokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.job.answers import AnswerPlan, judges_by_row

@@ -11,20 +11,23 @@ from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Outcome, Request, RowRef
-from batchrunner.dispatch.distance import ReuseDistance
-from batchrunner.dispatch.pacing import MOST_HELD_BYTES
 from batchrunner.dispatch.pending_row import PendingRow
 from batchrunner.dispatch.queue import DispatchQueue
 from batchrunner.dispatch.reorder import (
+    FOLLOWERS_A_CHECK,
     LAST_ROWS,
+    MOST_HELD_BYTES,
     SHARED_ROWS,
     WINDOW_BYTES,
     WINDOW_ROWS,
     OutputLengths,
     PrimeTask,
     Reorderer,
+    ReuseDistance,
+    find_leaders,
 )
 from batchrunner.input.prefixes import common_length
+from benchmarks.order_simulated import Case, run
 from tests.support.prompts import CARRIED, INFO, PASS_TOKENS, InFlight, request, shared, words
 
 if TYPE_CHECKING:
@@ -371,3 +374,108 @@ def test_the_longest_prompts_first(dedupe: bool) -> None:
     assert sorted(row.request.ref.row for row in works) == list(range(100))
     found = [row.prompt_bytes for row in works]
     assert found == sorted(found, reverse=True)
+
+
+# The distance corrects itself
+
+
+TIGHT = EngineInfo(kind="test", model="m", max_total_tokens=20_000, prefill_tokens=8192)
+"""Its pool has no room for the beginnings of a whole pass: nobody knows what distance is best."""
+
+
+def follow(lead: ReuseDistance, *, missed: int, computed_before: bool = False) -> list[str]:
+    """Tell a lead of followers with 400 shared tokens, some of which missed them; return what it says."""
+    parent = PendingRow(request(0, "x"), prefix_ready_at=1.0 if computed_before else 3.0)
+    reasons = []
+    for row in range(FOLLOWERS_A_CHECK):
+        work = PendingRow(request(row, "x"), prompt_bytes=2000, leader=parent, shared_bytes=1600, sent_at=2.0)
+        change = lead.record(work, Completion(["x"], ["stop"], [1], 500, 0 if row < missed else 390))
+        reasons += [change.reason] if change else []
+    return reasons
+
+
+def test_followers_less_than_a_pass_behind_come_too_early() -> None:
+    """Their beginning was not there, nor known to be computed: the distance widens, within the pool."""
+    lead = ReuseDistance(TIGHT, 1)
+    before = lead.tokens
+    assert follow(lead, missed=20) == ["20 of 32 followers did not find their prefix in the cache"]
+    assert before < lead.tokens <= 0.4 * 20_000
+
+
+def test_a_change_that_made_it_worse_is_undone() -> None:
+    """Where wider means more misses, their beginnings are evicted: the distance narrows."""
+    lead = ReuseDistance(TIGHT, 1)
+    follow(lead, missed=10)
+    wider = lead.tokens
+    follow(lead, missed=25)
+    assert lead.tokens < wider
+
+
+@pytest.mark.parametrize("info", [INFO, TIGHT])
+def test_followers_that_come_too_late_narrow_the_distance(info: EngineInfo) -> None:
+    """Their beginning had been computed, and is gone."""
+    lead = ReuseDistance(info, 1)
+    before = lead.tokens
+    assert follow(lead, missed=20, computed_before=True)
+    assert 0 < lead.tokens < before
+
+
+def test_followers_that_hit_change_nothing() -> None:
+    """As long as the cache holds what it should, the distance stays."""
+    assert follow(ReuseDistance(INFO, 1), missed=3) == []
+
+
+def test_single_misses_change_nothing() -> None:
+    """A few of 32 may be chance; as many in the next check are not."""
+    lead = ReuseDistance(TIGHT, 1)
+    before = lead.tokens
+    assert [follow(lead, missed=missed) for missed in (0, 4, 0, 5, 1)] == [[]] * 5
+    assert lead.tokens == before
+    lead = ReuseDistance(TIGHT, 1)
+    assert [len(follow(lead, missed=5)) for _ in range(2)] == [0, 1]
+
+
+def test_the_distance_is_bounded_by_the_pool() -> None:
+    """A small KV pool could not hold the beginnings of a whole pass."""
+    small = EngineInfo(kind="test", model="m", max_total_tokens=2000, prefill_tokens=8192)
+    assert ReuseDistance(small, 1).tokens <= 0.52 * 2000
+
+
+SMALL_POOL = 20_000
+"""Tokens: less than what 128 rows of 284 tokens need, and two and a half prefill passes."""
+
+
+@pytest.mark.parametrize("rows", [600, 6000])
+def test_followers_find_their_prefix_in_a_small_pool(rows: int) -> None:
+    """Rows of 224 prompt tokens, eight to a prefix of 200: hardly more is computed than must be.
+
+    All of them are among the last rows of the input: their leaders do not all go ahead, since their prefixes
+    would be evicted, and single misses do not widen the distance.
+    """
+    found = run(Case("small groups, short prompts", rows, SMALL_POOL, "runner", max_running=128))
+    assert found["ratio_to_least"] < 1.1
+    assert found["retractions"] == 0
+
+
+@given(st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=30))
+def test_each_row_follows_one_that_shares_the_most_with_it(codes: list[str]) -> None:
+    """Leaders first, what is computed is what the tree of all prompts holds; nobody waits for many others."""
+    prefixes = ["".join(letter * 512 for letter in code).encode() for code in codes]
+    places = find_leaders(prefixes)
+    assert sum(place.shared_bytes for place in places.values()) == shared(prefixes)
+    for index in range(len(prefixes)):
+        steps, at = 0, index
+        while at in places:
+            steps, at = steps + 1, places[at].leader
+        assert 2**steps <= len(prefixes)
+
+
+def test_a_conversation_is_computed_by_its_longest_turn() -> None:
+    """Turns that contain one another all follow the longest, and not each the one before."""
+    turns = [words("talk", 100 * turn).encode() for turn in range(1, 7)]
+    assert {place.leader for place in find_leaders(turns).values()} == {5}
+
+
+def test_short_beginnings_make_no_families() -> None:
+    """A template of a line is not worth an order."""
+    assert find_leaders([b"Summarise: " + str(row).encode() * 100 for row in range(50)]) == {}

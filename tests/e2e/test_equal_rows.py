@@ -118,7 +118,7 @@ def test_long_rows_are_made_ready_a_few_at_a_time(
     tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens of prompts take much memory: few are made at once, and not many wait to be sent."""
-    monkeypatch.setattr("batchrunner.dispatch.feeder.SLICE_BYTES", 2500)
+    monkeypatch.setattr("batchrunner.dispatch.dispatcher.SLICE_BYTES", 2500)
     monkeypatch.setattr("batchrunner.dispatch.queue.READ_AHEAD_BYTES", 5000)
     made: list[int] = []
     ahead: list[int] = []
