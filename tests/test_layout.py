@@ -102,7 +102,7 @@ MOST_TOKENS = {
     "job": 20_800,
     "output": 27_300,
     "input": 39_000,
-    "engines": 49_500,
+    "engines": 48_600,
     "advise": 13_600,
     "report": 12_800,
     "dispatch": 27_800,

@@ -130,9 +130,8 @@ class SchedulerLoad:
 class Incident(NamedTuple):
     """An event in the life of an engine's server during a run, for the event log."""
 
-    what: Literal["recalled", "died", "healed", "hangs", "back", "lost", "out", "in"]
-    """`healed`: restarted with safer arguments; `recalled`: begins with those of an earlier run; `out` and
-    `in`: removed from a gateway's list of workers, and added again."""
+    what: Literal["recalled", "died", "healed", "hangs", "back", "lost"]
+    """`healed`: restarted with safer arguments; `recalled`: begins with those of an earlier run."""
     who: str
     """Name of the server in log lines, or its URL."""
     why: str = ""

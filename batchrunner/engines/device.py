@@ -97,13 +97,8 @@ def program_environment(own: Mapping[str, str], *, cpu: bool = False) -> dict[st
     """Return the environment of a program that we start: ours, the CPU's needs, and the program's own."""
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)  # without its bytecode SGLang starts twice as slowly
-    environ["PYTHONPATH"] = with_server_modules(environ)
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), str(SERVER_MODULES))))
     return {**environ, **(cpu_environment(environ) if cpu else {}), **own}
-
-
-def with_server_modules(environ: Mapping[str, str]) -> str:
-    """Return the PYTHONPATH of an engine: that of an environment, and our packages for SGLang."""
-    return os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), str(SERVER_MODULES))))
 
 
 def cpu_environment(environ: dict[str, str]) -> dict[str, str]:
@@ -153,31 +148,19 @@ def oom_kills(root: Path = _MACHINE) -> int | None:
 
 def memory_bytes(root: Path = _MACHINE) -> int | None:
     """Return the memory that we may take, in bytes: the machine's, or the limit of a cgroup."""
-    return min((*_meminfo(root, "MemTotal"), *_limits(root).values()), default=None)
+    return min((*_meminfo(root, "MemTotal"), *_limits(root)), default=None)
 
 
 def free_bytes(root: Path = _MACHINE) -> int | None:
-    """Return how much of that memory is free now, in bytes; cached pages of files count as free."""
-    left = [limit - _used(group) for group, limit in _limits(root).items()]
-    return max(0, min(free)) if (free := (*_meminfo(root, "MemAvailable"), *left)) else None
+    """Return the free memory in bytes, within that limit; cached pages of files count as free."""
+    return min((*_meminfo(root, "MemAvailable"), *_limits(root)), default=None)
 
 
-def _limits(root: Path) -> dict[Path, int]:
+def _limits(root: Path) -> list[int]:
     """Return the limits of our memory cgroup and its parents: Slurm limits the job, not the step in it."""
-    found = {}
-    for group in _groups(root):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            text = _text(group / name).strip()
-            if text.isdigit() and int(text) < _NO_LIMIT:
-                found[group] = int(text)
-    return found
-
-
-def _used(group: Path) -> int:
-    used = int(_text(group / "memory.current") or _text(group / "memory.usage_in_bytes") or 0)
-    stat = group / "memory.stat"
-    cached = _number(stat, "total_inactive_file")  # in v1 `inactive_file` leaves out the cgroups below
-    return used - ((_number(stat, "inactive_file") if cached is None else cached) or 0)
+    files = [group / name for group in _groups(root) for name in ("memory.max", "memory.limit_in_bytes")]
+    found = [int(text) for text in map(_text, files) if text.strip().isdigit()]
+    return [limit for limit in found if limit < _NO_LIMIT]
 
 
 def _groups(root: Path) -> list[Path]:

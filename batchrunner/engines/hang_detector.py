@@ -21,8 +21,6 @@ TIMES_LONGEST = 5.0
 WARM_UP = 5.0
 """Multiple of `limits.hang` that a server must have worked before `limits.hang` itself is the limit; until
 then the limit is this multiple too. With the default of 60 s it is 300 s, as SGLang's own watchdog."""
-STALL = 0.25
-"""Fraction of the limit after which a silent server is called stalled: it gets no more rows if others can."""
 LONGEST_GAP_S = 5.0
 """Most seconds that count between two polls: nobody knows what a server did while nobody polled it."""
 
@@ -54,11 +52,6 @@ class SilenceTimer:
         warm_up_s = WARM_UP * self._least_s
         least_s = self._least_s if self._worked_s >= warm_up_s else warm_up_s
         return max(least_s, TIMES_LONGEST * self._longest_s) * (2 if self._idle_since_hang else 1)
-
-    @property
-    def stalls(self) -> bool:
-        """Whether the silence is a quarter of the way to a hang."""
-        return self._silent_s > STALL * self.limit_s
 
     def poll(self, now: float, progress: object, *, busy: bool) -> Hang | None:
         """Record a poll; return the silence if it is a hang, and then start to count again.
@@ -124,11 +117,6 @@ class HangDetector:
             busy = in_flight > 0 and load.has_work
             hang = timer.poll(now, progress[load.scheduler], busy=busy) or hang
         return hang
-
-    @property
-    def stalls(self) -> bool:
-        """Whether the server, or one of its schedulers, is a quarter of the way to a hang."""
-        return any(timer.stalls for timer in (self._server, *self._schedulers.values()))
 
     def restarted(self) -> None:
         """Forget the silence so far, not the limits learned: the server was started again."""

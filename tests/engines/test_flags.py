@@ -87,11 +87,6 @@ def test_the_interpreter_is_asked_once(tmp_path: Path) -> None:
     assert asked.read_text() == "x"
 
 
-def test_without_sglang_nothing_is_known(tmp_path: Path) -> None:
-    """An interpreter that is not there, or has no SGLang, is no error: advice then says to check."""
-    assert installed(str(tmp_path / "python")).note == CHECK_HELP
-
-
 @pytest.mark.engine
 def test_the_real_help_is_read() -> None:
     """What the installed SGLang prints is understood: flags, aliases and choices."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.engines.hang_detector import TIMES_LONGEST, WARM_UP, HangDetector, SilenceTimer
+from batchrunner.engines.hang_detector import WARM_UP, HangDetector, SilenceTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,14 +55,6 @@ def test_how_long_a_silence_is_borne() -> None:
     assert silence_of(timer, now, "x") == pytest.approx(SHORTEST_S, abs=1)
 
 
-def test_a_slow_server_is_given_longer() -> None:
-    """What was silent for 30 s and went on may be silent for longer."""
-    timer, now = warm_timer()
-    for step in range(60):
-        assert timer.poll(now + step / 2, "x", busy=True) is None
-    assert silence_of(timer, now + 30, "y") == pytest.approx(TIMES_LONGEST * 30, rel=0.05)
-
-
 def test_what_did_nothing_since_its_last_hang_is_given_twice_as_long() -> None:
     """Work that only takes long comes to its end at the second try; after work it is as before."""
     timer, now = warm_timer()
@@ -72,21 +64,12 @@ def test_what_did_nothing_since_its_last_hang_is_given_twice_as_long() -> None:
     assert silence_of(timer, now + second_s, "y") == pytest.approx(SHORTEST_S, abs=1)
 
 
-def test_what_nobody_saw_does_not_count() -> None:
-    """A runner that was stopped for an hour does not find its server hung when it goes on."""
-    timer, now = warm_timer()
-    timer.poll(now, "x", busy=True)
-    assert timer.poll(now + 3600, "x", busy=True) is None
-
-
 def test_a_restart_ends_the_silence() -> None:
     """Neither the silence before it nor the time that it took is the new server's."""
     timer, now = warm_timer()
     timer.poll(now, "x", busy=True)
-    while timer.poll(now, "x", busy=True) is None and not timer.stalls:
-        now += 0.5
+    assert timer.poll(now + 0.9 * SHORTEST_S, "x", busy=True) is None
     timer.restarted()
-    assert not timer.stalls
     assert silence_of(timer, now + 3600, "x") == pytest.approx(SHORTEST_S, abs=1)
 
 
@@ -123,13 +106,6 @@ def test_what_counts_as_work(told: Callable[[int], list[SchedulerLoad]], hangs: 
     """A forward pass does, counted or seen in what is running; a reply to a poll does not."""
     detector = HangDetector(1.0)
     assert any(detector.poll(step / 2, told(step), in_flight=8) for step in range(40)) is hangs
-
-
-def test_answers_are_work() -> None:
-    """Rows that come back prove that the server works, whatever its gauges say; fewer polls matter not."""
-    detector = HangDetector(1.0)
-    looks = [detector.poll(step / 2, [load(4, 1)], in_flight=8, answers=step // 4) for step in range(100)]
-    assert not any(looks)
 
 
 def test_a_replica_behind_a_gateway_without_rows() -> None:

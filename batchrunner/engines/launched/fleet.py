@@ -50,8 +50,6 @@ TOKENIZERS = "tokenizer-worker-num"
 KEEP_ALIVE_S = 120
 """Seconds for which replicas keep the gateway's idle connections; the gateway drops them after 90 s. With
 SGLang's own 5 s it would send rows into connections that are just being closed."""
-_READY_PATHS = ("/ready", "/model_info")
-"""Paths that answer 200 when a server takes requests; releases before `/ready` answer 404 there."""
 
 
 class SGLangServer(Supervised):
@@ -140,16 +138,8 @@ class SGLangServer(Supervised):
         await self.process.stop()
         self._port.release()
 
-    async def went_down(self) -> None:
-        """Take the server out of the gateway."""
-        await self._set_up(up=False)
-
-    async def came_up(self) -> None:
-        """Put the server back into the gateway."""
-        await self._set_up(up=True)
-
     def poll(self, loads: Sequence[SchedulerLoad], endpoint: Endpoint, now: float) -> None:
-        """Restart the server if it hangs; let the gateway spare it while it stalls."""
+        """Restart the server if it hangs."""
         if not self.is_up:
             return
         own = [load for load in loads if load.server == self.url]
@@ -157,10 +147,9 @@ class SGLangServer(Supervised):
         hang = self._hangs.poll(now, own, in_flight=endpoint.in_flight, answers=answers)
         if hang:
             self.supervisor.hangs(hang)
-        elif self._gateway:
-            self._gateway.spare(self.url, stalls=self._hangs.stalls)
 
-    async def _set_up(self, *, up: bool) -> None:
+    async def set_up(self, *, up: bool) -> None:
+        """Put the server back into the gateway, or take it out."""
         self.is_up = up
         self._hangs.restarted()
         self._failures.record(self.url, alive=up)
@@ -186,7 +175,7 @@ class SGLangServer(Supervised):
         for tries_left in reversed(range(START_TRIES)):
             await self.process.start()
             try:
-                await self.process.wait_until_ready(self.url, _READY_PATHS, self._start_timeout_s)
+                await self.process.wait_until_ready(self.url + "/ready", self._start_timeout_s)
             except EngineStartError:
                 if not tries_left or not self.process.found_port_taken():
                     raise
@@ -291,11 +280,6 @@ class LaunchedFleet(HttpEngine):
         for route, endpoint in self.endpoints.items():
             for replica in self._replicas.values() if self._gateway else (self._replicas[route],):
                 replica.poll(loads, endpoint, now)
-            if self._gateway:
-                polled = {load.server for load in loads}
-                up = {replica.url for replica in self._replicas.values() if replica.is_up}
-                idle = up <= polled and not any(load.has_work for load in loads)
-                self._gateway.poll(loads, endpoint, now, idle=idle)
         return loads
 
     def admit_more(self) -> float | None:

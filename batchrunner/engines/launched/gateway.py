@@ -1,18 +1,14 @@
 """One `sglang_router` (the Model Gateway) on loopback, with the arguments that batch work needs."""
 
-import asyncio
 import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from batchrunner.core.engine_info import Incident, SchedulerLoad
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.device import program_environment
-from batchrunner.engines.hang_detector import HangDetector
-from batchrunner.engines.http.client import Endpoint
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.launched.supervisor import LaunchedProcess, ServerSupervisor, Supervised, to_argv
@@ -58,24 +54,19 @@ class GatewayProcess(Supervised):
             needs="sglang_router: install batchrunner[gateway], or set engine.python",
         )
         self.supervisor = ServerSupervisor(self, incidents)
-        self._incidents = incidents
-        self._hangs = HangDetector(limits.hang)
         self._workers = WorkerList(self.url, key)
         self._listed: set[str] = set()
-        self._changes: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start it and wait until it takes workers; raises EngineStartError where it does not."""
         await self.process.start()
         # not /readiness, which is 503 before there is a worker
-        await self.process.wait_until_ready(self.url, ["/health"], START_S)
+        await self.process.wait_until_ready(self.url + "/health", START_S)
 
-    async def went_down(self) -> None:
-        """Do nothing: requests find out by themselves."""
-
-    async def came_up(self) -> None:
+    async def set_up(self, *, up: bool) -> None:
         """Give a restarted gateway its workers again."""
-        await self._workers.bring_to(self._listed)
+        if up:
+            await self._workers.bring_to(self._listed)
 
     async def take_workers(self, urls: Sequence[str]) -> None:
         """Give the gateway its first workers; raises EngineStartError where it does not take them."""
@@ -85,35 +76,12 @@ class GatewayProcess(Supervised):
 
     async def list_worker(self, url: str, *, listed: bool) -> None:
         """Put a worker on the gateway's list, or take it off."""
-        changed = listed != (url in self._listed)
         (self._listed.add if listed else self._listed.discard)(url)
         if not await self._workers.bring_to(self._listed):
             log.warning("the gateway's list is not what it should be: %s", ", ".join(sorted(self._listed)))
-        elif changed:
-            self._incidents.report(Incident("in" if listed else "out", url))
-
-    def spare(self, url: str, *, stalls: bool) -> None:
-        """Take a worker that stalls off the list, if it is not the last, and put it back when it moves.
-
-        Otherwise the gateway would go on giving it rows, until all that may be in flight are there.
-        """
-        if stalls == (url in self._listed) and (not stalls or len(self._listed) > 1):
-            change = asyncio.create_task(self.list_worker(url, listed=not stalls))
-            self._changes.add(change)
-            change.add_done_callback(self._changes.discard)
-
-    def poll(self, loads: Sequence[SchedulerLoad], endpoint: Endpoint, now: float, *, idle: bool) -> None:
-        """Restart the gateway if it hangs: it has rows for long, and no replica has any (`idle`)."""
-        in_flight = endpoint.in_flight if idle else 0
-        hang = self._hangs.poll(now, loads, in_flight=in_flight, answers=endpoint.answers)
-        if hang:
-            self.supervisor.hangs(hang)
 
     async def close(self) -> None:
         """End the gateway."""
-        for change in self._changes:
-            change.cancel()
-        await asyncio.gather(*self._changes, return_exceptions=True)
         await self._workers.close()
         await self.process.stop()
 

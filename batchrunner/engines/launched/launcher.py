@@ -68,9 +68,7 @@ def read_config(descriptor: int) -> dict[str, Any]:
         if not byte:
             raise SystemExit("launcher: standard input ended before the configuration")
         line += byte
-    config = json.loads(line)
-    if not isinstance(config, dict) or not {"module", "argv", "log"} <= config.keys():
-        raise SystemExit("launcher: the configuration needs module, argv and log")
+    config: dict[str, Any] = json.loads(line)
     return config
 
 
@@ -80,8 +78,7 @@ class RedactedLog:
     def __init__(self, path: str, secret: str | None) -> None:
         """Open `path` (mode 0600 if it is new)."""
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        shown = {secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]} if secret else set()
-        self._secrets = sorted((s.encode() for s in shown if s), key=len, reverse=True)
+        self._secret = (secret or "").encode()
         self._partial = b""
 
     def feed(self, data: bytes) -> None:
@@ -98,34 +95,28 @@ class RedactedLog:
         self._partial = b""
 
     def _write(self, data: bytes) -> None:
-        for secret in self._secrets:
-            data = data.replace(secret, b"***")
+        if self._secret:
+            data = data.replace(self._secret, b"***")
         # A full disk must not stop a server that works: it would block on a pipe nobody reads.
         with contextlib.suppress(OSError):
             while data:
                 data = data[os.write(self._file, data) :]
 
 
-def descendants(root: int, session: int) -> list[int]:
-    """Return the living descendants of `root` and all processes of `session`, by /proc."""
-    parents: dict[int, int] = {}
-    found: set[int] = set()
+def descendants(root: int) -> list[int]:
+    """Return the living descendants of a process, by /proc."""
+    children: dict[int, list[int]] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
-        try:  # pid (name) state parent group session …, and the name may hold anything
-            fields = file.read_bytes().rpartition(b")")[2].split()
+        try:  # pid (name) state parent …, and the name may hold anything
+            state, parent, *_ = file.read_bytes().rpartition(b")")[2].split()
         except OSError:  # it ended between the listing and the reading
             continue
-        if fields[0] not in b"ZX":
-            pid = int(file.parent.name)
-            parents[pid] = int(fields[1])
-            if 0 < session == int(fields[3]):  # 0 is the session of all that have none
-                found.add(pid)
-    grown = True
-    while grown:
-        more = {pid for pid, parent in parents.items() if parent == root or parent in found}
-        grown = not more <= found
-        found |= more
-    return sorted(found - {root})
+        if state not in b"ZX":
+            children.setdefault(int(parent), []).append(int(file.parent.name))
+    found = [root]
+    for pid in found:
+        found += children.get(pid, [])
+    return found[1:]
 
 
 class Supervisor:
@@ -187,7 +178,7 @@ class Supervisor:
         if self.status is None:  # where there is no /proc, its group is what can be reached
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.server, signal.SIGKILL)
-        alive = descendants(os.getpid(), self.server)
+        alive = descendants(os.getpid())
         for pid in alive:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)

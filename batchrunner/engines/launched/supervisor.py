@@ -6,10 +6,11 @@ import logging
 import math
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import orjson
@@ -81,15 +82,15 @@ class LaunchedProcess:
         self._process.stdin.write(orjson.dumps(config) + b"\n")
         await self._process.stdin.drain()
 
-    async def wait_until_ready(self, url: str, paths: Sequence[str], timeout_s: float) -> None:
-        """Return when a GET gives 200 on the first of these paths that the program knows (not 404).
+    async def wait_until_ready(self, url: str, timeout_s: float) -> None:
+        """Return when a GET gives 200; raises EngineStartError if the program ends or takes too long.
 
-        Raises EngineStartError if the program ends or takes too long.
+        So does 404: a server that lacks the path listens once it has loaded the model.
         """
         began = time.monotonic()
         next_word_s = TIMING.launch_word
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.key}"}) as session:
-            while not await _is_ready(session, url, paths):
+            while not await _is_ready(session, url):
                 if not self.runs:
                     raise EngineStartError(self.failure_message(f"{self.name} did not start"))
                 waited_s = time.monotonic() - began
@@ -147,16 +148,12 @@ def to_argv(args: Mapping[str, Any]) -> list[str]:
     return argv
 
 
-async def _is_ready(session: aiohttp.ClientSession, url: str, paths: Sequence[str]) -> bool:
-    timeout = aiohttp.ClientTimeout(total=5)
-    for path in paths:
-        try:
-            async with session.get(url + path, timeout=timeout) as response:
-                if response.status != 404:  # noqa: PLR2004
-                    return response.status == 200  # noqa: PLR2004
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return False
-    return False
+async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
+            return response.status in {200, 404}
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
 
 
 MOST_QUICK_DEATHS = 8
@@ -166,11 +163,12 @@ VERDICT_S = 30.0
 """Longest wait, in seconds, for the cause of a death: a launcher takes up to 20 s to end what is left."""
 
 
-class Supervised(Protocol):
+class Supervised(ABC):
     """A program that a supervisor restarts."""
 
     process: LaunchedProcess
 
+    @abstractmethod
     async def start(self) -> None:
         """Start the program and wait until it is ready; raises EngineStartError where it does not."""
 
@@ -178,11 +176,9 @@ class Supervised(Protocol):
         """Change the next start so that it avoids the cause of death; return whether that is possible."""
         return False
 
-    async def went_down(self) -> None:
-        """Take the program out of use."""
-
-    async def came_up(self) -> None:
-        """Put the program into use again."""
+    @abstractmethod
+    async def set_up(self, *, up: bool) -> None:
+        """Put the program into use again, or take it out of use."""
 
 
 class ServerSupervisor:
@@ -258,7 +254,7 @@ class ServerSupervisor:
                 continue
             began = time.monotonic()
             self._settled.set()
-            await self._program.came_up()
+            await self._program.set_up(up=True)
             self._incidents.report(Incident("back", name))
             log.warning("%s is back", name)
 
@@ -283,7 +279,7 @@ class ServerSupervisor:
         process = self._program.process
         cause = f"{process.name} {hang.why}" if hang else process.failure_message(f"{process.name} died")
         self._incidents.report(Incident("hangs" if hang else "died", process.name, cause))
-        await self._program.went_down()
+        await self._program.set_up(up=False)
         if hang:
             await process.stop()
         return cause

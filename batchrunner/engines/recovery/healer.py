@@ -145,8 +145,10 @@ class Healer:
         self._tried.append(self.args)
         old = {name: in_effect(facts, name) for name in args}
         self._learn(args, NAMES[death.kind])
-        change = f"{self._why}: {_shown(args, old)} at the next start{self._overruled(args)}"
-        log.warning("%s: %s (change %d of at most %d)", name, change, len(self._tried), MOST_CHANGES)
+        log.warning(
+            "%s: %s: %s at the next start (change %d of at most %d)",
+            name, self._why, _shown(args, old), len(self._tried), MOST_CHANGES,
+        )  # fmt: skip
         self._incidents.report(
             Incident("healed", name, death.why, {"kind": death.kind, "old": old, "new": args})
         )
@@ -207,11 +209,6 @@ class Healer:
             return {name: NORMAL}
         calm = value >= MORE_CONSERVATIVE or series.busy_s < LEAST_SPAN_S
         return {} if calm else {name: MORE_CONSERVATIVE}
-
-    def _overruled(self, args: Mapping[str, Any]) -> str:
-        """Say which of the job's own values are changed."""
-        own = [f"{name}: {self._given[name]}" for name in args if name in self._given]
-        return f" (engine.args has {', '.join(own)}: changed, as nothing else would run)" if own else ""
 
 
 def healer_for(spec: LaunchedEngine, model: str, incidents: IncidentQueue, *, cpu: bool) -> Healer | None:

@@ -2,9 +2,9 @@
 
 In prefill: smaller chunks. In decode: fewer running requests. At graph capture: smaller graphs. Anywhere, and
 when such a step has no smaller value left: a smaller fraction of the card for the KV pool. Where the place is
-not known and that does not help: a limit on the running requests, then smaller chunks and graphs at once. On
-a CPU the server's memory grows with the pool, whose size is a number of tokens. Advice proposes these
-arguments, and a launched engine that died gets them.
+not known and that does not help: smaller chunks, then fewer running requests. On a CPU the server's memory
+grows with the pool, whose size is a number of tokens. Advice proposes these arguments, and a launched engine
+that died gets them.
 """
 
 import re
@@ -54,6 +54,8 @@ Step = Callable[[Facts, Flags, Death], dict[str, Any]]
 def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
     """Return the arguments to change, as `engine.args` has them; empty where none would help."""
     steps = _STEPS.get(death.kind, ())
+    if death.kind == "killed" and not facts.on_cpu:  # a GPU's pool is not in the machine's memory
+        return {}
     return next((args for step in steps if (args := step(facts, flags, death))), {})
 
 
@@ -99,26 +101,11 @@ def _fewer_running(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
 
 def _smaller_graphs(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
     """Make the graphs smaller, and the pool too: a capture that fails again costs minutes."""
-    return _graphs_of_half(facts, flags) | _smaller_pool(facts, flags, death)  # prefill may have graphs too
-
-
-def _limited_running(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
-    """Limit the running requests below what ran, where they are not limited to that already."""
-    most = in_effect(facts, "max-running-requests")
-    ran = as_flag(facts, "max-running-requests", death.running)
-    return _fewer_running(facts, flags, death) if ran and (most is None or most > ran) else {}
-
-
-def _smaller_passes(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
-    """Make chunks and graphs smaller at once: each of them alone may cost a start that changes nothing."""
-    return _smaller_chunks(facts, flags, death) | _graphs_of_half(facts, flags)
-
-
-def _graphs_of_half(facts: Facts, flags: Flags) -> dict[str, Any]:
     captured = facts.graph_max_bs or 2 * GRAPH
     lower = max(LEAST_GRAPH, captured // 2)
-    off = facts.graph_disabled or facts.on_cpu
-    return {} if off or lower >= captured else flags.setting("cuda-graph-max-bs-decode", lower)
+    off = facts.graph_disabled or lower >= captured
+    smaller = {} if off else flags.setting("cuda-graph-max-bs-decode", lower)
+    return smaller | _smaller_pool(facts, flags, death)  # prefill may have graphs too
 
 
 def _no_graphs(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
@@ -153,11 +140,6 @@ def _larger_share(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
     return flags.setting("mem-fraction-static", share) if share <= HIGHEST_FRACTION else {}
 
 
-def _on_cpu(step: Step) -> Step:
-    """Take a step on a CPU only: a GPU's pool is not in the machine's memory."""
-    return lambda facts, flags, death: step(facts, flags, death) if facts.on_cpu else {}
-
-
 _STEPS: Mapping[Phase | Kind, tuple[Step, ...]] = {
     "prefill": (_smaller_chunks, _smaller_pool),
     "decode": (_fewer_running, _smaller_pool),
@@ -165,6 +147,6 @@ _STEPS: Mapping[Phase | Kind, tuple[Step, ...]] = {
     "graph": (_smaller_graphs, _no_graphs),
     "prefill-graph": (_smaller_pool, _no_prefill_graphs),
     "pool": (_larger_share,),
-    "general": (_smaller_pool, _limited_running, _smaller_passes, _fewer_running),
-    "killed": (_on_cpu(_smaller_pool), _on_cpu(_fewer_running)),
+    "general": (_smaller_pool, _smaller_chunks, _fewer_running),
+    "killed": (_smaller_pool, _fewer_running),
 }

@@ -297,7 +297,7 @@ def _points(points: Iterable[tuple[float, float]], most: float) -> str:
 
 
 GOOD_USAGE = Thresholds().usage_good
-_BAD, _GOOD = {"died", "hangs", "lost", "out"}, {"back", "in"}
+_BAD, _GOOD = {"died", "hangs", "lost"}, {"back"}
 
 
 def load_charts(

@@ -41,18 +41,9 @@ CPU = {
         ("prefill-graph", GPU | {"mem_fraction_static": 0.7},
          [{"mem-fraction-static": 0.6}, {"cuda-graph-backend-prefill": "disabled"}, {}]),
         ("graph", {}, [{"cuda-graph-max-bs-decode": 64, "mem-fraction-static": 0.8}]),
-        ("general", GPU, [{"mem-fraction-static": 0.8}, {"mem-fraction-static": 0.7}]),
-        ("general", GPU, [{"mem-fraction-static": 0.8}, {"mem-fraction-static": 0.7},
-                          {"mem-fraction-static": 0.6}, {"max-running-requests": 225},
-                          {"chunked-prefill-size": 4096, "cuda-graph-max-bs-decode": 128},
-                          {"chunked-prefill-size": 2048, "cuda-graph-max-bs-decode": 64},
-                          {"cuda-graph-max-bs-decode": 32}, {"cuda-graph-max-bs-decode": 16},
-                          {"max-running-requests": 168}]),
-        ("general",
-         GPU | {"mem_fraction_static": 0.6, "max_running_requests": 300, "disable_cuda_graph": True},
-         [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048}, {"max-running-requests": 225}]),
-        ("general", CPU | {"max_total_tokens": 4096},  # a CPU's graphs are not CUDA's
-         [{"chunked-prefill-size": 2048}, {"max-running-requests": 24}, {"max-running-requests": 18}]),
+        ("general", GPU | {"mem_fraction_static": 0.7},
+         [{"mem-fraction-static": 0.6}, {"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048},
+          {"max-running-requests": 225}]),
         ("pool", GPU, [{"mem-fraction-static": 0.88}, {"mem-fraction-static": 0.93}, {}]),
         ("killed", CPU, [{"max-total-tokens": 10_000}, {"max-total-tokens": 5_000},
                          {"max-running-requests": 24}]),
@@ -87,7 +78,7 @@ def test_weights_keep_their_place() -> None:
     old = of_arguments(None, ["cuda_graph_max_bs", "disable_cuda_graph", "mem_fraction_static"])
     assert safer(Death("graph", ""), facts, Flags()) == {"cuda-graph-backend-decode": "disabled"}
     assert safer(Death("graph", ""), facts, old) == {"disable-cuda-graph": True}
-    assert safer(Death("general", "", running=40), facts, Flags()) == {"max-running-requests": 30}
+    assert safer(Death("general", ""), facts, Flags()) == {"chunked-prefill-size": 4096}
 
 
 def test_dp_attention_parts_the_limits() -> None:

@@ -118,7 +118,7 @@ def replicas(ports: list[int], began: float, most: int, log: str | None) -> Iter
     for at in range(20):
         bands = {url: [most // 10, most] for url in urls}
         yield {"event": "sample", "time": began + at, "signals": signals, "bands": bands}
-    yield {"event": "engine_out", "time": began + 20, "who": urls[-1]}
+    yield {"event": "engine_died", "time": began + 20, "who": urls[-1]}
 
 
 def test_servers_that_were_started_again_keep_their_lines() -> None:
