@@ -45,7 +45,7 @@ from batchrunner.runner.status import status
 log = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Deaths after which Ray starts a worker no more."""
+"""Deaths of workers after which none is started again."""
 COST_SHARE = 0.1
 """Most of the time that is spent on reading the run's files for the display."""
 _SIGNALS = {
@@ -90,8 +90,6 @@ class JobWorker:
     def __init__(self, *, quiet: bool) -> None:
         log_to_stderr(quiet=quiet)
         self._control = Control()
-        if ray.get_runtime_context().was_current_actor_reconstructed:
-            log.warning("this worker takes the place of one that died")
 
     async def run(self, job: Job, shared: SharedPath) -> Report:
         """Do rows until none is free, and return the report; raises BatchrunError."""
@@ -142,12 +140,10 @@ def run_on_ray(
             discard_run(loaded)
         elif retry_failed:
             plan_failed_rows(loaded)
-        actor_class = ray.remote(
-            num_cpus=cpus, num_gpus=gpus, max_restarts=MOST_DEATHS, max_task_retries=MOST_DEATHS
-        )(JobWorker)
-        with _noted_signals() as stops, contextlib.closing(Workers(stops)) as group:
+        actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1)(JobWorker)
+        with _noted_signals() as stops, contextlib.closing(Workers(loaded, shared, stops)) as group:
             for _ in range(workers):
-                group.start(actor_class.remote(quiet=quiet), loaded, shared)
+                group.start(actor_class.remote(quiet=quiet))
             progress = RunProgress(path)
             while group.go_on():
                 if not quiet:
@@ -238,10 +234,13 @@ class Stops:
 
 
 class Workers:
-    """The workers of a job. One that dies is started again by Ray, where there is room; so are the others."""
+    """The workers of a job. Ray starts those that die again, where there is room; others may wait for it."""
 
-    def __init__(self, stops: Stops) -> None:
+    def __init__(self, job: Job, shared: SharedPath, stops: Stops) -> None:
+        self._job = job
+        self._shared = shared
         self._stops = stops
+        self._deaths = 0
         self._actors: dict[Any, tuple[Any, Any]] = {}
         """Actors by the reference of their reports, each with the reference that tells when it has begun."""
         self._told: tuple[str, int] | None = None
@@ -251,9 +250,9 @@ class Workers:
         self.last: Report | None = None
         """What the last worker that ended returned."""
 
-    def start(self, actor: Any, job: Job, shared: SharedPath) -> None:
+    def start(self, actor: Any) -> None:
         """Let an actor do rows."""
-        self._actors[actor.run.remote(job, shared)] = actor, actor.begun.remote()
+        self._actors[actor.run.remote(self._job, self._shared)] = actor, actor.begun.remote()
 
     @property
     def working(self) -> int:
@@ -269,7 +268,12 @@ class Workers:
                 self.last = ray.get(reference)
             except RayTaskError as failure:
                 self._failed(failure.cause)
-            except RayError as failure:  # the actor was started again too often, or is out of reach
+            except RayError as failure:  # the actor, its process or its node is gone, or out of reach
+                self._deaths += 1
+                if self._told is None and self._deaths <= MOST_DEATHS:
+                    log.warning("a worker died, another one takes its place: %s", _first_line(failure))
+                    self.start(actor)
+                    continue
                 self._failed(failure)
             ray.kill(actor)
         self._stop_if_over()
@@ -307,7 +311,7 @@ class Workers:
                 return
         for reference, (actor, begun) in list(self._actors.items()):
             if _is_ready(begun):
-                actor.stop.remote(*self._told)  # again and again: Ray may have started it again
+                actor.stop.remote(*self._told)
             else:
                 del self._actors[reference]
                 ray.kill(actor)

@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol, TypeVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 from batchrunner.core.console import tell_failure, wants_json
 from batchrunner.core.engine_info import SchedulerLoad
@@ -21,6 +21,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome
+from batchrunner.dispatch.queue import Slots
 from batchrunner.output.counts import RowCounts
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class Control:
         """What the run does: it sends rows until its results are on disk. Before and after that a stop has
         nothing to wait for."""
         self._listeners: list[Callable[[], object]] = []
+        self._stopped = threading.Event()
 
     def drain(self, reason: str, exit_code: int = EXIT_STOPPED) -> None:
         """Send no more rows and let requests in flight end; a second call changes nothing."""
@@ -61,58 +63,46 @@ class Control:
             listener()
 
     def interrupted(self, when: str) -> BatchrunError:
-        """Return the error of an attempt that was stopped before its first row, which ends it."""
-        self.stage = "ending"
+        """Return the error of an attempt that is stopped while it does what `when` says."""
         error = BatchrunError(f"{self.reason or 'cancelled'} {when}")
-        # not EXIT_TIME_UP: Slurm would requeue for ever a task whose engine takes all of its time to start
-        error.exit_code = EXIT_STOPPED if self.exit_code == EXIT_TIME_UP else self.exit_code
+        error.exit_code = self.exit_code
+        if self.stage == "starting" and self.exit_code == EXIT_TIME_UP:
+            # else Slurm would requeue for ever a task whose engine takes all of its time to start
+            error.exit_code = EXIT_STOPPED
+        self.stage = "ending"
         return error
 
-    async def reading(self, work: Callable[[], T], when: str) -> T:
-        """Run `work`, which may block and changes nothing, in a thread; a stop soon leaves it there.
+    async def wait_for(self, work: Coroutine[Any, Any, T], when: str, *, grace_s: float = 0.0) -> T:
+        """Wait for the end of work, and after a stop for `grace_s` more seconds; then it is cancelled.
 
-        Raises BatchrunError then, with the exit code of the stop; `when` says what was done.
+        Raises BatchrunError then; `when` says what was done.
         """
-        working = asyncio.ensure_future(asyncio.to_thread(work))
+        working = asyncio.ensure_future(work)
         asked = asyncio.Event()
         self.listen(asked.set)
         stopped = asyncio.ensure_future(asked.wait())
         try:
             await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if (await asyncio.wait({working}, timeout=TIMING.stop_start))[0]:
+            if working in (await asyncio.wait({working}, timeout=grace_s))[0]:
                 return working.result()
-            error = BatchrunError(f"{self.reason} {when}")
-            error.exit_code = self.exit_code
-            raise error
+            raise self.interrupted(when)
         finally:
             working.cancel()
             stopped.cancel()
-
-    def _notify(self) -> None:
-        for listener in self._listeners:
-            listener()
-
-
-class Sleeper:
-    """Sleeps in threads until the run is stopped."""
-
-    def __init__(self, control: Control) -> None:
-        self._control = control
-        self._stopped = threading.Event()
-        control.listen(self._stopped.set)
+            await asyncio.gather(working, stopped, return_exceptions=True)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; raises BatchrunError once the run is stopped."""
+        """Sleep, in a thread, before the first row is sent; raises BatchrunError once the run is stopped."""
         if self._stopped.wait(seconds):
-            raise self._control.interrupted("before the first row was sent")
+            raise self.interrupted("before the first row was sent")
 
     def check(self) -> None:
-        """Raise BatchrunError if the run is stopped."""
+        """Raise BatchrunError if the run is stopped before the first row is sent."""
         if self._stopped.is_set():  # it is called for each row
             self.sleep(0)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run blocking `work` in a thread; if cancelled, wait for its end."""
+        """Run blocking `work`, which may sleep here, in a thread; if cancelled, wait for its end."""
         working = asyncio.ensure_future(asyncio.to_thread(work))
         try:
             return await asyncio.shield(working)
@@ -121,24 +111,14 @@ class Sleeper:
             await asyncio.wait([working])  # a thread left behind could still take the task lock
             raise
 
+    def _notify(self) -> None:
+        self._stopped.set()
+        for listener in self._listeners:
+            listener()
+
 
 FEWEST_ROWS = 100
 """Rows that must have been sent and ended before `limits.abort_failed_share` stops a run."""
-
-
-class InFlightTotal(Protocol):
-    """What knows how many requests are in flight."""
-
-    @property
-    def in_flight(self) -> int:
-        """Requests in flight."""
-
-
-class CheckedWriter(Protocol):
-    """What takes outcomes, and may fail in the background."""
-
-    def check(self) -> None:
-        """Raise the StorageError of what failed in the background."""
 
 
 class FailureLimit:
@@ -148,9 +128,7 @@ class FailureLimit:
     that were not sent (a null prompt, for example) say nothing about the engine or the other rows.
     """
 
-    def __init__(
-        self, counts: RowCounts, control: Control, slots: InFlightTotal, most_failed_share: float
-    ) -> None:
+    def __init__(self, counts: RowCounts, control: Control, slots: Slots, most_failed_share: float) -> None:
         """Stop the run above `most_failed_share` (`limits.abort_failed_share`), from 0 to 1."""
         self._counts = counts
         self._control = control
@@ -180,17 +158,20 @@ class StopRules:
     """Checks at every load sample whether the run has to end before its last row."""
 
     def __init__(
-        self, writer: CheckedWriter, control: Control, deadline_s: float | None, *, now: float
+        self, check: Callable[[], None], control: Control, deadline_s: float | None, *, now: float
     ) -> None:
-        """Allow `deadline_s` seconds from `now` on (`limits.deadline`); None for no limit."""
-        self._writer = writer
+        """Allow `deadline_s` seconds from `now` on (`limits.deadline`); None for no limit.
+
+        `check` raises the StorageError of a write that failed in the background.
+        """
+        self._check = check
         self._control = control
         self._ends_at = None if deadline_s is None else now + deadline_s
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Raise the StorageError of a write that failed in the background; drain after the deadline."""
         del loads
-        self._writer.check()
+        self._check()
         if self._ends_at is not None and now > self._ends_at:
             self._control.drain("the deadline passed (limits.deadline)")
 

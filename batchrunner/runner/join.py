@@ -1,6 +1,5 @@
 """Tasks that share a run: the first plans it, each takes leases and takes over those of dead tasks."""
 
-import functools
 import logging
 import threading
 import time
@@ -11,14 +10,6 @@ from dataclasses import asdict
 from functools import partial
 
 from pyroaring import BitMap64
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception_type,
-    sleep_using_event,
-    stop_after_delay,
-    wait_fixed,
-)
 
 from batchrunner.core.errors import OutputError, ResumeError, TaskHeldError, TaskLockLostError
 from batchrunner.core.timing import TIMING
@@ -35,7 +26,7 @@ from batchrunner.output.resume import done_by_all, drop_failed, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, fingerprint, raise_total
 from batchrunner.output.task_lock import TaskLock, hold_task
-from batchrunner.runner.control import Sleeper
+from batchrunner.runner.control import Control
 from batchrunner.runner.leases import LeasePlan, Leases, next_lease
 from batchrunner.runner.prepare import PreparedJob
 from batchrunner.runner.rows import TaskRows
@@ -138,7 +129,10 @@ class LeasedRows(TaskRows):
         """Hold no lease yet; `counts` tells how many of the rows taken have ended."""
         super().__init__(prepared)
         self._leases = leases
-        self._held = _HeldLeases(leases, events)
+        self._events = events
+        self._uncommitted: dict[int, tuple[Lease, BitMap64]] = {}
+        """The leases that this task holds, with their uncommitted rows."""
+        self._lock = threading.Lock()  # reader, writer of parts and end of the run are different threads
         self._takeover = Takeover(prepared, leases, events)
         self._counts = counts
         self._clock = clock
@@ -159,7 +153,7 @@ class LeasedRows(TaskRows):
         """Rows of this task's leases still to be read, and its share of the free ones."""
         return self._to_read + self._share_of_free()
 
-    def take_first(self, sleep: Callable[[float], None]) -> bool:
+    def take_first(self, sleep: Callable[[float], object]) -> bool:
         """Take the first lease; tell whether there was one. `sleep` raises if the run is stopped."""
         self._first = self._wait_for_lease(sleep)
         return self._first is not None
@@ -170,7 +164,7 @@ class LeasedRows(TaskRows):
             lease, self._first = self._first, None
             return lease
         if wait:
-            return self._wait_for_lease(sleep_using_event(self._stopped))
+            return self._wait_for_lease(self._stopped.wait)
         try:
             return None if self._stopped.is_set() else self._try_take()
         except (OSError, OutputError):  # the next call waits for the disk
@@ -182,13 +176,19 @@ class LeasedRows(TaskRows):
 
     def committed(self, rows: BitMap64) -> None:
         """End the leases whose last rows are in parts now."""
-        self._held.committed(rows)
+        with self._lock:
+            for number, (lease, left) in list(self._uncommitted.items()):
+                self._uncommitted[number] = lease, left - rows
+                if not left - rows:
+                    self._end(number)
 
     def give_back(self) -> None:
         """End all leases as they are."""
         self.stop()
-        self._held.end_all()
-        if copies := self._leases.planned.copies():
+        with self._lock:
+            for number in list(self._uncommitted):
+                self._end(number)
+        if copies := self._leases.copies():
             self._leases.refresh()
             if self._leases.is_done():
                 for copy in copies:
@@ -196,8 +196,7 @@ class LeasedRows(TaskRows):
 
     def newest_plan(self) -> LeasePlan:
         """Return the run's newest plan, which another task may have added. Raises OSError."""
-        now = Leases(self._leases.directory, store=self._leases.store)
-        now.refresh()
+        now = self._look()
         assert now.plan is not None
         return now.plan
 
@@ -206,8 +205,7 @@ class LeasedRows(TaskRows):
 
         Rows of plans that came after this task count as held while a living task holds some of that plan.
         """
-        now = Leases(self._leases.directory, store=self._leases.store)
-        now.refresh()
+        now = self._look()
         dead = {task for task in set(now.held().values()) if self._takeover.is_dead(task)}
         now.refresh()  # a task that has ended meanwhile ended its leases before
         held, free = Counter[bool](), Counter[bool]()  # by whether this task knows the plan
@@ -222,13 +220,30 @@ class LeasedRows(TaskRows):
         later = free[False] if held[False] else 0
         return held.total() + later, unheld + free.total() - later
 
-    def _wait_for_lease(self, sleep: Callable[[float], None]) -> Lease | None:
+    def _look(self) -> Leases:
+        """Return the leases of all plans as they are now."""
+        now = Leases(self._leases.directory, store=self._leases.store)
+        now.refresh()
+        return now
+
+    def _wait_for_lease(self, sleep: Callable[[float], object]) -> Lease | None:
         """Take a lease, or wait until it is known that there is none for this task."""
-        retrying = self._waiting_for_disk(sleep)
+        failed_at: float | None = None
         while not self._stopped.is_set():
-            lease, is_over = retrying(self._take_or_settle)
-            if lease is not None or is_over:
-                return lease
+            try:
+                lease, is_over = self._take_or_settle()
+            except (OSError, OutputError) as failure:  # the disk may come back
+                if failed_at is None:
+                    failed_at = self._clock()
+                    log.warning("%s: %s: waiting for the disk", self._leases.directory, failure)
+                if self._clock() - failed_at > self._prepared.job.limits.disk_wait:
+                    if isinstance(failure, OSError):
+                        raise cannot_write(self._leases.directory, failure) from None
+                    raise
+            else:
+                failed_at = None
+                if lease is not None or is_over:
+                    return lease
             sleep(SHORT_POLL_S if self._rows_free else POLL_S)
         return None
 
@@ -255,15 +270,25 @@ class LeasedRows(TaskRows):
         return None
 
     def _hold(self, lease: Lease) -> Lease | None:
-        self._held.add(lease)
+        with self._lock:
+            self._uncommitted[lease.number] = lease, lease.rows
+        self._events.write("lease", lease=lease.number, turn=lease.turn, rows=len(lease.rows))
         if self._stopped.is_set():
-            self._held.end(lease)
+            with self._lock:
+                self._end(lease.number)
             return None
         self._last = lease.number
         self._taken += len(lease.rows)
         self._to_read += len(lease.rows)
         self._rows_free -= len(lease.rows)
         return lease
+
+    def _end(self, number: int) -> None:
+        """End a lease as it is; the lock is held."""
+        lease, left = self._uncommitted[number]
+        self._leases.end(lease, left)
+        del self._uncommitted[number]
+        self._events.write("lease_end", lease=number, rows_left=len(left))
 
     def _settle(self) -> bool | None:
         """Look again; tell whether something is free now, or None while that is not known."""
@@ -295,78 +320,15 @@ class LeasedRows(TaskRows):
     def _share_of_free(self) -> int:
         return -(-self._rows_free // (1 + self._takeover.living))
 
-    def _waiting_for_disk(self, sleep: Callable[[float], None]) -> Retrying:
-        return Retrying(
-            retry=retry_if_exception_type((OSError, OutputError)),
-            wait=wait_fixed(POLL_S),
-            stop=stop_after_delay(self._prepared.job.limits.disk_wait),
-            sleep=sleep,
-            before_sleep=functools.partial(_warn_once, self._leases),
-            retry_error_callback=functools.partial(_give_up, self._leases),
-        )
-
-
-class _HeldLeases:
-    """The leases that this task holds, with their uncommitted rows.
-
-    The reader, the writer of parts and the end of the run use them from different threads.
-    """
-
-    def __init__(self, leases: Leases, events: EventLog) -> None:
-        self._leases = leases
-        self._events = events
-        self._uncommitted: dict[int, tuple[Lease, BitMap64]] = {}
-        self._lock = threading.Lock()
-
-    def add(self, lease: Lease) -> None:
-        with self._lock:
-            self._uncommitted[lease.number] = lease, lease.rows
-        self._events.write("lease", lease=lease.number, turn=lease.turn, rows=len(lease.rows))
-
-    def committed(self, rows: BitMap64) -> None:
-        with self._lock:
-            left_of = {number: (lease, left - rows) for number, (lease, left) in self._uncommitted.items()}
-            self._uncommitted = left_of
-            for lease, left in list(left_of.values()):
-                if not left:
-                    self._end(lease, left)
-
-    def end(self, lease: Lease) -> None:
-        with self._lock:
-            self._end(*self._uncommitted[lease.number])
-
-    def end_all(self) -> None:
-        with self._lock:
-            for lease, left in list(self._uncommitted.values()):
-                self._end(lease, left)
-
-    def _end(self, lease: Lease, left: BitMap64) -> None:
-        self._leases.end(lease, left)
-        del self._uncommitted[lease.number]
-        self._events.write("lease_end", lease=lease.number, rows_left=len(left))
-
-
-def _warn_once(leases: Leases, state: RetryCallState) -> None:
-    if state.attempt_number == 1 and state.outcome:
-        log.warning("%s: %s: waiting for the disk", leases.directory, state.outcome.exception())
-
-
-def _give_up(leases: Leases, state: RetryCallState) -> None:
-    failure = state.outcome.exception() if state.outcome else None
-    if isinstance(failure, OSError):
-        raise cannot_write(leases.directory, failure) from None
-    assert failure is not None
-    raise failure
-
 
 def join(
-    prepared: PreparedJob, sleeper: Sleeper, counts: RowCounts, events: EventLog, *, retry_failed: bool
+    prepared: PreparedJob, control: Control, counts: RowCounts, events: EventLog, *, retry_failed: bool
 ) -> tuple[LeasedRows, int, OrderDecision]:
     """Return the rows that this task will take, the number of rows of the whole run, and their order.
 
     The first task makes the plan. A task that finds files added or a larger limit adds a plan of the new
     rows, whatever has become of the others. After the end of all plans the next task that comes makes another
-    one: of failed rows that are to be tried again, of rows whose part was moved away. `sleeper` sleeps while
+    one: of failed rows that are to be tried again, of rows whose part was moved away. `control` sleeps while
     another task makes a plan. Raises InputError, OutputError or ResumeError.
     """
     run_dir = prepared.run_dir
@@ -374,17 +336,17 @@ def join(
     with writing(run_dir.leases):
         leases.refresh()
         if not leases.is_done():
-            _leave_out_done_alone(prepared, leases, sleeper)
+            _leave_out_done_alone(prepared, leases, control)
         if retry_failed and not leases.is_done():
             raise ResumeError(
                 f"{run_dir.name}: --retry-failed: other tasks are still at it, or died at it",
                 hint="wait for their end, or run --join without --retry-failed first",
             )
-        plan = partial(_plan, prepared, leases, sleeper, retry_failed=retry_failed)
+        plan = partial(_plan, prepared, leases, control, retry_failed=retry_failed)
         while leases.is_done() or _is_behind(leases, prepared):
-            known = len(leases.planned.plans)
-            _in_turn(prepared, leases, sleeper, plan)
-            if len(leases.planned.plans) == known:  # there was nothing to add
+            known = len(leases.plans)
+            _in_turn(prepared, leases, control, plan)
+            if len(leases.plans) == known:  # there was nothing to add
                 break
     assert leases.plan is not None
     _check_plan(leases, prepared)
@@ -413,7 +375,7 @@ def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
     return more_files or known["limit"] != prepared.job.input.limit
 
 
-def _leave_out_done_alone(prepared: PreparedJob, leases: Leases, sleeper: Sleeper) -> None:
+def _leave_out_done_alone(prepared: PreparedJob, leases: Leases, control: Control) -> None:
     """Take rows out of the plan that an attempt without `--join` has done since.
 
     That is possible if all tasks of the plan failed to start. Such an attempt that begins now is refused.
@@ -421,30 +383,30 @@ def _leave_out_done_alone(prepared: PreparedJob, leases: Leases, sleeper: Sleepe
     main = prepared.run_dir.of_task()
     # a task that makes a plan holds this lock for a moment
     if main.journals() or is_held(main) is not False:
-        _in_turn(prepared, leases, sleeper, partial(_recover, prepared, sleeper))
+        _in_turn(prepared, leases, control, partial(_recover, prepared, control))
     leases.leave_out(read_done(main).rows)
 
 
-def _recover(prepared: PreparedJob, sleeper: Sleeper) -> None:
+def _recover(prepared: PreparedJob, control: Control) -> None:
     """Recover what the task of a run that nobody joined left half done; raises TaskHeldError if it works."""
     main = prepared.run_dir.of_task()
-    with hold_task(main, sleeper.sleep) as lock:
+    with hold_task(main, control.sleep) as lock:
         recover(main, lock, prepared.results_schema)
 
 
-def _in_turn(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, do: Callable[[], None]) -> None:
+def _in_turn(prepared: PreparedJob, leases: Leases, control: Control, do: Callable[[], None]) -> None:
     """Call `do` while no other task does so; skip it if another task makes a plan meanwhile."""
-    known = len(leases.planned.plans)
+    known = len(leases.plans)
     is_logged = False
-    while len(leases.planned.plans) == known:
+    while len(leases.plans) == known:
         with ExitStack() as stack:
             try:
-                stack.enter_context(hold_task(prepared.run_dir, sleeper.sleep, directory=leases.directory))
+                stack.enter_context(hold_task(prepared.run_dir, control.sleep, directory=leases.directory))
             except TaskHeldError as held:
                 if not is_logged:
                     log.info("another task makes the plan: %s", held)
                 is_logged = True
-                sleeper.sleep(POLL_S)
+                control.sleep(POLL_S)
                 leases.refresh()
                 continue
             leases.refresh()
@@ -452,24 +414,24 @@ def _in_turn(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, do: Callab
             return
 
 
-def _plan(prepared: PreparedJob, leases: Leases, sleeper: Sleeper, *, retry_failed: bool) -> None:
+def _plan(prepared: PreparedJob, leases: Leases, control: Control, *, retry_failed: bool) -> None:
     is_done = leases.is_done()
     if not (is_done or _is_behind(leases, prepared)):  # another task was faster
         return
     main = prepared.run_dir.of_task()
-    with hold_task(main, sleeper.sleep) as lock:  # no attempt without --join may be at work
+    with hold_task(main, control.sleep) as lock:  # no attempt without --join may be at work
         recover(main, lock, prepared.results_schema)
-        done = _done_by_all(main, leases if is_done else None, sleeper)
+        done = _done_by_all(main, leases if is_done else None, control)
         if retry_failed:
             for task in main.all_tasks():
                 drop_failed(task)
-            done = _done_by_all(main, None, sleeper)
-        selected = prepared.selected(sleeper.check)
+            done = _done_by_all(main, None, control)
+        selected = prepared.selected(control.check)
         rows = selected - done
         if not is_done:  # what is planned is done by others, or taken over from them
-            rows -= leases.planned.rows()
+            rows -= leases.rows()
         if rows or _is_behind(leases, prepared):
-            _add_plan(prepared, leases, rows, selected, lock, sleeper, is_first=is_done)
+            _add_plan(prepared, leases, rows, selected, lock, control, is_first=is_done)
         else:
             leases.remove_copies()
 
@@ -480,7 +442,7 @@ def _add_plan(
     rows: BitMap64,
     selected: BitMap64,
     lock: TaskLock,
-    sleeper: Sleeper,
+    control: Control,
     *,
     is_first: bool,
 ) -> None:
@@ -489,7 +451,7 @@ def _add_plan(
     remove_sorted_copies(run_dir.of_task().task_directory)
     if is_first:
         leases.remove_copies()
-    path, choice = prepare_order(prepared, rows, leases.directory, lock.token, sleeper.check, replace=False)
+    path, choice = prepare_order(prepared, rows, leases.directory, lock.token, control.check, replace=False)
     if path:
         leases.store.publish(path)
         cuts, name = SortedCopy(path).group_starts, path.name
@@ -500,7 +462,7 @@ def _add_plan(
     raise_total(run_dir, len(selected), new)
 
 
-def _done_by_all(run_dir: RunDir, leases: Leases | None, sleeper: Sleeper) -> BitMap64:
+def _done_by_all(run_dir: RunDir, leases: Leases | None, control: Control) -> BitMap64:
     """Return the rows in all parts; parts that another host has just written may take a while to appear."""
     expected = leases.plan.rows_total if leases is not None and leases.plan is not None else 0
     waited_s = 0.0
@@ -513,5 +475,5 @@ def _done_by_all(run_dir: RunDir, leases: Leases | None, sleeper: Sleeper) -> Bi
                 "%s: %d rows were done that are in no part: waiting %.0f s for another host's to be seen",
                 run_dir.parts, expected - len(done), TIMING.parts_appear,
             )  # fmt: skip
-        sleeper.sleep(POLL_S)
+        control.sleep(POLL_S)
         waited_s += POLL_S

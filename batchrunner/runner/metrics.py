@@ -11,82 +11,57 @@ from typing import Any
 from batchrunner.core.errors import JobError
 from batchrunner.core.types import MetricsAddress
 from batchrunner.dispatch.progress import Snapshot
-from batchrunner.runner.progress import Opening
+from batchrunner.runner.progress import Display, Opening
 
 log = logging.getLogger(__name__)
 
 OF_RUN = {
-    "rows_selected": ("gauge", "Rows that the task has to do; an estimate where tasks share the rows."),
-    "rows_done": ("counter", "Rows that ended, failed ones and those of earlier starts included."),
-    "rows_failed": ("counter", "Rows that ended with an error."),
-    "rows_left": ("gauge", "Rows that are not done yet."),
-    "rows_in_flight": ("gauge", "Rows that the engine has now."),
-    "rows_waiting_for_retry": ("gauge", "Rows that wait for another try."),
-    "rows_per_second": ("gauge", "Rows that end in a second, over the last 30 s."),
-    "rows_per_request": ("gauge", "Rows that share a request on average, over the last 30 s."),
-    "prompt_tokens": ("counter", "Prompt tokens of this start."),
-    "cached_prompt_tokens": ("counter", "Prompt tokens of this start that came from the prefix cache."),
-    "output_tokens": ("counter", "Generated tokens of this start."),
-    "output_tokens_per_second": ("gauge", "Generated tokens in a second, over the last 30 s."),
-    "retractions": ("counter", "Retractions of this start."),
-    "window": ("gauge", "Most rows in flight, over all replicas."),
-    "time_left_seconds": ("gauge", "Seconds to the end at the present rate; absent without a rate."),
-}
-"""Metrics of the whole task, without the prefix `batchrunner_`: their types, and what they say."""
+    "rows_selected": (
+        "rows_total", "gauge", "Rows that the task has to do; an estimate where tasks share the rows."
+    ),
+    "rows_done": (
+        "rows_done", "counter", "Rows that ended, failed ones and those of earlier starts included."
+    ),
+    "rows_failed": ("rows_failed", "counter", "Rows that ended with an error."),
+    "rows_left": ("rows_left", "gauge", "Rows that are not done yet."),
+    "rows_in_flight": ("in_flight", "gauge", "Rows that the engine has now."),
+    "rows_waiting_for_retry": ("waiting", "gauge", "Rows that wait for another try."),
+    "rows_per_second": ("rows_per_s", "gauge", "Rows that end in a second, over the last 30 s."),
+    "rows_per_request": (
+        "rows_per_request", "gauge", "Rows that share a request on average, over the last 30 s."
+    ),
+    "prompt_tokens": ("prompt_tokens", "counter", "Prompt tokens of this start."),
+    "cached_prompt_tokens": (
+        "cached_tokens", "counter", "Prompt tokens of this start that came from the prefix cache."
+    ),
+    "output_tokens": ("output_tokens", "counter", "Generated tokens of this start."),
+    "output_tokens_per_second": (
+        "output_tokens_per_s", "gauge", "Generated tokens in a second, over the last 30 s."
+    ),
+    "retractions": ("retractions", "counter", "Retractions of this start."),
+    "window": ("window", "gauge", "Most rows in flight, over all replicas."),
+    "time_left_seconds": (
+        "time_left_s", "gauge", "Seconds to the end at the present rate; absent without a rate."
+    ),
+}  # fmt: skip
+"""Metrics of the whole task, without the prefix `batchrunner_`: names in Snapshot, types, what they say."""
 OF_SCHEDULER = {
-    "running_requests": ("gauge", "Requests that decode, SGLang's #running-req."),
-    "waiting_requests": ("gauge", "Requests that wait, SGLang's #queue-req."),
-    "waiting_requests_low": ("gauge", "Lower end of the range in which #queue-req is kept."),
-    "waiting_requests_high": ("gauge", "Upper end of that range."),
-    "token_usage_ratio": ("gauge", "Fraction of the KV pool in use, 0 to 1."),
-    "window": ("gauge", "Most rows in flight for this scheduler."),
-    "output_tokens_per_second": ("gauge", "Generated tokens in a second, over the last 30 s."),
-    "retractions": ("counter", "Retractions of this start."),
-}
-"""Metrics of each scheduler, with the prefix `batchrunner_scheduler_` and the label `scheduler`."""
+    "running_requests": ("running", "gauge", "Requests that decode, SGLang's #running-req."),
+    "waiting_requests": ("queue", "gauge", "Requests that wait, SGLang's #queue-req."),
+    "waiting_requests_low": ("low", "gauge", "Lower end of the range in which #queue-req is kept."),
+    "waiting_requests_high": ("high", "gauge", "Upper end of that range."),
+    "token_usage_ratio": ("token_usage", "gauge", "Fraction of the KV pool in use, 0 to 1."),
+    "window": ("window", "gauge", "Most rows in flight for this scheduler."),
+    "output_tokens_per_second": (
+        "output_tokens_per_s", "gauge", "Generated tokens in a second, over the last 30 s."
+    ),
+    "retractions": ("retractions", "counter", "Retractions of this start."),
+}  # fmt: skip
+"""Metrics of each scheduler, with the prefix `batchrunner_scheduler_` and the label `scheduler`, alike."""
 PREFIX, SCHEDULER = "batchrunner_", "batchrunner_scheduler_"
 
 
-def values_of_run(snapshot: Snapshot) -> dict[str, float | None]:
-    """Return the values of OF_RUN; None where there is none."""
-    return {
-        "rows_selected": snapshot.rows_total,
-        "rows_done": snapshot.rows_done,
-        "rows_failed": snapshot.rows_failed,
-        "rows_left": max(0, snapshot.rows_total - snapshot.rows_done),
-        "rows_in_flight": snapshot.in_flight,
-        "rows_waiting_for_retry": snapshot.waiting,
-        "rows_per_second": snapshot.rows_per_s,
-        "rows_per_request": snapshot.rows_per_request,
-        "prompt_tokens": snapshot.prompt_tokens,
-        "cached_prompt_tokens": snapshot.cached_tokens,
-        "output_tokens": snapshot.output_tokens,
-        "output_tokens_per_second": snapshot.output_tokens_per_s,
-        "retractions": snapshot.retractions,
-        "window": snapshot.window,
-        "time_left_seconds": snapshot.time_left_s,
-    }
-
-
-def values_of_schedulers(snapshot: Snapshot) -> dict[str, dict[str, float | None]]:
-    """Return the values of OF_SCHEDULER by the scheduler's name; None where there is none."""
-    found: dict[str, dict[str, float | None]] = {}
-    for load in snapshot.loads:
-        low, high = snapshot.bands.get(load.scheduler, (None, None))
-        own = snapshot.by_scheduler.get(load.scheduler, {})
-        found[load.scheduler] = {
-            "running_requests": load.running,
-            "waiting_requests": load.queue,
-            "waiting_requests_low": low,
-            "waiting_requests_high": high,
-            "token_usage_ratio": load.token_usage,
-            **{name: own.get(name) for name in ("window", "retractions")},
-            "output_tokens_per_second": own.get("output_tokens_per_s"),
-        }
-    return found
-
-
-class MetricsPage:
+class MetricsPage(Display):
     """A display: what it was shown last is what Prometheus gets."""
 
     def __init__(self) -> None:
@@ -119,15 +94,24 @@ class MetricsPage:
             yield InfoMetricFamily(f"{PREFIX}run", "What runs, as labels.", value=facts)
         if snapshot is None:
             return
-        for name, value in values_of_run(snapshot).items():
+        left = max(0, snapshot.rows_total - snapshot.rows_done)
+        for name, (key, kind, meaning) in OF_RUN.items():
+            value = left if key == "rows_left" else getattr(snapshot, key)
             if value is not None:
-                kind, meaning = OF_RUN[name]
                 yield _family(kind, PREFIX + name, meaning, [((), value)])
-        schedulers = values_of_schedulers(snapshot)
-        for name, (kind, meaning) in OF_SCHEDULER.items():
-            values = [((who,), value) for who, own in schedulers.items() if (value := own[name]) is not None]
+        for name, (key, kind, meaning) in OF_SCHEDULER.items():
+            values = [((who,), own[key]) for who, own in _by_scheduler(snapshot) if own.get(key) is not None]
             if values:
                 yield _family(kind, SCHEDULER + name, meaning, values)
+
+
+def _by_scheduler(snapshot: Snapshot) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield what is known of each scheduler, by its name."""
+    for load in snapshot.loads:
+        low, high = snapshot.bands.get(load.scheduler, (None, None))
+        state = {"low": low, "high": high, **snapshot.by_scheduler.get(load.scheduler, {})}
+        gauges = {"running": load.running, "queue": load.queue, "token_usage": load.token_usage}
+        yield load.scheduler, state | gauges
 
 
 def _family(kind: str, name: str, meaning: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Any:

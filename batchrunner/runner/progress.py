@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import JobError
@@ -117,8 +117,8 @@ SAMPLE_S = 2.0
 """Seconds between two samples in the event log: 43,000 lines a day. A young run is sampled more often."""
 
 
-class Display(Protocol):
-    """What shows the state of a run."""
+class Display:
+    """What shows the state of a run; this one shows nothing, as for the library and `--quiet`."""
 
     def begin(self, opening: Opening) -> None:
         """Show what the run is going to do; called once, before the first state."""
@@ -158,28 +158,12 @@ class ProgressLog:
         self._events.write("sample", **last.as_sample())
 
 
-class NoDisplay:
-    """Shows nothing: for the library and `--quiet`."""
-
-    def begin(self, opening: Opening) -> None:
-        """Do nothing."""
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class ProgressLines:
+class ProgressLines(Display):
     """A line every 5 s: for logs of batch systems."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._next = 0.0
-
-    def begin(self, opening: Opening) -> None:
-        """Do nothing: the log says it."""
 
     def show(self, snapshot: Snapshot) -> None:
         """Print a line when the last one is old enough."""
@@ -189,11 +173,8 @@ class ProgressLines:
             with contextlib.suppress(OSError):  # a full disk, a pipe that nobody reads: the rows matter
                 print(time.strftime("%H:%M:%S"), snapshot.line(), file=self._stream, flush=True)
 
-    def close(self) -> None:
-        """Do nothing: every line is whole."""
 
-
-class ProgressBar:
+class ProgressBar(Display):
     """Two lines on a terminal: tqdm's bar, and below it the engine."""
 
     def __init__(self, stream: TextIO, *, colours: bool = False) -> None:
@@ -248,7 +229,7 @@ def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
     """Choose the display for a stream (standard error by default)."""
     stream = stream or sys.stderr
     if quiet:
-        return NoDisplay()
+        return Display()
     return ProgressBar(stream, colours=has_colours(stream)) if stream.isatty() else ProgressLines(stream)
 
 
@@ -283,31 +264,13 @@ ProgressListener = Callable[[Progress], object]
 """What a program gives as `on_progress`."""
 
 
-def progress_of(snapshot: Snapshot) -> Progress:
-    """Return what a program is told of a snapshot."""
-    left_s = snapshot.time_left_s
-    return Progress(
-        rows_done=snapshot.rows_done,
-        rows_total=snapshot.rows_total or None,
-        rows_failed=snapshot.rows_failed,
-        rows_per_s=round(snapshot.rows_per_s, 2),
-        eta_s=None if left_s is None or not snapshot.rows_total else round(left_s, 1),
-        output_tokens_per_s=round(snapshot.output_tokens_per_s, 1),
-        rows_in_flight=snapshot.in_flight,
-        simulated=snapshot.simulated,
-    )
-
-
-class ProgressCalls:
+class ProgressCalls(Display):
     """Calls a program at most once a second, and once more at the end; in the thread of the run."""
 
     def __init__(self, listener: ProgressListener) -> None:
         self._listener: ProgressListener | None = listener
         self._untold: Snapshot | None = None
         self._next = 0.0
-
-    def begin(self, opening: Opening) -> None:
-        """Do nothing."""
 
     def show(self, snapshot: Snapshot) -> None:
         """Tell the present state, if the last call is old enough."""
@@ -325,20 +288,29 @@ class ProgressCalls:
         if snapshot is None or self._listener is None:
             return
         try:
-            self._listener(progress_of(snapshot))
+            left_s, total = snapshot.time_left_s, snapshot.rows_total or None
+            self._listener(
+                Progress(
+                    rows_done=snapshot.rows_done,
+                    rows_total=total,
+                    rows_failed=snapshot.rows_failed,
+                    rows_per_s=round(snapshot.rows_per_s, 2),
+                    eta_s=None if left_s is None or total is None else round(left_s, 1),
+                    output_tokens_per_s=round(snapshot.output_tokens_per_s, 1),
+                    rows_in_flight=snapshot.in_flight,
+                    simulated=snapshot.simulated,
+                )
+            )
         except Exception:  # the rows of a long run matter more than what is shown of it
             log.exception("on_progress failed: it is not called any more")
             self._listener = None
 
 
-class AutoBar:
+class AutoBar(Display):
     """tqdm's bar for programs: a widget in a notebook, else a line on standard error."""
 
     def __init__(self) -> None:
         self._bar: Any = None
-
-    def begin(self, opening: Opening) -> None:
-        """Do nothing."""
 
     def show(self, snapshot: Snapshot) -> None:
         """Move the bar."""
@@ -360,7 +332,7 @@ class AutoBar:
                 self._bar.close()
 
 
-class Displays:
+class Displays(Display):
     """Several displays as one."""
 
     def __init__(self, displays: Sequence[Display]) -> None:
@@ -382,29 +354,14 @@ class Displays:
             display.close()
 
 
-def _not_a_listener(given: object) -> str | None:
-    """Return why an object cannot be called with a Progress; None where it can."""
-    if not callable(given):
-        return "is no function"
-    if inspect.iscoroutinefunction(given):
-        return "is an asynchronous function"
-    try:
-        inspect.signature(given).bind(None)
-    except TypeError:
-        return "does not take one argument"
-    except ValueError:  # some functions written in C do not tell their arguments
-        return None
-    return None
-
-
 def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> Displays:
     """Return what shows a run to a program that asks for a bar, calls, both or neither.
 
     Raises JobError where `on_progress` cannot be called with a Progress.
     """
-    if on_progress is not None and (problem := _not_a_listener(on_progress)):
+    if on_progress is not None and (not callable(on_progress) or inspect.iscoroutinefunction(on_progress)):
         raise JobError(
-            f"on_progress: {on_progress!r} {problem}",
+            f"on_progress: {on_progress!r} cannot be called",
             hint="give a plain function of one argument, a batchrunner.Progress",
         )
     calls = [ProgressCalls(on_progress)] if on_progress is not None else []

@@ -19,6 +19,7 @@ from batchrunner.core.console import DETAIL
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, JobError, StorageError
 from batchrunner.core.files import read_json
+from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.load_control import write_decisions
 from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.base import Engine
@@ -45,7 +46,7 @@ from batchrunner.output.run_json import (
 from batchrunner.output.task_lock import TaskLock, hold_task
 from batchrunner.output.writer import DiskWait, ResultWriter
 from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
-from batchrunner.runner.control import Control, FailureLimit, Sleeper
+from batchrunner.runner.control import Control, FailureLimit
 from batchrunner.runner.prepare import (
     PreparedJob,
     check_resumes,
@@ -56,7 +57,7 @@ from batchrunner.runner.prepare import (
     new_task,
     prepare,
 )
-from batchrunner.runner.progress import Display, NoDisplay, Opening
+from batchrunner.runner.progress import Display, Opening
 from batchrunner.runner.results import Handover, OutcomeSink
 from batchrunner.runner.rows import FixedRows
 from batchrunner.runner.sending import Sending, Windows, build_sending, open_windows
@@ -85,7 +86,7 @@ def plan_attempt(
     prepared: PreparedJob,
     lock: TaskLock,
     model: str | None,
-    sleeper: Sleeper,
+    control: Control,
     counts: RowCounts,
     events: EventLog,
     *,
@@ -103,39 +104,39 @@ def plan_attempt(
             refresh_listing(directory)
         if prepared.joins:
             find_done(prepared, model)
-            return _plan_joined(prepared, sleeper, counts, events, retry_failed=retry_failed)
+            return _plan_joined(prepared, control, counts, events, retry_failed=retry_failed)
         done = DoneRows()
         if fresh:
-            check_nobody_works(run_dir, sleeper)
+            check_nobody_works(run_dir, control)
         else:
             done = find_done(prepared, model, without_failed=retry_failed)
             recover(run_dir, lock, prepared.results_schema)
-        selected = prepared.selected(sleeper.check)
+        selected = prepared.selected(control.check)
         todo = selected - done.rows
         place = run_dir.task_directory
         copy, order = find_sorted_copy(prepared, todo, place) or prepare_order(
-            prepared, todo, place, lock.token, sleeper.check
+            prepared, todo, place, lock.token, control.check
         )
         return Attempt(FixedRows(prepared, todo, len(selected | done.rows), copy), done, len(selected), order)
 
 
 def _plan_joined(
-    prepared: PreparedJob, sleeper: Sleeper, counts: RowCounts, events: EventLog, *, retry_failed: bool
+    prepared: PreparedJob, control: Control, counts: RowCounts, events: EventLog, *, retry_failed: bool
 ) -> Attempt:
     from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
 
-    rows, rows_of_run, order = join(prepared, sleeper, counts, events, retry_failed=retry_failed)
-    if rows.take_first(sleeper.sleep):
+    rows, rows_of_run, order = join(prepared, control, counts, events, retry_failed=retry_failed)
+    if rows.take_first(control.sleep):
         return Attempt(rows, DoneRows(), rows_of_run, order)
     nothing = FixedRows(prepared, BitMap64(), rows_of_run, None)
     held, _ = rows.held_elsewhere()  # before the done rows are counted: what is held may end meanwhile
     return Attempt(nothing, done_by_all(prepared.run_dir), rows_of_run, order, held)
 
 
-def check_nobody_works(run_dir: RunDir, sleeper: Sleeper) -> None:
+def check_nobody_works(run_dir: RunDir, control: Control) -> None:
     """Raise TaskHeldError if another task is at work: what it writes may not be discarded."""
     for task in run_dir.other_tasks():
-        with hold_task(task, sleeper.sleep):
+        with hold_task(task, control.sleep):
             pass
 
 
@@ -171,20 +172,19 @@ async def execute(
     task = new_task() if join else MAIN_TASK
     prepared = await asyncio.to_thread(prepare, job, task, fresh=fresh, keeps_copies=True)
     run_dir = prepared.run_dir
-    control, display = control or Control(), display or NoDisplay()
+    control, display = control or Control(), display or Display()
     counts, events = RowCounts(), EventLog(run_dir.events)
     async with contextlib.AsyncExitStack() as at_last, contextlib.AsyncExitStack() as stack:
         at_last.callback(leave, prepared)
         await asyncio.to_thread(prepared.check_engine_task, opened_for)
         stack.enter_context(contextlib.closing(display))
         stack.enter_context(_rare_garbage_collection())
-        sleeper = Sleeper(control)
-        holding = hold_task(run_dir, sleeper.sleep)
-        lock = await sleeper.run(lambda: stack.enter_context(holding))
+        holding = hold_task(run_dir, control.sleep)
+        lock = await control.run(lambda: stack.enter_context(holding))
         model = info.model if info else model_of(job.engine)
-        attempt = await sleeper.run(
+        attempt = await control.run(
             lambda: plan_attempt(
-                prepared, lock, model, sleeper, counts, events, fresh=fresh, retry_failed=retry_failed
+                prepared, lock, model, control, counts, events, fresh=fresh, retry_failed=retry_failed
             )
         )
         stack.push_async_callback(give_back, attempt.rows, lock)
@@ -202,7 +202,7 @@ async def execute(
         if model_of(job.engine) is None and not fresh:
             await asyncio.to_thread(check_same_weights, prepared, info.weights)
         if fresh:
-            await sleeper.run(lambda: check_nobody_works(run_dir, sleeper))
+            await control.run(lambda: check_nobody_works(run_dir, control))
             with writing(run_dir.path):
                 run_dir.discard()
         elif retry_failed:  # only now: a refused attempt changes nothing
@@ -285,7 +285,7 @@ async def open_engine_of(
         job.engine, log_dir=log_directory, limits=job.limits, detokenizer=detokenizer_for(job), task=task
     )
     stack.push_async_callback(engine.close)
-    return engine, await _open(engine, control)
+    return engine, await control.wait_for(engine.open(), "while the engine was starting")
 
 
 def check_engine(job: Job, info: EngineInfo) -> None:
@@ -298,27 +298,10 @@ def check_engine(job: Job, info: EngineInfo) -> None:
         log.info("%s", note)
 
 
-async def _open(engine: Engine, control: Control) -> EngineInfo:
-    """Open the engine; a stop while it loads ends the wait."""
-    opening = asyncio.ensure_future(engine.open())
-    asked = asyncio.Event()
-    control.listen(asked.set)
-    stopped = asyncio.ensure_future(asked.wait())
-    try:
-        await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        if opening.done():
-            return opening.result()
-        raise control.interrupted("while the engine was starting")
-    finally:
-        opening.cancel()
-        stopped.cancel()
-        await asyncio.gather(opening, stopped, return_exceptions=True)
-
-
 def discard_run(job: Job) -> None:
     """Discard what earlier attempts wrote, once the job is known to be right; raises BatchrunError."""
     with closing(prepare(job, fresh=True)) as prepared, hold_task(prepared.run_dir):
-        check_nobody_works(prepared.run_dir, Sleeper(Control()))
+        check_nobody_works(prepared.run_dir, Control())
         with writing(prepared.run_dir.path):
             prepared.run_dir.discard()
 
@@ -331,7 +314,7 @@ def plan_failed_rows(job: Job) -> None:
     try:
         with hold_task(prepared.run_dir):
             events = EventLog(prepared.run_dir.events)
-            rows, *_ = join(prepared, Sleeper(Control()), RowCounts(), events, retry_failed=True)
+            rows, *_ = join(prepared, Control(), RowCounts(), events, retry_failed=True)
             rows.stop()
             rows.give_back()
     finally:
@@ -506,7 +489,11 @@ class Run:
         rows_on_disk, self.control.stage = True, "sending"
         try:
             await self.sending.send(self.control)
-            added = await self.control.reading(self._look_at_input, "while the input was looked at")
+            added = await self.control.wait_for(
+                asyncio.to_thread(self._look_at_input),
+                "while the input was looked at",
+                grace_s=TIMING.stop_start,
+            )
         except BatchrunError as error:
             failure = error
         except asyncio.CancelledError:

@@ -199,7 +199,7 @@ def build_sending(
         rows, done, counts, slots, limits, backlog, bundles, engine, events, began=began, task=job.task
     )
     shown = ProgressLog(progress, display, events, now=began)
-    stop_rules = StopRules(results, control, job.limits.deadline, now=began)
+    stop_rules = StopRules(results.check, control, job.limits.deadline, now=began)
     dispatcher = Dispatcher(
         backlog, slots, senders, checker, reorderer, limits, load_control, progress, events, job.limits,
         by_affinity=info.keeps_together,

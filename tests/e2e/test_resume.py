@@ -255,7 +255,7 @@ def test_times_add_up(tmp_path: Path, server: FakeSGLang) -> None:
     assert second.wall_s_all_starts == pytest.approx(ends[0] + second.wall_s, abs=0.002)
     assert (second.output_tokens, second.output_tokens_all_starts) == (30, 50)
     third = batchrunner.run(job)
-    assert third.wall_s_all_starts == pytest.approx(sum(ends), abs=0.002)
+    assert third.wall_s_all_starts == pytest.approx(sum(ends), abs=0.01)
 
 
 def test_times_of_killed_starts_add_up(tmp_path: Path) -> None:

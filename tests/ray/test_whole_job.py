@@ -74,7 +74,7 @@ def test_a_node_that_dies_is_replaced_and_ctrl_c_can_be_resumed(
     path = write_job(job, tmp_path)
     with started("ray", path, "--workers", 2, "--address", nodes.address) as command:
         nodes.kill_the_node_of(WORKER, pid_with_rows_in_flight(tmp_path / "run", rows_done=100))
-        command.wait_for_line("takes the place of one that died")
+        command.wait_for_line("a worker died, another one takes its place")
         server.wait_for(110)
         command.process.send_signal(signal.SIGINT)
         command.wait_for_line("interrupted: waiting for the rows in flight")
@@ -104,7 +104,7 @@ def test_a_cluster_grows_and_shrinks(nodes: RayNodes, server: FakeSGLang, tmp_pa
         nodes.add()
         newcomer = (tasks_at_work(tmp_path / "run", 3) - first).pop()
         nodes.take_away_the_node_of(WORKER, newcomer)
-        run.wait_for_line("takes the place of one that died")
+        run.wait_for_line("a worker died, another one takes its place")
         server.script = lambda _: "answer"
         server.answer_held()
         assert run.end() == 0

@@ -8,14 +8,12 @@ import threading
 import pytest
 
 from batchrunner.core.errors import BatchrunError
-from batchrunner.core.timing import TIMING
 from batchrunner.runner.control import Control
 
 
 @pytest.mark.parametrize("stopped_first", [True, False])
-def test_reading_that_blocks_is_left_at_a_stop(monkeypatch: pytest.MonkeyPatch, stopped_first: bool) -> None:
+def test_reading_that_blocks_is_left_at_a_stop(stopped_first: bool) -> None:
     """It ends with the exit code of the stop; a thread that reads from a dead mount is not waited for."""
-    monkeypatch.setattr(TIMING, "stop_start", 0.01)
     never = threading.Event()
     control = Control()
 
@@ -25,7 +23,9 @@ def test_reading_that_blocks_is_left_at_a_stop(monkeypatch: pytest.MonkeyPatch, 
         else:
             asyncio.get_running_loop().call_later(0.01, control.drain, "interrupted", 130)
         try:
-            await control.reading(never.wait, "while the input was looked at")
+            await control.wait_for(
+                asyncio.to_thread(never.wait), "while the input was looked at", grace_s=0.01
+            )
         finally:
             never.set()
 
@@ -38,4 +38,4 @@ def test_reading_that_ends_is_not_lost_by_a_stop() -> None:
     """What is read at once is returned, also after a stop."""
     control = Control()
     control.drain("interrupted", 130)
-    assert asyncio.run(control.reading(lambda: 7, "while")) == 7
+    assert asyncio.run(control.wait_for(asyncio.to_thread(lambda: 7), "while", grace_s=1)) == 7

@@ -146,7 +146,9 @@ def exposed() -> set[str]:
     """Return the names of all metrics, as Prometheus has them."""
     names = {"batchrunner_running", "batchrunner_run_info"}
     for prefix, own in ((PREFIX, OF_RUN), (SCHEDULER, OF_SCHEDULER)):
-        names |= {f"{prefix}{name}{'_total' if kind == 'counter' else ''}" for name, (kind, _) in own.items()}
+        names |= {
+            f"{prefix}{name}{'_total' if kind == 'counter' else ''}" for name, (_, kind, _) in own.items()
+        }
     return names
 
 

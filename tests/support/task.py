@@ -17,7 +17,7 @@ from batchrunner.output.events import EventLog
 from batchrunner.output.holder import this_process
 from batchrunner.output.parts import Journal, write_part
 from batchrunner.output.task_lock import TaskLock
-from batchrunner.runner.control import Control, Sleeper
+from batchrunner.runner.control import Control
 from batchrunner.runner.join import join
 from batchrunner.runner.prepare import prepare, task_name
 
@@ -33,7 +33,7 @@ class Task:
         self.lock.acquire()
         self.counts = RowCounts()
         events = EventLog(self.run_dir.events)
-        sleeper = Sleeper(Control())
+        sleeper = Control()
         self.rows, _, _ = join(self.prepared, sleeper, self.counts, events, retry_failed=False)
         self._batches = self.rows.batches()
         self._parts = 0
