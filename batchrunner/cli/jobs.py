@@ -1,6 +1,8 @@
 """Commands that make and improve a job: init, check, tune, schema."""
 
 import logging
+from dataclasses import asdict
+from shlex import quote
 from typing import Annotated
 
 import typer
@@ -33,14 +35,17 @@ def init(
 
     Example: batchrun init docs.parquet
     """
-    from batchrunner.input.new_job import new_job, save  # noqa: PLC0415
+    from batchrunner.input.new_job import new_job  # noqa: PLC0415
 
     made = new_job(data, engine, output if output != "-" else "job.yaml")
     if output != "-":
-        save(made, output)
-        tell(made.next_steps(output))
+        made.save(output)
+        tell(
+            f"wrote {output}: the prompt is the column {made.prompt_column!r}; "
+            f"next: batchrun check {quote(output)}"
+        )
     shown = made.text.rstrip("\n") if output == "-" else output
-    show(made.as_dict(output) if as_json else [shown])
+    show({"job": None if output == "-" else output, **asdict(made)} if as_json else [shown])
 
 
 def check(

@@ -22,8 +22,6 @@ ROW = "row"
 """Name of the mapping of all columns in a template."""
 _TAKEN = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
 """Words of templates, which do not read columns of these names."""
-_OTHER_SEPARATORS = (";", "\t", "|")
-"""Characters between the columns of files that are CSV to others."""
 _METHODS = {"items", "keys", "values", "get"}
 """Methods of a mapping, by which a template may read any column."""
 
@@ -42,52 +40,43 @@ class ColumnsRead:
         self.tree = tree
         found = _free_names(tree, environment, available)
         self._reads_mapping = ROW in found
-        reads = [
-            (node.node, name)
-            for node, name in self._fields()
-            if isinstance(node.node, tree_of.Name) and node.node.name == ROW
-        ]
         if self._reads_mapping:
-            uses = [name.ctx for name in tree.find_all(tree_of.Name) if name.name == ROW]
-            names = {name for _, name in reads if name in available or name not in _METHODS}
-            is_each_named = len(reads) == len(uses) and {*uses} == {"load"}
-            every = not is_each_named or None in names or len(names) < len({name for _, name in reads})
-            found = found - {ROW} | (set(available) if every else {name for name in names if name})
+            fields = [_field_of_row(node) for node in tree.find_all((tree_of.Getattr, tree_of.Getitem))]
+            names = {name for name in fields if name and (name in available or name not in _METHODS)}
+            uses = sum(name.name == ROW for name in tree.find_all(tree_of.Name))
+            is_each_named = sum(name in names for name in fields) == uses
+            found = found - {ROW} | (names if is_each_named else {*available})
         for name in sorted(found):
             if name not in available:
                 unknown, hint = unknown_column(where, name, available, in_template=True)
                 raise JobError(unknown, hint=hint)
         self.names = sorted(found)
-        self.printed = sorted(found.intersection(self._printed()))
+        self.printed = sorted(found.intersection(_printed(tree)))
         """Columns that the template shows as they are, or through filters that do."""
 
     def variables(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return what the template gets for a row: its columns, and the mapping of them where it is read."""
         return {**row, ROW: row} if self._reads_mapping else row
 
-    def _fields(self) -> Iterator[tuple[tree_of.Getitem | tree_of.Getattr, str | None]]:
-        """Yield each place where a field is read, with its name; None for one that is computed."""
-        for get in self.tree.find_all(tree_of.Getattr):
-            yield get, get.attr
-        for item in self.tree.find_all(tree_of.Getitem):
-            name = item.arg.value if isinstance(item.arg, tree_of.Const) else None
-            yield item, name if isinstance(name, str) else None
 
-    def _printed(self) -> Iterator[str]:
-        """Yield the names of what the template prints."""
-        fields = {id(node): name for node, name in self._fields()}
-        for output in self.tree.find_all(tree_of.Output):
-            for node in output.nodes:
-                shown: tree_of.Expr | None = node
-                while isinstance(shown, tree_of.Filter) and shown.name in PRINTING:
-                    shown = shown.node
-                if isinstance(shown, tree_of.Name):
-                    yield shown.name
-                elif isinstance(shown, (tree_of.Getattr, tree_of.Getitem)):
-                    of_row = isinstance(shown.node, tree_of.Name) and shown.node.name == ROW
-                    name = fields[id(shown)]
-                    if of_row and name is not None:
-                        yield name
+def _field_of_row(node: tree_of.Node) -> str | None:
+    """Return the name of the column that an expression such as `row.name` or `row["name"]` reads."""
+    if not isinstance(node, (tree_of.Getattr, tree_of.Getitem)) or not isinstance(node.node, tree_of.Name):
+        return None
+    if node.node.name != ROW:
+        return None
+    name = node.attr if isinstance(node, tree_of.Getattr) else getattr(node.arg, "value", None)
+    return name if isinstance(name, str) else None
+
+
+def _printed(tree: tree_of.Template) -> Iterator[str | None]:
+    """Yield the names of what a template prints."""
+    for output in tree.find_all(tree_of.Output):
+        for node in output.nodes:
+            shown: tree_of.Expr = node
+            while isinstance(shown, tree_of.Filter) and shown.name in PRINTING and shown.node:
+                shown = shown.node
+            yield shown.name if isinstance(shown, tree_of.Name) else _field_of_row(shown)
 
 
 def _free_names(
@@ -113,23 +102,15 @@ def unknown_column(
     where: str, name: str, available: Collection[str], *, in_template: bool = False
 ) -> tuple[str, str | None]:
     """Return the error text for a missing column, and the hint in it, which names the most similar one."""
-    names = ", ".join(column or '""' for column in available)
-    if mark := other_separator(available):
-        write = f"{mark!r} separates no columns here: write the file with commas, or as Parquet"
-        return f"{where}: unknown column {name!r}; {write} (the input has: {names})", write
     near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
     near = near or [column for column in available if name in column.split() or column.startswith(name)][:1]
     hint = f"did you mean {written(near[0], in_template=in_template)}?" if near else None
-    how = odd_names(available) if in_template else None
-    text = f"{where}: unknown column {name!r}{f'; {hint}' if hint else ''} (the input has: {names})"
-    return (f"{text}; {how}" if how else text), hint or how
-
-
-def other_separator(names: Collection[str]) -> str | None:
-    """Return the character in the name of an only column that separates columns elsewhere; None without."""
-    return next(
-        (mark for mark in _OTHER_SEPARATORS for name in names if len(names) == 1 and mark in name), None
-    )
+    if len(available) == 1 and any(mark in column for mark in ";\t|" for column in available):
+        hint = "write the file with commas, or as Parquet"
+    elif not near and in_template:
+        hint = odd_names(available)
+    names = ", ".join(column or '""' for column in available)
+    return f"{where}: unknown column {name!r}{f'; {hint}' if hint else ''} (the input has: {names})", hint
 
 
 def template_of_column(name: str) -> str:
@@ -141,13 +122,9 @@ def template_of_column(name: str) -> str:
 def odd_names(available: Collection[str]) -> str | None:
     """Return how a template reads columns whose names are no identifiers; None where there are none."""
     odd = next((name for name in available if name and not name.isidentifier()), None)
-    if odd is None:
-        return None
-    return f"a column whose name is not an identifier is written {written(odd, in_template=True)}"
+    return odd and f"a column whose name is not an identifier is written {template_of_column(odd)}"
 
 
 def written(name: str, *, in_template: bool) -> str:
     """Return a column as a job names it; in a template some names can only be read through `row`."""
-    if in_template and not name.isidentifier():
-        return f"row[{json.dumps(name, ensure_ascii=False)}]"
-    return repr(name)
+    return template_of_column(name) if in_template and not name.isidentifier() else repr(name)

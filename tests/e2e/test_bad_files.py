@@ -103,7 +103,7 @@ FILES = [
     ("a.csv", b"id,text\n", "no rows in 1 file(s)"),
     ("a.csv", "id,text\n1,a\n".encode("utf-16"), "line 1: the header is not UTF-8"),
     ("a.csv", gzip.compress(b"id,text\n1,a\n", mtime=0), "line 1: the header is not UTF-8"),
-    ("a.csv", b"id;text\n1;a\n", "unknown column 'text'; ';' separates no columns here: write the file with"),
+    ("a.csv", b"id;text\n1;a\n", "unknown column 'text'; write the file with commas"),
     ("a.csv", b'id,"text\n1,a\n', "the record at line 1: unexpected end of data"),
     ("a.csv", b'id,text\n9,"a"b\n8,b\n', "the record at line 2: ',' expected after '\"'"),
     ("a.csv", b"id,text\n9,a\rb\n", "the record at line 2: new-line character seen"),
