@@ -14,7 +14,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from itertools import accumulate, chain, islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,16 +81,24 @@ class SortedCopy:
     def rows(self, positions: range) -> BitMap64:
         """Return the ordinals of the rows at these positions, which must be whole row groups."""
         found = BitMap64()
+        ordinals = self._file.schema_arrow.names[-1:]
         for group in self._groups(positions):
-            found |= self._rows_of(group)
+            found |= rows_of_column(self._file.read_row_group(group, ordinals, use_threads=False).column(0))
         return found
 
     def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
         """Yield the rows in the order of the copy, as `RowReader.read` does."""
         try:
             for group in self._groups(positions or self.positions):
-                if not rows.isdisjoint(self._rows_of(group)):
-                    yield from self._read_group(group, rows)
+                metadata = self._file.metadata.row_group(group)
+                size = batch_rows(metadata.num_rows, metadata.total_byte_size)
+                for data in self._file.iter_batches(size, [group], use_threads=False):
+                    *columns, numbers = data.schema.names
+                    ordinals = data.column(numbers).to_pylist()
+                    kept = [at for at, row in enumerate(ordinals) if row in rows]
+                    if kept:
+                        picked = data.select(columns).take(arrow_array(kept, pa.int64()))
+                        yield RowBatch([ordinals[at] for at in kept], picked)
         except (OSError, pa.ArrowException) as failure:
             raise InputError(f"{self._path}: cannot be read: {first_line(failure)}") from None
 
@@ -101,22 +109,6 @@ class SortedCopy:
     def _groups(self, positions: range) -> range:
         starts = self.group_starts
         return range(bisect_left(starts, positions.start), bisect_left(starts, positions.stop))
-
-    def _rows_of(self, group: int) -> BitMap64:
-        names = self._file.schema_arrow.names[-1:]
-        return rows_of_column(self._file.read_row_group(group, names, use_threads=False).column(0))
-
-    def _read_group(self, group: int, wanted: BitMap64) -> Iterator[RowBatch]:
-        metadata = self._file.metadata.row_group(group)
-        size = batch_rows(metadata.num_rows, metadata.total_byte_size)
-        for data in self._file.iter_batches(size, [group], use_threads=False):
-            *_, ordinals = data.columns
-            rows = ordinals.to_pylist()
-            kept = [at for at, row in enumerate(rows) if row in wanted]
-            if kept:
-                columns = data.select(data.schema.names[:-1])
-                picked = columns if len(kept) == len(rows) else columns.take(arrow_array(kept, pa.int64()))
-                yield RowBatch([rows[at] for at in kept], picked)
 
 
 MEMORY = "128MB"
@@ -129,15 +121,7 @@ MOST_GROUP_BYTES = 32 << 20
 """Approximate most bytes of a row group."""
 BUCKET_BYTES = 48 << 20
 """Approximate bytes of rows in a bucket; sorting one takes about three times as much memory."""
-_KEYS = pa.schema(
-    [
-        ("first", pa.int64()),
-        ("key", pa.binary()),
-        ("tail", pa.int64()),
-        ("row", pa.int64()),
-        ("size", pa.int64()),
-    ]
-)
+_KEYS = {"first": pa.int64(), "key": pa.binary(), "tail": pa.int64(), "row": pa.int64(), "size": pa.int64()}
 """Columns of a sort key: rows are compared by the first four."""
 _POSITION, _ORDINAL = "\0position", "\0row"
 """Names of columns, which no input column can have."""
@@ -164,13 +148,14 @@ def write_sorted(
         with duckdb.connect(config=config) as db:
             _sort_keys(db, _keys(job_input, rows, about["order"], check_stop))
             check_stop()
-            in_order = chain.from_iterable(
-                zip(*(column.to_pylist() for column in batch.columns), strict=True)
-                for batch in db.sql("SELECT key, size FROM sorted").to_arrow_reader(CHUNK_ROWS)
-            )
+            in_order = _values(db, "SELECT key, size FROM sorted")
             groups = list(cut_into_groups(in_order, lease_rows(len(rows))))
+            # the keys, which are large, go before the positions are sorted
+            db.execute("CREATE TABLE positions AS SELECT row, rowid AS position FROM sorted")
+            db.execute("DROP TABLE sorted")
             buckets = Buckets(work, _POSITION, list(_bucket_ends(groups)))
-            for table in _with_positions(job_input, rows, _positions(db)):
+            positions = _values(db, "SELECT position FROM positions ORDER BY row")
+            for table in _with_positions(job_input, rows, positions):
                 buckets.put(table)
                 check_stop()
         with whole_file(path) as temporary:
@@ -185,19 +170,17 @@ def _sort_keys(db: DuckDBPyConnection, keys: Iterator[tuple[Any, ...]]) -> None:
     """Sort keys, which are rows of _KEYS, into the table `sorted`."""
     db.execute("CREATE TABLE keys (first BIGINT, key BLOB, tail BIGINT, row BIGINT, size BIGINT)")
     while chunk := list(islice(keys, CHUNK_ROWS)):
-        columns = zip(zip(*chunk, strict=True), _KEYS.types, strict=True)
-        db.register("chunk", pa.table([arrow_array(*column) for column in columns], schema=_KEYS))
+        columns = zip(zip(*chunk, strict=True), _KEYS.values(), strict=True)
+        db.register("chunk", pa.table([arrow_array(*column) for column in columns], [*_KEYS]))
         db.execute("INSERT INTO keys SELECT * FROM chunk")
     db.execute("CREATE TABLE sorted AS SELECT key, row, size FROM keys ORDER BY first, key, tail, row")
     db.execute("DROP TABLE keys")
 
 
-def _positions(db: DuckDBPyConnection) -> Iterator[pa.Array]:
-    """Yield the sorted positions of the rows, counted from 0, in input order; deletes the keys."""
-    db.execute("CREATE TABLE positions AS SELECT row, rowid AS position FROM sorted")
-    db.execute("DROP TABLE sorted")
-    for batch in db.sql("SELECT position FROM positions ORDER BY row").to_arrow_reader(CHUNK_ROWS):
-        yield batch.column(0)
+def _values(db: DuckDBPyConnection, query: str) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows that a query gives, in bounded memory."""
+    for batch in db.sql(query).to_arrow_reader(CHUNK_ROWS):
+        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)
 
 
 def _write_copy(tables: Iterable[pa.Table], sizes: Iterable[int], path: Path, about: dict[str, Any]) -> None:
@@ -272,20 +255,17 @@ def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:
     yield position + 1  # the end of the last bucket, which may be empty
 
 
-def _with_positions(job_input: JobInput, rows: BitMap64, positions: Iterator[pa.Array]) -> Iterator[pa.Table]:
+def _with_positions(
+    job_input: JobInput, rows: BitMap64, positions: Iterator[tuple[int]]
+) -> Iterator[pa.Table]:
     """Yield the rows in input order with their ordinals and positions; `positions` come in input order."""
     names = job_input.renderer.columns
     places = [pa.field(_ORDINAL, pa.int64()), pa.field(_POSITION, pa.int64())]
     schema = pa.schema([*job_input.dataset.schema_of(names), *places])
-    waiting = pa.chunked_array([], pa.int64())
     for batch in job_input.dataset.read(rows, names):
-        count = len(batch.rows)
-        while len(waiting) < count:
-            waiting = pa.chunked_array([*waiting.chunks, next(positions)])
-        columns = [batch.data.column(name) for name in names]
-        ordinals = arrow_array(batch.rows, pa.int64())
-        yield pa.Table.from_arrays([*columns, ordinals, waiting.slice(0, count)], schema=schema)
-        waiting = waiting.slice(count)
+        found = [position for (position,) in islice(positions, len(batch.rows))]
+        numbers = [arrow_array(values, pa.int64()) for values in (batch.rows, found)]
+        yield pa.Table.from_arrays([*batch.data.columns, *numbers], schema=schema)
 
 
 DISK_FACTOR = 2
