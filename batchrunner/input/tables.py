@@ -74,7 +74,7 @@ def batches_of(data: object) -> Iterator[pa.RecordBatch]:
     """
     batches = as_batches(data)
     if batches is None:
-        batches = _of_rows(iter(as_rows(data)))
+        batches = _of_rows(as_rows(data))
     first = next(batches, None)
     yield pa.RecordBatch.from_pydict({TEXT: pa.nulls(0, pa.string())}) if first is None else first
     yield from batches
@@ -94,15 +94,15 @@ def as_batches(data: Any) -> Iterator[pa.RecordBatch] | None:
         return None
 
 
-def as_rows(data: Any) -> Iterable[Any]:
-    """Return data that has no columns as an iterable of rows; raises InputError where it is none."""
+def as_rows(data: Any) -> Iterator[Any]:
+    """Return the rows of data that has no columns; raises InputError where it is none."""
     if hasattr(data, "__arrow_c_stream__"):
         return chain.from_iterable(chunk.to_pylist() for chunk in pa.chunked_array(data).chunks)
     if hasattr(data, "__arrow_c_array__"):
         return iter(pa.array(data).to_pylist())
     if not isinstance(data, Iterable) or isinstance(data, (bytes, Mapping)):
         raise InputError(f"{_WANTED} (got {type(data).__name__})")
-    return data
+    return iter(data)
 
 
 def rows_known(data: Any) -> int:

@@ -68,7 +68,6 @@ FORMATS: dict[str, Callable[[range], bytes]] = {
     "a.csv.zst": lambda rows: compressed(b"\xef\xbb\xbf" + as_csv(rows), "zstd"),
     "a.jsonl": as_json_lines,
     "a.ndjson": lambda rows: b"\xef\xbb\xbf\n" + as_json_lines(rows).replace(b"\n", b"\r\n\n") + b"\n",
-    "a.json": as_json_lines,
     "a.jsonl.gz": lambda rows: (
         gzip.compress(as_json_lines(rows)[:999]) + gzip.compress(as_json_lines(rows)[999:])
     ),
@@ -76,7 +75,6 @@ FORMATS: dict[str, Callable[[range], bytes]] = {
     "a.arrow": lambda rows: as_arrow(rows, pa.ipc.new_file),
     "a.feather": lz4,
     "a.ipc": lambda rows: as_arrow(rows, pa.ipc.new_stream),
-    "a.arrow.gz": lambda rows: gzip.compress(as_arrow(rows, pa.ipc.new_file)),
     "a.arrows.zst": lambda rows: compressed(as_arrow(rows, pa.ipc.new_stream), "zstd"),
 }
 """Files of rows by their names."""
@@ -112,16 +110,15 @@ def rows_of(numbers: list[int]) -> list[tuple[int, int, str]]:
     return [(n, n, texts(range(n, n + 1))[0]) for n in numbers]
 
 
-@pytest.mark.parametrize("order", ["auto", "prefix"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format(tmp_path: Path, name: str, order: str) -> None:
-    """A run has every row once, with its place in the file, in every order."""
-    job = job_on(tmp_path, name, order=order)
+def test_every_format(tmp_path: Path, name: str) -> None:
+    """A run has every row once, with its place in the file."""
+    job = job_on(tmp_path, name, order="prefix")
     assert batchrunner.run(job).rows_ok == ROWS
     assert carried(job) == rows_of(list(range(ROWS)))
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.jsonl", "a.jsonl.zst", "a.arrow", "a.ipc"])
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.jsonl", "a.arrow"])
 def test_filter_and_limit(tmp_path: Path, name: str) -> None:
     """A filter and a limit choose the same rows as in Parquet."""
     job = job_on(tmp_path, name, input={"filter": "id % 1000 == 7", "limit": 2})
@@ -129,8 +126,7 @@ def test_filter_and_limit(tmp_path: Path, name: str) -> None:
     assert carried(job) == rows_of([7, 1007])
 
 
-@pytest.mark.parametrize("join", [[], ["--join"]])
-@pytest.mark.parametrize("name", ["a.csv", "a.csv.gz", "a.jsonl", "a.jsonl.zst", "a.arrow", "a.ipc"])
+@pytest.mark.parametrize(("name", "join"), [("a.csv", []), ("a.jsonl.zst", ["--join"]), ("a.arrow", [])])
 def test_resume_and_a_change(tmp_path: Path, server: FakeSGLang, name: str, join: list[str]) -> None:
     """A run ends when its file changes under it, and goes on with the old file where it was."""
     job = job_on(tmp_path, name, server, order="input", window=8)

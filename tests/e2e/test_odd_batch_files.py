@@ -10,9 +10,8 @@ import pyarrow as pa
 import pytest
 
 from tests.conftest import batchrun, job_of, write_job
-from tests.e2e.test_batch_files import SIMULATED, Batch, lines_of, request_of
+from tests.e2e.test_batch_files import Batch, lines_of, request_of
 from tests.support.raw_answers import OnWire
-from tests.test_cli import batchrun_with
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,21 +116,6 @@ def test_bodies_that_the_server_does_not_take(tmp_path: Path, server: FakeSGLang
     assert [line["response"]["body"]["error"] for line in failed] == [json.loads(refusal)] * 6
 
 
-def test_results_among_the_files_of_a_run(tmp_path: Path) -> None:
-    """They are refused: who reads the parts would stumble over them."""
-    batch = Batch(tmp_path, [request_of(0)])
-    assert batch.do().exit_code == 0
-    before = sorted(tmp_path.rglob("*"))
-    inside = batch.run / "parts" / "errors.jsonl"
-    for wrong in (
-        batch.do("--errors", inside),
-        batchrun("batch", batch.requests, "-o", inside, *SIMULATED),
-    ):
-        assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1)
-        assert f"{inside}: lies in the output path of a run, {batch.run}" in wrong.stderr
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def test_published_again(tmp_path: Path) -> None:
     """Results that were deleted or changed since are those of the run again; errors may go elsewhere."""
     batch = Batch(tmp_path, [request_of(number) for number in range(4)])
@@ -154,45 +138,3 @@ def test_a_batch_job_is_not_tuned_for(tmp_path: Path) -> None:
     refused = batchrun("tune", write_job(job, tmp_path))
     assert refused.exit_code == 2
     assert "prompt.batch: whole requests cannot be tuned for: tune with a job of prompts" in refused.stderr
-
-
-def test_a_base_job_from_standard_input(tmp_path: Path) -> None:
-    """Messages call it so."""
-    base = "prompt: {text: text}\nengine: {kind: simulated, step_s: 0}\n"
-    batch = Batch(tmp_path, [request_of(0)])
-    options = ("batch", batch.requests, "-o", batch.results, "--job", "-")
-    done = batchrun_with(base, *options, directory=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "standard input: prompt are left out" in done.stderr
-    wrong = batchrun_with("limits: {max_failed_rows: 1}", *options, "--fresh", directory=tmp_path)
-    assert (wrong.returncode, wrong.stderr) == (2, "batchrun: standard input: engine is missing\n")
-
-
-@pytest.mark.parametrize(
-    "setting",
-    ["input.path=other.jsonl", "output.path=out", "prompt={text: body}", "input.columns=[]",
-     "input.rename={custom_id: name}"],
-)  # fmt: skip
-def test_settings_that_are_the_command_s(tmp_path: Path, setting: str) -> None:
-    """They are refused before anything is sent: the results could not be published."""
-    batch = Batch(tmp_path, [request_of(0)])
-    refused = batch.do("--set", setting)
-    assert refused.exit_code == 2
-    assert refused.stderr.startswith(f"batchrun: --set {setting}: no part of a batch: leave")
-    assert not batch.run.exists()
-
-
-@pytest.mark.parametrize("url", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"])
-def test_a_prompt_over_the_context_of_the_simulated_engine(tmp_path: Path, url: str) -> None:
-    """Its line in the errors is what SGLang's refusal makes: status 400 and the sentence."""
-    long = "word " * 50
-    body = {"model": "m", "messages": [{"role": "user", "content": long}], "prompt": long, "input": [long]}
-    lines = [{**request_of(0), "url": url, "body": body}]
-    batch = Batch(tmp_path, lines)
-    done = batch.do("--errors", batch.errors, "--set", "engine.context_length=20")
-    assert done.exit_code == 0, done.stderr
-    (line,) = lines_of(batch.errors)
-    assert line["response"]["status_code"] == 400
-    said = "tokens) is longer than the model's context length (20 tokens)."
-    assert line["response"]["body"]["error"]["message"].endswith(said)
-    assert line["error"]["code"] == "invalid_request"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +12,7 @@ from pyroaring import BitMap64
 import batchrunner
 from batchrunner.core.errors import InputChangedError, InputError
 from batchrunner.input.dataset import Dataset
-from tests.conftest import INSTANT, batchrun, job_of, results_of, write_job, write_rows
+from tests.conftest import job_of, results_of, write_rows
 from tests.support.refusals import refusal, told
 
 if TYPE_CHECKING:
@@ -47,21 +45,6 @@ def test_uris(tmp_path: Path, filled: StoreBucket, path: str, ids: list[int]) ->
     job = job_of(tmp_path, input={"path": f"{filled.uri}/{path}", "columns": ["id"]})
     batchrunner.run(job)
     assert [row["id"] for row in results_of(job)] == ids
-
-
-def test_all_formats(tmp_path: Path, store_bucket: StoreBucket) -> None:
-    """Text files are found and read as those of a disk are, compressed ones too."""
-    rows = [{"id": str(number), "text": f"row {number}"} for number in range(500)]
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    table = "id,text\n" + "".join(f"{row['id']},{row['text']}\n" for row in rows)
-    store_bucket.put("a.jsonl", lines)
-    store_bucket.put("a.jsonl.gz", gzip.compress(lines))
-    store_bucket.put("a.csv", table.encode())
-    for name in ("a.jsonl", "a.jsonl.gz", "a.csv"):
-        source = {"path": f"{store_bucket.uri}/{name}", "columns": ["id"]}
-        job = job_of(tmp_path, input=source, output={"path": str(tmp_path / name)})
-        batchrunner.run(job)
-        assert [row["id"] for row in results_of(job)] == [row["id"] for row in rows]
 
 
 def test_a_file_is_known_by_its_e_tag(tmp_path: Path, store_bucket: StoreBucket) -> None:
@@ -181,14 +164,3 @@ def test_a_query_is_for_pyarrow(tmp_path: Path, filled: StoreBucket, monkeypatch
     host = filled.endpoint.removeprefix("http://")
     uri = f"{filled.uri}/in?endpoint_override={host}&scheme=http&region=us-east-1"
     assert Dataset(uri).total_rows == 2
-
-
-def test_check_and_resume(tmp_path: Path, filled: StoreBucket) -> None:
-    """`check` shows the rows, and a second start finds all of them done."""
-    job = write_job(job_of(tmp_path, INSTANT, input={"path": f"{filled.uri}/in"}), tmp_path)
-    assert "2 rows in 2 file(s)" in batchrun("check", job).stdout
-    assert batchrun(job).exit_code == 0
-    assert batchrun(job).exit_code == 0
-    filled.put("in/year=2/c.parquet", write_rows(tmp_path / "c.parquet", 1, first=9))
-    assert batchrun(job).exit_code == 0
-    assert len(results_of(job_of(tmp_path))) == 3

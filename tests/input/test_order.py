@@ -55,12 +55,6 @@ def test_what_a_sample_tells_of_the_rest(rows: int, each: int) -> None:
     assert choice.input_share == pytest.approx(0, abs=0.4)
 
 
-@pytest.mark.parametrize("texts", [UNRELATED, IN_COLUMNS, ONE_SYSTEM])
-def test_a_sample_finds_nothing_to_gain(texts: list[str]) -> None:
-    """What stands together already, or is common to all, is no reason to sort a large input."""
-    assert decide(prompts(texts), 10_000_000).order == "input"
-
-
 @pytest.mark.parametrize(("rows", "each"), [(200_000, 2), (200_000, 8), (200_000, 1000), (1_000_000, 1000)])
 def test_equal_rows_are_a_reason_to_sort(rows: int, each: int) -> None:
     """Short prompts that are there several times, far apart, are sent once if they are sorted."""

@@ -61,13 +61,6 @@ def test_types_of_json_lines_and_csv(tmp_path: Path, kind: str) -> None:
     assert values_in(tmp_path / "a.jsonl", json.dumps({"a": text}) + "\n", types=types) == found[:1]
 
 
-def test_a_dictionary_with_many_keys_is_json_text(tmp_path: Path) -> None:
-    """It does not become a struct of thousands of fields."""
-    counts = {f"word {number}": number for number in range(2000)}
-    (found,) = values_in(tmp_path / "a.jsonl", json.dumps({"a": counts}))
-    assert json.loads(found) == counts
-
-
 def test_a_copy_is_kept_until_the_run_is_done(tmp_path: Path) -> None:
     """It is in the run's directory, is made once, and goes with the last row."""
     path = tmp_path / "a.jsonl"
