@@ -101,7 +101,7 @@ MOST_TOKENS = {
     "core": 9_500,
     "job": 20_800,
     "output": 27_300,
-    "input": 39_000,
+    "input": 37_400,
     "engines": 48_600,
     "advise": 13_500,
     "report": 12_800,

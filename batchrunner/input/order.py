@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pyroaring import BitMap64
 
@@ -77,9 +76,9 @@ def decide_by_sample(
     ends_at = time.monotonic() + SAMPLE_S
     prompts, keys = [], []
     for stretch in stretches(rows, job_input.dataset.row_group_ends()):
-        found = _sampled(job_input, stretch, ends_at, check_stop)
-        prompts.append([row.prompt for row in found])
-        keys.append([row.key for row in found])
+        found = list(_sampled(job_input, stretch, ends_at, check_stop))
+        prompts.append([prompt for prompt, _ in found])
+        keys.append([key for _, key in found])
     return decide(prompts, len(rows), dedupe=job_input.dedupes, keys=keys)
 
 
@@ -211,32 +210,27 @@ def _nearest(ordered: Iterable[tuple[bytes, int]]) -> Iterator[tuple[int, int]]:
         before, stretch_before = prompt, stretch
 
 
-class _SampledRow(NamedTuple):
-    prompt: bytes
-    """Empty where the row cannot be rendered."""
-    key: Hashable
-    """The same for rows that share an answer."""
-
-
 def _sampled(
     job_input: JobInput, rows: BitMap64, ends_at: float, check_stop: Callable[[], None]
-) -> list[_SampledRow]:
-    found: list[_SampledRow] = []
+) -> Iterator[tuple[bytes, Hashable]]:
+    """Yield the prompt of each row, and what is the same for rows that share an answer.
+
+    The prompt is empty where the row cannot be rendered.
+    """
     size = 0
     sampling, text = None, ""
     for batch in job_input.batches(rows, check_stop):
         for item in batch:
             if isinstance(item, Outcome):
-                found.append(_SampledRow(b"", item.ref.row))
+                yield b"", item.ref.row
                 continue
             if item.sampling is not sampling:  # nearly always all rows have the same one
                 sampling, text = item.sampling, repr(item.sampling)
             prompt = prompt_bytes(item)
-            found.append(_SampledRow(prompt, _key_of(item, prompt, text)))
             size += len(prompt)
+            yield prompt, _key_of(item, prompt, text)
         if size >= STRETCH_BYTES or time.monotonic() > ends_at:
-            break
-    return found
+            return
 
 
 def _key_of(request: Request, prompt: bytes, sampling: str) -> Hashable:

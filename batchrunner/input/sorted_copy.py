@@ -268,10 +268,6 @@ def _with_positions(
         yield pa.Table.from_arrays([*batch.data.columns, *numbers], schema=schema)
 
 
-DISK_FACTOR = 2
-"""A sort takes the bytes of the rows this many times on disk: in buckets, and in the sorted copy."""
-
-
 def decide_order(
     job_input: JobInput, rows: BitMap64, check_stop: Callable[[], None] = lambda: None
 ) -> OrderDecision:
@@ -303,18 +299,24 @@ def prepare_order(
     if replace:
         remove_sorted_copies(directory)
     decision = decide_order(job_input, rows, check_stop)
-    if not rows:
+    if decision.order == "input" or not rows:
         return None, decision
-    path = None
-    if decision.order != "input":
-        path = directory / f"order-{token}.parquet"
-        try:
-            _sort(job_input, rows, decision, path, check_stop)
-        except OutputError as failure:
-            if job_input.job.order != "auto":
-                raise
-            path, decision = None, OrderDecision("input", f"{decision.order} would be better, but {failure}")
-            log.warning("%s", decision)
+    path = directory / f"order-{token}.parquet"
+    began = time.monotonic()
+    log.info("sorting %d rows", len(rows))
+    about = {
+        "order": decision.order, "fingerprint": fingerprint(job_input.job, job_input.dataset.files, ""),
+    }  # fmt: skip
+    try:
+        write_sorted(job_input, rows, path, about, check_stop)
+    except (OSError, pa.ArrowException) as failure:
+        told = f"{directory}: {len(rows)} rows could not be sorted: {first_line(failure)}"
+        if job_input.job.order != "auto":
+            raise OutputError(told, hint="make room, or set order: input") from None
+        decision = OrderDecision("input", f"{decision.order} would be better, but {told}")
+        log.warning("%s", decision)
+        return None, decision
+    log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
     return path, decision
 
 
@@ -341,7 +343,8 @@ def find_sorted_copy(
         except (InputError, ResumeError):
             continue
         kind = copy.about["order"]
-        if rows and kind in {"auto": {"prefix"}}.get(asked, {asked}) and not rows - copy.rows(copy.positions):
+        fits = kind == ("prefix" if asked == "auto" else asked)
+        if rows and fits and not rows - copy.rows(copy.positions):
             return path, OrderDecision(kind, "sorted by an earlier attempt")
     return None
 
@@ -353,28 +356,3 @@ def remove_sorted_copies(directory: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _sort(
-    job_input: JobInput, rows: BitMap64, decision: OrderDecision, path: Path, check_stop: Callable[[], None]
-) -> None:
-    began = time.monotonic()
-    where, free = path.parent, shutil.disk_usage(path.parent).free
-    size = job_input.dataset.bytes_of(job_input.renderer.columns)
-    needed = int(DISK_FACTOR * size * len(rows) / job_input.dataset.total_rows)  # an estimate
-    takes = f"that takes about {needed >> 20} MiB there, {free >> 20} MiB are free"
-    if needed > free and job_input.job.order == "auto":  # a user who sets the order may know better
-        raise OutputError(
-            f"{where}: not enough space to sort: {takes}",
-            hint=f"free some, or set order: {decision.order} to try",
-        )
-    log.info("sorting %d rows", len(rows))
-    run = fingerprint(job_input.job, job_input.dataset.files, "")
-    try:
-        write_sorted(job_input, rows, path, {"order": decision.order, "fingerprint": run}, check_stop)
-    except (OSError, pa.ArrowException) as failure:
-        raise OutputError(
-            f"{where}: {len(rows)} rows could not be sorted ({first_line(failure)}): {takes}",
-            hint="free some, or set order: input",
-        ) from None
-    log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
