@@ -2,8 +2,6 @@
 
 import asyncio
 import functools
-import math
-import socket
 import tempfile
 import threading
 from collections import deque
@@ -19,11 +17,10 @@ import ray
 from ray.data import ActorPoolStrategy, Dataset
 
 from batchrunner.api import open_engine
+from batchrunner.core.console import counted
 from batchrunner.core.errors import BatchrunError, InputError, JobError
 from batchrunner.core.types import Outcome
-from batchrunner.engines.model_files import check_model
 from batchrunner.engines.model_memory import cards_of
-from batchrunner.engines.registry import launched_model
 from batchrunner.input.columns_read import unknown_column
 from batchrunner.job.answers import AnswerPlan, open_functions, plan_answers
 from batchrunner.job.call import LibraryCall, Prompt
@@ -62,7 +59,7 @@ def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
         asked *= engine.replicas
     if asked > most:
         raise JobError(
-            f"engine: it takes {_gpus(asked)}, and no node of the Ray cluster has more than {most}",
+            f"engine: it takes {counted(asked, 'GPU')}, and no node of the Ray cluster has more than {most}",
             hint="set engine.tp to fewer, or add a node with as many",
             mark=";",
         )
@@ -72,15 +69,6 @@ def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
 def gpus_of_nodes() -> list[float]:
     """Return the GPUs of each node of the cluster that this process is connected to."""
     return [node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]]
-
-
-def is_this_machine_alone() -> bool:
-    """Tell whether all nodes of the cluster are on the machine of this process."""
-    return {node["NodeManagerHostname"] for node in ray.nodes() if node["Alive"]} == {socket.gethostname()}
-
-
-def _gpus(number: int) -> str:
-    return "a GPU" if number == 1 else f"{number} GPUs"
 
 
 def result_names(plan: AnswerPlan) -> list[str]:
@@ -505,25 +493,13 @@ def _stage(
             f"ds is no data set of Ray Data (got {type(ds).__name__})",
             hint="make one with ray.data.from_arrow, from_pandas, from_items or read_parquet",
         )
-    for name, number in (("batch_size", batch_size), ("tasks", tasks)):
-        if not isinstance(number, int) or number < 1:
-            raise JobError(f"{name}: {number!r}", hint="give a number from 1 on")
-    if not isinstance(num_cpus, (int, float)) or not 0 <= num_cpus < math.inf:
-        raise JobError(f"num_cpus: {num_cpus!r}", hint="give the cores of an actor, a number from 0 on")
-    if not isinstance(prefix, str):
-        raise JobError(f"prefix: {prefix!r}", hint='give a text, such as prefix="answer_"')
-    if isinstance(columns, str):
-        raise JobError("columns", hint=f"give a list of names, such as [{columns!r}]")
-    least, most = _sizes(replicas)
+    least, most = (replicas, replicas) if isinstance(replicas, int) else replicas
     stage = StageCall(call, None if columns is None else list(columns), prefix)
     known = getattr(ds.schema(fetch_if_missing=False), "base_schema", None)
     if isinstance(known, pa.Schema):
         stage.check(known)
     elif call.prompt is not None:
         call.job(pa.schema([]), ["rows"], Path("rows"))
-    model = launched_model(call.engine)
-    if model is not None and is_this_machine_alone():
-        check_model(model)  # else it may be on the nodes that have no driver
     compute = ActorPoolStrategy(
         min_size=least, max_size=most, initial_size=least, max_concurrent_calls_per_actor=tasks
     )
@@ -537,12 +513,3 @@ def _stage(
         num_gpus=gpus_asked(call.engine, gpus_of_nodes()),
         udf_modifying_row_count=call.explode,
     )
-
-
-def _sizes(replicas: int | tuple[int, int]) -> tuple[int, int]:
-    """Return the least and the most actors; raises JobError."""
-    sizes: object = (replicas, replicas) if isinstance(replicas, int) else replicas
-    match sizes:
-        case (int(least), int(most)) if 1 <= least <= most:
-            return least, most
-    raise JobError(f"replicas: {replicas!r}", hint="give a number from 1 on, or (least, most)")

@@ -174,7 +174,8 @@ def _connected(address: str | None, *, quiet: bool) -> Iterator[None]:
             mark=";",
         ) from None
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):  # where Ray's own lines go; a result is on stdout
+            yield
     finally:
         ray.shutdown()
 

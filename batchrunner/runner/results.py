@@ -63,7 +63,8 @@ class OutcomeSink:
 
         `plan` says what an outcome becomes, `schema` which vectors fit into the columns of the results.
         """
-        self._plan = plan
+        self.plan = plan
+        """What outcomes become."""
         self._counter = counter
         self._writer = writer
         self._outlet = outlet
@@ -87,7 +88,7 @@ class OutcomeSink:
         if self._writer is not None:
             await self._writer.put(outcome)
         if self._outlet is not None:
-            await self._outlet.give(outcome, self._plan)
+            await self._outlet.give(outcome, self.plan)
 
     def check(self) -> None:
         """Raise the StorageError of a background write that failed for good."""

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pyroaring import BitMap64
@@ -38,6 +38,10 @@ class TaskRows(ABC):
         """Read rows of this input."""
         self._prepared = prepared
         self._stopped = threading.Event()
+        self.kind = prepared.renderer.kind
+        """The kind of all prompts; None where they may be of any."""
+        self.names: Sequence[str] = prepared.dataset.schema.names
+        """Names of the columns."""
 
     @abstractmethod
     def take(self, *, wait: bool) -> Lease | None:

@@ -60,7 +60,7 @@ from batchrunner.runner.prepare import (
 from batchrunner.runner.progress import Display, Opening
 from batchrunner.runner.results import Handover, OutcomeSink
 from batchrunner.runner.rows import FixedRows
-from batchrunner.runner.sending import Sending, Windows, build_sending, open_windows
+from batchrunner.runner.sending import Sending, open_windows
 
 if TYPE_CHECKING:
     from batchrunner.runner.join import LeasedRows
@@ -213,10 +213,9 @@ async def execute(
         with contextlib.closing(events):
             events.open()
             await _give_earlier(prepared, handover)
-            run = await build_run(
+            return await Run(
                 prepared, attempt, engine, info, lock, counts, events, control, display, handover
-            )
-            return await run.go()
+            ).go()
 
 
 def leave(prepared: PreparedJob) -> None:
@@ -325,96 +324,6 @@ SPOOL_S = 1.0
 """Seconds within which a row is in the journal on this machine, where results are uploaded."""
 
 
-async def build_run(
-    prepared: PreparedJob,
-    attempt: Attempt,
-    engine: Engine,
-    info: EngineInfo,
-    lock: TaskLock,
-    counts: RowCounts,
-    events: EventLog,
-    control: Control,
-    display: Display,
-    handover: Handover | None = None,
-) -> Run:
-    """Return a run that is ready to send its first row; the `engine` is open, `lock` is held on the task.
-
-    `handover` gets the rows too. Raises StorageError, or CannotTokenizeError if the job needs client-side
-    tokenization and it is not possible.
-    """
-    job, run_dir, rows = prepared.job, prepared.run_dir, attempt.rows
-    began = time.monotonic()
-    earlier = attempt_spans(run_dir.events)
-    _write_start(prepared, attempt, info, events)
-    decodes = await asyncio.to_thread(lambda: prepared.model_task) == GENERATE
-    own_bytes = attempt.order.own_bytes(caches_prefixes=info.caches_prefixes)
-    windows = await open_windows(
-        job, engine, info, unsent=rows.unread, now=began, decodes=decodes, prompt_bytes=own_bytes
-    )
-    schema = await asyncio.to_thread(_schema, prepared, info)
-    counter = FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share)
-    writer = ResultWriter(
-        run_dir,
-        schema,
-        part_rows=job.output.part_rows,
-        plan=prepared.answers,
-        durable_s=job.output.durable if run_dir.store.objects is None else min(job.output.durable, SPOOL_S),
-        upload_s=None if run_dir.store.objects is None else job.output.uploaded_within_s,
-        lock=lock,
-        committed=rows.committed,
-        disk=DiskWait(job.limits.disk_wait, lambda: control.at_once),
-    )
-    results = OutcomeSink(
-        prepared.answers,
-        counter,
-        writer=writer,
-        outlet=handover,
-        functions=prepared.functions,
-        schema=schema,
-    )
-    sending = build_sending(
-        job, prepared.renderer.kind, rows, attempt.done, engine, info, windows, results, counts, events,
-        control, display, prepared.answers, prepared.dataset.schema.names, began=began,
-        functions=prepared.functions,
-    )  # fmt: skip
-    _log_start(attempt, windows, events)
-    display.begin(
-        Opening(
-            rows=attempt.rows.unread,
-            rows_done=len(attempt.done.rows),
-            model=info.model,
-            kind=job.engine.kind,
-            window=windows.slots.window,
-            is_fixed=windows.limits.fixed is not None,
-            results=f"{run_dir.name}/parts",
-        )
-    )
-    return Run(
-        prepared=prepared,
-        attempt=attempt,
-        info=info,
-        lock=lock,
-        control=control,
-        counts=counts,
-        events=events,
-        sending=sending,
-        writer=writer,
-        began=began,
-        earlier_starts=len(earlier),
-        earlier_s=union_s(earlier),
-    )
-
-
-def _write_start(prepared: PreparedJob, attempt: Attempt, info: EngineInfo, events: EventLog) -> None:
-    events.write(
-        "start",
-        rows_total=attempt.rows.total,
-        rows_done=len(attempt.done.rows),
-        engine=asdict(info),
-        args=without_secrets(prepared.job)["engine"].get("args", {}),
-    )
-
-
 def _schema(prepared: PreparedJob, info: EngineInfo) -> RunSchema:
     metadata = {"batchrunner": versions(info)["batchrunner"] or "", "model": info.model}
     if info.simulated:
@@ -422,24 +331,6 @@ def _schema(prepared: PreparedJob, info: EngineInfo) -> RunSchema:
     task = prepared.answers.task
     earlier = None if task is None else schema_of_results(prepared.run_dir, prepared.answers.names)
     return RunSchema(prepared.renderer.carried_schema, prepared.answers, metadata, earlier)
-
-
-def _log_start(attempt: Attempt, windows: Windows, events: EventLog) -> None:
-    if windows.limits.fixed is not None:
-        why = "set by the job"
-    else:
-        write_decisions(events, windows.first)
-        why = windows.first[0].reason + (f"; {len(windows.first)} schedulers" if windows.first[1:] else "")
-    log.info(
-        "%d rows to do, %d done before; window %d (%s)",
-        attempt.rows.unread,
-        len(attempt.done.rows),
-        windows.slots.window,
-        why,
-        extra=DETAIL,
-    )
-    log.info("%s", attempt.order, extra=DETAIL)
-    events.write("order", **asdict(attempt.order))
 
 
 async def give_back(rows: FixedRows | LeasedRows, lock: TaskLock) -> None:
@@ -458,42 +349,53 @@ async def give_back(rows: FixedRows | LeasedRows, lock: TaskLock) -> None:
             log.warning("leases were not given back: %s", failure)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The parts of a run, built by `build_run`."""
+    """An attempt whose engine is open: it sends the rows, writes the results, and makes the report."""
 
-    prepared: PreparedJob
-    attempt: Attempt
-    info: EngineInfo
-    lock: TaskLock
-    control: Control
-    counts: RowCounts
-    events: EventLog
-    sending: Sending
-    writer: ResultWriter
-    began: float
-    """Time of the beginning, in seconds of the monotonic clock."""
-    earlier_starts: int
-    """Number of earlier attempts of this task."""
-    earlier_s: float
-    """Seconds that they took together."""
+    def __init__(
+        self,
+        prepared: PreparedJob,
+        attempt: Attempt,
+        engine: Engine,
+        info: EngineInfo,
+        lock: TaskLock,
+        counts: RowCounts,
+        events: EventLog,
+        control: Control,
+        display: Display,
+        handover: Handover | None = None,
+    ) -> None:
+        """Take the parts; `lock` is held on the task, `handover` gets the rows too."""
+        self.prepared = prepared
+        self.attempt = attempt
+        self.engine = engine
+        self.info = info
+        self.lock = lock
+        self.counts = counts
+        self.events = events
+        self.control = control
+        self.display = display
+        self.handover = handover
+        self.began = time.monotonic()
+        self.earlier = attempt_spans(prepared.run_dir.events)
+        """Earlier attempts of this task."""
 
     async def go(self) -> Report:
         """Send all rows and return the report, which is also in report.json.
 
-        Raises BatchrunError if the run could not go on; the error has the report too.
+        Raises BatchrunError if the run could not go on, as CannotTokenizeError or StorageError; once rows
+        were sent the error has the report too.
         """
+        sending, writer = await self._build()
         self._write_run_json()  # not before: a job that was refused is not the one that is to go on
         failure: BatchrunError | None = None
         added: list[str] = []
         rows_on_disk, self.control.stage = True, "sending"
         try:
-            await self.sending.send(self.control)
-            added = await self.control.wait_for(
-                asyncio.to_thread(self._look_at_input),
-                "while the input was looked at",
-                grace_s=TIMING.stop_start,
-            )
+            await sending.send()
+            looking = asyncio.to_thread(self._look_at_input)
+            when = "while the input was looked at"
+            added = await self.control.wait_for(looking, when, grace_s=TIMING.stop_start)
         except BatchrunError as error:
             failure = error
         except asyncio.CancelledError:
@@ -502,7 +404,7 @@ class Run:
                 raise
         finally:
             try:
-                await self.writer.close()
+                await writer.close()
             except BaseException as error:  # also a second cancellation: rows may be in a journal only
                 rows_on_disk = False
                 if self.prepared.joins or self.prepared.run_dir.store.uri:
@@ -512,11 +414,80 @@ class Run:
                 failure = failure or error
             self.control.stage = "ending"
             await give_back(self.attempt.rows, self.lock)
-            report = self._finish(failure, added, rows_on_disk=rows_on_disk)
+            report = self._finish(sending, failure, added, rows_on_disk=rows_on_disk)
         if failure is not None:
             failure.report = report
             raise failure
         return report
+
+    async def _build(self) -> tuple[Sending, ResultWriter]:
+        """Return what sends the rows and what writes their results, and say what the run is going to do."""
+        prepared, attempt, info = self.prepared, self.attempt, self.info
+        job, run_dir, rows = prepared.job, prepared.run_dir, attempt.rows
+        args = without_secrets(job)["engine"].get("args", {})
+        self.events.write(
+            "start", rows_total=rows.total, rows_done=len(attempt.done.rows), engine=asdict(info), args=args
+        )
+        decodes = await asyncio.to_thread(lambda: prepared.model_task) == GENERATE
+        own_bytes = attempt.order.own_bytes(caches_prefixes=info.caches_prefixes)
+        windows = await open_windows(
+            job,
+            self.engine,
+            info,
+            unsent=rows.unread,
+            now=self.began,
+            decodes=decodes,
+            prompt_bytes=own_bytes,
+        )
+        schema = await asyncio.to_thread(_schema, prepared, info)
+        counter = FailureLimit(self.counts, self.control, windows.slots, job.limits.abort_failed_share)
+        is_away = run_dir.store.objects is not None
+        writer = ResultWriter(
+            run_dir,
+            schema,
+            part_rows=job.output.part_rows,
+            plan=prepared.answers,
+            durable_s=min(job.output.durable, SPOOL_S) if is_away else job.output.durable,
+            upload_s=job.output.uploaded_within_s if is_away else None,
+            lock=self.lock,
+            committed=rows.committed,
+            disk=DiskWait(job.limits.disk_wait, lambda: self.control.at_once),
+        )
+        results = OutcomeSink(
+            prepared.answers,
+            counter,
+            writer=writer,
+            outlet=self.handover,
+            functions=prepared.functions,
+            schema=schema,
+        )
+        sending = Sending(
+            job, rows, attempt.done, self.engine, info, windows, results, self.counts, self.events,
+            self.control, self.display, began=self.began, functions=prepared.functions,
+        )  # fmt: skip
+        window, is_fixed, first = windows.slots.window, windows.limits.fixed is not None, windows.first
+        why = "set by the job"
+        if not is_fixed:
+            write_decisions(self.events, first)
+            why = first[0].reason + (f"; {len(first)} schedulers" if first[1:] else "")
+        log.info(
+            "%d rows to do, %d done before; window %d (%s)", rows.unread, len(attempt.done.rows), window, why,
+            extra=DETAIL,
+        )  # fmt: skip
+        log.info("%s", attempt.order, extra=DETAIL)
+        self.events.write("order", **asdict(attempt.order))
+        self.display.begin(
+            Opening(
+                rows=rows.unread,
+                rows_done=len(attempt.done.rows),
+                model=info.model,
+                kind=job.engine.kind,
+                window=window,
+                is_fixed=is_fixed,
+                results=f"{run_dir.name}/parts",
+            )
+        )
+        return sending, writer
 
     def _look_at_input(self) -> list[str]:
         """Return the files that were added since the start and that the job's limit does not exclude.
@@ -551,19 +522,27 @@ class Run:
                 return self.attempt.rows.held_elsewhere()
         return 0, 0
 
-    def _finish(self, failure: BatchrunError | None, added: Sequence[str], *, rows_on_disk: bool) -> Report:
+    def _finish(
+        self, sending: Sending, failure: BatchrunError | None, added: Sequence[str], *, rows_on_disk: bool
+    ) -> Report:
         """Make the report, and write the end of the event log."""
         now = time.monotonic()
-        self.sending.progress.write_incidents()
-        report = self._report(failure, added, now - self.began, rows_on_disk=rows_on_disk)
+        sending.progress.write_incidents()
+        report = self._report(sending, failure, added, now - self.began, rows_on_disk=rows_on_disk)
         with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
-            self.sending.shown.finish(now)
+            sending.shown.finish(now)
             self.events.write("end", exit_code=report.exit_code, reason=report.reason)
             report.save(self.prepared.run_dir)
         return report
 
     def _report(
-        self, failure: BatchrunError | None, added: Sequence[str], wall_s: float, *, rows_on_disk: bool
+        self,
+        sending: Sending,
+        failure: BatchrunError | None,
+        added: Sequence[str],
+        wall_s: float,
+        *,
+        rows_on_disk: bool,
     ) -> Report:
         attempt, counts, run_dir = self.attempt, self.counts, self.prepared.run_dir
         report = make_report(run_dir, attempt.done, attempt.rows.total, counts)
@@ -581,17 +560,17 @@ class Run:
             exit_code=exit_code,
             reason=reason,
             wall_s=round(wall_s, 3),
-            wall_s_all_starts=round(self.earlier_s + wall_s, 3),
-            starts=self.earlier_starts + 1,
+            wall_s_all_starts=round(union_s(self.earlier) + wall_s, 3),
+            starts=len(self.earlier) + 1,
             output_tokens_per_s=round(counts.output_tokens / wall_s, 1),
             rows_per_s=round(counts.done / wall_s, 2),
             task=self.prepared.job.task,
             engine=asdict(self.info),
-            window=self.sending.limits.window,
-            load=self.sending.progress.load_report(),
-            incidents=self.sending.progress.incidents,
-            sharing=self.sending.reorderer.sharing(),
-            bundles=self.sending.bundles.as_dict(),
+            window=sending.limits.window,
+            load=sending.progress.load_report(),
+            incidents=sending.progress.incidents,
+            sharing=sending.reorderer.sharing(),
+            bundles=sending.bundles.as_dict(),
             simulated=self.info.simulated,
             versions=versions(self.info),
         )

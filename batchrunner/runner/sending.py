@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand
 from batchrunner.core.types import PromptKind
@@ -26,14 +26,14 @@ from batchrunner.dispatch.concurrency.window import (
     tokens_a_row,
 )
 from batchrunner.dispatch.dispatcher import Dispatcher, Feeder
-from batchrunner.dispatch.load_control import LoadControl, LoadObserver
+from batchrunner.dispatch.load_control import LoadControl
 from batchrunner.dispatch.pending_row import RowSource
 from batchrunner.dispatch.progress import AttemptProgress
 from batchrunner.dispatch.queue import Backlog, Slots
 from batchrunner.dispatch.reorder import OutputLengths, Reorderer, ReuseDistance
 from batchrunner.dispatch.tokenize import make_tokenizer
 from batchrunner.engines.base import Engine
-from batchrunner.job.answers import AnswerPlan, judges_by_row
+from batchrunner.job.answers import judges_by_row
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
@@ -101,122 +101,111 @@ def _most_new_tokens(job: Job) -> int | None:
     return job.sampling.max_new_tokens if isinstance(job.sampling.max_new_tokens, int) else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownRows(RowSource, Protocol):
+    """A source of rows whose columns and kind of prompts are known."""
+
+    @property
+    def kind(self) -> PromptKind | None:
+        """The kind of all prompts; None where they may be of any."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the columns."""
+
+
 class Sending:
-    """The parts that send rows, built by `build_sending`."""
+    """What sends rows and watches the engine meanwhile."""
 
-    rows: RowSource
-    feeder: Feeder
-    backlog: Backlog
-    dispatcher: Dispatcher
-    load_control: LoadControl
-    observers: Sequence[LoadObserver]
-    """Those of load samples."""
-    limits: ConcurrencyLimits
-    reorderer: Reorderer
-    bundles: BundleTotals
-    progress: AttemptProgress
-    shown: ProgressLog
+    def __init__(
+        self,
+        job: Job,
+        rows: KnownRows,
+        done: DoneRows,
+        engine: Engine,
+        info: EngineInfo,
+        windows: Windows,
+        results: OutcomeSink,
+        counts: RowCounts,
+        events: EventLog,
+        control: Control,
+        display: Display,
+        *,
+        began: float,
+        functions: HookPool | None = None,
+    ) -> None:
+        """Send `rows` to an open engine, and their outcomes to `results`.
 
-    async def send(self, control: Control) -> None:
-        """Send rows until each has an outcome, or `control` says to stop; raises BatchrunError.
+        `done` are rows of earlier attempts, `functions` the job's Python functions. Raises
+        CannotTokenizeError if the job needs client-side tokenization and it is not possible.
+        """
+        tokenizer = make_tokenizer(job, rows.kind, engine, info, events)
+        if job.prompt.has_media:
+            assert functions is not None
+            from batchrunner.dispatch.media import MediaPreparer  # noqa: PLC0415 - only where there are files
+
+            tokenizer = MediaPreparer(functions, tokenizer)
+        limits, slots = windows.limits, windows.slots
+        self._rows, self._control, self.limits = rows, control, limits
+
+        # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count, store (`results`)
+        dedupe = job.dedupe and not judges_by_row(functions)
+        self.reorderer = _reorderer(job, info, windows.first, dedupe=dedupe)
+        self._backlog = Backlog(rows, self.reorderer, slots, results)
+        self._feeder = Feeder(
+            rows, self.reorderer, tokenizer, self._backlog, results, engine, info.routes,
+            keeps_prompts=job.check.feedback,
+        )  # fmt: skip
+        self.bundles = BundleTotals()
+        senders = bundle_senders(
+            job, engine, info, windows.passes, self.bundles, events, schedulers=self.reorderer.caches
+        )
+        checker = None
+        if results.plan.checks:
+            from batchrunner.dispatch.checks import AnswerChecker  # noqa: PLC0415 - only for such jobs
+
+            checker = AnswerChecker(job, results.plan, rows.names, tokenizer, functions)
+
+        # load samples: engine → windows → slots → progress: display and event log, stop rules
+        may_admit_more = job.sampling.ignore_eos is not True
+        self._load_control = LoadControl(
+            engine, limits, slots, self._backlog, events, may_admit_more=may_admit_more
+        )
+        self.progress = AttemptProgress(
+            rows, done, counts, slots, limits, self._backlog, self.bundles, engine, events, began=began,
+            task=job.task,
+        )  # fmt: skip
+        self.shown = ProgressLog(self.progress, display, events, now=began)
+        self._stop_rules = StopRules(results.check, control, job.limits.deadline, now=began)
+        self._dispatcher = Dispatcher(
+            self._backlog, slots, senders, checker, self.reorderer, limits, self._load_control, self.progress,
+            events, job.limits, by_affinity=info.keeps_together,
+        )  # fmt: skip
+
+    async def send(self) -> None:
+        """Send rows until each has an outcome, or the run is to stop; raises BatchrunError.
 
         A gentle stop lets the rows in flight end; one at once, or a cancellation, cancels them.
         """
-        sending = asyncio.ensure_future(self.dispatcher.run(self.feeder))
-        polling = asyncio.ensure_future(self.load_control.run(self.observers))
-        control.listen(functools.partial(self._stop, control, sending))
+        sending = asyncio.ensure_future(self._dispatcher.run(self._feeder))
+        polling = asyncio.ensure_future(self._load_control.run([self.shown, self._stop_rules]))
+        self._control.listen(functools.partial(self._stop, sending))
         try:
             await asyncio.wait((sending, polling), return_when=asyncio.FIRST_COMPLETED)
             if not sending.done():
                 polling.result()  # it failed: that ends the run
             await sending
         finally:
-            self.rows.stop()
+            self._rows.stop()
             for task in (sending, polling):
                 task.cancel()
             await asyncio.gather(sending, polling, return_exceptions=True)
 
-    def _stop(self, control: Control, sending: asyncio.Future[None]) -> None:
-        if control.reason is not None:
-            self.backlog.stop()
-            self.rows.stop()
-        if control.at_once:
+    def _stop(self, sending: asyncio.Future[None]) -> None:
+        if self._control.reason is not None:
+            self._backlog.stop()
+            self._rows.stop()
+        if self._control.at_once:
             sending.cancel()
-
-
-def build_sending(
-    job: Job,
-    kind: PromptKind | None,
-    rows: RowSource,
-    done: DoneRows,
-    engine: Engine,
-    info: EngineInfo,
-    windows: Windows,
-    results: OutcomeSink,
-    counts: RowCounts,
-    events: EventLog,
-    control: Control,
-    display: Display,
-    answers: AnswerPlan,
-    columns: Sequence[str],
-    *,
-    began: float,
-    functions: HookPool | None = None,
-) -> Sending:
-    """Return what sends `rows`, with prompts of a kind, to an open engine, and their outcomes to `results`.
-
-    Without a `kind` prompts may be of any. `answers` says what is asked of them, and `columns` are those of
-    the rows. `done` are rows of earlier attempts, `functions` the job's Python functions. Raises
-    CannotTokenizeError if the job needs client-side tokenization and it is not possible.
-    """
-    tokenizer = make_tokenizer(job, kind, engine, info, events)
-    if job.prompt.has_media:
-        assert functions is not None
-        from batchrunner.dispatch.media import MediaPreparer  # noqa: PLC0415 - only where there are files
-
-        tokenizer = MediaPreparer(functions, tokenizer)
-    limits, slots = windows.limits, windows.slots
-
-    # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count and store (`results`)
-    reorderer = _reorderer(job, info, windows.first, dedupe=job.dedupe and not judges_by_row(functions))
-    backlog = Backlog(rows, reorderer, slots, results)
-    feeder = Feeder(
-        rows, reorderer, tokenizer, backlog, results, engine, info.routes, keeps_prompts=job.check.feedback
-    )
-    bundles = BundleTotals()
-    senders = bundle_senders(job, engine, info, windows.passes, bundles, events, schedulers=reorderer.caches)
-    checker = None
-    if answers.checks:
-        from batchrunner.dispatch.checks import AnswerChecker  # noqa: PLC0415 - only where answers are checked
-
-        checker = AnswerChecker(job, answers, columns, tokenizer, functions)
-
-    # load samples: engine → windows → slots → progress: display and event log, stop rules
-    may_admit_more = job.sampling.ignore_eos is not True
-    load_control = LoadControl(engine, limits, slots, backlog, events, may_admit_more=may_admit_more)
-    progress = AttemptProgress(
-        rows, done, counts, slots, limits, backlog, bundles, engine, events, began=began, task=job.task
-    )
-    shown = ProgressLog(progress, display, events, now=began)
-    stop_rules = StopRules(results.check, control, job.limits.deadline, now=began)
-    dispatcher = Dispatcher(
-        backlog, slots, senders, checker, reorderer, limits, load_control, progress, events, job.limits,
-        by_affinity=info.keeps_together,
-    )  # fmt: skip
-    return Sending(
-        rows=rows,
-        feeder=feeder,
-        backlog=backlog,
-        dispatcher=dispatcher,
-        load_control=load_control,
-        observers=[shown, stop_rules],
-        limits=limits,
-        reorderer=reorderer,
-        bundles=bundles,
-        progress=progress,
-        shown=shown,
-    )
 
 
 def _reorderer(job: Job, info: EngineInfo, schedulers: Sequence[Decision], *, dedupe: bool) -> Reorderer:

@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -53,7 +53,7 @@ from batchrunner.runner.prepare import renderer_of
 from batchrunner.runner.progress import Display
 from batchrunner.runner.results import Handover, OutcomeSink, Outlet
 from batchrunner.runner.run import check_engine, execute, open_engine_of
-from batchrunner.runner.sending import build_sending, open_windows
+from batchrunner.runner.sending import Sending, open_windows
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -285,11 +285,13 @@ class ProgramRows:
         """
         self.total = total
         """Number of rows; 0 where nobody knows it."""
-        self.columns = normalized(columns)
+        self._columns = normalized(columns)
+        self.names: Sequence[str] = self._columns.names
+        """Names of the columns of the first rows."""
         self._job, self._functions = job, functions
         self._buffer, self._first = buffer, first or []
         self._renderers: dict[pa.Schema, Renderer] = {}
-        self._renderer = self._renderer_of(self.columns)
+        self._renderer = self._renderer_of(self._columns)
         self.kind = self._renderer.kind
         """The kind of the prompts; None where a Python function makes them."""
         self._read = 0
@@ -340,7 +342,7 @@ class ProgramRows:
         columns = {}
         for name in self._renderer.columns:
             found = data.column(name) if name in data.schema.names else pa.nulls(data.num_rows)
-            kind = self.columns.field(name).type
+            kind = self._columns.field(name).type
             columns[name] = pa.nulls(data.num_rows, kind) if pt.is_null(found.type) else found
         if not columns:  # a prompt without a column: the number of rows matters
             return data.select([])
@@ -389,12 +391,12 @@ async def send_stream(
             counter = FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share)
             answers = plan_answers(job, functions)
             results = OutcomeSink(answers, counter, outlet=outlet, functions=functions, schema=schema)
-            sending = build_sending(
-                job, rows.kind, rows, DoneRows(), engine, info, windows, results, counts, events, control,
-                display, answers, rows.columns.names, began=began, functions=functions,
+            sending = Sending(
+                job, rows, DoneRows(), engine, info, windows, results, counts, events, control, display,
+                began=began, functions=functions,
             )  # fmt: skip
             try:
-                await sending.send(control)
+                await sending.send()
             finally:
                 sending.shown.finish(time.monotonic())
         if control.reason is not None:
