@@ -309,10 +309,9 @@ def load_charts(
     if timeline.retractions:
         charts.append(
             draw(
-                "retractions", "Retractions a minute",
-                f"{timeline.retractions:,} in total. A few are fine; more than one a minute wastes work.",
-                _by_replica(timeline, RETRACTIONS) or _total(timeline, (RETRACTIONS, "retractions a minute")),
-                zones=[ValueZone(1, 1, "one a minute")],
+                "retractions", "Retractions so far",
+                f"{timeline.retractions:,} in all. A few are fine; more than one a minute wastes work.",
+                _by_replica(timeline, RETRACTIONS) or _total(timeline, (RETRACTIONS, "retractions")),
             )
         )  # fmt: skip
     return [chart for chart in charts if chart.strokes]

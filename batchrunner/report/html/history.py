@@ -18,9 +18,11 @@ MOST_REASONS = 50
 LONGEST = 300
 """Characters of a text that are kept."""
 
-TASK_GAUGES = ("output_tokens_per_s", "prompt_tokens_per_s", "cached_tokens_per_s", "window", "in_flight")
-SCHEDULER_GAUGES = ("queue", "running", "token_usage", "window", "output_tokens_per_s")
 RETRACTIONS = "retractions"
+TASK_GAUGES = (
+    "output_tokens_per_s", "prompt_tokens_per_s", "cached_tokens_per_s", "window", "in_flight", RETRACTIONS,
+)  # fmt: skip
+SCHEDULER_GAUGES = ("queue", "running", "token_usage", "window", "output_tokens_per_s", RETRACTIONS)
 _NUMBERS = re.compile(r"\d[\d.,]*")
 
 
@@ -65,8 +67,8 @@ class AttemptLoad:
     exit_code: int | None = None
     cells: dict[int, Cell] = field(default_factory=dict)
     """Cells by number: time since the epoch divided by the width of a cell."""
-    retracted: dict[str, int] = field(default_factory=dict)
-    """Retractions so far, by scheduler; "" for all of them."""
+    retractions: int = 0
+    """Retractions of all schedulers."""
 
 
 class IncidentMark(NamedTuple):
@@ -150,18 +152,13 @@ class TaskHistory:
         cell = attempt.cells.setdefault(at, {})
         for name in TASK_GAUGES:
             _measure(cell, (name, ""), sample.get(name))
-        retracted = {"": sample.get(RETRACTIONS) or 0}
         for signal in sample.get("signals") or ():
             who = self._name_of(signal["scheduler"])
             for name in SCHEDULER_GAUGES:
                 _measure(cell, (name, who), signal.get(name))
             if signal.get("max_running"):
                 self.max_running[who] = signal["max_running"]
-            if RETRACTIONS in signal:
-                retracted[who] = signal[RETRACTIONS]
-        for who, count in retracted.items():
-            _measure(cell, (RETRACTIONS, who), max(0, count - attempt.retracted.get(who, 0)))
-        attempt.retracted |= retracted
+        attempt.retractions = sample.get(RETRACTIONS) or 0
         self.bands.update(sample.get("bands") or {})
         self._cells += len(attempt.cells) - before
         if self._cells > MOST_CELLS:
@@ -219,13 +216,11 @@ def _short(text: object) -> str:
 
 
 MOST_LINES = 8
-"""Schedulers that get a line each; of more, the mean with its range and the two extremes are drawn."""
+"""Schedulers that get a line each; of more, the mean with its range is drawn."""
 SILENT_S = 10.0
 """Seconds without a sample (five are missing) after which a line ends and a task counts as idle."""
 STEADY_S = 4.0
 """Least width of a cell with several tasks: two samples, so that each task is in each cell."""
-RATE_BINS = 60
-"""Bins for retractions a minute at most; each is at least a minute."""
 
 
 class TimeAxis:
@@ -290,15 +285,12 @@ class Timeline:
     retractions: int = 0
 
     def of_schedulers(self, name: str) -> dict[str, Line]:
-        """Return a line for each scheduler; of many, their mean with its range, and the extremes."""
+        """Return a line for each scheduler; of many, their mean with its range."""
         lines = self.schedulers.get(name, {})
         if len(lines) <= MOST_LINES:
             return lines
         band = [_mean_and_range(column) for column in zip(*lines.values(), strict=True)]
-        means = {who: mean.mean for who, line in lines.items() if (mean := _mean_and_range(line)) is not None}
-        low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
-        extremes = {} if low == high else {f"lowest: {low}": lines[low], f"highest: {high}": lines[high]}
-        return {f"mean of {len(lines)}, and their range": band, **extremes}
+        return {f"mean of {len(lines)}, and their range": band}
 
 
 def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
@@ -317,7 +309,8 @@ def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
             for (name, scheduler), gauge in cell.items():
                 value = GridValue(gauge.mean, gauge.low, gauge.high)
                 into.setdefault((name, scheduler and prefix + scheduler), []).append(value)
-    return _on_grid(axis, width_s, dict(sorted(grid.items())), _retractions(histories))
+    retractions = sum(attempt.retractions for history in histories for attempt in history.attempts)
+    return _on_grid(axis, width_s, dict(sorted(grid.items())), retractions)
 
 
 def _cells(history: TaskHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
@@ -332,10 +325,7 @@ def _cells(history: TaskHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
 
 
 def _on_grid(
-    axis: TimeAxis,
-    width_s: float,
-    grid: dict[int, dict[Key, list[GridValue]]],
-    retractions: dict[str, list[tuple[float, int]]],
+    axis: TimeAxis, width_s: float, grid: dict[int, dict[Key, list[GridValue]]], retractions: int
 ) -> Timeline:
     places = [axis.place((at + 0.5) * width_s) for at in grid]
     ends = [(at + 1) * width_s for at in grid]  # the middle of a cell may lie before its attempt
@@ -345,47 +335,19 @@ def _on_grid(
         for at in range(1, len(ends))
         if ends[at] - ends[at - 1] > silent or axis.stretch(ends[at]) != axis.stretch(ends[at - 1])
     }
-    keys = {key for cell in grid.values() for key in cell if key[0] != RETRACTIONS}
+    keys = {key for cell in grid.values() for key in cell}
     gauges = [name for name in TASK_GAUGES if (name, "") in keys]
     totals = {name: [_sum(cell.get((name, ""))) for cell in grid.values()] for name in gauges}
     schedulers: dict[str, dict[str, Line]] = {}
     for name, who in sorted(key for key in keys if key[1]):
         line = [_sum(cell.get((name, who))) for cell in grid.values()]
         schedulers.setdefault(name, {})[who] = line
-    rates = {who: _per_minute(axis, places, counts) for who, counts in sorted(retractions.items())}
-    totals[RETRACTIONS] = rates.pop("", [])
-    return Timeline(
-        axis, places, frozenset(breaks), totals, schedulers | {RETRACTIONS: rates},
-        sum(count for _, count in retractions[""]),
-    )  # fmt: skip
-
-
-def _retractions(histories: Sequence[TaskHistory]) -> dict[str, list[tuple[float, int]]]:
-    """Return times and numbers of retractions, by scheduler; "" for all of them."""
-    found: dict[str, list[tuple[float, int]]] = {"": []}
-    for history in histories:
-        for attempt in history.attempts:
-            for at, cell in attempt.cells.items():
-                for (name, scheduler), gauge in cell.items():
-                    if name == RETRACTIONS:
-                        who = scheduler and _prefix(history, histories) + scheduler
-                        found.setdefault(who, []).append((at * history.width_s, int(gauge.total)))
-    return found
+    return Timeline(axis, places, frozenset(breaks), totals, schedulers, retractions)
 
 
 def _prefix(history: TaskHistory, histories: Sequence[TaskHistory]) -> str:
     """Return the prefix that distinguishes a task's schedulers from those of other tasks."""
     return f"{history.task} " if len(histories) > 1 else ""
-
-
-def _per_minute(axis: TimeAxis, places: Sequence[float], retractions: Iterable[tuple[float, int]]) -> Line:
-    bin_s = max(60.0, axis.length_s / RATE_BINS)
-    counts: dict[int, int] = {}
-    for time, count in retractions:
-        at = int(axis.place(time) / bin_s)
-        counts[at] = counts.get(at, 0) + count
-    rates = [counts.get(int(place / bin_s), 0) * 60 / bin_s for place in places]
-    return [GridValue(rate, rate, rate) for rate in rates]
 
 
 def _sum(values: list[GridValue] | None) -> GridValue | None:

@@ -28,7 +28,7 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import require_run_json
 from batchrunner.report.html.charts import draw_counts, load_charts, number
 from batchrunner.report.html.history import TaskHistory, Timeline, history_of, make_timeline
-from batchrunner.report.html.results import RunResults, prompts_of, read_results
+from batchrunner.report.html.results import RunResults, read_results
 from batchrunner.report.report import GO_ON, duration, says_next_step, tolerated
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,6 @@ def make_page(run_dir: RunDir) -> str:
     return _template().render(
         p=_headline(run_dir, facts, results, timeline, histories),
         r=results,
-        prompts=prompts_of(facts, [int(answer["row"]) for answer in results.answers], run_dir.copies),
         judged=advise_run(run_dir.path),
         histograms=[draw_counts(counts) for counts in results.histograms],
         decisions=[*_decisions(histories, timeline, facts), *_load(run_dir)],
