@@ -98,16 +98,21 @@ def test_class_names_are_unique() -> None:
 
 
 MOST_TOKENS = {
-    "core": 9_500,
+    "core": 9_400,
     "job": 20_800,
-    "output": 27_300,
-    "input": 39_000,
-    "engines": 49_500,
-    "advise": 13_600,
+    "output": 27_100,
+    "input": 37_400,
+    "engines": 48_600,
+    "advise": 13_500,
     "report": 11_800,
     "dispatch": 27_800,
+<<<<<<< HEAD
     "runner": 30_000,
-    "tune": 16_000,
+    "tune": 15_700,
+=======
+    "runner": 30_000,
+    "tune": 15_700,
+>>>>>>> f11e054 (Tune: the sample is blocks spread evenly, not chosen by length too (15.9k -> 15.7k tokens))
     "api": 2_600,
     "ray": 5_600,
     "cli": 4_300,

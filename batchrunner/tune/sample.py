@@ -1,9 +1,8 @@
-"""The rows of the trials: blocks of the job's own rows, chosen so that any first part represents the whole.
+"""The rows of the trials: blocks of the job's own rows, spread evenly over the input.
 
 A block keeps neighbouring rows together: rows with a common prefix meet in the cache as in the job. Blocks
-are chosen evenly by position and, among neighbours, by length (implicit stratification: a systematic sample
-of a list that is sorted by both). They are sent in van der Corput's order, in which any first few are spread
-over the whole input: a trial that is stopped early has rows from the end of the input too.
+are sent in van der Corput's order, in which any first few are spread over the whole input: a trial that is
+stopped early has rows from the end of the input too.
 """
 
 import contextlib
@@ -16,9 +15,7 @@ import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.core.console import counted
-from batchrunner.core.types import Request
 from batchrunner.input.dataset import RowBatch
-from batchrunner.input.prefixes import prompt_bytes
 from batchrunner.input.sorted_copy import decide_order, open_order, prepare_order, remove_sorted_copies
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.files import whole_file, writing
@@ -28,12 +25,8 @@ MOST_ROWS = 16_384
 """Rows of a sample at most: four times what SGLang runs at once by default (4096)."""
 BLOCK_ROWS = 32
 """Rows of a block."""
-CANDIDATES = 2
-"""Candidate blocks that are read for each block that is chosen."""
-STRATUM = 8
-"""Neighbouring candidates that are sorted by length."""
 MOST_BYTES = 256 << 20
-"""Approximate size of all candidates, which are in memory at once."""
+"""Approximate size of the sample, which is in memory at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +58,8 @@ def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
             schema = pa.schema({"row": pa.int64()})
             data = [pa.record_batch([arrow_array(list(rows[:wanted]), pa.int64())], schema=schema)]
         elif len(rows) > wanted:
-            blocks = _blocks(prepared, rows, candidates(len(rows), wanted // BLOCK_ROWS), directory)
-            sizes = [_size(prepared, block) for block in blocks]
-            data = [blocks[at] for at in van_der_corput(choose_blocks(sizes))]
+            blocks = _blocks(prepared, rows, places(len(rows), wanted // BLOCK_ROWS), directory)
+            data = [blocks[at] for at in van_der_corput(range(len(blocks)))]
         else:
             data = [batch.data for batch in prepared.dataset.read(rows, schema.names)]
         table = pa.concat_tables(_table(batch, schema) for batch in data)
@@ -77,22 +69,9 @@ def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
     return TuningSample(path, table.num_rows, len(rows))
 
 
-def candidates(rows: int, blocks: int) -> list[int]:
-    """Return where the candidates for `blocks` blocks begin: evenly spread, without overlap."""
-    count = min(CANDIDATES * blocks, rows // BLOCK_ROWS)
-    return [(rows - BLOCK_ROWS) * at // max(count - 1, 1) for at in range(count)]
-
-
-def choose_blocks(sizes: Sequence[float]) -> list[int]:
-    """Return which candidates are chosen: every second one of a list sorted by position, then by size.
-
-    The order of size alternates from stratum to stratum.
-    """
-    listed: list[int] = []
-    for number, begin in enumerate(range(0, len(sizes), STRATUM)):
-        stratum = range(begin, min(begin + STRATUM, len(sizes)))
-        listed += sorted(stratum, key=sizes.__getitem__, reverse=bool(number % 2))
-    return sorted(listed[::CANDIDATES])
+def places(rows: int, blocks: int) -> list[int]:
+    """Return where the blocks begin: evenly spread, without overlap."""
+    return [(rows - BLOCK_ROWS) * at // max(blocks - 1, 1) for at in range(blocks)]
 
 
 def van_der_corput(items: Sequence[int]) -> list[int]:
@@ -106,11 +85,11 @@ def _affordable(prepared: PreparedJob) -> int:
     """Return how many rows fit into MOST_BYTES, by the mean size of a row."""
     size = prepared.dataset.bytes_of(prepared.renderer.columns)
     row_bytes: int = max(1, size // prepared.dataset.total_rows)
-    return max(BLOCK_ROWS, MOST_BYTES // CANDIDATES // row_bytes // BLOCK_ROWS * BLOCK_ROWS)
+    return max(BLOCK_ROWS, MOST_BYTES // row_bytes // BLOCK_ROWS * BLOCK_ROWS)
 
 
 def _blocks(
-    prepared: PreparedJob, rows: BitMap64, places: Sequence[int], directory: Path
+    prepared: PreparedJob, rows: BitMap64, begins: Sequence[int], directory: Path
 ) -> list[pa.RecordBatch]:
     """Return the blocks that begin at these positions of the job's order of rows."""
     path = None
@@ -118,17 +97,17 @@ def _blocks(
         path, _ = prepare_order(prepared, rows, directory, "tune", lambda: None)
     wanted = rows
     if path is None:  # input order: only these rows are read
-        wanted = BitMap64().union(*(rows[place : place + BLOCK_ROWS] for place in places))
-        places = range(0, len(wanted), BLOCK_ROWS)
+        wanted = BitMap64().union(*(rows[place : place + BLOCK_ROWS] for place in begins))
+        begins = range(0, len(wanted), BLOCK_ROWS)
     with contextlib.closing(open_order(prepared, path)) as order:
-        blocks = list(_cut(order.read(wanted), places))
+        blocks = list(_cut(order.read(wanted), begins))
     remove_sorted_copies(directory)
     return blocks
 
 
-def _cut(batches: Iterable[RowBatch], places: Sequence[int]) -> Iterator[pa.RecordBatch]:
+def _cut(batches: Iterable[RowBatch], begins: Sequence[int]) -> Iterator[pa.RecordBatch]:
     """Yield a block from each of these positions, in order; blocks may span batches."""
-    waiting = iter(places)
+    waiting = iter(begins)
     place, begin = next(waiting, None), 0
     kept: list[pa.RecordBatch] = []
     for batch in batches:
@@ -141,12 +120,6 @@ def _cut(batches: Iterable[RowBatch], places: Sequence[int]) -> Iterator[pa.Reco
             yield pa.concat_batches(kept)
             place, kept = next(waiting, None), []
         begin += batch.data.num_rows
-
-
-def _size(prepared: PreparedJob, block: pa.RecordBatch) -> float:
-    """Return the bytes of a block's prompts."""
-    items = prepared.renderer.render(RowBatch(list(range(block.num_rows)), block))
-    return sum(len(prompt_bytes(item)) for item in items if isinstance(item, Request))
 
 
 def _table(data: pa.RecordBatch, schema: pa.Schema) -> pa.Table:

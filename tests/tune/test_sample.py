@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import prepare
-from batchrunner.tune.sample import BLOCK_ROWS, choose_blocks, van_der_corput, write_sample
+from batchrunner.tune.sample import BLOCK_ROWS, write_sample
 from tests.conftest import job_of
 
 if TYPE_CHECKING:
@@ -68,7 +66,7 @@ def test_prompts_of_a_python_function(tmp_path: Path, monkeypatch: pytest.Monkey
     job = job_of(tmp_path, rows=rows, prompt=prompt)
     with contextlib.closing(prepare(load_job(job))) as prepared:
         sample = write_sample(prepared, tmp_path / "tune")
-    assert sample.rows == {10: 10, 600: 9 * BLOCK_ROWS}[rows]
+    assert sample.rows == min(rows, 512)
     assert pq.read_schema(sample.path).names == ["id", "text"]
     report = batchrunner.run(job | {"input": {"path": str(sample.path)}})
     assert report.rows_ok == sample.rows
@@ -84,19 +82,3 @@ def test_rows_that_begin_alike_stay_together(tmp_path: Path, monkeypatch: pytest
     assert len(set(documents)) > 10
     assert sum(1 for _ in groupby(documents)) <= 2 * 512 / BLOCK_ROWS
     assert sorted(path.name for path in (tmp_path / "tune").iterdir()) == ["sample.parquet"]
-
-
-@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=200))
-def test_blocks_are_chosen_by_length_too(sizes: list[int]) -> None:
-    """Every second candidate is taken, each once, and none of the order is lost in the spreading."""
-    taken = choose_blocks(sizes)
-    assert len(taken) == -(-len(sizes) // 2)
-    assert sorted(set(taken)) == taken
-    assert sorted(van_der_corput(taken)) == taken
-
-
-def test_long_and_short_blocks_are_both_taken() -> None:
-    """A file whose first half has short blocks and whose second half has long ones is sampled equally."""
-    sizes = [10.0 + at % 7 for at in range(64)] + [500.0 + at % 11 for at in range(64)]
-    taken = [sizes[at] for at in choose_blocks(sizes)]
-    assert sum(taken) / len(taken) == pytest.approx(sum(sizes) / len(sizes), rel=0.02)
