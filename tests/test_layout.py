@@ -106,13 +106,8 @@ MOST_TOKENS = {
     "advise": 13_500,
     "report": 11_800,
     "dispatch": 27_800,
-<<<<<<< HEAD
     "runner": 30_000,
     "tune": 15_700,
-=======
-    "runner": 30_000,
-    "tune": 15_700,
->>>>>>> f11e054 (Tune: the sample is blocks spread evenly, not chosen by length too (15.9k -> 15.7k tokens))
     "api": 2_600,
     "ray": 5_600,
     "cli": 4_300,
