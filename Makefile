@@ -75,9 +75,7 @@ clean: ## Delete the virtual environment, the prepared data and all results
 ##@ Benchmarks (method and figures: benchmarks/ and benchmarks/results/)
 
 bench-client: .venv/.light ## Cost of the runner beside a bare aiohttp loop, one row and many in a request
-bench-functions: .venv/.light ## Rows a second through a trivial Python function
 bench-large-runs: .venv/.light ## Memory and time of whole commands at 100,000 and a million rows
-bench-read-store: .venv/.dev ## Reading input from an object store beside obstore alone
 bench-control-simulated: .venv/.light ## Adaptive concurrency on 1 to 64 simulated replicas
 bench-order-simulated: .venv/.light ## Cache hits of several sending orders, simulated
 bench-engine: $(ENGINE) ## Throughput beside the best bare loop, real engine
