@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import signal
@@ -20,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 from batchrunner.core.errors import HookLostError, JobError, RowRefusedError
 from batchrunner.core.hook_worker import ANSWER_S, HookFacts, HookResult, WorkerSetup
@@ -30,13 +29,11 @@ log = logging.getLogger(__name__)
 
 MOST_PROCESSES = 8
 """Processes unless the job says how many; never more than cores."""
-MOST_CHUNK_ROWS, FIRST_CHUNK_ROWS = 512, 8
-"""Rows that a process gets at once, at most, and while nothing is known of their time."""
-CHUNK_S = 0.05
-"""Time that a process should need for the rows that it gets at once, in seconds."""
+CHUNK_ROWS = 64
+"""Rows that a process gets at once, at most."""
 _LOOK_S = 0.2
 """Pause between two looks whether a process lives, or a run is stopped."""
-_LONGEST_LINE, _READ_BYTES = 2000, 1 << 16
+_LONGEST_LINE = 2000
 Arguments = tuple[Any, ...]
 """Arguments of a call."""
 
@@ -53,9 +50,8 @@ class HookPool:
         self._processes: list[_Process] = []
         self._lock = threading.Lock()
         self._is_closed = False
-        self._output = _Output()
-        self._row_s: dict[str, float] = {}
-        self._gatherers: dict[str, _Gatherer] = {}
+        self._waiting: dict[str, list[tuple[Arguments, asyncio.Future[HookResult]]]] = {}
+        self._senders: dict[str, set[asyncio.Task[None]]] = {}
         self.facts: dict[str, HookFacts] = {}
         """What is known of the functions, by their places in the job."""
 
@@ -78,9 +74,7 @@ class HookPool:
         Once `is_stopped`, which may raise, returns true, the last results may be missing. Raises
         HookLostError where the functions can be loaded no more.
         """
-        known = self._row_s.get(where)
-        size = FIRST_CHUNK_ROWS if known is None else int(CHUNK_S / max(known, 1e-7))
-        size = max(1, min(size, -(-len(rows) // self._most), MOST_CHUNK_ROWS))
+        size = max(1, min(CHUNK_ROWS, -(-len(rows) // self._most)))
         chunks = [self.submit(where, rows[at : at + size]) for at in range(0, len(rows), size)]
         found: list[HookResult] = []
         try:
@@ -103,14 +97,37 @@ class HookPool:
 
         Raises RowRefusedError where the call fails, HookLostError as `call_many` does.
         """
-        loop = asyncio.get_running_loop()
-        gatherer = self._gatherers.get(where)
-        if gatherer is None or gatherer.loop is not loop:
-            gatherer = self._gatherers[where] = _Gatherer(self, where, loop, self._most)
-        value, error = await gatherer.call(row)
+        answer: asyncio.Future[HookResult] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(where, []).append((row, answer))
+        senders = self._senders.setdefault(where, set())
+        if len(senders) < self._most:
+            sender = asyncio.create_task(self._send_waiting(where))
+            senders.add(sender)
+            sender.add_done_callback(senders.discard)
+        value, error = await answer
         if error is not None:
             raise RowRefusedError(error)
         return value
+
+    async def _send_waiting(self, where: str) -> None:
+        """Send calls that wait, in chunks, until there is none."""
+        await asyncio.sleep(0)  # calls that come in the same turn of the loop go together
+        while waiting := self._waiting.get(where):
+            some, self._waiting[where] = waiting[:CHUNK_ROWS], waiting[CHUNK_ROWS:]
+            try:
+                results = await asyncio.wrap_future(self.submit(where, [row for row, _ in some]))
+            except asyncio.CancelledError:
+                for _, answer in [*some, *self._waiting.pop(where)]:
+                    answer.cancel()
+                return
+            except Exception as failure:  # noqa: BLE001 - it is told to those who wait
+                for _, answer in some:
+                    if not answer.done():
+                        answer.set_exception(failure)
+                continue
+            for (_, answer), result in zip(some, results, strict=True):
+                if not answer.done():  # else its run was cancelled
+                    answer.set_result(result)
 
     def submit(self, where: str, rows: Sequence[Arguments]) -> Future[list[HookResult]]:
         """Have a process call a function with these rows; the future is cancelled if the pool is closed."""
@@ -132,11 +149,10 @@ class HookPool:
         self._threads.shutdown()
         for process in processes:
             process.end()
-        self._output.close()
 
     def _results(self, where: str, rows: Sequence[Arguments]) -> list[HookResult]:
         """Return a result for each row, whatever becomes of the process at one of them."""
-        began, results = time.monotonic(), list[HookResult]()
+        results: list[HookResult] = []
         number = [*self.facts].index(where)
         while len(results) < len(rows):
             try:
@@ -147,8 +163,6 @@ class HookPool:
                 if len(rows) > 1:  # which row was it? each alone tells
                     return results + [self._results(where, [row])[0] for row in rows[len(results) :]]
                 results = [HookResult(None, f"{where}: {self.facts[where].name}: {failure}")]
-        row_s = (time.monotonic() - began) / len(rows)
-        self._row_s[where] = (self._row_s.get(where, row_s) + row_s) / 2
         return results
 
     def _process(self) -> _Process:
@@ -162,11 +176,7 @@ class HookPool:
             if process is not None:
                 self._processes.remove(process)
                 process.end()
-            try:
-                process = _Process(self._setup, self._output.descriptor)
-            except OSError as failure:
-                raise HookLostError(f"{sys.executable}: cannot be started: {failure}") from None
-            self._own.process = process
+            process = self._own.process = _Process(self._setup)
             self._processes.append(process)
         for found in process.facts():
             known = self.facts.setdefault(found.where, found)
@@ -176,195 +186,94 @@ class HookPool:
         return process
 
 
-class _Gatherer:
-    """Sends calls of an event loop in chunks: while each process has one, further calls wait."""
-
-    def __init__(self, pool: HookPool, where: str, loop: asyncio.AbstractEventLoop, most: int) -> None:
-        self.loop = loop
-        self._pool = pool
-        self._where = where
-        self._free = most
-        self._is_called = False
-        self._waiting: list[tuple[Arguments, asyncio.Future[HookResult]]] = []
-
-    async def call(self, row: Arguments) -> HookResult:
-        """Return the result of a call."""
-        answer: asyncio.Future[HookResult] = self.loop.create_future()
-        self._waiting.append((row, answer))
-        if not self._is_called and self._free:
-            self._is_called = True
-            self.loop.call_soon(self._send)
-        return await answer
-
-    def _send(self) -> None:
-        self._is_called = False
-        while self._waiting and self._free:
-            some, self._waiting = self._waiting[:MOST_CHUNK_ROWS], self._waiting[MOST_CHUNK_ROWS:]
-            self._free -= 1
-            results = asyncio.wrap_future(self._pool.submit(self._where, [row for row, _ in some]))
-            results.add_done_callback(functools.partial(self._deliver, [answer for _, answer in some]))
-
-    def _deliver(
-        self, answers: Sequence[asyncio.Future[HookResult]], results: asyncio.Future[list[HookResult]]
-    ) -> None:
-        self._free += 1
-        failure = None if results.cancelled() else results.exception()
-        for at, answer in enumerate(answers):
-            if answer.done():  # its run was cancelled
-                continue
-            if results.cancelled() or isinstance(failure, (CancelledError, asyncio.CancelledError)):
-                answer.cancel()
-            elif failure is not None:
-                answer.set_exception(failure)
-            else:
-                answer.set_result(results.result()[at])
-        self._send()
-
-
 class _ProcessEndedError(Exception):
     """A process ended in a call, or was ended: the message says how."""
-
-
-class _TooLongError(Exception):
-    """A process is silent for too long."""
 
 
 class _Process:
     """A process; its methods block and are called in one thread, with which it ends."""
 
-    def __init__(self, setup: WorkerSetup, output: int) -> None:
+    def __init__(self, setup: WorkerSetup) -> None:
         """Start the process; it loads the functions meanwhile."""
         self._setup = setup
         self.is_fit = True
         """Whether it can take rows."""
         ours, theirs = socket.socketpair()
-        paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 - "" is the current directory
+        paths = [*setup.directories, *map(os.path.abspath, sys.path)]  # "" is the current directory
         code = (
-            f"import sys; sys.path[:] = {paths!r}; from batchrunner.core.hook_worker import main; "
-            f"main({theirs.fileno()})"
+            f"import sys; sys.dont_write_bytecode = True; sys.path[:] = {paths!r}; "
+            f"from batchrunner.core.hook_worker import main; main({theirs.fileno()})"
         )
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-u", "-P", "-c", code],
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                errors="replace",
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # no Ctrl-C of the terminal; and what it starts ends with it
             )
         self._channel = Connection(ours.detach())
+        self._printing = threading.Thread(target=_log_lines, args=(self._process.stdout,), daemon=True)
+        self._printing.start()
 
     def facts(self) -> Sequence[HookFacts]:
         """Return what is known of the functions once they are loaded; raises HookLostError."""
-        names = self._setup.names
         try:
-            self._send(self._setup.directories)
-            self._send(self._setup)
-            found = self._received(TIMING.hook_import)
-        except _TooLongError:
-            raise HookLostError(f"{names}: cannot be imported within {TIMING.hook_import:g} s") from None
+            found: Sequence[HookFacts] | str = self._ask(self._setup, TIMING.hook_import)
         except _ProcessEndedError as failure:
-            how = str(failure).removeprefix("ended its process ")
-            raise HookLostError(f"{names}: cannot be imported: the import ends its process {how}") from None
+            raise HookLostError(f"{self._setup.names}: cannot be imported: the import {failure}") from None
         if isinstance(found, str):
             self.is_fit = False
             raise HookLostError(found)
-        facts: Sequence[HookFacts] = found[0]
-        return facts
+        return found
 
     def call(self, number: int, rows: Sequence[Arguments]) -> list[HookResult]:
         """Return the results of the first rows; raises _ProcessEndedError."""
-        limit_s = self._setup.limit_s
-        try:
-            self._send((number, rows))
-            results, self.is_fit = self._received(ANSWER_S + limit_s + TIMING.hook_end)
-        except _TooLongError:
-            raise _ProcessEndedError(f"took more than {limit_s:g} s (limits.python)") from None
+        results, self.is_fit = self._ask((number, rows), self._setup.limit_s, " (limits.python)")
         found: list[HookResult] = results
         return found
 
     def kill(self) -> None:
         """Kill the process and what it started; a thread that waits for it sees that."""
-        if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Kill the process and wait for its end; for its own thread, or when that has ended."""
         self.kill()
         self._process.wait()
         self._channel.close()
+        self._printing.join(1.0)  # unless a program that a function started keeps its output open
 
-    def _send(self, value: Any) -> None:
-        try:
-            self._channel.send(value)
-        except OSError:
-            raise self._ended() from None
-
-    def _received(self, longest_s: float) -> Any:
-        """Return what the process sends; raises _TooLongError, or _ProcessEndedError."""
-        ends_at = time.monotonic() + longest_s
+    def _ask(self, value: Any, longest_s: float, named: str = "") -> Any:
+        """Send a value and return the answer; raises _ProcessEndedError."""
+        ends_at = time.monotonic() + longest_s + ANSWER_S + TIMING.hook_end
         with contextlib.suppress(EOFError, OSError):
+            self._channel.send(value)
             while time.monotonic() < ends_at:
                 if self._channel.poll(_LOOK_S):
                     return self._channel.recv()
-                if self._exited():  # what it started may keep its end of the channel open
+                if self._process.poll() is not None:  # what it started may keep the channel open
                     raise EOFError
             self.is_fit = False
-            raise _TooLongError
-        raise self._ended()
-
-    def _exited(self) -> bool:
-        """Tell whether it has ended; it is not reaped, so no other process group can have its number."""
-        with contextlib.suppress(ChildProcessError):
-            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        return True
-
-    def _ended(self) -> _ProcessEndedError:
+            raise _ProcessEndedError(f"took more than {longest_s:g} s{named}")
         self.is_fit = False
-        ends_at = time.monotonic() + TIMING.hook_end
-        while not self._exited() and time.monotonic() < ends_at:
-            time.sleep(0.005)
-        ended_itself = self._exited()
-        self.kill()
-        status = self._process.wait()
-        how = f"exit code {status}" if status >= 0 else f"signal {-status}"
-        with contextlib.suppress(ValueError):
-            how = signal.Signals(-status).name if status < 0 else how
-        if not ended_itself:
-            how = "it closed its connection"
-        elif how == "SIGKILL":
+        try:
+            status = self._process.wait(TIMING.hook_end)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise _ProcessEndedError("closed its connection") from None
+        how = f"exit code {status}" if status >= 0 else signal.Signals(-status).name
+        if how == "SIGKILL":
             how = "SIGKILL, which the kernel sends where memory runs out"
-        return _ProcessEndedError(f"ended its process ({how})")
+        raise _ProcessEndedError(f"ended its process ({how})")
 
 
-class _Output:
-    """A pipe for what the functions print, and the thread that logs its lines."""
-
-    def __init__(self) -> None:
-        reading, self.descriptor = os.pipe()
-        self._thread = threading.Thread(target=_log_lines, args=(reading,), daemon=True, name="output")
-        self._thread.start()
-
-    def close(self) -> None:
-        """Log what is left, unless a program that a function started keeps the pipe open."""
-        os.close(self.descriptor)
-        self._thread.join(1.0)
-
-
-def _log_lines(reading: int) -> None:
-    rest = b""
-    with os.fdopen(reading, "rb", buffering=0) as pipe:
-        while read := pipe.read(_READ_BYTES):
-            *lines, rest = (rest + read).split(b"\n")
-            if len(rest) > _READ_BYTES:
-                lines, rest = [*lines, rest], b""
-            for line in lines:
-                _log_line(line)
-    _log_line(rest)
-
-
-def _log_line(line: bytes) -> None:
-    text = line.decode("utf-8", "replace").rstrip()
-    if text:
-        log.info("python: %s", text if len(text) <= _LONGEST_LINE else f"{text[:_LONGEST_LINE]}…")
+def _log_lines(output: IO[str]) -> None:
+    """Log what a process prints."""
+    with output:
+        while line := output.readline(_LONGEST_LINE):
+            if text := line.rstrip():
+                log.info("python: %s", text)

@@ -11,22 +11,19 @@ import faulthandler
 import os
 import resource
 import signal
-import sys
 import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 from batchrunner.core.processes import STOP_SIGNALS
 
 ANSWER_S = 1.0
 """Time after which the results of some rows are sent without waiting for those of the others."""
-_OURS = str(Path(__file__).parent.parent)
-_INSTALLED = tuple({*sysconfig.get_paths().values(), "<frozen"})
+_NOT_OWN = (str(Path(__file__).parent.parent), *{*sysconfig.get_paths().values(), "<frozen"})
 """Beginnings of the paths of files that are not the user's own."""
 _LONGEST_ERROR = 500
 _PR_SET_PDEATHSIG = 1
@@ -47,7 +44,7 @@ class HookFacts(NamedTuple):
     name: str
     """Its name in messages, `module:function`."""
     digest: str
-    """Hash of the function's file and of neighbours that it imports; of its code where it has no file."""
+    """Hash of the function's file; of its source where a program gave it."""
     columns: tuple[tuple[str, Any], ...] = ()
     """Columns that it makes, with their kinds."""
     takes_row: bool = False
@@ -67,8 +64,9 @@ class UnusableValueError(Exception):
 class WorkerSetup(NamedTuple):
     """What a worker needs."""
 
-    load: Callable[[], tuple[Any, Sequence[LoadedFunction]]]
-    """Returns what is known of the functions, for the pool, and the functions; raises HookLoadError."""
+    load: Callable[[], tuple[Sequence[HookFacts], Sequence[Callable[..., Any]]]]
+    """Returns what is known of the functions, and the functions, which may raise UnusableValueError; raises
+    HookLoadError."""
     names: str
     """Names of the functions, for messages."""
     directories: tuple[str, ...]
@@ -77,15 +75,6 @@ class WorkerSetup(NamedTuple):
     """Time of one call, in seconds."""
     memory_bytes: int
     """Memory that the process may take beyond what it has when its modules are imported."""
-
-
-class LoadedFunction(NamedTuple):
-    """A function that can be called."""
-
-    where: str
-    """Its place in the job, with which errors begin."""
-    call: Callable[..., Any]
-    """The function, with its value made into plain Python; raises UnusableValueError."""
 
 
 class CallTooLongError(BaseException):
@@ -97,14 +86,9 @@ def main(descriptor: int) -> None:
     with contextlib.suppress(AttributeError, OSError):  # not Linux: then it ends when it next reads
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # when its pool's thread ends
     _leave_stop_signals_to_the_run()
+    faulthandler.enable()
     channel = Connection(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        directories = channel.recv()
-        with contextlib.suppress(OSError):  # where memory runs out, the kernel kills this process first
-            Path("/proc/self/oom_score_adj").write_text("1000")
-        faulthandler.enable()
-        sys.path[:0] = directories
-        sys.dont_write_bytecode = True  # a file that is changed twice in a second is read twice
         try:
             setup: WorkerSetup = channel.recv()
             facts, functions = setup.load()
@@ -113,87 +97,70 @@ def main(descriptor: int) -> None:
             return
         _limit_memory(setup.memory_bytes)
         signal.signal(signal.SIGALRM, _end_call)
-        channel.send((facts,))
+        channel.send(facts)
         is_fit = True
         while is_fit:
             number, rows = channel.recv()
-            results, is_fit = _call_all(functions[number], rows, setup.limit_s)
+            results, is_fit = _call_all(functions[number], facts[number].where, rows, setup.limit_s)
             channel.send((results, is_fit))
 
 
 def _call_all(
-    function: LoadedFunction, rows: Sequence[tuple[Any, ...]], limit_s: float
+    function: Callable[..., Any], where: str, rows: Sequence[tuple[Any, ...]], limit_s: float
 ) -> tuple[list[HookResult], bool]:
     """Return the results of the first rows, and whether the process is fit for others."""
     results: list[HookResult] = []
     process, ends_at = os.getpid(), time.monotonic() + ANSWER_S
+    is_fit = True
     for row in rows:
-        is_fit = True
         try:
             try:
                 signal.setitimer(signal.ITIMER_REAL, limit_s)
-                result = HookResult(function.call(*row))
+                result = HookResult(function(*row))
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 if os.getpid() != process:  # forked by the function: its results are nobody's
                     os._exit(0)
         except UnusableValueError as failure:
-            result = HookResult(None, f"{function.where}: {failure}")
+            result = HookResult(None, f"{where}: {failure}")
         except BaseException as failure:  # noqa: BLE001 - a function may raise anything, SystemExit too
             is_fit = not isinstance(failure, (CallTooLongError, MemoryError))  # it may hold a lock still
-            result = HookResult(None, failure_text(function.where, failure, limit_s))
+            result = HookResult(None, failure_text(where, failure, limit_s))
         results.append(result)
         if not is_fit or time.monotonic() > ends_at:
-            return results, is_fit
-    return results, True
+            break
+    return results, is_fit
 
 
 def failure_text(where: str, failure: BaseException, limit_s: float = 0.0) -> str:
     """Return an exception of a function as the error of its row: place, file and line, class, message."""
-    place = f"{where}: {_place_of(failure)}"
+    frames = traceback.extract_tb(failure.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_OWN)]
+    file, line = (own[-1].filename, own[-1].lineno) if own else ("", None)
+    if isinstance(failure, SyntaxError):
+        file, line = failure.filename or "", failure.lineno
+    place = f"{where}: {Path(file).name}:{line}: " if file else f"{where}: "
     if isinstance(failure, CallTooLongError):
         return f"{place}took more than {limit_s:g} s (limits.python)"
-    try:
-        said = " ".join(str(failure).split())
-    except Exception:  # noqa: BLE001 - an exception of the user's may be unable to say anything
-        said = ""
-    text = f"{place}{type(failure).__name__}" + (f": {said}" if said else "")
-    text = text if len(text) <= _LONGEST_ERROR else f"{text[: _LONGEST_ERROR - 1]}…"
-    return f"{text} (limits.python_memory_gb)" if isinstance(failure, MemoryError) else text
+    said = " ".join(traceback.format_exception_only(failure)[-1].split())
+    more = " (limits.python_memory_gb)" if isinstance(failure, MemoryError) else ""
+    return f"{place}{said}"[:_LONGEST_ERROR] + more
 
 
-def _place_of(failure: BaseException) -> str:
-    """Return the file and line of the user's own code that raised an exception, with a colon and a space."""
-    if isinstance(failure, SyntaxError) and (failure.filename or "").endswith(".py"):
-        return f"{_short(str(failure.filename))}:{failure.lineno}: "
-    found = ""
-    for frame, line in traceback.walk_tb(failure.__traceback__):
-        file = frame.f_code.co_filename
-        if not file.startswith(_OURS) and (not found or not file.startswith(_INSTALLED)):
-            found = f"{_short(file)}:{line}: "
-    return found
-
-
-def _short(file: str) -> str:
-    """Return a path from the directory in which the module was looked up."""
-    places = [f"{directory}/" for directory in sys.path if directory]
-    return file[max((len(place) for place in places if file.startswith(place)), default=0) :]
-
-
-def _end_call(_number: int, _frame: FrameType | None) -> None:
+def _end_call(*_: object) -> None:
     raise CallTooLongError
 
 
 def _leave_stop_signals_to_the_run() -> None:
     """Ignore signals that stop the run, but not in processes that a function starts."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda _number, _frame: None)  # SIG_IGN would be inherited
 
     def in_child() -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)  # multiprocessing ends its processes with SIGTERM
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited
     os.register_at_fork(
         before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS),
         after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS),

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
-import difflib
 import functools
 import hashlib
-import importlib
 import inspect
 import operator
 import pickle
-import sys
-import sysconfig
+import pkgutil
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, ModuleType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 import typing_extensions
 
-from batchrunner.core.hook_worker import (
-    HookFacts,
-    HookLoadError,
-    LoadedFunction,
-    UnusableValueError,
-    failure_text,
-)
+from batchrunner.core.hook_worker import HookFacts, HookLoadError, UnusableValueError, failure_text
 from batchrunner.core.types import ColumnKind
 
 HookKind = Literal["prompt", "parse", "check", "media"]
@@ -38,8 +28,6 @@ our own, which prepares the files of a row."""
 Columns = tuple[tuple[str, ColumnKind], ...]
 _OF_ROWS = {"prompt", "media"}
 """Kinds of functions that are called with a row; others with an answer."""
-_NOT_OWN = tuple(sysconfig.get_paths().values())
-"""Folders with packages that are not the user's own."""
 
 
 class Annotations(NamedTuple):
@@ -68,25 +56,20 @@ class HookFunction(NamedTuple):
 
 
 def load_functions(
-    functions: Sequence[HookFunction], directories: Sequence[str]
-) -> tuple[list[HookFacts], list[LoadedFunction]]:
-    """Import the functions, from these directories first; raises HookLoadError."""
-    loaded = [_load(function, directories) for function in functions]
+    functions: Sequence[HookFunction],
+) -> tuple[list[HookFacts], list[Callable[..., Any]]]:
+    """Import the functions; raises HookLoadError."""
+    loaded = [_load(function) for function in functions]
     return [facts for facts, _ in loaded], [function for _, function in loaded]
 
 
-def _load(function: HookFunction, directories: Sequence[str]) -> tuple[HookFacts, LoadedFunction]:
-    before = set(sys.modules)
-    files: list[str] = []
+def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
     name = f"{function.where}: {function.name}"
     try:
         if isinstance(function.target, bytes):
             found = pickle.loads(function.target)  # noqa: S301 - of the program itself
         else:
-            found, module = _imported(function.target, directories)
-            files = _own_files(module, before, directories)
-    except HookLoadError as failure:
-        raise HookLoadError(f"{name}: {failure}") from None
+            found = pkgutil.resolve_name(function.target)
     except BaseException as failure:  # noqa: BLE001 - a module may raise anything, SystemExit too
         raise HookLoadError(failure_text(f"{name}: cannot be imported", failure)) from None
     try:
@@ -94,12 +77,11 @@ def _load(function: HookFunction, directories: Sequence[str]) -> tuple[HookFacts
         known = _known(found, function)
     except HookLoadError as failure:
         raise HookLoadError(f"{name} {failure}") from None
-    digest = _digest_of_files(files) if files else _digest_of_code(found)
     columns = known.columns if function.kind == "parse" else ()
-    facts = HookFacts(function.where, function.name, digest, columns, takes_row, known.reads)
+    facts = HookFacts(function.where, function.name, _digest_of(found), columns, takes_row, known.reads)
     plain = {"prompt": _prompt, "check": _judgement, "media": lambda value: value}.get(function.kind)
     convert = plain or functools.partial(row_value, known=known)
-    return facts, LoadedFunction(function.where, functools.partial(_call, found, convert, function.name))
+    return facts, functools.partial(_call, found, convert, function.name)
 
 
 def _call(function: Callable[..., Any], convert: Callable[[Any], Any], name: str, *given: Any) -> Any:
@@ -110,66 +92,23 @@ def _call(function: Callable[..., Any], convert: Callable[[Any], Any], name: str
         raise UnusableValueError(f"{name}: {failure}") from None
 
 
-def _imported(target: str, directories: Sequence[str]) -> tuple[Any, ModuleType]:
-    name, _, path = target.partition(":")
+def _digest_of(function: Any) -> str:
+    """Return a hash of a function's file, or of its source where a program gave it; empty where unknown."""
+    inner = inspect.unwrap(getattr(function, "func", function))
     try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as failure:
-        if failure.name is None or not f"{name}.".startswith(f"{failure.name}."):
-            raise  # the module is there, and imports one that is not
-        files = [file.stem for place in directories for file in sorted(Path(place).glob("*.py"))]
-        raise HookLoadError(
-            f"there is no module {failure.name!r} (looked in {', '.join(directories)} and among the "
-            f"installed packages){_meant(name.removesuffix('.py'), files)}"
-        ) from None
-    found: Any = module
-    for step in path.split("."):
-        if not hasattr(found, step):
-            file = getattr(module, "__file__", name)
-            raise HookLoadError(f"there is no {step!r} in {file}{_meant(step, dir(found))}")
-        found = getattr(found, step)
-    return found, module
-
-
-def _meant(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
-
-
-def _own_files(module: ModuleType, before: set[str], directories: Sequence[str]) -> list[str]:
-    """Return the module's file, and those of modules of the user's that it imports."""
-    new = [found for name, found in list(sys.modules.items()) if name not in before]
-    files = {str(getattr(found, "__file__", None) or "") for found in new}
-    own = {file for file in files if file.startswith(tuple(f"{place}/" for place in directories))}
-    own = {file for file in own if not file.startswith(_NOT_OWN)}
-    return sorted({*own, *filter(None, [getattr(module, "__file__", None)])})
-
-
-def _digest_of_files(files: Sequence[str]) -> str:
-    digests = b"".join(hashlib.sha256(Path(file).read_bytes()).digest() for file in files)
-    return hashlib.sha256(digests).hexdigest()[:16]
-
-
-def _digest_of_code(function: Callable[..., Any]) -> str:
-    """Return a hash of what a function does; empty where it is no function of Python's."""
-    code = getattr(getattr(function, "func", function), "__code__", None)
-    return hashlib.sha256(_code_bytes(code)).hexdigest()[:16] if isinstance(code, CodeType) else ""
-
-
-def _code_bytes(code: CodeType) -> bytes:
-    plain = [value for value in code.co_consts if isinstance(value, (str, bytes, int, float, type(None)))]
-    inner = b"".join(_code_bytes(value) for value in code.co_consts if isinstance(value, CodeType))
-    return code.co_code + repr((plain, code.co_names)).encode("utf-8", "backslashreplace") + inner
+        module = inspect.getmodule(inner)
+        source = inspect.getsource(inner if module is None or module.__name__ == "__main__" else module)
+    except (OSError, TypeError):
+        return ""
+    return hashlib.sha256(source.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def _takes_row(function: Any, kind: HookKind) -> bool:
     """Check that a function can be called, and tell whether it wants the row as its second argument."""
     if not callable(function):
         raise HookLoadError("is no function")
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        raise HookLoadError("is asynchronous: give a plain function")
-    if inspect.isgeneratorfunction(function):
-        raise HookLoadError("is a generator: let it return its value")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise HookLoadError("is asynchronous or a generator: give a plain function")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of C, without a signature
@@ -249,32 +188,12 @@ def columns_of(kind: Any) -> Columns:
     columns = []
     for name, annotation in fields.items():
         try:
-            schema = TypeAdapter(_for_pydantic(annotation)).json_schema(mode="serialization")
-        except (PydanticSchemaGenerationError, PydanticUserError):
-            held = getattr(annotation, "__name__", annotation)
-            raise ValueError(
-                f"returns a column {name}: no column can hold {held}: name the columns in parse.columns"
-            ) from None
+            schema = TypeAdapter(annotation).json_schema(mode="serialization")
+        except (PydanticSchemaGenerationError, PydanticUserError) as failure:
+            said = str(failure).splitlines()[0]
+            raise ValueError(f"returns a column {name}: {said}: name the columns in parse.columns") from None
         columns.append((name, kind_of_schema(schema, formats=True)))
     return tuple(columns)
-
-
-def _for_pydantic(annotation: Any) -> Any:
-    """Return an annotation with TypedDicts that pydantic takes: before Python 3.12 not those of `typing`."""
-    if typing_extensions.is_typeddict(annotation):
-        hints = typing.get_type_hints(annotation)
-        return typing_extensions.TypedDict(  # type: ignore[operator]
-            annotation.__name__, {name: _for_pydantic(hint) for name, hint in hints.items()}
-        )
-    origin, given = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Required, typing.NotRequired):
-        return _for_pydantic(given[0])
-    if origin in _UNIONS:
-        return typing.Union[tuple(map(_for_pydantic, given))]  # noqa: UP007 - of a tuple
-    if isinstance(origin, type) and any(isinstance(each, type) for each in given):
-        generic: Any = origin
-        return generic[tuple(each if each is Ellipsis else _for_pydantic(each) for each in given)]
-    return annotation
 
 
 def row_value(value: Any, known: Annotations) -> dict[str, Any]:
@@ -324,30 +243,15 @@ def _prompt(value: Any) -> tuple[str, Any] | None:
     """Return a prompt's kind and its value; None for a row that is left out."""
     if value is None:
         return None
-    if isinstance(value, str) and value:
-        return "text", str(value)
-    if isinstance(value, str):
-        raise ValueError("returned an empty text")  # noqa: TRY004
     given = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(given, (list, tuple)):
-        raise ValueError(f"returned {_a(given)}: return messages, a text, token ids, or None")  # noqa: TRY004
-    if not given:
-        raise ValueError("returned an empty list")
-    if all(isinstance(item, Mapping) for item in given):
-        try:
+    if isinstance(given, str) and given:
+        return "text", str(given)
+    if isinstance(given, (list, tuple)) and given:
+        if all(isinstance(item, Mapping) for item in given):
             return "messages", [msgspec.to_builtins(item, enc_hook=_plain_object) for item in given]
-        except TypeError as failure:
-            raise ValueError(f"returned a message that JSON cannot hold: {failure}") from None
-    return "input_ids", [_token(item) for item in given]
-
-
-def _token(value: Any) -> int:
-    if not isinstance(value, bool):
-        try:
-            return int(operator.index(value))
-        except TypeError:
-            pass
-    raise ValueError(f"returned a list with {_a(value)} in it: give messages (dicts) or token ids (integers)")
+        if not any(isinstance(item, (Mapping, str, bool)) for item in given):
+            return "input_ids", [int(operator.index(item)) for item in given]
+    raise ValueError(f"returned {_a(value)}: return messages, a text, token ids, or None")
 
 
 def _judgement(value: Any) -> bool | str:

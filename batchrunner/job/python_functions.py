@@ -39,7 +39,7 @@ def open_pool(job: Job) -> HookPool:
     limits = job.limits
     directories = [str(Path(path).absolute()) for path in dict.fromkeys([*job.python_path, str(Path.cwd())])]
     setup = WorkerSetup(
-        functools.partial(load_functions, functions, directories),
+        functools.partial(load_functions, functions),
         ", ".join(function.name for function in functions),
         tuple(directories),
         limits.python,

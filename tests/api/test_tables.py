@@ -6,7 +6,7 @@ import os
 import re
 import tracemalloc
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import duckdb
 import numpy as np
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typing_extensions import TypedDict
 
 import batchrunner
 from batchrunner.core.errors import BatchrunError, InputError, JobError

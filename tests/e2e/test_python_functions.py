@@ -74,21 +74,6 @@ def test_prompts_of_every_kind(tmp_path: Path, server: FakeSGLang) -> None:
     assert report_of(job)["rows_left_out"] == 3
 
 
-def test_an_assistants_last_message_is_the_beginning_of_the_answer(
-    tmp_path: Path, server: FakeSGLang
-) -> None:
-    """As in a list of messages in the job."""
-    write_module(
-        tmp_path,
-        """
-        def prompt(row):
-            return [{"role": "user", "content": "?"}, {"role": "assistant", "content": "It is "}]
-        """,
-    )
-    assert batchrun(write_job(job_of(tmp_path, server, rows=1, prompt=PROMPT), tmp_path)).exit_code == 0
-    assert server.sent[0].body["continue_final_message"] is True
-
-
 def test_columns_of_an_answer(tmp_path: Path, server: FakeSGLang) -> None:
     """They are typed by the annotation, stand behind the others, and are merged and exported like these."""
     write_module(tmp_path, LABEL)
@@ -182,9 +167,8 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         7: f"{place}:15: MemoryError (limits.python_memory_gb)",
         8: "prompt.python: hooks:prompt: returned a dict: return messages, a text, token ids, or None",
         9: "prompt.python: hooks:prompt: message 1 has the unknown role 'nobody'",
-        10: "prompt.python: hooks:prompt: returned a list with a str in it: give messages (dicts) or token "
-        "ids (integers)",
-        11: "prompt.python: hooks:prompt: returned an empty text",
+        10: "prompt.python: hooks:prompt: returned a list: return messages, a text, token ids, or None",
+        11: "prompt.python: hooks:prompt: returned a str: return messages, a text, token ids, or None",
     }
     assert sorted(server.prompts) == sorted(f"row {n}" for n in (0, *range(12, 40)))
 
@@ -240,17 +224,6 @@ def test_samples_and_equal_rows(tmp_path: Path) -> None:
     assert report_of(job)["rows_deduplicated"] == 7
 
 
-def test_a_sample_that_cannot_be_parsed_is_named(tmp_path: Path, server: FakeSGLang) -> None:
-    """It is the first of them, whichever failed first."""
-    write_module(tmp_path, "def parse(answer):\n    return 1 / (answer < 'answer 1') and {}\n")
-    parse = {"python": "hooks:parse", "columns": {"twice": "int64"}}
-    job = job_of(tmp_path, server, rows=1, parse=parse, sampling={"n": 3}, python_path=[str(tmp_path)])
-    assert batchrun(write_job(job, tmp_path)).exit_code == 3
-    (row,) = results_of(job)
-    assert row["error"] == "sample 1: parse: hooks.py:2: ZeroDivisionError: division by zero"
-    assert (len(row["output"]), row["twice"]) == (3, None)
-
-
 def test_what_functions_print_is_in_the_log(tmp_path: Path, server: FakeSGLang) -> None:
     """Standard output has the result of the command and nothing else."""
     write_module(
@@ -281,9 +254,7 @@ def test_what_functions_print_is_in_the_log(tmp_path: Path, server: FakeSGLang) 
     [
         ("import nowhere", "hooks:prompt", "hooks.py:1: ModuleNotFoundError: No module named 'nowhere'"),
         ("def prompt(row:", "hooks:prompt", "imported: hooks.py:1: SyntaxError: '(' was never"),
-        ("", "hoks:prompt", "among the installed packages); did you mean 'hooks'?"),
-        ("import os; os._exit(4)", "hooks:prompt", "the import ends its process (exit code 4)"),
-        ("def prompt(row, more): pass", "hooks:prompt", "takes (row, more): it is called with one argument"),
+        ("import os; os._exit(4)", "hooks:prompt", "the import ended its process (exit code 4)"),
         ("", "hooks.prompt", "should be a Python function: write it as module:function"),
         (
             "from typing import TypedDict\nclass R(TypedDict):\n  txt: str\ndef prompt(row: R): pass",
@@ -291,20 +262,17 @@ def test_what_functions_print_is_in_the_log(tmp_path: Path, server: FakeSGLang) 
             "unknown column 'txt'; did you mean 'text'?",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_function_that_cannot_be_called_is_refused(
     tmp_path: Path, server: FakeSGLang, code: str, prompt: str, says: str
 ) -> None:
-    """Both `run` and `check` say so in one line before anything is sent."""
+    """`check` says so in one line, and nothing is sent."""
     write_module(tmp_path, code)
-    file = write_job(job_of(tmp_path, server, prompt={"python": prompt}), tmp_path)
-    for command in ([], ["check"]):
-        done = batchrun(*command, file)
-        assert done.exit_code == 2
-        (line,) = [line for line in done.stderr.splitlines() if line.startswith("batchrun: ")]
-        assert says in line
+    done = batchrun("check", write_job(job_of(tmp_path, server, prompt={"python": prompt}), tmp_path))
+    assert done.exit_code == 2
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("batchrun: ")]
+    assert says in line
     assert server.sent == []
-    assert not (tmp_path / "run").exists()
 
 
 COLUMN = "from typing import TypedDict\nclass C(TypedDict):\n  {}\ndef parse(answer) -> C: pass"
@@ -329,17 +297,16 @@ def test_columns_that_cannot_be_are_refused(tmp_path: Path, code: str, says: str
     """The columns are known before the run begins, and fit beside the others."""
     write_module(tmp_path, code)
     file = write_job(job_of(tmp_path, parse="hooks:parse", input={"columns": ["id"]}), tmp_path)
-    done = batchrun(file)
+    done = batchrun("check", file)
     assert done.exit_code == 2
     assert says in done.stderr
 
 
 @pytest.mark.parametrize("command", [[], ["check"], ["tune"], ["slurm", "--array", "0-1"]], ids=str)
-@pytest.mark.parametrize("part", [{"prompt": PROMPT}, {"parse": "hooks:prompt"}], ids=["prompt", "parse"])
-def test_python_can_be_refused(tmp_path: Path, command: list[str], part: dict[str, Any]) -> None:
+def test_python_can_be_refused(tmp_path: Path, command: list[str]) -> None:
     """With --no-python nothing of the job's author runs, not even the import."""
     write_module(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')\n{ECHO}")
-    file = write_job(job_of(tmp_path, **part), tmp_path)
+    file = write_job(job_of(tmp_path, prompt=PROMPT, parse="hooks:prompt"), tmp_path)
     done = batchrun(*command[:1], file, *command[1:], "--no-python")
     assert done.exit_code == 2
     assert "a Python function that the job would run" in done.stderr
@@ -375,10 +342,7 @@ def test_functions_are_part_of_the_run(tmp_path: Path, server: FakeSGLang) -> No
     typed = batchrun(file)
     assert typed.exit_code == 2
     assert "holds another run: the columns of parse (hooks:label) were" in typed.stderr
-    write_module(tmp_path, "import helper\n" + LABEL)
-    write_module(tmp_path, "", "helper")
-    assert "hooks:label changed since the last start" in batchrun(file, "--limit", "3").stderr
-    write_module(tmp_path, "# changed", "helper")
+    write_module(tmp_path, "# changed\n" + LABEL)
     done = batchrun(file)
     assert done.exit_code == 0
     assert "hooks:label changed since the last start" in done.stderr
@@ -462,7 +426,7 @@ def test_a_module_that_is_gone_ends_the_run(tmp_path: Path, server: FakeSGLang) 
     file = write_job(job, tmp_path)
     done = batchrun(file)
     assert done.exit_code == 1
-    assert "there is no module 'hooks'" in done.stderr
+    assert "No module named 'hooks'" in done.stderr
     path.with_name("hooks.py.gone").unlink()
     write_module(tmp_path, ECHO)
     assert batchrun(file).exit_code == 0
@@ -493,48 +457,6 @@ def test_what_a_dead_process_leaves_behind(tmp_path: Path, server: FakeSGLang) -
     assert errors_of(job) == {4: "prompt.python: hooks:prompt: ended its process (exit code 7)"}
     child = int((tmp_path / "child").read_text())
     eventually(lambda: not is_alive(child))  # a SIGKILL takes its time
-
-
-def test_rows_are_sorted_by_prompts_that_python_makes(tmp_path: Path, server: FakeSGLang) -> None:
-    """The function is called for the sort and for sending; rows that are left out or fail do no harm."""
-    write_module(
-        tmp_path,
-        """
-        def prompt(row):
-            if row["id"] % 10 == 0:
-                return None
-            if row["id"] % 10 == 1:
-                raise ValueError(row["id"])
-            return "common beginning " * 20 + row["text"]
-        """,
-    )
-    limits = {"max_failed_rows": 1.0}
-    source = {"filter": "id < 50", "limit": 40}
-    job = job_of(tmp_path, server, rows=60, prompt=PROMPT, order="prefix", limits=limits, input=source)
-    assert batchrun(write_job(job, tmp_path)).exit_code == 0
-    report = report_of(job)
-    assert (report["rows_total"], report["rows_failed"], report["rows_left_out"]) == (40, 4, 4)
-    assert [row["row"] for row in results_of(job)] == list(range(40))
-    assert len(set(server.prompts)) == 32
-
-
-def test_a_function_gets_only_the_columns_that_it_names(tmp_path: Path, server: FakeSGLang) -> None:
-    """A TypedDict as the annotation of the row says which; others are not read."""
-    write_module(
-        tmp_path,
-        """
-        from typing import TypedDict
-
-        class Row(TypedDict):
-            text: str
-
-        def prompt(row: Row):
-            return f"{row['text']} of {sorted(row)}"
-        """,
-    )
-    job = job_of(tmp_path, server, rows=1, prompt=PROMPT)
-    assert batchrun(write_job(job, tmp_path)).exit_code == 0
-    assert server.prompts == ["row 0 of ['text']"]
 
 
 @pytest.mark.parametrize("explode", [False, True])

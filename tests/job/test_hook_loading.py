@@ -10,11 +10,12 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Optional, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Optional
 
 import numpy as np
 import pydantic
 import pytest
+from typing_extensions import TypedDict
 
 from batchrunner.core.hook_worker import HookLoadError
 from batchrunner.core.types import ColumnKind
@@ -122,7 +123,7 @@ def test_what_a_function_says() -> None:
     assert annotations_of(Data).columns == COLUMNS.columns
     for kind in (dict, str, list[int], None):
         assert columns_of(kind) == ()
-    with pytest.raises(ValueError, match="returns a column a: no column can hold Thread: name the columns"):
+    with pytest.raises(ValueError, match=r"returns a column a: .*Thread"):
         columns_of(Odd)
 
 
@@ -168,14 +169,11 @@ def test_values_that_do_not_fit(value: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("code", "name", "says"),
     [
-        ("", "a:prompt", "there is no 'prompt' in"),
-        ("def promt(row): pass", "b:prompt", "did you mean 'promt'?"),
-        ("", "nowhere.at_all:prompt", r"there is no module 'refused_nowhere.at_all' \(looked in"),
-        ("", "hooks.py:prompt", r"there is no module '\S+' \(looked in"),
-        ("import sys; sys.exit(4)", "c:prompt", "cannot be imported: .*c.py:1: SystemExit: 4"),
+        ("", "a:prompt", "cannot be imported: .* has no attribute 'prompt'"),
+        ("", "nowhere.at_all:prompt", "No module named 'refused_nowhere.at_all'"),
+        ("import sys; sys.exit(4)", "c:prompt", "cannot be imported: refused_c.py:1: SystemExit: 4"),
         ("def prompt(): pass", "d:prompt", r"takes \(\): it is called with one argument, the row"),
-        ("async def prompt(row): pass", "e:prompt", "is asynchronous: give a plain function"),
-        ("def prompt(row): yield 1", "f:prompt", "is a generator"),
+        ("async def prompt(row): pass", "e:prompt", "is asynchronous or a generator: give"),
         ("prompt = 3", "g:prompt", "is no function"),
     ],
 )
@@ -187,5 +185,5 @@ def test_functions_that_cannot_be_called(
     (tmp_path / f"{module.partition(':')[0].partition('.')[0]}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(HookLoadError, match=says) as caught:
-        load_functions([HookFunction("prompt.python", "prompt", module, module)], [str(tmp_path)])
+        load_functions([HookFunction("prompt.python", "prompt", module, module)])
     assert str(caught.value).startswith(f"prompt.python: {module}")
