@@ -8,9 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 
-from batchrunner.job.load import load_job
 from batchrunner.runner.progress import Opening
 from tests.support.server_thread import PATIENCE_S
 
@@ -62,14 +60,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", DOCS, ids=name_of)
-def test_docs_have_one_title(page: Path) -> None:
-    """A page in docs/ has one title; the strict build of the site checks the rest."""
-    assert len(re.findall(r"^# ", prose(page), re.MULTILINE)) == 1
-
-
-@pytest.mark.parametrize("page", DOCS, ids=name_of)
 def test_a_page_begins_with_what_it_is_for(page: Path) -> None:
-    """Below the title is a paragraph: no code, table, list, heading or remark."""
+    """Below its only title is a paragraph: no code, table, list, heading or remark."""
+    assert len(re.findall(r"^# ", prose(page), re.MULTILINE)) == 1
     text = page.read_text().partition("\n# ")[2] if page.parent.name == "reference" else page.read_text()
     below_title = text.partition("\n")[2].lstrip("\n")
     assert re.match(r"(\*\*|\[|`(?!``))?\w", below_title), below_title[:80]
@@ -88,12 +81,6 @@ def test_named_files_exist(page: Path) -> None:
     """A file of this repository that a page names is there."""
     for name in NAMED_FILE.findall(page.read_text()):
         assert list(ROOT.glob(name.rstrip("/"))), name
-
-
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "jobs.md"], ids=name_of)
-def test_the_example_is_a_job(page: Path) -> None:
-    """The job file that a page shows is valid and whole."""
-    load_job(yaml.safe_load(code(page, "yaml")))
 
 
 def targets() -> set[str]:

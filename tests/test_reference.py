@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 MADE = pages()
 KEY = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 NO_VARIABLES = {
-    "CUBLAS_STATUS_ALLOC_FAILED": "a line in a log",
-    "RTX_6000_ADA": "the name of a card",
     "LABEL_": "the beginning of the name of a class",
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "a variable of SGLang that advice names",
 }
@@ -55,10 +53,11 @@ def fields_of_events() -> dict[str, set[str]]:
     "name", sorted({*MADE, *(path.name for path in FOLDER.glob("*.md"))} - {"events.md"})
 )
 def test_the_page_is_what_the_code_makes(name: str) -> None:
-    """A page in docs/reference/ is made by `make docs-reference`, and is up to date."""
+    """A page in docs/reference/ is made by `make docs-reference`, and each row of a table has a meaning."""
     path = FOLDER / name
     assert path.exists(), "run `make docs-reference`"
     assert path.read_text(encoding="utf-8") == MADE.get(name), "run `make docs-reference`"
+    assert re.findall(r"^\|.*\| *\|$", MADE[name], re.MULTILINE) == []
 
 
 FIELDS = field_paths()
@@ -136,37 +135,25 @@ def test_the_events_of_a_run_are_explained(job: Path) -> None:
         assert set(event) - keys_below("events.md", "## Every event") <= kinds[event["event"]]
 
 
-def test_the_keys_of_the_report_are_explained(job: Path) -> None:
-    """Each key of `run --json` and of report.json is on the page, and no other."""
-    told = printed("run", job)
-    saved = json.loads((job.parent / "run" / "report.json").read_text())
-    page = "json-output.md"
-    assert set(told) == set(saved) == keys_below(page, "## report.json")
-    assert set(saved["load"]) == keys_below(page, "### load")
-    assert set(saved["failures"][0]) == keys_below(page, "### failures")
-
-
-def test_the_keys_of_the_other_commands_are_explained(job: Path) -> None:
-    """Each key that commands print with --json about a job or a run is on the page, and no other."""
-    page, run = "json-output.md", job.parent / "run"
+def test_the_keys_of_json_are_explained(job: Path, server: FakeSGLang, tmp_path: Path) -> None:
+    """Each key that commands print with --json, and of report.json, is on the page, and no other."""
+    run = job.parent / "run"
+    told, saved = printed("run", job), json.loads((run / "report.json").read_text())
+    shared = job_of(tmp_path, server)
+    printed("run", write_job(shared, tmp_path))
     check, status, advice = printed("check", job), printed("status", run), printed("advise", run)
-    assert set(check) == keys_below(page, "## check --json")
-    assert set(status) == keys_below(page, "## status --json")
-    assert set(status["tasks"][0]) == keys_below(page, "### tasks")
-    assert set(advice) == keys_below(page, "## advise --json")
-
-
-def test_the_keys_of_sharing_are_explained(server: FakeSGLang, tmp_path: Path) -> None:
-    """A run on an engine with a prefix cache has `sharing`, whose keys are on the page."""
-    job = job_of(tmp_path, server)
-    assert batchrun("run", write_job(job, tmp_path), "-q").exit_code == 0
-    assert set(report_of(job)["sharing"]) == keys_below("json-output.md", "### sharing")
-
-
-def test_no_meaning_is_empty() -> None:
-    """Each row of a table has a meaning: a field without a docstring is not explained."""
-    for name, page in MADE.items():
-        assert re.findall(r"^\|.*\| *\|$", page, re.MULTILINE) == [], name
+    for heading, found in {
+        "## report.json": saved,
+        "### load": saved["load"],
+        "### failures": saved["failures"][0],
+        "### sharing": report_of(shared)["sharing"],
+        "## check --json": check,
+        "## status --json": status,
+        "### tasks": status["tasks"][0],
+        "## advise --json": advice,
+    }.items():
+        assert set(found) == keys_below("json-output.md", heading), heading
+    assert set(told) == set(saved)
 
 
 def test_each_exit_code_is_explained() -> None:

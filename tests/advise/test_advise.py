@@ -18,61 +18,30 @@ from tests.support.sglang_logs import GENERATIONS, LogWriter
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-from pathlib import Path
+
 
 LOGS = ROOT / "tests" / "support" / "logs"
-READY = {  # verbatim
-    "G2": (
-        (
-            "[2025-08-11 17:17:03] max_total_num_tokens=665690, chunked_prefill_size=8192, "
-            "max_prefill_tokens=16384, max_running_requests=4096, context_len=65536, "
-            "available_gpu_mem=13.50 GB"
-        ),
-        "memory-left",
-    ),
-    "G4": (
-        (
-            "[2025-11-11 13:01:09 TP0] max_total_num_tokens=1522816, chunked_prefill_size=1024, "
-            "max_prefill_tokens=2048, max_running_requests=4096, context_len=32768, available_gpu_mem=4.64 GB"
-        ),
-        "memory-tight",
-    ),
-}
 
 
 @pytest.mark.parametrize("guide", GUIDES)
-def test_a_guides_line_is_a_reading(guide: str, tmp_path: Path) -> None:
-    """One line of a guide is read whole, and is no ground for advice."""
+def test_a_guides_line_is_a_sign_if_it_comes_often(guide: str, tmp_path: Path) -> None:
+    """One line is read whole, and is no ground for advice; frequent, it means what the guides say."""
     line, reading = GUIDES[guide]
     found = judged(line, tmp_path)
     assert reading in found.lines()[0]
     assert "A reading, not advice" in found.lines()[0]
     assert changes(found) == {}
+    often = judged(stamped(*[line] * 40), tmp_path)
+    assert set(changes(often)) == ({"conservative"} if guide != "G4" else set())
 
 
-def test_too_short_a_time_never_reads_as_long_enough(tmp_path: Path) -> None:
-    """The time and the least time stand in one sentence."""
-    path = tmp_path / "sglang.log"
-    path.write_text(stamped(*[GUIDES["G4"][0]] * 3))
-    limits = Thresholds(span_s=4.2, samples=2.5)
-    reading = advise(str(path), limits).reading()
-    assert reading.endswith("over 4 s, and advice needs 2.5 over 4.2 s")
-
-
-@pytest.mark.parametrize("guide", GUIDES)
-def test_a_guides_line_again_and_again_is_a_sign(guide: str, tmp_path: Path) -> None:
-    """Frequent, the guides' own examples mean what the guides say: too conservative, or fine."""
-    found = judged(stamped(*[GUIDES[guide][0]] * 40), tmp_path)
-    assert set(changes(found)) == ({"conservative"} if guide != "G4" else set())
-
-
-@pytest.mark.parametrize("guide", READY)
-def test_a_guides_ready_line_is_judged_by_its_memory(guide: str, tmp_path: Path) -> None:
-    """13.50 GB is too much and 4.64 GB too little; without the card's memory the step is the guides'."""
-    line, rule = READY[guide]
-    found = changes(judged(line, tmp_path))
-    assert set(found) == {rule}
-    assert "in steps of 0.01" in found[rule]
+def test_a_guides_ready_line_is_judged_by_its_memory(tmp_path: Path) -> None:
+    """4.64 GB are too little; without the card's memory the step is the guides'."""
+    ready = (
+        "[2025-11-11 13:01:09 TP0] max_total_num_tokens=1522816, chunked_prefill_size=1024, "
+        "max_prefill_tokens=2048, max_running_requests=4096, context_len=32768, available_gpu_mem=4.64 GB"
+    )
+    assert "in steps of 0.01" in changes(judged(ready, tmp_path))["memory-tight"]
 
 
 @pytest.mark.parametrize("guide", RETRACTIONS)
@@ -86,18 +55,16 @@ def test_a_guides_retraction_is_counted(guide: str, tmp_path: Path) -> None:
     assert changes(often) == {"retractions": "--schedule-conservativeness 1.3"}
 
 
-def test_what_retractions_cost_decides() -> None:
+@pytest.mark.parametrize(("most", "change"), [(0.25, ""), (0.15, "--schedule-conservativeness 1.3")])
+def test_what_retractions_cost_decides(most: float, change: str) -> None:
     """Newer releases say how many tokens the retracted requests had in the pool: often is not much."""
     log = LOGS / "real_retractions.log"
     gained = sum(map(int, re.findall(r"#new_tokens_gained: (\d+)", log.read_text())))
-    cost = f"{gained:,} tokens are computed again, 16% of those generated"
-    for most, change in ((0.25, ""), (0.15, "--schedule-conservativeness 1.3")):
-        judgement = advise(str(log), Thresholds(recomputed=most))
-        found = next(advice for advice in judgement.advice if advice.rule == "retractions")
-        assert "9.1 a minute" in found.sign
-        assert cost in found.sign
-        assert found.change == change
-    assert Thresholds().recomputed == 0.25
+    judgement = advise(str(log), Thresholds(recomputed=most))
+    (found,) = (advice for advice in judgement.advice if advice.rule == "retractions")
+    assert "9.1 a minute" in found.sign
+    assert f"{gained:,} tokens are computed again, 16% of those generated" in found.sign
+    assert found.change == change
 
 
 def test_few_samples_are_no_verdict_on_retractions(tmp_path: Path) -> None:
@@ -109,7 +76,7 @@ def test_few_samples_are_no_verdict_on_retractions(tmp_path: Path) -> None:
             log.retract()
     found = judged(log.text(), tmp_path)
     assert "70 retractions" in found.lines()[0]
-    assert [advice.rule for advice in found.advice] == []
+    assert found.advice == []
 
 
 REAL: dict[str, set[str]] = {
@@ -122,17 +89,15 @@ REAL: dict[str, set[str]] = {
 """Thinned out logs of SGLang 0.5.23 on a CPU, each provoked by one wrong setting (benchmarks/advice.py)."""
 
 
-@pytest.mark.parametrize("name", [path.name for path in LOGS.glob("*.log")])
+@pytest.mark.parametrize("name", REAL)
 def test_real_logs(name: str) -> None:
     """What was provoked on the real engine is found in what it wrote, and nothing else."""
     assert set(changes(advise(str(LOGS / name)))) == REAL[name]
 
 
 SIGNS: dict[str, tuple[Callable[[LogWriter], object], set[str]]] = {
-    "healthy": (lambda log: log.decode(40), set()),
     "healthy with its drain": (lambda log: log.decode(40).decode(18, q=0, r=90, u=0.4), set()),
     "healthy, rarely retracting": (lambda log: log.decode(20).retract().decode(40), set()),
-    "empty queue": (lambda log: log.decode(40, q=0, u=0.5), {"queue-empty"}),
     "empty at times": (
         lambda log: [log.decode(2, q=0).decode(3, q=300) for _ in range(8)],
         {"queue-empty"},
@@ -155,67 +120,59 @@ def test_each_generation_shows_the_signs(generation: str, sign: str, tmp_path: P
     assert found.healthy == (not expected)
 
 
-def test_a_flag_that_the_version_lacks_is_not_named(tmp_path: Path) -> None:
-    """A server tells its flags by its arguments: advice uses those names, or says nothing."""
-    load = LogWriter().decode(30, r=400, g=False).text()
-    new = "server_args={'cuda_graph_max_bs_decode': 256, 'enable_metrics': True}\n"
-    none = "server_args={'enable_metrics': True}\n"
-    assert changes(judged(new + load, tmp_path)) == {"cuda-graph": "--cuda-graph-max-bs-decode 512"}
-    assert changes(judged(none + load, tmp_path)) == {}
-
-
-def test_a_log_without_arguments_asks_the_installed_sglang(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            "server_args={'cuda_graph_max_bs_decode': 256, 'enable_metrics': True}\n",
+            {"cuda-graph": "--cuda-graph-max-bs-decode 512"},
+        ),
+        ("server_args={'enable_metrics': True}\n", {}),
+        ("", {"cuda-graph": "--cuda-graph-max-bs 512"}),
+    ],
+    ids=["a newer release", "a release without it", "the installed release"],
+)
+def test_flags_are_those_of_the_version(
+    arguments: str, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What does not tell its flags is given the installed server's, or the warning that they are guessed."""
-    load = LogWriter().decode(30, r=400, g=False).text()
-    assert judged(load, tmp_path).lines()[-1] == f"({CHECK_HELP})"
+    """The arguments in a log tell the flags, else the installed server does; else they are guessed."""
+    text = arguments + LogWriter().decode(30, r=400, g=False).text()
+    guessed = judged(text, tmp_path).lines()[-1] == f"({CHECK_HELP})"
+    assert guessed is (not arguments)
     old = parse_help("  --cuda-graph-max-bs N", "0.5.2")
     monkeypatch.setattr("batchrunner.advise.advise.installed", lambda _: old)
-    assert changes(judged(load, tmp_path)) == {"cuda-graph": "--cuda-graph-max-bs 512"}
-    assert CHECK_HELP not in judged(load, tmp_path).lines()[-1]
+    assert changes(judged(text, tmp_path)) == expected
 
 
-def test_an_advice_is_whole(tmp_path: Path) -> None:
-    """Each piece has its figures, share and span, the exact change, gain, cost and certainty."""
-    (advice,) = judged(LogWriter().started().decode(40, u=0.62).text(), tmp_path).advice[:1]
-    assert "below 0.9 (median 0.62)" in advice.sign
-    assert "in 100% of 40 samples over 78 s" in advice.sign
-    assert advice.args == {"schedule-conservativeness": 0.3}
-    assert advice.change == "--schedule-conservativeness 0.3, or a max_new_tokens nearer to real outputs"
-    assert advice.effect
-    assert advice.tradeoff
-    assert advice.certainty == "medium"
-    assert advice.evidence["conservative_share"] == 1.0
-
-
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
-    """A path that is not there, a directory that is no run, a file that may not be read."""
-    for source, words in [(tmp_path / "no", "no such file"), (tmp_path, "no run.json")]:
-        result = batchrun("advise", source)
+def test_wrong_sources_and_cards_are_said(tmp_path: Path) -> None:
+    """A path that is not there, a directory that is no run, a slip in the name of a card."""
+    path = LogWriter().started().decode(40).write(tmp_path)
+    for source, options, words in [
+        (tmp_path / "no", [], "no such file"),
+        (tmp_path, [], "no run.json"),
+        (path, ["--card", "RTX4090"], "--card RTX4090: not known here; known are H100, H200"),
+    ]:
+        result = batchrun("advise", source, *options)
         assert result.exit_code == 2
         assert words in result.stderr
 
 
-def test_a_card_that_is_not_known_is_said(tmp_path: Path) -> None:
-    """A slip in --card would leave its advice away: one line says which names there are."""
-    path = LogWriter().started(attention_backend="triton").decode(40).write(tmp_path)
-    for name in ("RTX4090", "bogus"):
-        wrong = batchrun("advise", path, "--card", name)
-        assert wrong.exit_code == 2
-        assert f"--card {name}: not known here; known are H100, H200" in wrong.stderr
-    assert "attention-backend" in changes(advise(str(path), card="NVIDIA RTX 6000 Ada Generation"))
-
-
-def test_json_is_for_machines(tmp_path: Path) -> None:
-    """The same as data: what was read, whether it is healthy, each piece of advice with its flags."""
+def test_an_advice_is_whole(tmp_path: Path) -> None:
+    """Each piece has its figures, share and span, the exact change, gain, cost and certainty."""
     path = LogWriter().started().decode(40, u=0.62).write(tmp_path)
     found = json.loads(batchrun("advise", path, "--json").stdout)
-    assert found["healthy"] is False
-    assert found["flags_known"] is True
+    assert (found["healthy"], found["flags_known"]) == (False, True)
     assert found["reading"]["median_queue"] == 317
-    assert found["advice"][0]["rule"] == "conservative"
-    assert found["advice"][0]["args"] == {"schedule-conservativeness": 0.3}
+    advice = found["advice"][0]
+    assert advice["rule"] == "conservative"
+    assert "below 0.9 (median 0.62)" in advice["sign"]
+    assert "in 100% of 40 samples over 78 s" in advice["sign"]
+    assert advice["args"] == {"schedule-conservativeness": 0.3}
+    assert advice["change"] == "--schedule-conservativeness 0.3, or a max_new_tokens nearer to real outputs"
+    assert advice["effect"]
+    assert advice["tradeoff"]
+    assert advice["certainty"] == "medium"
+    assert advice["evidence"]["conservative_share"] == 1.0
 
 
 def test_healthy_is_an_answer(tmp_path: Path) -> None:
@@ -228,11 +185,3 @@ def test_healthy_is_an_answer(tmp_path: Path) -> None:
         ),
         "healthy: available_gpu_mem is 7.20 GB when the server is ready: 5-10 GB is good",
     ]
-
-
-def test_one_sample_is_one_sample(tmp_path: Path) -> None:
-    """A single line of a log is no `1 samples`, and a single retraction no `1 retractions`."""
-    log = LogWriter().started().decode(1, r=10, u=0.5)
-    said = judged(log.text(), tmp_path).lines()[0]
-    assert "1 sample over" in said
-    assert "1 samples" not in said

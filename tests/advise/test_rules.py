@@ -12,7 +12,7 @@ from batchrunner.engines.flags import Flags, installed
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.series import Thresholds
 from tests.conftest import ROOT, require_engine
-from tests.support.advice import changes, cuda_oom, judged
+from tests.support.advice import FLAG_LOGS, QUICK, advice_of, changes, cuda_oom, judged
 from tests.support.sglang_logs import LogWriter
 
 if TYPE_CHECKING:
@@ -42,17 +42,9 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         .say("Prefill out of memory. Try to lower your batch size."),
         {"oom-prefill": "--chunked-prefill-size 4096"},
     ),
-    "prefill, the second time": (
-        LogWriter().started(chunk=4096).decode(9).prefill(2).say(cuda_oom("forward_extend")),
-        {"oom-prefill": "--chunked-prefill-size 2048"},
-    ),
     "prefill, at the last chunk": (
         LogWriter().started(chunk=2048).decode(9).prefill(2).say(cuda_oom("forward_extend")),
         {"oom-prefill": "--mem-fraction-static 0.8"},
-    ),
-    "decode, SGLang's line": (
-        LogWriter().started().decode(9, r=400).say("Decode out of memory. Try to lower your batch size."),
-        {"oom-decode": "--max-running-requests 300"},
     ),
     "decode, torch's": (
         LogWriter().started().decode(9, r=400).say(cuda_oom("forward_decode")),
@@ -73,11 +65,6 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().say("server_args=ServerArgs(model_path='/m', tp_size=2, mem_fraction_static=0.83)")
         .say("Load weight begin. avail mem=23.10 GB").say(cuda_oom("__init__")),
         {"oom-weights": "--tp-size 4, or a quantised model"},
-    ),
-    "weights that are quantised": (
-        LogWriter().say("server_args={'model_path': '/m', 'tp_size': 1, 'quantization': 'fp8'}")
-        .say("Load weight begin. avail mem=23.10 GB").say(cuda_oom("__init__")),
-        {"oom-weights": "--tp-size 2"},
     ),
     "weights on a CPU": (
         LogWriter().say("server_args={'model_path': '/m', 'tp_size': 1, 'device': 'cpu'}")
@@ -134,10 +121,6 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().started(gpu_gb=4.64),
         {"memory-tight": "--mem-fraction-static 0.8 (from 0.83: 2.4 GB of 78 less for the KV pool)"},
     ),
-    "memory tight, on a small card": (
-        LogWriter().started(gpu_gb=2.0, card_gb=22),
-        {"memory-tight": "--mem-fraction-static 0.75 (from 0.83: 1.8 GB of 22 less for the KV pool)"},
-    ),
     "memory tight, on a tiny card": (
         LogWriter().started(gpu_gb=0.6, card_gb=5, weights_gb=1),
         {"memory-tight": "--mem-fraction-static 0.78 (from 0.83: 0.2 GB of 5 less for the KV pool)"},
@@ -146,7 +129,6 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     "memory tight, and it is the weights": (
         LogWriter().started(gpu_gb=0.5, card_gb=22, weights_gb=17.5), {},
     ),
-    "memory for a large chunk": (LogWriter().started(gpu_gb=20, card_gb=178, chunk=16384), {}),
     "graphs too small": (
         LogWriter().started().decode(30, r=400, g=False),
         {"cuda-graph": "--cuda-graph-max-bs 512"},
@@ -166,15 +148,6 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().started(most=64).decode(30, r=64, u=0.3),
         {"running-capped": "--max-running-requests 192"},
     ),
-    "few places, one of which is being filled": (
-        LogWriter().started(most=8).decode(20, r=7, u=0.3).decode(10, r=6, u=0.3),
-        {"running-capped": "--max-running-requests 24"},
-    ),
-    "capped, and no ready line": (
-        LogWriter().say("server_args={'max_running_requests': 8, 'schedule_conservativeness': 1.0}")
-        .decode(30, r=8, u=0.6),
-        {"running-capped": "--max-running-requests 9"},
-    ),
     "at the cap, and the pool is full in waves": (
         LogWriter().started(most=64).decode(12, r=64, u=0.6).decode(18, r=64, u=0.97), {},
     ),
@@ -187,17 +160,9 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         .decode(30, r=100, u=0.5).prefill(new=1024),
         {"conservative": "a max_new_tokens nearer to real outputs"},
     ),
-    "as bold as can be": (
-        LogWriter().started(schedule_conservativeness=0).decode(30, u=0.5),
-        {"conservative": "a max_new_tokens nearer to real outputs"},
-    ),
     "retracting under DP attention": (
         _retracting(LogWriter().started(attn_dp_size=8, schedule_conservativeness=0.9)),
         {"retractions": "--schedule-conservativeness 3.9"},
-    ),
-    "retracting, more conservative": (
-        _retracting(LogWriter().started(schedule_conservativeness=1.3)),
-        {"retractions": "--schedule-conservativeness 1.43"},
     ),
     "retracting, as conservative as can be": (
         _retracting(LogWriter().started(schedule_conservativeness=1.43)),
@@ -208,10 +173,6 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         {"running-low": "--chunked-prefill-size 16384 --mem-fraction-static 0.7",
          "conservative": "a max_new_tokens nearer to real outputs"},
     ),
-    "long prompts": (
-        LogWriter().started(gpu_gb=9.9, chunk=1024).decode(30).prefill(30, n=1, new=1024, hit=1500),
-        {"long-prompts": "--chunked-prefill-size 2048"},
-    ),
     "long prompts in small chunks": (
         LogWriter().started(chunk=1024).decode(30).prefill(60, n=1, new=1024),
         {"prefill-full": "--chunked-prefill-size 2048"},
@@ -219,12 +180,6 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     "short prompts that fill small chunks": (
         LogWriter().started(chunk=512).decode(30).mixed_prefill(30, n=1, new=512),
         {"prefill-full": "--chunked-prefill-size 1024"},
-    ),
-    "short prompts that fill chunks as large as they should be": (
-        LogWriter().started(chunk=4096).decode(30).mixed_prefill(30, n=8, new=4096), {},
-    ),
-    "long prompts, and the largest chunk": (
-        LogWriter().started(chunk=16384).decode(30).prefill(30, n=1, new=16384), {},
     ),
     "long prompts, and no room but the weights'": (
         LogWriter().started(weights_gb=60).decode(30).prefill(30, n=1, new=8192), {},
@@ -236,10 +191,6 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     "prefixes, other clients": (
         LogWriter().started().decode(30, q=100).prefill(30, new=3000, hit=1000),
         {"shared-prefixes": "--schedule-policy lpm"},
-    ),
-    "prefixes, a long queue": (
-        LogWriter().started(schedule_policy="lpm").decode(30, q=400).prefill(30, new=3000, hit=1000),
-        {"shared-prefixes": "send requests that begin alike one after another, as batchrun does"},
     ),
     "prefixes that fall out": (
         LogWriter().started().decode(30, q=400).prefill(30, n=2, new=3000, hit=1000),
@@ -292,25 +243,10 @@ TOGETHER: dict[str, tuple[LogWriter, set[str]]] = {
         {"oom-decode"},
     ),
     "slow at the cap": (LogWriter().started(most=128).decode(30, r=128, u=0.5, p=500), {"running-capped"}),
-    "at the cap, or just below where rows have ended": (
-        LogWriter().started(most=32).decode(30, r=32, q=9, u=0.3).decode(20, r=29, q=9, u=0.3),
-        {"running-capped"},
-    ),
-    "tight, and graphs too small": (
-        LogWriter().started(gpu_gb=3).decode(30, r=400, g=False), {"memory-tight"},
-    ),
-    "prefill ran out of one of two GPUs, where one would do": (
-        LogWriter().started(tp_size=2, weights_gb=3).decode(30, r=8)
-        .say("Prefill out of memory. Try to lower your batch size."),
-        {"oom-prefill"},
-    ),
     "the host's memory ran out, and would hold prefixes": (
         LogWriter().started().decode(30).prefill(60, n=2, new=3000, hit=1500)
         .say("Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering SIGQUIT for cleanup..."),
         {"killed", "shared-prefixes"},
-    ),
-    "retracting, with long prompts": (
-        _retracting(LogWriter().started(chunk=4096)).prefill(30, n=1, new=4096), {"retractions"},
     ),
     "experts that fit one GPU": (
         _of_model(LogWriter().started(tp_size=4, weights_gb=8), "Qwen3MoeForCausalLM").decode(30),
@@ -340,83 +276,48 @@ def test_no_flag_is_given_two_values(first: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "arguments", "expected"),
+    ("card", "model", "arguments", "expected"),
     [
-        ("NVIDIA H100 80GB HBM3", {}, {"fp8-weights", "fp8-cache"}),
-        ("A100-SXM4-80GB", {"attention_backend": "triton"}, {"attention-backend"}),
-        ("NVIDIA B200", {"attention_backend": "flashinfer", "quantization": "fp8"},
+        ("NVIDIA H100 80GB HBM3", "Llama", {}, {"fp8-weights", "fp8-cache"}),
+        ("H100", "LlamaForCausalLM, quant=fp8, fmt=e4m3", {}, {"fp8-cache"}),
+        ("H200", "Llama", {"quantization": "fp8", "kv_cache_dtype": "fp8_e5m2"}, set()),
+        ("A100", "Llama", {"attention_backend": "triton"}, {"attention-backend"}),
+        ("NVIDIA B200", "Llama", {"attention_backend": "flashinfer", "quantization": "fp8"},
          {"attention-backend", "fp8-cache"}),
-        ("L40S", {"attention_backend": "flashinfer", "kv_cache_dtype": "fp8_e4m3", "quantization": "fp8"},
-         set()),
-        ("B200", {"quantization": "fp8", "kv_cache_dtype": "nvfp4"}, set()),
-        ("H200", {"quantization": "fp8", "kv_cache_dtype": "bfloat16"}, {"fp8-cache"}),
-        ("H200", {"attention_backend": "flashinfer", "quantization": "fp8", "kv_cache_dtype": "fp8_e5m2"},
-         {"attention-backend"}),
+        ("L40S", "DeepseekV2ForCausalLM", {"attention_backend": "triton", "quantization": "fp8"},
+         {"fp8-cache"}),
+        ("A100", "GptOssForCausalLM", {"attention_backend": "triton"}, set()),
     ],
 )  # fmt: skip
-def test_the_card_decides(card: str, arguments: dict[str, Any], expected: set[str], tmp_path: Path) -> None:
-    """Precision and kernels are advised by the card's generation, and only where that is known."""
-    text = LogWriter().started(**arguments).decode(30).text()
+def test_the_card_and_the_model_decide(
+    card: str, model: str, arguments: dict[str, Any], expected: set[str], tmp_path: Path
+) -> None:
+    """Precision and kernels are advised by the card's generation, but where SGLang chooses itself."""
+    text = _of_model(LogWriter().started(**arguments).decode(30), model).text()
     assert set(changes(judged(text, tmp_path, card=card))) == expected
     assert set(changes(judged(text, tmp_path))) == set()
 
 
-FP8_BOTH = "--kv-cache-dtype fp8_e4m3 or --quantization fp8, with a lower --mem-fraction-static"
-
-
-@pytest.mark.parametrize("died", ["Prefill out", "Decode out", "Out"])
 @pytest.mark.parametrize(
     ("card", "arguments", "beside"),
     [
-        ("NVIDIA H100 80GB HBM3", {}, FP8_BOTH),
-        ("L40S", {}, FP8_BOTH),
-        ("NVIDIA B200", {}, FP8_BOTH),
-        ("H200", {"quantization": "fp8"}, "--kv-cache-dtype fp8_e4m3, with a lower --mem-fraction-static"),
+        ("L40S", {}, "--kv-cache-dtype fp8_e4m3 or --quantization fp8, with a lower --mem-fraction-static"),
         ("H200", {"kv_cache_dtype": "fp8_e5m2"}, "--quantization fp8, with a lower --mem-fraction-static"),
-        ("H200", {"kv_cache_dtype": "fp8_e5m2", "quantization": "fp8"}, None),
         ("A100-SXM4-80GB", {}, "a model quantised to int8 or AWQ, with a lower --mem-fraction-static"),
-        ("A100-SXM4-80GB", {"quantization": "awq"}, None),
-        ("Tesla V100", {}, None),
+        ("A100-SXM4-80GB", {"quantization": "awq"}, ""),
     ],
 )
+@pytest.mark.parametrize("died", ["Prefill out", "Decode out", "Out"])
 def test_smaller_numbers_are_named(
-    card: str, arguments: dict[str, Any], beside: str | None, died: str, tmp_path: Path
+    card: str, arguments: dict[str, Any], beside: str, died: str, tmp_path: Path
 ) -> None:
     """Who ran out of memory hears of the smaller numbers that the card has, beside the flag of the guides."""
-    log = LogWriter().started(**arguments).decode(9)
-    situation = judged(log.say(f"{died} of memory. Try to lower your batch size.").text(), tmp_path).situation
-    situation.facts.card = card
-    (change,) = (a.change for a in apply_all(situation, Flags()) if a.rule.startswith("oom-"))
+    log = LogWriter().started(**arguments).decode(9).say(f"{died} of memory. Try to lower your batch size.")
+    found = changes(judged(log.text(), tmp_path, card=card))
+    (change,) = (change for rule, change in found.items() if rule.startswith("oom-"))
     first, _, rest = change.partition(", or ")
     assert first.startswith("--")
-    assert rest == (beside or "")
-
-
-@pytest.mark.parametrize(
-    ("card", "model", "expected"),
-    [
-        ("A100", "GptOssForCausalLM", set()),
-        ("H100", "GptOssForCausalLM", set()),
-        ("L40S", "DeepseekV2ForCausalLM", set()),
-        ("H100", "DeepseekV2ForCausalLM", {"attention-backend"}),
-        ("A100", "Qwen2ForCausalLM", {"attention-backend"}),
-    ],
-)
-def test_a_model_may_need_its_backend(card: str, model: str, expected: set[str], tmp_path: Path) -> None:
-    """Some models get triton from SGLang itself: another backend may be refused."""
-    log = _of_model(LogWriter().started(attention_backend="triton", quantization="fp8"), model)
-    found = judged(log.text(), tmp_path, card=card)
-    assert set(changes(found)) == expected
-    assert {advice.certainty for advice in found.advice if advice.change} <= {"low"}
-
-
-@pytest.mark.parametrize("told", ["quant=fp8, fmt=e4m3, ", "quant=awq, bits=4, ", "dtype=torch.float16, "])
-def test_weights_may_be_quantised_already(told: str, tmp_path: Path) -> None:
-    """A checkpoint is quantised by its own config.json: the log says so, or is too old to say."""
-    log = LogWriter().started().decode(30)
-    plain, other = log.text(), log.text().replace("LlamaForCausalLM, ", f"LlamaForCausalLM, {told}")
-    assert set(changes(judged(plain, tmp_path, card="H100"))) == {"fp8-weights", "fp8-cache"}
-    assert set(changes(judged(other, tmp_path, card="H100"))) == {"fp8-cache"}
+    assert rest == beside
 
 
 def test_a_small_model_at_small_batches_is_compiled(tmp_path: Path) -> None:
@@ -425,6 +326,116 @@ def test_a_small_model_at_small_batches_is_compiled(tmp_path: Path) -> None:
     few, many = LogWriter().decode(30, r=8).text(), LogWriter().decode(30, r=233).text()
     assert set(changes(judged(small + few, tmp_path))) == {"torch-compile"}
     assert set(changes(judged(small + many, tmp_path))) == set()
+
+
+def named(log: LogWriter, config: dict[str, Any] | None = None, **client: Any) -> dict[str, dict[str, Any]]:
+    """Return the flags that each rule names to a run with this log, whose model has this config.json."""
+    reader = LogReader(QUICK)
+    for line in log.lines:
+        reader.take(line)
+    reader.facts.config = config or {}
+    return {advice.rule: advice.args for advice in advice_of(reader, **client)}
+
+
+@pytest.mark.parametrize(
+    ("interval", "running", "output", "found"),
+    [(64, 20, 20, True), (64, 63, 20, False), (64, 20, 2000, False), (0, 20, 20, False)],
+    ids=["places are empty", "all are taken", "long outputs", "no interval"],
+)
+def test_prefill_that_is_too_rare(interval: int, running: int, output: int, *, found: bool) -> None:
+    """Places stand empty while requests wait and the pool has room; no bolder scheduler is advised for it."""
+    log = LogWriter().started(most=64, prefill_decode_interval=interval)
+    for _ in range(30):
+        log.prefill(1, n=20, new=500).decode(2, r=running, u=0.3)
+    rules = named(log, outputs=600, output_tokens=600 * output)
+    assert rules.get("prefill-seldom") == ({"prefill-decode-interval": 6} if found else None)
+    assert not (found and "conservative" in rules)
+
+
+@pytest.mark.parametrize(
+    ("mixed", "passes", "tokens", "found"),
+    [(False, 20, 100, True), (False, 1, 100, False), (False, 20, 3000, False), (True, 20, 100, False)],
+    ids=["many small passes", "few", "large ones", "on already"],
+)
+def test_passes_that_do_not_mix(passes: int, tokens: int, *, mixed: bool, found: bool) -> None:
+    """Where times are not known, passes are counted: those of few tokens are as long as a decode step."""
+    log = LogWriter().started(
+        most=64, decode_log_interval=10, enable_mixed_chunk=mixed, prefill_decode_interval=0
+    )
+    for _ in range(30):
+        log.prefill(passes, n=2, new=tokens).decode(1, r=62, u=0.5)
+    rules = named(log, outputs=600, output_tokens=600 * 4)
+    assert bool(rules.keys() & {"mixed-chunk", "small-prefills"}) is found
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "vocab_size": 2048,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+"""A token of its KV pool takes 2 · 2 · 2 · 16 numbers of 4 bytes: 512 bytes."""
+
+
+def on_cpu(free_gb: float = 8.0, device: str = "cpu") -> LogWriter:
+    """Return the log of a server whose KV pool has 2,000 tokens for at most 128 requests."""
+    log = LogWriter().started(device=device, most=128, max_total_tokens=2000)
+    ready = log.lines[-1].replace("max_total_num_tokens=450000", "max_total_num_tokens=2000")
+    log.lines[-1] = ready.replace("available_gpu_mem=7.20", f"available_cpu_mem={free_gb}")
+    return log
+
+
+@pytest.mark.parametrize(
+    ("log", "reserved", "config", "pool"),
+    [
+        (on_cpu().decode(30, r=32, u=0.95), False, LLAMA, 8000),
+        (on_cpu().decode(30, r=8, u=0.95), False, LLAMA, 16_000),
+        (on_cpu(free_gb=0.01).decode(30, r=8, u=0.95), False, LLAMA, 2000 + int(0.01 * 2**30 / 4 / 512)),
+        (on_cpu().decode(30, r=8, u=0.95), False, {}, 4000),
+        (on_cpu().prefill(9, n=1, new=24).decode(30, r=32, u=0.64), True, LLAMA, 8000),
+        (on_cpu().decode(30, r=32, u=0.64), False, LLAMA, None),
+        (on_cpu().prefill(9, n=1, new=24).decode(30, r=8, u=0.26), True, LLAMA, None),
+        (on_cpu().decode(30, r=32, u=0.95, q=0), False, LLAMA, None),
+        (on_cpu().decode(30, r=127, u=0.95), False, LLAMA, None),
+        (on_cpu(free_gb=0.0001).decode(30, r=32, u=0.95), False, LLAMA, None),
+        (on_cpu(device="cuda").decode(30, r=32, u=0.95), False, LLAMA, None),
+    ],
+    ids=[
+        "for all places", "eight times at most", "for the memory", "of an unknown model",
+        "reserved in full", "not full", "not reserved", "nothing waits", "all places taken", "no memory",
+        "a GPU",
+    ],
+)  # fmt: skip
+def test_a_small_pool_is_made_larger(
+    log: LogWriter, config: dict[str, Any], pool: int | None, *, reserved: bool
+) -> None:
+    """By places that are empty, memory that is free, and at most eight times at once."""
+    found = named(log, config, ignore_eos=reserved, outputs=600, output_tokens=600 * 60)
+    assert found.get("pool-small", {}).get("max-total-tokens") == pool
+
+
+SHORT = {"outputs": 600, "output_tokens": 24_000}
+
+
+@pytest.mark.parametrize(
+    ("rule", "log", "client", "change"),
+    [
+        ("cache-off", "radix_off", {"possible_share": 0.8}, {"disable-radix-cache": None}),
+        ("cache-off", "radix_off", {"possible_share": 0.05}, None),
+        ("cache-off", "radix_off", {}, None),
+        ("order-of-server", "policy_random", {"possible_share": 0.9}, {"schedule-policy": "fcfs"}),
+        ("order-of-server", "policy_random", {"possible_share": 0.7}, None),
+        ("pages-large", "page_size", {"ignore_eos": True, **SHORT}, {"page-size": 1}),
+        ("pages-large", "page_size", {"ignore_eos": True, "outputs": 6, "output_tokens": 6000}, None),
+        ("pages-large", "page_size", SHORT, None),
+        ("small-prefills", "small_chunk", {}, {"chunked-prefill-size": 512}),
+    ],
+)  # fmt: skip
+def test_a_bad_flag_of_the_real_engine_is_named_first(
+    rule: str, log: str, client: dict[str, Any], change: dict[str, Any] | None
+) -> None:
+    """In its own log: not where nothing is shared, the cache has nearly all, or outputs are long."""
+    found = advice_of(LogReader(QUICK).read(FLAG_LOGS / f"{log}.log"), **client)
+    assert (found[0].args if change else [a.rule for a in found].count(rule)) == (change or 0)
 
 
 @pytest.mark.engine

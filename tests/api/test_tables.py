@@ -31,11 +31,6 @@ if TYPE_CHECKING:
 NAMES = pa.table({"id": [1, 2, 3], "name": ["Ada", "Bob", "Cyd"]})
 
 
-def prompts_of(server: FakeSGLang) -> list[str]:
-    """Return the prompts that a server got, sorted."""
-    return sorted(sent.prompt for sent in server.sent)
-
-
 class HubDataset:
     """A data set with the methods of `datasets.Dataset`."""
 
@@ -61,15 +56,12 @@ FORMS: dict[str, Callable[[Path], Any]] = {
     "table": lambda _: NAMES,
     "record batch": lambda _: NAMES.to_batches()[0],
     "reader": lambda _: NAMES.to_reader(max_chunksize=2),
-    "data set": lambda _: pads.dataset(NAMES),
     "data set of files": lambda path: pads.dataset(saved(path)),
     "relation of duckdb": lambda path: duckdb.sql(f"from '{saved(path)}/*.parquet'"),
     "data set of Hugging Face": lambda _: HubDataset(),
     "mappings": lambda _: NAMES.to_pylist(),
     "iterator": lambda _: iter(NAMES.to_pylist()),
-    "mappings in a tuple": lambda _: tuple(NAMES.to_pylist()),
     "directory": saved,
-    "directory as text": lambda path: str(saved(path)),
     "glob": lambda path: f"{saved(path)}/*.parquet",
     "paths": lambda path: [saved(path) / "a.parquet", path / "in" / "b.parquet"],
 }
@@ -78,11 +70,11 @@ FORMS: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_of_any_form(form: str, tmp_path: Path, server: FakeSGLang) -> None:
     """The same rows give the same requests and the same table, whatever they came as."""
-    table = batchrunner.generate(
-        FORMS[form](tmp_path), prompt={"text": "Hello {{ name }}"}, engine=server.url, columns=["id", "name"]
-    )
-    assert isinstance(table, pa.Table)
-    assert prompts_of(server) == ["Hello Ada", "Hello Bob", "Hello Cyd"]
+    rows = FORMS[form](tmp_path)
+    options: dict[str, Any] = {"columns": ["id", "name"], "sampling": {"top_k": 1}}
+    table = batchrunner.generate(rows, prompt="Hello {{ name }}", engine=server.url, **options)
+    assert server.sent[0].body["top_k"] == 1
+    assert sorted(server.prompts) == ["Hello Ada", "Hello Bob", "Hello Cyd"]
     assert table.select(["id", "name"]).cast(NAMES.schema).equals(NAMES)
     assert table.column("row").to_pylist() == [0, 1, 2]
     assert table.column("error").null_count == 3
@@ -90,10 +82,8 @@ def test_rows_of_any_form(form: str, tmp_path: Path, server: FakeSGLang) -> None
 
 TEXTS: dict[str, Callable[[], Any]] = {
     "list": lambda: ["a cat", "a dog"],
-    "generator": lambda: (text for text in ["a cat", "a dog"]),
     "numpy": lambda: np.array(["a cat", "a dog"]),
     "arrow": lambda: pa.array(["a cat", "a dog"]),
-    "chunked": lambda: pa.chunked_array([["a cat"], ["a dog"]]),
     "one text column": lambda: pa.table({"n": [1, 2], 'odd "name" \\': ["a cat", "a dog"]}),
     "a column called row": lambda: pa.table({"row": ["a cat", "a dog"]}),
     "a dictionary": lambda: pa.table({"word": pa.array(["a cat", "a dog"]).dictionary_encode()}),
@@ -112,86 +102,49 @@ def test_texts_need_no_prompt(form: str, server: FakeSGLang) -> None:
     assert table.num_rows == 2
 
 
-def test_texts_are_a_column() -> None:
-    """A template and the results can use the texts under the name `text`."""
-    table = batchrunner.generate(["a", None], prompt="Say {{ text }}", engine=INSTANT, columns=["text"])
-    assert table.column("text").to_pylist() == ["a", None]
-
-
 def test_a_text_that_is_missing_is_a_failed_row() -> None:
-    """A bad row does not keep the others from their answers."""
-    table = batchrunner.generate(["a", None], prompt={"text": "text"}, engine=INSTANT)
+    """A bad row does not keep the others from their answers; the texts are a column `text`."""
+    table = batchrunner.generate(["a", None], prompt={"text": "text"}, engine=INSTANT, columns=["text"])
+    assert table.column("text").to_pylist() == ["a", None]
     first, second = table.column("error").to_pylist()
     assert first is None
     assert "null" in second
 
 
-@pytest.mark.parametrize(
-    ("rows", "told"),
-    [
-        (pa.table({"id": [1]}), "0 text columns and not 1 (columns: id (int64))"),
-        (pa.table({"a": ["x"], "b": ["y"]}), "2 text columns and not 1 (columns: a (string), b (string))"),
-        ([{"a": "x", "b": "y"}], "columns: a (string), b (string)"),
-    ],
-)
-def test_which_column_is_the_prompt(rows: Any, told: str) -> None:
-    """Where the prompt cannot be guessed, the error lists the columns."""
-    with pytest.raises(InputError, match=re.escape(told)):
-        batchrunner.generate(rows, engine=INSTANT)
-
-
-@pytest.mark.parametrize("rows", [[], iter([]), pa.table({"t": pa.array([], pa.string())}), HubDataset])
-def test_nothing_gives_an_empty_table(rows: Any) -> None:
-    """A pipeline's empty batch has the columns of any other."""
-    if rows is HubDataset:
-        rows = HubDataset()
-        rows.iter = lambda batch_size: iter([])
-    empty = batchrunner.generate(rows, engine=INSTANT)
-    full = batchrunner.generate(["a"], engine=INSTANT)
-    assert empty.num_rows == 0
-    assert empty.schema.equals(full.schema)
-
-
-def test_chunks_of_other_types(server: FakeSGLang) -> None:
+def test_chunks_of_other_types() -> None:
     """Columns and types that come later in an iterator are those of all rows, as in a list."""
 
     def rows() -> Iterator[dict[str, Any]]:
         for number in range(3000):
             row: dict[str, Any] = {"i": number if number < 2000 else number + 0.5, "null_first": None}
-            if number >= 2500:
-                row |= {"late": str(number), "null_first": "x"}
-            yield row
+            yield row | ({"late": str(number), "null_first": "x"} if number >= 2500 else {})
 
-    options: dict[str, Any] = {
-        "prompt": {"text": "{{ i }}"},
-        "engine": INSTANT,
-        "columns": ["i", "late", "null_first"],
-    }
-    streamed, listed = (batchrunner.generate(given, **options) for given in (rows(), list(rows())))
-    assert streamed.select(options["columns"]).equals(listed.select(options["columns"]))
+    columns = ["i", "late", "null_first"]
+    streamed, listed = (
+        batchrunner.generate(given, prompt={"text": "{{ i }}"}, engine=INSTANT, columns=columns)
+        for given in (rows(), list(rows()))
+    )
+    assert streamed.select(columns).equals(listed.select(columns))
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("rows", "told"),
     [
-        (lambda: batchrunner.generate([7], engine=INSTANT), "a row of type int: row 0"),
-        (lambda: batchrunner.generate(["a", b"b"], engine=INSTANT), "a row of type bytes: row 1"),
-        (lambda: batchrunner.generate([{"text": 10**30}], engine=INSTANT), "column 'text', rows 0 to 0: "),
-        (lambda: batchrunner.generate([{1: "a"}], engine=INSTANT), "a column has the name 1: give a text"),
-        (lambda: batchrunner.generate({"text": ["a"]}, engine=INSTANT), "got dict"),
-        (lambda: batchrunner.generate("Tell me a joke", engine=INSTANT), "give texts as a list"),
-        (lambda: batchrunner.generate("x" * 5000, engine=INSTANT), "give texts as a list"),
-        (lambda: batchrunner.generate(Path("/no/such.parquet"), prompt="x", engine=INSTANT), "no such file"),
-        (
-            lambda: batchrunner.generate(["a"], engine=INSTANT, columns="text"),
-            "input.columns: should be a valid list",
-        ),
+        (["a", b"b"], "a row of type bytes: row 1"),
+        ([{"text": 10**30}], "column 'text', rows 0 to 0: "),
+        ([{1: "a"}], "a column has the name 1: give a text"),
+        ({"text": ["a"]}, "got dict"),
+        ([{}, {}], "2 rows without a column"),
+        ("x" * 5000, "give texts as a list"),
+        (Path("/no/such.parquet"), "no such file"),
+        (pa.table({"id": [1]}), "0 text columns and not 1 (columns: id (int64))"),
+        ([{"a": "x", "b": "y"}], "2 text columns and not 1 (columns: a (string), b (string))"),
     ],
 )
-def test_wrong_rows_are_explained(call: Callable[[], object], told: str) -> None:
-    """Rows that cannot be a table are one clear line, which says where and what."""
+def test_wrong_rows_are_explained(rows: Any, told: str) -> None:
+    """Rows that cannot be a table, or in which no prompt can be told, are one clear line."""
     with pytest.raises(BatchrunError, match=re.escape(told)) as caught:
-        call()
+        batchrunner.generate(rows, engine=INSTANT)
     assert len(str(caught.value).splitlines()) == 1
     assert len(str(caught.value)) < 500
     assert caught.value.exit_code == 2
@@ -223,12 +176,10 @@ def test_an_iterator_is_not_kept_in_memory() -> None:
 
 def test_a_column_that_is_given_twice() -> None:
     """It cannot be used, and does not matter where it is not."""
-    table = pa.Table.from_arrays(
-        [pa.array(["a"]), pa.array(["b"]), pa.array([1])], names=["text", "text", "n"]
-    )
-    for call in ({"prompt": "{{ text }}"}, {"prompt": "{{ n }}", "columns": ["text"]}):
-        with pytest.raises(batchrunner.InputError, match="has 2 columns 'text'"):
-            batchrunner.generate(table, engine="simulated", **call)
+    arrays = [pa.array(["a"]), pa.array(["b"]), pa.array([1])]
+    table = pa.Table.from_arrays(arrays, names=["text", "text", "n"])
+    with pytest.raises(InputError, match="has 2 columns 'text'"):
+        batchrunner.generate(table, engine="simulated", prompt="{{ text }}")
     assert batchrunner.generate(table, prompt="{{ n }}", engine="simulated").num_rows == 1
 
 
@@ -241,22 +192,6 @@ def test_values_without_a_common_type_are_json_text() -> None:
     assert found == ["1"] * 2048 + ["x", '{"b":[null]}']
     months = pa.table({"m": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
     assert batchrunner.generate(months, prompt="{{ m }}", engine=INSTANT).num_rows == 1
-
-
-@pytest.mark.parametrize(
-    ("call", "told"),
-    [
-        (lambda: batchrunner.generate([["a"]], prompt="x", engine=INSTANT), "a row of type list"),
-        (lambda: batchrunner.generate([{}, {}], prompt="x", engine=INSTANT), "2 rows without a column"),
-        (lambda: batchrunner.generate(7, prompt="x", engine=INSTANT), "got int"),
-        (lambda: batchrunner.generate([{"a": 1}], prompt="x", engine=None), "engine: give an open engine"),
-        (lambda: batchrunner.generate([{"a": 1}], prompt="x"), "engine: give an open engine"),
-    ],
-)
-def test_wrong_arguments_are_explained(call: Callable[[], object], told: str) -> None:
-    """A caller's slip is an error of ours in one line, and not an AttributeError from within."""
-    with pytest.raises(BatchrunError, match=re.escape(told)):
-        call()
 
 
 @examples(10)
@@ -279,17 +214,6 @@ def test_generate_is_in_input_order(fates: list[Behaviour], window: int) -> None
     assert [text is None for text in table.column("error").to_pylist()] == [f == "answer" for f in fates]
 
 
-def test_generate_takes_mappings(server: FakeSGLang) -> None:
-    """Rows may come as any iterable of mappings, and a prompt as one user template."""
-    rows = ({"name": name} for name in ("Ada", "Bob"))
-    table = batchrunner.generate(
-        rows, prompt="Hello {{ name }}", engine=server.url, columns=["name"], sampling={"top_k": 1}
-    )
-    assert table.column("output").to_pylist() == ["answer 0 to Hello Ada", "answer 0 to Hello Bob"]
-    assert table.column("name").to_pylist() == ["Ada", "Bob"]
-    assert server.sent[0].body["top_k"] == 1
-
-
 def test_generate_takes_tables_of_others() -> None:
     """Any table that speaks Arrow's interface will do, as those of pandas and polars do."""
 
@@ -302,14 +226,6 @@ def test_generate_takes_tables_of_others() -> None:
 
     table = batchrunner.generate(Foreign(pa.table({"name": ["Ada"]})), prompt="{{ name }}", engine=INSTANT)
     assert table.num_rows == 1
-
-
-def test_generate_takes_rows_of_different_keys() -> None:
-    """A row may have keys that the first one has not; those that are missing are null."""
-    rows: list[dict[str, object]] = [{"text": "a"}, {"text": "b", "x": 1}, {"x": 2}]
-    table = batchrunner.generate(rows, prompt="{{ text or x }}", engine=INSTANT, columns=["text", "x"])
-    assert table.column("text").to_pylist() == ["a", "b", None]
-    assert table.column("x").to_pylist() == [None, 1, 2]
 
 
 def test_generate_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,16 +242,32 @@ def test_generate_is_never_half_a_table(server: FakeSGLang) -> None:
         batchrunner.generate([{"a": i} for i in range(2000)], prompt="{{ a }}", engine=server.url)
 
 
+NOTHING = pa.table({"id": pa.array([], pa.int64()), "text": pa.array([], pa.string())})
+
+
 def test_a_table_without_rows(server: FakeSGLang) -> None:
     """A pipeline's empty batch gives an empty table with the columns of any other; nothing is sent."""
-    rows = pa.table({"id": pa.array([], pa.int64()), "text": pa.array([], pa.string())})
-    options: dict[str, Any] = {"prompt": "{{ text }}", "engine": server.url, "columns": ["id"]}
-    empty = batchrunner.generate(rows, **options)
+    parse = {"python": lambda text: {"size": len(text)}, "columns": {"size": "int32"}}
+    options: dict[str, Any] = {"prompt": "{{ text }}", "engine": server.url, "parse": parse}
+    empty = batchrunner.generate(NOTHING, columns=["id"], **options)
     assert (empty.num_rows, server.sent) == (0, [])
-    full = batchrunner.generate(pa.table({"id": [1], "text": ["a"]}), **options)
+    full = batchrunner.generate(pa.table({"id": [1], "text": ["a"]}), columns=["id"], **options)
     assert empty.schema.equals(full.schema)
-    with pytest.raises(BatchrunError, match="unknown column 'txt'"):
-        batchrunner.generate(rows, prompt="{{ txt }}", engine=server.url)
+    assert batchrunner.generate([], **options).num_rows == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"prompt": "{{ txt }}"}, "unknown column 'txt'"),
+        ({"check": {"expression": "score > 1"}}, "unknown column 'score'"),
+        ({"check": {"json": {"type": "strin"}}}, "not a JSON Schema"),
+    ],
+)
+def test_mistakes_are_found_without_rows(options: dict[str, Any], told: str) -> None:
+    """What is wrong with a job does not wait for the first rows."""
+    with pytest.raises(JobError, match=told):
+        batchrunner.generate(NOTHING, engine="simulated", **options)
 
 
 # --- functions of the program ---
@@ -355,25 +287,6 @@ def test_the_library_takes_functions(server: FakeSGLang) -> None:
     assert table.column("size").to_pylist() == [len(text) for text in table.column("output").to_pylist()]
     assert table.schema.field("size").type == pa.int32()
     assert children_of(os.getpid()) <= before
-
-
-def test_no_rows_have_the_same_columns(server: FakeSGLang) -> None:
-    """A pipeline may have nothing to do."""
-    found = batchrunner.generate(
-        pa.table({"text": pa.array([], pa.string())}),
-        parse={"python": len, "columns": {"size": "int32"}},
-        engine=server.url,
-    )
-    assert found.schema.names[-1] == "size"
-
-
-def test_checks_of_no_rows_are_checked() -> None:
-    """What is wrong with a check does not wait for the first rows."""
-    nothing = pa.table({"text": pa.array([], pa.string())})
-    wrong: tuple[dict[str, Any], ...] = {"expression": "score > 1"}, {"json": {"type": "strin"}}
-    for check, told in zip(wrong, ("unknown column 'score'", "not a JSON Schema"), strict=True):
-        with pytest.raises(JobError, match=told):
-            batchrunner.generate(nothing, engine="simulated", check=check)
 
 
 class Inner(TypedDict):

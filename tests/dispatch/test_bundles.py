@@ -16,7 +16,6 @@ from batchrunner.dispatch.bundles import (
     PassSize,
 )
 from batchrunner.dispatch.concurrency.window import ForwardPasses
-from tests.support.prompts import request
 
 FILL_S = 0.015
 MANY = 10**6
@@ -39,25 +38,20 @@ def test_the_size_is_what_ends_while_it_waits(rows_per_s: float, rows: int) -> N
     assert found <= MOST_ROWS
 
 
-def test_rows_that_end_in_one_step_share_a_request() -> None:
-    """The average row ends with 39 others, though only 200 end in a second and some end alone."""
-    steps = [step / 5 + row / 20_000 for step in range(20) for row in range(40)]
-    assert 35 <= size_after(*sorted([*steps, 0.11, 0.51, 0.91, 1.31])).rows(MANY) <= 40
+def test_the_size_follows_the_rows() -> None:
+    """Rows go one by one at first, unless their answers are short, and again where they become slow.
 
-
-def test_waves_of_slow_rows_go_one_by_one() -> None:
-    """8 rows that end together every 2 seconds are no work for a front process."""
-    assert size_after(*(2.0 * wave for wave in range(9) for _ in range(8))).rows(MANY) == 1
-
-
-def test_nothing_is_known_at_first() -> None:
-    """Rows go one by one, unless their answers are short: then the first ones share requests too."""
+    8 rows that end together every 2 seconds are no work for a front process either; a fixed size stays.
+    """
     assert BundleSize(FILL_S).rows(MANY) == 1
-    size = BundleSize(FILL_S, short=True)
-    assert size.rows(MANY) == FIRST_ROWS
-    for end in range(4):
-        size.ended(float(end))
-    assert size.rows(MANY) == 1
+    short = BundleSize(FILL_S, short=True)
+    assert short.rows(MANY) == FIRST_ROWS
+    fast, fixed = size_after(*(row / 4000 for row in range(4000))), BundleSize(FILL_S, 7)
+    for second in range(1002, 1010):
+        for size in (short, fast, fixed):
+            size.ended(float(second))
+    assert [size.rows(MANY) for size in (short, fast, fixed)] == [1, 1, 7]
+    assert size_after(*(2.0 * wave for wave in range(9) for _ in range(8))).rows(MANY) == 1
 
 
 def test_a_bundle_has_a_share_of_the_rows_in_flight() -> None:
@@ -66,21 +60,6 @@ def test_a_bundle_has_a_share_of_the_rows_in_flight() -> None:
     assert size.rows(MANY) == MOST_ROWS
     assert size.rows(8) == 8 // SHARE
     assert size.rows(3) <= 1
-
-
-def test_rows_that_become_slow_go_alone_again() -> None:
-    size = size_after(*(row / 4000 for row in range(4000)))
-    for second in range(1002, 1010):
-        size.ended(float(second))
-    assert size.rows(MANY) == 1
-
-
-@given(fixed=st.integers(1, MOST_ROWS), outstanding=st.integers(0, MANY))
-def test_a_fixed_size_is_the_size(fixed: int, outstanding: int) -> None:
-    size = BundleSize(FILL_S, fixed)
-    size.ended(1.0)
-    size.ended(9.0)
-    assert size.rows(outstanding) == fixed
 
 
 @given(ends=st.lists(st.floats(0, 10), max_size=300), outstanding=st.integers(0, 10**4))
@@ -94,18 +73,5 @@ def test_a_list_has_a_pass_or_a_quarter_of_the_rows_in_flight() -> None:
     assert size.most_tokens == 16_384
     for end in range(10):
         size.ended(10.0 * end)
-    assert [size.rows(outstanding) for outstanding in (1, 7, 40, 10**6)] == [
-        0,
-        1,
-        40 // LISTS,
-        MOST_LIST_ROWS,
-    ]
-
-
-def test_rows_that_are_taken_tell_how_many_a_pass_holds() -> None:
-    """The queue's band is made of their tokens."""
-    passes = ForwardPasses(1000)
-    size = PassSize(passes)
-    for row in range(50):
-        size.taken(request(row, "x" * 40))  # of about 10 tokens
-    assert passes.rows(None) == 100
+    found = [size.rows(outstanding) for outstanding in (1, 7, 40, 10**6)]
+    assert found == [0, 1, 40 // LISTS, MOST_LIST_ROWS]

@@ -94,8 +94,3 @@ def test_nothing_is_asked_where_it_cannot_help(log: OpenLog, *, usage: float, he
     run = Run(log, helps=helps)
     run.passes(200, queue=150, usage=usage)
     assert run.engine.asked == []
-
-
-def test_other_engines_have_nothing_to_change() -> None:
-    """Only servers that the run launched are changed."""
-    assert Simulator(SimulatedEngine(kind="simulated")).admit_more() is None

@@ -117,20 +117,26 @@ def prefilled_apart(works: Sequence[PendingRow]) -> int:
 
 
 @given(
-    st.lists(st.sampled_from([words(f"p{p}", 80) for p in range(5)] + ["short"]), max_size=60),
+    st.lists(st.sampled_from([words(f"p{p}", 80) for p in range(5)] + ["short", "bad"]), max_size=60),
     st.integers(1, 7),
     st.booleans(),
 )
 def test_every_row_goes_once(texts: list[str], batch_rows: int, dedupe: bool) -> None:
-    """Whatever is alike and however rows come, each is sent once or is the twin of one that is sent."""
-    requests = [request(row, text) for row, text in enumerate(texts)]
-    batches = [requests[at : at + batch_rows] for at in range(0, len(requests), batch_rows)]
+    """Each is sent once or is the twin of one that is sent; those that failed before pass through."""
+    rows = [
+        Outcome(RowRef(row, CARRIED, row), None, "bad", None, 0) if text == "bad" else request(row, text)
+        for row, text in enumerate(texts)
+    ]
+    batches = [rows[at : at + batch_rows] for at in range(0, len(rows), batch_rows)]
     by = arranger(dedupe=dedupe)
-    works, _, _ = arranged(by, batches)
+    works, _, failed = arranged(by, batches)
     twins = [ref.row for work in works for ref in work.duplicates]
-    assert sorted([*rows_of(works), *twins]) == list(range(len(texts)))
+    assert sorted([*rows_of(works), *twins, *(outcome.ref.row for outcome in failed)]) == list(
+        range(len(texts))
+    )
     assert by.held == 0
-    assert len(works) == (len(set(texts)) if dedupe else len(texts))
+    good = [text for text in texts if text != "bad"]
+    assert len(works) == (len(set(good)) if dedupe else len(good))
 
 
 def test_followers_come_a_pass_behind_their_leader() -> None:
@@ -160,23 +166,6 @@ def test_what_a_row_brought_in_is_used_soon() -> None:
     assert max(waits) <= 4 * PASS_TOKENS  # of some 24,000
 
 
-def test_nothing_alike_keeps_the_order() -> None:
-    """Rows that share nothing go as the plan has them."""
-    batch = [request(row, words(str(row), 100)) for row in range(300)]
-    works, primers, _ = arranged(arranger(), [batch[:100], batch[100:]])
-    assert rows_of(works) == list(range(300))
-    assert not primers
-
-
-def test_one_beginning_for_all_is_computed_before_all() -> None:
-    """With nothing else to send meanwhile, the leader is computed first: else all others would do it."""
-    prefix = words("few-shot", 300)
-    batch = [request(row, prefix + words(str(row), 4)) for row in range(500)]
-    works, primers, _ = arranged(arranger(), [batch])
-    assert len(works) == 500
-    assert len(primers) == 1
-
-
 def test_nested_beginnings_are_primed_one_inside_the_other() -> None:
     """A beginning inside another is computed in a later round: in the same one it would be computed whole."""
     system = words("system", 200)
@@ -198,20 +187,15 @@ def test_a_window_goes_on_with_the_beginnings_of_the_one_before() -> None:
 
 def test_memory_stays_bounded_while_rows_come() -> None:
     """However many rows share one beginning, only some wait."""
-    prefix = words("few-shot", 300)
-    held = []
-    by = arranger(dedupe=False)
-    total = 20 * WINDOW_ROWS
-    left = total
+    prefix, by, total = words("few-shot", 300), arranger(dedupe=False), 8 * WINDOW_ROWS
+    held: list[int] = []
 
-    def source() -> Iterable[list[Request | Outcome]]:
-        nonlocal left
+    def batches() -> Iterator[list[Request | Outcome]]:
         for at in range(0, total, 256):
-            left -= 256
             held.append(by.held)
             yield [request(row, prefix + str(row)) for row in range(at, at + 256)]
 
-    assert sum(len(items) for items in by.reorder(Source(source(), lambda: left))) >= total
+    assert sum(map(len, by.reorder(Source(batches())))) >= total
     assert max(held) <= 2 * WINDOW_ROWS + LAST_ROWS
 
 
@@ -224,12 +208,6 @@ def test_memory_stays_bounded_with_long_beginnings() -> None:
     assert held * len(prefix) <= MOST_HELD_BYTES + WINDOW_BYTES + len(prefix)
 
 
-def test_what_is_read_ahead_is_bounded_in_input_order_too() -> None:
-    """A row has its size there, by which the submitter counts what waits to be sent."""
-    works, _, _ = arranged(Reorderer(None, None, dedupe=False), [[request(0, "x" * 5000)]])
-    assert works[0].prompt_bytes >= 5000
-
-
 def test_rows_do_not_wait_for_a_source_that_waits() -> None:
     """An empty batch says that more may take long: what is there goes."""
     by = arranger()
@@ -240,9 +218,6 @@ def test_rows_do_not_wait_for_a_source_that_waits() -> None:
 
 def test_the_longest_go_first_at_the_end() -> None:
     """The last rows go longest output first; rows before them go in their own order."""
-    few = [request(row, f"p{row}", max_new_tokens=row + 1) for row in range(100)]
-    works, _, _ = arranged(arranger(), [few])
-    assert rows_of(works) == list(range(99, -1, -1))
     many = [request(row, f"p{row}", max_new_tokens=row + 1) for row in range(3 * LAST_ROWS)]
     works, _, _ = arranged(arranger(), [many[at : at + 256] for at in range(0, len(many), 256)])
     assert rows_of(works)[:WINDOW_ROWS] == list(range(WINDOW_ROWS))
@@ -250,15 +225,8 @@ def test_the_longest_go_first_at_the_end() -> None:
     assert end == sorted(end, reverse=True)
 
 
-def test_the_longest_go_first_below_a_common_beginning() -> None:
-    """Also where all rows begin alike, or those that do are few: with its group a long row goes early."""
-    common_text = words("system", 300)
-    few = [
-        request(row, f"{common_text} {row:03} {words(str(row), 300)}", max_new_tokens=row + 1)
-        for row in range(100)
-    ]
-    works, _, _ = arranged(arranger(), [few])
-    assert rows_of(works)[1:] == [row for row in range(99, -1, -1) if row != rows_of(works)[0]]
+def test_a_long_row_goes_early_with_its_group() -> None:
+    """Also where rows begin alike."""
     groups = [
         request(row, f"{words(str(row // 8), 400)} {row:03}", max_new_tokens=500 if row == 77 else 5)
         for row in range(80)
@@ -269,12 +237,8 @@ def test_the_longest_go_first_below_a_common_beginning() -> None:
 
 def test_of_shared_rows_few_are_held() -> None:
     """Rows that other tasks could do are not read far ahead, though they are the last."""
-    sent = 0
     batches: Iterator[list[Request | Outcome]] = ([request(row, f"p{row}")] for row in range(3 * SHARED_ROWS))
-    for items in arranger().reorder(Source(batches, lambda: 100, is_shared=True)):
-        sent += len(items)
-        break
-    assert sent > 0
+    assert next(iter(arranger().reorder(Source(batches, lambda: 100, is_shared=True))))
     assert next(batches)[0].ref.row == SHARED_ROWS
 
 
@@ -315,35 +279,6 @@ def test_only_rows_that_must_get_one_answer_are_sent_once(
     assert sum(len(work.duplicates) for work in works) == twins
 
 
-@pytest.mark.parametrize(("temperature", "sent"), [(0.7, 300), (0, 150)])
-def test_looking_for_twins_compares_no_row_with_all(temperature: float, sent: int) -> None:
-    """However many rows have one prompt: a job that samples it, or asks each row for another length."""
-    compared = []
-
-    class Watched(str):
-        __slots__ = ()
-        __hash__ = str.__hash__
-
-        def __eq__(self, other: object) -> bool:
-            compared.append(other)
-            return str.__eq__(self, other)
-
-    rows = [
-        request(row, Watched("p"), temperature=temperature, max_new_tokens=row // 2) for row in range(300)
-    ]
-    works, _, _ = arranged(arranger(), [rows])
-    assert len(compared) <= 150
-    assert len(works) == sent
-
-
-def test_rows_that_failed_before_they_could_be_sent_pass_through() -> None:
-    """An outcome among the rows is passed on at once."""
-    failed = Outcome(RowRef(1, CARRIED, 1), None, "bad", None, 0)
-    works, _, outcomes = arranged(arranger(), [[request(0, "a"), failed, request(2, "b")]])
-    assert rows_of(works) == [0, 2]
-    assert outcomes == [failed]
-
-
 def test_a_family_stays_on_one_route() -> None:
     """Rows with a common beginning go where the first of them went; what all have in common binds nobody."""
     by = arranger(caches=2)
@@ -365,15 +300,51 @@ def test_a_family_stays_on_one_route() -> None:
     assert abs(taken["a"] - taken["b"]) <= 1
 
 
-@pytest.mark.parametrize("dedupe", [False, True])
-def test_the_longest_prompts_first(dedupe: bool) -> None:
+def test_the_longest_prompts_first() -> None:
     """Without decoding or a cache, rows of about one length share a pass: those of a window are sorted."""
-    by = Reorderer(None, None, dedupe=dedupe, by_length=True)
+    by = Reorderer(None, None, dedupe=True, by_length=True)
     lengths = [(7 * n) % 31 + 1 for n in range(100)]
     works, _, _ = arranged(by, [[request(n, f"{n:03}" + "x" * length) for n, length in enumerate(lengths)]])
-    assert sorted(row.request.ref.row for row in works) == list(range(100))
+    assert sorted(rows_of(works)) == list(range(100))
     found = [row.prompt_bytes for row in works]
     assert found == sorted(found, reverse=True)
+
+
+# Which row follows which, and when
+
+
+@given(st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=30))
+def test_each_row_follows_one_that_shares_the_most_with_it(codes: list[str]) -> None:
+    """Leaders first, what is computed is what the tree of all prompts holds; nobody waits for many others."""
+    prefixes = ["".join(letter * 512 for letter in code).encode() for code in codes]
+    places = find_leaders(prefixes)
+    assert sum(place.shared_bytes for place in places.values()) == shared(prefixes)
+    for index in range(len(prefixes)):
+        steps, at = 0, index
+        while at in places:
+            steps, at = steps + 1, places[at].leader
+        assert 2**steps <= len(prefixes)
+
+
+def test_short_beginnings_make_no_families() -> None:
+    """A template of a line is not worth an order."""
+    assert find_leaders([b"Summarise: " + str(row).encode() * 100 for row in range(50)]) == {}
+
+
+SMALL_POOL = 20_000
+"""Tokens: less than what 128 rows of 284 tokens need, and two and a half prefill passes."""
+
+
+@pytest.mark.parametrize("rows", [600, 6000])
+def test_followers_find_their_prefix_in_a_small_pool(rows: int) -> None:
+    """Rows of 224 prompt tokens, eight to a prefix of 200: hardly more is computed than must be.
+
+    All of them are among the last rows of the input: their leaders do not all go ahead, since their prefixes
+    would be evicted, and single misses do not widen the distance.
+    """
+    found = run(Case("small groups, short prompts", rows, SMALL_POOL, "runner", max_running=128))
+    assert found["ratio_to_least"] < 1.1
+    assert found["retractions"] == 0
 
 
 # The distance corrects itself
@@ -411,18 +382,12 @@ def test_a_change_that_made_it_worse_is_undone() -> None:
     assert lead.tokens < wider
 
 
-@pytest.mark.parametrize("info", [INFO, TIGHT])
-def test_followers_that_come_too_late_narrow_the_distance(info: EngineInfo) -> None:
+def test_followers_that_come_too_late_narrow_the_distance() -> None:
     """Their beginning had been computed, and is gone."""
-    lead = ReuseDistance(info, 1)
+    lead = ReuseDistance(INFO, 1)
     before = lead.tokens
     assert follow(lead, missed=20, computed_before=True)
     assert 0 < lead.tokens < before
-
-
-def test_followers_that_hit_change_nothing() -> None:
-    """As long as the cache holds what it should, the distance stays."""
-    assert follow(ReuseDistance(INFO, 1), missed=3) == []
 
 
 def test_single_misses_change_nothing() -> None:
@@ -433,49 +398,3 @@ def test_single_misses_change_nothing() -> None:
     assert lead.tokens == before
     lead = ReuseDistance(TIGHT, 1)
     assert [len(follow(lead, missed=5)) for _ in range(2)] == [0, 1]
-
-
-def test_the_distance_is_bounded_by_the_pool() -> None:
-    """A small KV pool could not hold the beginnings of a whole pass."""
-    small = EngineInfo(kind="test", model="m", max_total_tokens=2000, prefill_tokens=8192)
-    assert ReuseDistance(small, 1).tokens <= 0.52 * 2000
-
-
-SMALL_POOL = 20_000
-"""Tokens: less than what 128 rows of 284 tokens need, and two and a half prefill passes."""
-
-
-@pytest.mark.parametrize("rows", [600, 6000])
-def test_followers_find_their_prefix_in_a_small_pool(rows: int) -> None:
-    """Rows of 224 prompt tokens, eight to a prefix of 200: hardly more is computed than must be.
-
-    All of them are among the last rows of the input: their leaders do not all go ahead, since their prefixes
-    would be evicted, and single misses do not widen the distance.
-    """
-    found = run(Case("small groups, short prompts", rows, SMALL_POOL, "runner", max_running=128))
-    assert found["ratio_to_least"] < 1.1
-    assert found["retractions"] == 0
-
-
-@given(st.lists(st.text(alphabet="ab", min_size=1, max_size=8), min_size=1, max_size=30))
-def test_each_row_follows_one_that_shares_the_most_with_it(codes: list[str]) -> None:
-    """Leaders first, what is computed is what the tree of all prompts holds; nobody waits for many others."""
-    prefixes = ["".join(letter * 512 for letter in code).encode() for code in codes]
-    places = find_leaders(prefixes)
-    assert sum(place.shared_bytes for place in places.values()) == shared(prefixes)
-    for index in range(len(prefixes)):
-        steps, at = 0, index
-        while at in places:
-            steps, at = steps + 1, places[at].leader
-        assert 2**steps <= len(prefixes)
-
-
-def test_a_conversation_is_computed_by_its_longest_turn() -> None:
-    """Turns that contain one another all follow the longest, and not each the one before."""
-    turns = [words("talk", 100 * turn).encode() for turn in range(1, 7)]
-    assert {place.leader for place in find_leaders(turns).values()} == {5}
-
-
-def test_short_beginnings_make_no_families() -> None:
-    """A template of a line is not worth an order."""
-    assert find_leaders([b"Summarise: " + str(row).encode() * 100 for row in range(50)]) == {}

@@ -8,7 +8,6 @@ from batchrunner.advise.advise import AdviceReport, advise
 from batchrunner.advise.rules import apply_all
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.engines.flags import of_arguments
-from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.series import Thresholds
 from tests.conftest import ROOT
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from batchrunner.advise.rules import Advice
+    from batchrunner.engines.logs.reader import LogReader
 
 GUIDES = {  # verbatim: which guide, its line, what it reads
     "G2": (
@@ -78,9 +78,8 @@ def cuda_oom(frame: str) -> str:
     )
 
 
-def said_of(name: str, **client: Any) -> list[Advice]:
-    """Return what to change after a run of the real engine with one bad flag, by its log and its client."""
-    log = LogReader(QUICK).read(FLAG_LOGS / f"{name}.log")
+def advice_of(log: LogReader, **client: Any) -> list[Advice]:
+    """Return what to change after a run of a launched server, by its log and what its client did."""
     situation = Situation(log.series, log.series, log.facts, ClientActivity(kind="server", **client))
     flags = of_arguments("0.5.23", log.facts.arguments)
     return [advice for advice in apply_all(situation, flags) if advice.change]

@@ -47,27 +47,23 @@ def test_a_small_input_is_its_own_sample(tmp_path: Path, monkeypatch: pytest.Mon
     assert rows == list(range(100, 400))
 
 
-@pytest.mark.parametrize("rows", [10, 600])
-def test_a_prompt_without_a_column(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Rows that all ask the same are sampled too, few or many, and a job on the sample sends them."""
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"user": "Tell me a story."},
+        {"python": lambda row: f"{row['text']} is number {row['id']}"},
+    ],
+    ids=["no column", "all columns"],
+)
+def test_a_job_on_the_sample_sends_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: dict[str, Any]
+) -> None:
+    """Rows that all ask the same are sampled too, and those whose function may read all columns."""
     monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
-    job = job_of(tmp_path, rows=rows, prompt={"user": "Tell me a story."}, sampling={"temperature": 1})
-    sample = write_sample(prepare(load_job(job)), tmp_path / "tune")
-    assert sample.rows == min(rows, 512)
-    report = batchrunner.run(job | {"input": {"path": str(sample.path)}})
-    assert report.rows_ok == sample.rows
-
-
-@pytest.mark.parametrize("rows", [10, 600])
-def test_prompts_of_a_python_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """The sample has all columns, which the function may read, and a job on it sends its rows."""
-    monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
-    prompt = {"python": lambda row: f"{row['text']} is number {row['id']}"}
-    job = job_of(tmp_path, rows=rows, prompt=prompt)
+    job = job_of(tmp_path, rows=600, prompt=prompt, sampling={"temperature": 1})
     with contextlib.closing(prepare(load_job(job))) as prepared:
         sample = write_sample(prepared, tmp_path / "tune")
-    assert sample.rows == min(rows, 512)
-    assert pq.read_schema(sample.path).names == ["id", "text"]
+    assert sample.rows == 512
     report = batchrunner.run(job | {"input": {"path": str(sample.path)}})
     assert report.rows_ok == sample.rows
 

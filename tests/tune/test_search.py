@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -14,25 +14,22 @@ from hypothesis import strategies as st
 from batchrunner.core.errors import EngineStartError
 from batchrunner.tune.measurement import Incumbent, TrialResult
 from batchrunner.tune.search import Search, TrialRequest, compare, key_of, trial_noise
-from batchrunner.tune.space import TUNED_FLAGS, FlagChange, TunedFlag
-from batchrunner.tune.tuner import run_search, summarize
+from batchrunner.tune.space import TUNED_FLAGS
+from batchrunner.tune.tuner import run_search
 from tests.support.examples import examples
 from tests.support.tuned import CARD, ROWS, WRONG, Kept, tuned
 from tests.support.tuning_lab import CPU, Card, Lab, chat_rows
 
 if TYPE_CHECKING:
     from batchrunner.tune.space import Args
-import math
-
-from batchrunner.tune.search import _quantile as quantile
 
 
-def true_speed(args: Args, **options: Any) -> float:
+def measured(args: Args, incumbent: Incumbent | None = None, rows: int = len(ROWS)) -> TrialResult:
     """Return what a setting does without noise."""
-    return Lab(ROWS, **options).measure(TrialRequest(args, "", 0)).tokens_per_s
+    return Lab(ROWS[:rows]).measure(TrialRequest(args, "", 0, incumbent))
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.03, 0.08])
+@pytest.mark.parametrize("noise", [0.0, 0.08])
 def test_wrong_flags_are_put_right(noise: float) -> None:
     """The goal in virtual time: 0.95 x the best of a grid of 24 in a quarter of the grid's time."""
     found, search = tuned(Lab(ROWS, noise=noise))
@@ -41,16 +38,16 @@ def test_wrong_flags_are_put_right(noise: float) -> None:
         for care in (0.1, 0.3, 1.0, 3.0)
         for running in (8, 32, 64, 128, 256, 512)
     ]
-    results = [Lab(ROWS).measure(TrialRequest(args, "", 0)) for args in grid]
+    results = [measured(args) for args in grid]
     best = max(result.tokens_per_s for result in results)
-    assert true_speed(search.best.args) >= 0.95 * best
+    assert measured(search.best.args).tokens_per_s >= 0.95 * best
     assert found.spent_s <= sum(result.cost_s for result in results) / 4
 
 
 def test_good_flags_are_left_alone() -> None:
     """Where nothing is faster nothing is changed, however noisy the trials are."""
     good = {"schedule-conservativeness": 0.1, "max-running-requests": 256}
-    for seed in range(8):
+    for seed in range(4):
         found, _ = tuned(Lab(ROWS, noise=0.05, seed=seed), good)
         assert found.args == {}
 
@@ -89,7 +86,7 @@ def test_a_search_goes_on_where_it_was(first_s: float, seed: int) -> None:
     memory=st.sampled_from([0, 50_000, 1_000_000]),
     asked=st.sampled_from([100, 400, 1500]),
 )
-@examples(10)
+@examples(6)
 def test_it_ends_with_the_best_that_it_saw(
     care: float, running: int, pool: int, memory: int, asked: int
 ) -> None:
@@ -102,32 +99,15 @@ def test_it_ends_with_the_best_that_it_saw(
     assert found.best_tokens_per_s >= found.own_tokens_per_s
 
 
-def test_a_setting_that_dies_is_unsafe() -> None:
-    """A death is a result: the search goes back from it and ends with flags that live."""
-    found, search = tuned(Lab(ROWS, deadly=lambda args: args["max-running-requests"] > 100 and "OOM"))
-    assert 8 < search.best.args["max-running-requests"] <= 100
-    assert "unsafe: OOM" in [trial["verdict"] for trial in found.trials]
-
-
-def test_the_edge_of_memory() -> None:
-    """The pool grows until the engine dies of it, and the last size that lived is taken."""
-    args = {"max-running-requests": 512, "schedule-conservativeness": 0.1}
-    lab = Lab(ROWS, pool_tokens=5_000, deadly=lambda a: a.get("max-total-tokens", 0) > 20_000 and "OOM")
-    found, _ = tuned(lab, args, machine=replace(CPU, most_pool_tokens=10**6))
-    assert found.args["max-total-tokens"] == 20_000
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.01])
-def test_memory_in_small_steps_to_the_edge(noise: float) -> None:
+def test_memory_in_small_steps_to_the_edge() -> None:
     """On a GPU it goes to the guides' spare memory at once, then by 0.01 until it dies, and back by one."""
     args = {"max-running-requests": 512, "schedule-conservativeness": 0.1}
     lab = Lab(
-        ROWS, card=Card(), noise=noise, deadly=lambda a: a.get("mem-fraction-static", 0) > 0.905 and "OOM"
+        ROWS, card=Card(), noise=0.01, deadly=lambda a: a.get("mem-fraction-static", 0) > 0.905 and "OOM"
     )
     found, search = tuned(lab, args, machine=CARD, budget_s=5000)
     tried = [trial["args"] for trial in found.trials if "attention-backend" not in trial["args"]]
-    steps = [args.get("mem-fraction-static") for args in tried]
-    assert steps == [None, 0.89, 0.9, 0.91]
+    assert [args.get("mem-fraction-static") for args in tried] == [None, 0.89, 0.9, 0.91]
     assert found.args == {"mem-fraction-static": 0.9}
     assert search.notes["memory"] == "--mem-fraction-static 0.91: unsafe: OOM"
 
@@ -138,50 +118,26 @@ def test_flags_that_die_at_once() -> None:
         tuned(Lab(ROWS, deadly=lambda _: "OOM"))
 
 
-def test_a_best_whose_repetition_brings_nothing() -> None:
-    """Where all rows fail when the best is tried again, what it is raced with takes its place."""
-    tuned_flag = TunedFlag("x", lambda now: [] if now.args else [FlagChange({"max-running-requests": 9}, "")])
-    search = Search({}, CPU, [tuned_flag])
-    steps = search.steps()
-    assert next(steps).args == {}
-    assert steps.send(TrialResult("measured", "", 1.0, tokens_per_s=100)).args == {"max-running-requests": 9}
-    assert steps.send(TrialResult("measured", "", 1.0, tokens_per_s=103)).args == {}
-    with pytest.raises(StopIteration):
-        steps.send(TrialResult("measured", "all rows failed", 1.0))
-    assert search.best.args == {"max-running-requests": 9}
-    assert summarize(search, "job.yaml", "all rows", 1.0).own_tokens_per_s == 100
-
-
 def test_hopeless_trials_are_stopped() -> None:
-    """A setting that is far behind costs little more than its launch."""
-    best = Lab(ROWS).measure(TrialRequest({"max-running-requests": 256}, "", 0))
-    slow = TrialRequest({"max-running-requests": 8}, "", 0, Incumbent(best.curve, 0.15))
-    stopped, whole = Lab(ROWS).measure(slow), Lab(ROWS).measure(replace(slow, incumbent=None))
+    """A setting that is far behind costs little more than its launch; a wide batch is given its time."""
+    best, narrow = measured({"max-running-requests": 256}), measured({"max-running-requests": 8})
+    stopped = measured({"max-running-requests": 8}, Incumbent(best.curve, 0.15))
     assert stopped.ended == "behind"
-    assert stopped.cost_s - 25 < 0.6 * (whole.cost_s - 25)
-
-
-def test_a_wide_batch_is_given_its_time() -> None:
-    """A setting that runs more at once ends its first rows later, and is not given up for that."""
-    narrow = Lab(ROWS).measure(TrialRequest({"max-running-requests": 8}, "", 0))
-    wide = Lab(ROWS).measure(TrialRequest({"max-running-requests": 512}, "", 0, Incumbent(narrow.curve, 0.1)))
+    assert stopped.cost_s - 25 < 0.6 * (narrow.cost_s - 25)
+    wide = measured({"max-running-requests": 512}, Incumbent(narrow.curve, 0.1))
     assert wide.ended == "measured"
     assert wide.tokens_per_s > 2 * narrow.tokens_per_s
 
 
-def test_a_small_job_is_measured_whole() -> None:
-    """A job with fewer rows than run at once has no steady part: its whole time counts."""
-    result = Lab(ROWS[:40]).measure(TrialRequest({"max-running-requests": 256}, "", 0))
-    assert result.ended == "measured"
-    assert result.steady_s == pytest.approx(result.cost_s - 25, abs=0.3)
-
-
 def test_the_tail_does_not_count() -> None:
-    """The last rows, for which no request waits, do not make a setting look slower than it is."""
-    short, long = (
-        Lab(ROWS[:n]).measure(TrialRequest({"max-running-requests": 64}, "", 0)) for n in (400, 4000)
-    )
+    """The last rows, for which no request waits, do not make a setting look slower than it is.
+
+    But a job with fewer rows than run at once has no steady part: its whole time counts.
+    """
+    short, long = (measured({"max-running-requests": 64}, rows=rows) for rows in (400, 4000))
     assert short.tokens_per_s == pytest.approx(long.tokens_per_s, rel=0.15)
+    small = measured({"max-running-requests": 256}, rows=40)
+    assert small.steady_s == pytest.approx(small.cost_s - 25, abs=0.3)
 
 
 def test_dead_heats_are_not_won() -> None:
@@ -210,16 +166,6 @@ def test_the_table_names_each_trial_and_reason() -> None:
     assert "engine:\n  args:\n    schedule-conservativeness: 0.1\n    max-running-requests: 256\n" in text
     assert all(f"\n{tuned_flag.name}: " in text for tuned_flag in TUNED_FLAGS)
     assert "--apply writes this" in text
-
-
-@pytest.mark.parametrize("freedom", [*range(4, 15), 20, 40])
-def test_the_interval_is_students(freedom: int) -> None:
-    """One-sided 95 %, by the density's own integral; from 14 degrees of freedom on a little more."""
-    step = quantile(freedom) / 1000
-    scale = math.gamma((freedom + 1) / 2) / math.sqrt(freedom * math.pi) / math.gamma(freedom / 2)
-    density = [(1 + ((at + 0.5) * step) ** 2 / freedom) ** (-(freedom + 1) / 2) for at in range(1000)]
-    covered = 0.5 + scale * step * sum(density)
-    assert 0.9499 < covered < (0.9501 if freedom < 15 else 0.9575)
 
 
 def test_more_output_a_pass_settles_a_near_tie() -> None:

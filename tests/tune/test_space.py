@@ -10,192 +10,163 @@ import pytest
 from batchrunner.engines.flags import Flags
 from batchrunner.tune.measurement import TrialResult, TrialSigns
 from batchrunner.tune.search import Search
-from batchrunner.tune.space import TUNED_FLAGS, FlagChange, TuningState
+from batchrunner.tune.space import (
+    CLIP,
+    LEVERS,
+    TUNED_FLAGS,
+    TuningState,
+    arguments_in,
+    as_typed,
+    numbers_in,
+    variables_in,
+)
 from tests.support.tuned import CARD, ROWS, tuned
 from tests.support.tuning_lab import CPU, Lab
 
 if TYPE_CHECKING:
     from batchrunner.tune.space import Args
-from batchrunner.tune.space import CLIP, LEVERS, arguments_in, as_typed, numbers_in, variables_in
 
 BUSY = TrialSigns(running=30, max_running=256, queue=100, empty_share=0, usage=0.5, prefill_limit=2048)
 PUT = "schedule-conservativeness"
+BY_NAME = {flag.name: flag.candidates for flag in (*TUNED_FLAGS, *LEVERS)}
 
 
-@pytest.mark.parametrize(
-    ("tuned_flag", "signs", "expected"),
-    [
-        (PUT, {}, [{PUT: 0.3}]),
-        (PUT, {"usage": 0.95}, "the pool is full"),
-        (PUT, {"empty_share": 0.9}, "no request waits"),
-        (PUT, {"running": 250}, "at max-running-requests 256"),
-        (PUT, {"usage": 0.98, "retractions_per_min": 9.0}, [{PUT: 1.3}, {PUT: 1.43}]),
-        (PUT, {"usage": 0.98, "retractions_per_min": 0.5}, "the pool is full"),
-        ("memory", {"running": 250}, "at max-running-requests"),
-        ("memory", {}, "the log lacks mem_fraction_static"),
-        (
-            "memory",
-            {"usage": 0.97, "spare_gb": 13.5, "mem_fraction": 0.83},
-            [{"mem-fraction-static": 0.91}, {"mem-fraction-static": 0.84}],
-        ),
-        ("memory", {"usage": 0.97, "spare_gb": 6.0, "mem_fraction": 0.83}, [{"mem-fraction-static": 0.84}]),
-        ("memory", {"usage": 0.97, "spare_gb": 4.6, "mem_fraction": 0.83}, [{"mem-fraction-static": 0.84}]),
-        ("memory", {"usage": 0.97, "spare_gb": 1.7, "mem_fraction": 0.83}, "no more can be taken"),
-        ("memory", {"usage": 0.97, "spare_gb": 9.9, "mem_fraction": 0.83}, [{"mem-fraction-static": 0.84}]),
-        ("chunked-prefill-size", {"prefill_per_pass": 1900.0}, [{"chunked-prefill-size": 4096}]),
-        ("chunked-prefill-size", {"prefill_per_pass": 300.0}, "does not bind"),
-        (
-            "max-running-requests",
-            {"running": 250, "usage": 0.3},
-            [{"max-running-requests": 1024}, {"max-running-requests": 512}],
-        ),
-        ("max-running-requests", {"running": 250, "usage": 0.95}, "the pool holds no more"),
-        ("max-running-requests", {}, "stays under 256"),
-        (
-            "cuda-graph-max-bs",
-            {"running": 300, "graph_off_share": 0.6, "mem_fraction": 0.83},
-            [
-                {"cuda-graph-max-bs-decode": 512},
-                {"cuda-graph-max-bs-decode": 512, "mem-fraction-static": 0.81},
-            ],
-        ),
-        ("cuda-graph-max-bs", {"graph_off_share": 0.02}, "2% of the decode passes"),
-        ("schedule-policy", {}, "0% of the prompt tokens are shared"),
-        ("schedule-policy", {"cached_share": 0.6, "queue": 60}, [{"schedule-policy": "lpm"}]),
-        ("schedule-policy", {"cached_share": 0.6, "queue": 300}, "above 128 lpm works like fcfs"),
-        ("schedule-policy", {"cached_share": 0.09, "queue": 60}, "9% of the prompt tokens"),
-        ("attention-backend", {"attention_backend": "fa3"}, [{"attention-backend": "flashinfer"}]),
-        ("torch-compile", {}, "--allow torch-compile"),
-        ("quantization", {}, "--allow quantization"),
-        ("parallelism", {}, "one device"),
-    ],
-)
+def candidates(name: str, args: Args, signs: dict[str, Any], machine: dict[str, Any]) -> list[Args] | str:
+    """Return the flags that are tried after a trial with these signs, or why none is."""
+    state = TuningState(args, replace(BUSY, **signs), replace(CARD, **machine))
+    found = BY_NAME[name](state)
+    return found if isinstance(found, str) else [change.args for change in found]
+
+
+FULL = {"usage": 0.97, "mem_fraction": 0.83}
+TRIED: list[tuple[str, Args, dict[str, Any], list[Args]]] = [
+    (PUT, {}, {}, [{PUT: 0.3}]),
+    (PUT, {PUT: None}, {}, [{PUT: 0.3}]),
+    (PUT, {}, {"usage": 0.98, "retractions_per_min": 9.0}, [{PUT: 1.3}, {PUT: 1.43}]),
+    (
+        "memory", {}, {**FULL, "spare_gb": 13.5},
+        [{"mem-fraction-static": 0.91}, {"mem-fraction-static": 0.84}],
+    ),
+    ("memory", {}, {**FULL, "spare_gb": 4.6}, [{"mem-fraction-static": 0.84}]),
+    ("chunked-prefill-size", {}, {"prefill_per_pass": 1900.0}, [{"chunked-prefill-size": 4096}]),
+    (
+        "max-running-requests", {}, {"running": 250, "usage": 0.3},
+        [{"max-running-requests": 1024}, {"max-running-requests": 512}],
+    ),
+    (
+        "max-running-requests", {}, {"running": 0, "max_running": 1, "usage": 0},
+        [{"max-running-requests": 32}, {"max-running-requests": 6}],
+    ),
+    (
+        "cuda-graph-max-bs", {}, {"running": 300, "graph_off_share": 0.6, "mem_fraction": 0.83},
+        [{"cuda-graph-max-bs-decode": 512}, {"cuda-graph-max-bs-decode": 512, "mem-fraction-static": 0.81}],
+    ),
+    ("schedule-policy", {}, {"cached_share": 0.6, "queue": 60}, [{"schedule-policy": "lpm"}]),
+    ("attention-backend", {}, {"attention_backend": "fa3"}, [{"attention-backend": "flashinfer"}]),
+    (
+        "cuda-graph-backend-prefill", {}, {"prefill_per_pass": 80.0},
+        [{"cuda-graph-backend-prefill": "breakable"}, {"cuda-graph-backend-prefill": "full"}],
+    ),
+    ("page-size", {"page-size": 16}, {"attention_backend": "fa3"}, [{"page-size": 64}]),
+    (
+        "hierarchical-cache", {}, {"cached_share": 0.5, "usage": 0.98},
+        [{"enable-hierarchical-cache": True}],
+    ),
+    ("tokenizer-worker-num", {}, {"empty_share": 0.9}, [{"tokenizer-worker-num": 4}]),
+    ("gc-threshold", {}, {"queue": 3000}, [{"gc-threshold": [20_000, 50, 50]}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "args", "signs", "expected"), TRIED)
 def test_each_flag_is_tried_when_it_can_matter(
-    tuned_flag: str, signs: dict[str, Any], expected: list[dict[str, Any]] | str
+    name: str, args: Args, signs: dict[str, Any], expected: list[Args]
 ) -> None:
-    """The guides' rules: by the signs of the best trial a flag has values to try, or a reason to be left."""
-    (candidates_of,) = (k.candidates for k in TUNED_FLAGS if k.name == tuned_flag)
-    candidates = candidates_of(TuningState({}, replace(BUSY, **signs), CARD))
-    if isinstance(expected, str):
-        assert isinstance(candidates, str)
-        assert expected in candidates
-    else:
-        assert not isinstance(candidates, str), candidates
-        assert [change.args for change in candidates] == expected
+    """The guides' rules: by the signs of the best trial a flag has values to try."""
+    assert candidates(name, args, signs, {}) == expected
 
 
-@pytest.mark.parametrize(
-    ("card", "model", "expected"),
-    [
-        ("NVIDIA B200", "LlamaForCausalLM", ["trtllm_mha", "flashinfer"]),
-        ("NVIDIA B200", "DeepseekV3ForCausalLM", ["trtllm_mla", "flashinfer"]),
-        ("NVIDIA L4", None, ["flashinfer", "triton"]),
-        ("NVIDIA L4", "DeepseekV3ForCausalLM", "SGLang chooses the backend for DeepseekV3ForCausalLM"),
-        ("NVIDIA B200", "GptOssForCausalLM", "SGLang chooses the backend for GptOssForCausalLM"),
-        ("NVIDIA Q1", None, "no choice"),
-    ],
-)
-def test_the_backend_is_that_of_card_and_model(
-    card: str, model: str | None, expected: list[str] | str
-) -> None:
-    """What is tried is what advice would say, and the first general one beside it."""
-    (candidates_of,) = (k.candidates for k in TUNED_FLAGS if k.name == "attention-backend")
-    candidates = candidates_of(TuningState({}, replace(BUSY, model=model), replace(CARD, card=card)))
-    if isinstance(expected, str):
-        assert isinstance(candidates, str)
-        assert expected in candidates
-    else:
-        assert [
-            change.args["attention-backend"] for change in candidates if isinstance(change, FlagChange)
-        ] == expected
+LEFT: list[tuple[str, Args, dict[str, Any], str]] = [
+    (PUT, {}, {"usage": 0.95}, "the pool is full"),
+    (PUT, {}, {"empty_share": 0.9}, "no request waits"),
+    (PUT, {}, {"running": 250}, "at max-running-requests 256"),
+    (PUT, {PUT: 1.43}, {"usage": 0.98, "retractions_per_min": 9.0}, "1.43 reserves all"),
+    ("memory", {}, {}, "the log lacks mem_fraction_static"),
+    ("memory", {}, {**FULL, "spare_gb": 1.7}, "no more can be taken"),
+    ("max-running-requests", {}, {"running": 250, "usage": 0.95}, "the pool holds no more"),
+    ("max-running-requests", {}, {"running": 7.0, "max_running": 8, "usage": 0.89}, "holds 8"),
+    ("chunked-prefill-size", {}, {"prefill_per_pass": 300.0}, "does not bind"),
+    ("chunked-prefill-size", {}, {"prefill_limit": 32_768, "prefill_per_pass": 3e4}, "than 16384"),
+    ("cuda-graph-max-bs", {}, {"graph_off_share": 0.02}, "2% of the decode passes"),
+    ("schedule-policy", {}, {"cached_share": 0.6, "queue": 300}, "above 128 lpm works like fcfs"),
+    ("torch-compile", {}, {}, "--allow torch-compile"),
+    ("quantization", {}, {}, "--allow quantization"),
+    ("cuda-graph-backend-prefill", {}, {"prefill_per_pass": 6000.0}, "computing takes longer"),
+    ("page-size", {}, {"attention_backend": "fa3", "cached_share": 0.5}, "pages find fewer"),
+    ("page-size", {}, {"attention_backend": "triton"}, "not of this backend"),
+    ("hierarchical-cache", {}, {"cached_share": 0.5}, "at token usage 0.50"),
+    ("hierarchical-cache", {"enable-hierarchical-cache": True}, {"cached_share": 0.5, "usage": 0.98},
+     "on already"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("spare_gb", "fraction"), [(1.2, None), (2.9, 0.81), (4.5, 0.81), (6.5, 0.9)])
-def test_a_small_card_has_smaller_figures(spare_gb: float, fraction: float | None) -> None:
-    """A card of 24 GB turns the guides' 5, 6.5 and 10 GB into 3, 3.9 and 6, as advice does."""
-    (candidates_of,) = (k.candidates for k in TUNED_FLAGS if k.name == "memory")
-    signs = replace(BUSY, usage=0.97, spare_gb=spare_gb, mem_fraction=0.8)
-    candidates = candidates_of(TuningState({}, signs, replace(CARD, card="NVIDIA L4", card_gb=24)))
-    found = None if isinstance(candidates, str) else candidates[0].args["mem-fraction-static"]
-    assert found == fraction
-
-
-@pytest.mark.parametrize(
-    ("tuned_flag", "args", "signs", "machine", "note"),
-    [
-        (PUT, {PUT: 1.43}, {"usage": 0.98, "retractions_per_min": 9.0}, {}, "1.43 reserves all"),
-        ("memory", {}, {"pool_tokens": 20_000}, {"cpu": True}, "is not known"),
-        ("memory", {}, {}, {"cpu": True, "most_pool_tokens": 9000}, "is not known"),
-        ("memory", {"mem-fraction-static": 0.995}, {"spare_gb": 6.0}, {}, "the whole card"),
-        ("max-running-requests", {}, {"running": 250, "empty_share": 0.9}, {}, "no request waits"),
-        ("chunked-prefill-size", {}, {}, {}, "the log lacks prefill passes"),
-        ("chunked-prefill-size", {}, {"prefill_limit": 32_768, "prefill_per_pass": 3e4}, {}, "than 16384"),
-        ("chunked-prefill-size", {}, {"prefill_limit": -1, "prefill_per_pass": 300.0}, {}, "is off"),
-        ("max-running-requests", {}, {"running": 7.0, "max_running": 8, "usage": 0.89}, {}, "holds 8"),
-    ],
-)
-def test_what_is_left_alone_has_its_reason(
-    tuned_flag: str, args: Args, signs: dict[str, Any], machine: dict[str, Any], note: str
-) -> None:
+@pytest.mark.parametrize(("name", "args", "signs", "reason"), LEFT)
+def test_what_is_left_alone_has_its_reason(name: str, args: Args, signs: dict[str, Any], reason: str) -> None:
     """Where nothing is left to try, or too little is known, the table has a true word on it."""
-    (candidates_of,) = (k.candidates for k in TUNED_FLAGS if k.name == tuned_flag)
-    candidates = candidates_of(TuningState(args, replace(BUSY, **signs), replace(CARD, **machine)))
-    assert isinstance(candidates, str)
-    assert note in candidates
+    found = candidates(name, args, signs, {})
+    assert isinstance(found, str)
+    assert reason in found
 
 
-def test_flags_that_are_null_and_a_server_that_runs_one() -> None:
-    """A flag that the job takes back with null is at its default; a mean of no running row is no failure."""
-    by_name = {tuned_flag.name: tuned_flag.candidates for tuned_flag in TUNED_FLAGS}
-    bolder = by_name[PUT](TuningState({PUT: None}, BUSY, CARD))
-    more = by_name["max-running-requests"](
-        TuningState({}, replace(BUSY, running=0, max_running=1, usage=0), CARD)
-    )
-    assert isinstance(bolder, list)
-    assert isinstance(more, list)
-    assert [change.args for change in bolder] == [{PUT: 0.3}]
-    assert [change.args["max-running-requests"] for change in more] == [32, 6]
+TWO: Args = {"tp-size": 2}
+MIXTURE, LATENT = {"num_experts": 64}, {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+ALLOWED = frozenset({"quantization", "torch-compile"})
+ON_CARDS: list[tuple[str, Args, dict[str, Any], dict[str, Any], list[Args] | str]] = [
+    (
+        "attention-backend", {}, {"model": "DeepseekV3ForCausalLM"}, {"card": "NVIDIA B200"},
+        [{"attention-backend": "trtllm_mla"}, {"attention-backend": "flashinfer"}],
+    ),
+    (
+        "attention-backend", {}, {}, {"card": "NVIDIA L4"},
+        [{"attention-backend": "flashinfer"}, {"attention-backend": "triton"}],
+    ),
+    (
+        "attention-backend", {}, {"model": "GptOssForCausalLM"}, {"card": "NVIDIA B200"},
+        "SGLang chooses the backend for GptOssForCausalLM",
+    ),
+    # a card of 24 GB turns the guides' 5, 6.5 and 10 GB into 3, 3.9 and 6, as advice does
+    ("memory", {}, {**FULL, "spare_gb": 1.2}, {"card_gb": 24}, "no more can be taken"),
+    ("memory", {}, {**FULL, "spare_gb": 4.5}, {"card_gb": 24}, [{"mem-fraction-static": 0.84}]),
+    (
+        "memory", {}, {**FULL, "spare_gb": 6.5}, {"card_gb": 24},
+        [{"mem-fraction-static": 0.93}, {"mem-fraction-static": 0.84}],
+    ),
+    (
+        "quantization", {}, {}, {"allowed": ALLOWED},
+        [{"kv-cache-dtype": "fp8_e4m3"}, {"quantization": "fp8"}],
+    ),
+    ("quantization", {}, {}, {"allowed": ALLOWED, "card": "NVIDIA A100-SXM4-80GB"}, "no FP8"),
+    ("parallelism", {}, {}, {"cards": 4}, "{kind: gateway, tp: 1} has 4 replicas on 4 GPUs, each about as"),
+    ("parallelism", TWO, {}, {"cards": 4}, "{kind: gateway, tp: 2} has 2 replicas on 4 GPUs"),
+    ("parallelism", {"tp": 4}, {}, {"cards": 4}, "with a tp under 4 is faster, where the weights fit fewer"),
+    ("parallelism", {}, {}, {"cards": 4, "one_of_several": True}, "one replica"),
+    ("expert-parallelism", TWO, {}, {"config": MIXTURE}, [{"ep-size": 2}]),
+    ("expert-parallelism", TWO, {}, {}, "no experts on several GPUs"),
+    ("dp-attention", TWO, {}, {"config": LATENT}, [{"attn-dp-size": 2}]),
+    ("dp-attention", TWO, {}, {}, "no compressed KV cache"),
+]  # fmt: skip
 
 
-def test_what_needs_leave_is_tried_with_it() -> None:
-    """Quantization and torch.compile are tried when allowed, FP8 only on a card that has it."""
-    allowed = replace(CARD, allowed=frozenset({"quantization", "torch-compile"}))
-    by_name = {tuned_flag.name: tuned_flag.candidates for tuned_flag in TUNED_FLAGS}
-    quantized = by_name["quantization"](TuningState({}, BUSY, allowed))
-    assert [change.args for change in quantized if not isinstance(change, str)] == [
-        {"kv-cache-dtype": "fp8_e4m3"},
-        {"quantization": "fp8"},
-    ]
-    assert not isinstance(by_name["torch-compile"](TuningState({}, BUSY, allowed)), str)
-    old = replace(allowed, card="NVIDIA A100-SXM4-80GB")
-    assert "no FP8" in by_name["quantization"](TuningState({}, BUSY, old))
-
-
-@pytest.mark.parametrize("name", ["tp-size", "tensor-parallel-size", "tp"])
-def test_replicas_are_the_gateways(name: str) -> None:
-    """On several cards no --dp-size is tried: the table says which gateway to take, by any name of tp."""
-    (candidates_of,) = (k.candidates for k in TUNED_FLAGS if k.name == "parallelism")
-    four = replace(CARD, cards=4)
-    assert candidates_of(TuningState({}, BUSY, four)) == (
-        "engine: {kind: gateway, tp: 1} has 4 replicas on 4 GPUs, each about as fast"
-    )
-    assert "{kind: gateway, tp: 2} has 2 replicas on 4 GPUs" in candidates_of(
-        TuningState({name: 2}, BUSY, four)
-    )
-    assert "with a tp under 4 is faster" in candidates_of(TuningState({name: 4}, BUSY, four))
-    assert candidates_of(TuningState({}, BUSY, replace(four, one_of_several=True))) == "one replica"
-
-
-def test_what_a_machine_with_two_gpus_would_do() -> None:
-    """One replica a GPU behind a gateway; a model that is split over both is told to try one GPU each."""
-    (candidates_of,) = (k.candidates for k in TUNED_FLAGS if k.name == "parallelism")
-    two = replace(CARD, cards=2)
-    assert candidates_of(TuningState({}, BUSY, two)) == (
-        "engine: {kind: gateway, tp: 1} has 2 replicas on 2 GPUs, each about as fast"
-    )
-    assert candidates_of(TuningState({"tp-size": 2}, BUSY, two)) == (
-        "engine: {kind: gateway} with a tp under 2 is faster, where the weights fit fewer GPUs"
-    )
+@pytest.mark.parametrize(("name", "args", "signs", "machine", "expected"), ON_CARDS)
+def test_the_machine_and_the_model_decide(
+    name: str, args: Args, signs: dict[str, Any], machine: dict[str, Any], expected: list[Args] | str
+) -> None:
+    """Backends, precision, memory and parallelism are those of the card, the model and what is allowed."""
+    found = candidates(name, args, signs, machine)
+    if isinstance(found, str):
+        assert isinstance(expected, str)
+        assert expected in found
+    else:
+        assert found == expected
 
 
 def test_flags_go_by_the_names_that_are_there() -> None:
@@ -220,62 +191,9 @@ def test_a_flag_that_the_version_lacks_is_not_tried() -> None:
     assert search.notes[PUT] == "this version has no --schedule-conservativeness 0.3"
 
 
-BUSY_CARD = TrialSigns(running=30, max_running=256, queue=100, empty_share=0, usage=0.5)
-TWO: Args = {"tp-size": 2}
-MIXTURE, LATENT = {"num_experts": 64}, {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-
-
-@pytest.mark.parametrize(
-    ("lever", "args", "signs", "config", "expected"),
-    [
-        (
-            "cuda-graph-backend-prefill", {}, {"prefill_per_pass": 80.0}, {},
-            [{"cuda-graph-backend-prefill": "breakable"}, {"cuda-graph-backend-prefill": "full"}],
-        ),
-        ("cuda-graph-backend-prefill", {}, {"prefill_per_pass": 6000.0}, {}, "computing takes longer"),
-        ("cuda-graph-backend-prefill", {}, {}, {}, "the log lacks prefill passes"),
-        ("page-size", {}, {"attention_backend": "fa3"}, {}, [{"page-size": 16}, {"page-size": 64}]),
-        ("page-size", {"page-size": 16}, {"attention_backend": "fa3"}, {}, [{"page-size": 64}]),
-        ("page-size", {}, {"attention_backend": "fa3", "cached_share": 0.5}, {}, "pages find fewer"),
-        ("page-size", {}, {"attention_backend": "triton"}, {}, "not of this backend"),
-        (
-            "hierarchical-cache", {}, {"cached_share": 0.5, "usage": 0.98}, {},
-            [{"enable-hierarchical-cache": True}],
-        ),
-        ("hierarchical-cache", {}, {"cached_share": 0.5}, {}, "at token usage 0.50"),
-        (
-            "hierarchical-cache", {"enable-hierarchical-cache": True}, {"cached_share": 0.5, "usage": 0.98},
-            {}, "on already",
-        ),
-        ("tokenizer-worker-num", {}, {"empty_share": 0.9}, {}, [{"tokenizer-worker-num": 4}]),
-        ("tokenizer-worker-num", {}, {}, {}, "the scheduler is fed"),
-        ("gc-threshold", {}, {"queue": 3000}, {}, [{"gc-threshold": [20_000, 50, 50]}]),
-        ("gc-threshold", {}, {}, {}, "130 requests in flight"),
-        ("expert-parallelism", TWO, {}, MIXTURE, [{"ep-size": 2}]),
-        ("expert-parallelism", {}, {}, MIXTURE, "no experts on several GPUs"),
-        ("expert-parallelism", TWO, {}, {}, "no experts on several GPUs"),
-        ("dp-attention", TWO, {}, LATENT, [{"attn-dp-size": 2}]),
-        ("dp-attention", {**TWO, "attn-dp-size": 2}, {}, LATENT, "on already"),
-        ("dp-attention", TWO, {}, {}, "no compressed KV cache"),
-    ],
-)  # fmt: skip
-def test_each_lever_has_its_sign(
-    lever: str, args: Args, signs: dict[str, Any], config: dict[str, Any], expected: list[Args] | str
-) -> None:
-    """A lever is tried where its sign is seen; where it is not, the table says what was seen instead."""
-    (candidates_of,) = (found.candidates for found in LEVERS if found.name == lever)
-    found = candidates_of(TuningState(args, replace(BUSY_CARD, **signs), replace(CARD, config=config)))
-    if isinstance(expected, str):
-        assert isinstance(found, str)
-        assert expected in found
-    else:
-        assert [change.args for change in found if not isinstance(change, str)] == expected
-
-
-def test_none_needs_a_gpu_to_be_left_alone() -> None:
-    """On a CPU each has a word of its own, whatever the signs."""
-    cpu = replace(CARD, cpu=True)
-    assert all(isinstance(lever.candidates(TuningState({}, BUSY_CARD, cpu)), str) for lever in LEVERS)
+def test_on_a_cpu_flags_of_gpus_are_left_alone() -> None:
+    """Each has a word of its own, whatever the signs."""
+    assert all(isinstance(candidates(lever.name, {}, {}, {"cpu": True}), str) for lever in LEVERS)
 
 
 def test_arguments_and_variables_go_their_own_ways() -> None:
@@ -284,6 +202,5 @@ def test_arguments_and_variables_go_their_own_ways() -> None:
     assert arguments_in(args) == {"max-running-requests": 8, "enable-metrics": True}
     assert variables_in(args) == {CLIP: "256"}
     assert as_typed(args) == f"{CLIP}=256 --max-running-requests 8 --enable-metrics"
-    assert as_typed({}) == ""
     assert numbers_in({CLIP: "256", "HF_HUB_OFFLINE": "1"}) == {CLIP: 256}
     assert numbers_in({CLIP: "many"}) == {}

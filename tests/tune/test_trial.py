@@ -45,9 +45,9 @@ def test_the_log_tells_the_rest() -> None:
     }
     work = signs_of_passes(LOG.splitlines(), tokens=4200)
     assert work == {"tokens_per_pass": 200.0, "prefill_per_pass": 800.0, "graph_off_share": 0.5}
-    several = signs_of_passes([line for line in LOG.splitlines() if "Decode" in line] * 3, tokens=0)
-    assert (several["running"], several["usage"]) == (266.5, 0.82)
     rates = [line for line in LOG.splitlines() if "Decode" in line] * 3
+    several = signs_of_passes(rates, tokens=0)
+    assert (several["running"], several["usage"]) == (266.5, 0.82)
     faster = [line.replace("4594.01", "9188.02") for line in rates]
     idle = rates[0].replace("4594.01", "4.20")  # before the first rows there were none
     assert output_rate([idle, *rates]) == 4594.01

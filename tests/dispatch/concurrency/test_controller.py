@@ -26,7 +26,7 @@ def plant(
     return Plant(controller, capacity, service_s, period_s, late_s)
 
 
-@examples(40)
+@examples(15)
 @given(
     window=st.integers(1, 1000),
     capacity=st.integers(20, 4096),
@@ -57,21 +57,15 @@ def test_the_start_doubles_and_does_not_drown() -> None:
     assert any("growing fast" in decision.reason for decision in made.decisions)
 
 
-def test_capacity_that_grows_is_filled() -> None:
-    """When rows become shorter and five times as many fit, the window follows."""
+def test_capacity_is_followed() -> None:
+    """When rows become shorter and more of them fit, or longer and fewer, the window follows."""
     made = plant()
     made.run(30)
     made.capacity = 1280
     made.run(30)
     assert len(made.ends) == 1280
     assert min(made.queues_since(made.queues[-1][0] - 10)) > 0
-
-
-def test_capacity_that_shrinks_is_followed() -> None:
-    """When rows become longer, what no longer runs does not stay in the queue."""
-    made = plant(capacity=4000, window=4100)
-    made.run(30)
-    made.capacity = 500
+    made.capacity = 160
     made.run(60)
     assert max(made.queues_since(made.queues[-1][0] - 10)) <= 600
 
@@ -101,15 +95,6 @@ def test_pressure_backs_off_once_a_second() -> None:
     assert min(made.queues_since(65)) > 0
 
 
-def test_a_narrow_window_is_not_widened_by_pressure() -> None:
-    """Backing off never goes up."""
-    controller = Controller("s", 400, BAND, most=10_000, now=0.0)
-    for second in range(20):
-        old = controller.window
-        controller.backpressure(float(second), "429")
-        assert controller.window <= old
-
-
 def test_no_fresh_load_holds_the_window() -> None:
     """When the gauges stop, the window is held to what was known, once and with its reason."""
     made = plant()
@@ -125,7 +110,7 @@ def test_no_fresh_load_holds_the_window() -> None:
     assert made.controller.state == "steady"
 
 
-@pytest.mark.parametrize("capacity", [40, 400, 1500])
+@pytest.mark.parametrize("capacity", [40, 1500])
 def test_without_any_load_the_window_is_found_by_rate(capacity: int) -> None:
     """A server that tells nothing is filled by trying, as long as it helps, and no further."""
     made = plant(window=256, capacity=capacity, service_s=4.0)
@@ -166,16 +151,6 @@ def test_the_band_is_scaled_to_a_small_engine(max_running: int | None, low: int,
     band = BAND.scaled(max_running)
     assert (band.low, band.high) == (low, high)
     assert ("scaled" in band.why) == ((low, high) != (100, 2000))
-
-
-def test_the_tail_is_left_alone() -> None:
-    """When nothing is left to send, the queue runs empty and the window is not touched."""
-    made = plant()
-    made.run(20)
-    before = made.controller.window
-    made.controller.drain()
-    assert made.controller.state == "tail"
-    assert made.controller.window == before
 
 
 def test_the_window_never_exceeds_the_connections() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from batchrunner.core.engine_info import Corner, QueueBand
 from batchrunner.dispatch.concurrency.controller import Controller
-from batchrunner.dispatch.concurrency.corners import HELD_AFTER_S, TOLD_AFTER_S, Filling, Reading
+from batchrunner.dispatch.concurrency.corners import HELD_AFTER_S, TOLD_AFTER_S, Reading
 from benchmarks.control_simulated import Case, run
 
 BAND = QueueBand(100, 2000)
@@ -70,15 +70,6 @@ def test_a_full_pool_is_no_short_queue() -> None:
     assert scheduler.controller.window <= before + 1.5 * BAND.low
     scheduler.tells(TOLD_AFTER_S, queue=0, usage=0.95)
     assert scheduler.news == [Corner.GOOD, Corner.FULL]
-
-
-def test_a_used_pool_and_a_queue_are_good() -> None:
-    """The window stays as it is."""
-    scheduler = Scheduler()
-    scheduler.tells(30, queue=150, usage=0.95)
-    before = scheduler.controller.window
-    scheduler.tells(60, queue=150, usage=0.95)
-    assert (scheduler.news, scheduler.controller.window) == ([Corner.GOOD], before)
 
 
 def test_a_pool_that_fills_gets_what_it_has_room_for() -> None:
@@ -152,59 +143,32 @@ def test_a_corner_that_does_not_last_is_not_told() -> None:
     assert scheduler.news == []
 
 
-def test_the_tail_has_no_corner() -> None:
-    """When nothing is left to send, an empty queue is no sign."""
-    scheduler = Scheduler()
-    scheduler.tells(20, queue=150, usage=0.95)
-    scheduler.controller.drain()
-    assert scheduler.controller.corner is None
-
-
 @pytest.mark.parametrize(("usage", "in_use"), [(0.88, True), (0.9, False)])
 def test_a_corner_ends(usage: float, *, in_use: bool) -> None:
     """A scheduler that has been in no corner for a while is shown in none; it is back in one without news."""
-    scheduler = Scheduler()
-    shown = []
-    for seconds, now_usage, is_used in (
-        (20, 0.9, True),
-        (1, usage, in_use),
-        (TOLD_AFTER_S, usage, in_use),
-        (TOLD_AFTER_S + 1, 0.9, True),
-    ):
-        scheduler.tells(seconds, queue=150, usage=now_usage, in_use=is_used)
+    scheduler, shown = Scheduler(), []
+    good, other = (0.9, True), (usage, in_use)
+    for seconds, (told, is_used) in ((20, good), (1, other), (TOLD_AFTER_S, other), (TOLD_AFTER_S + 1, good)):
+        scheduler.tells(seconds, queue=150, usage=told, in_use=is_used)
         shown.append(scheduler.controller.corner)
     assert shown == [Corner.GOOD, Corner.GOOD, None, Corner.GOOD]
     assert scheduler.news == [Corner.GOOD]
 
 
-@pytest.mark.parametrize("late_s", [0.1, 4.0])
-def test_rows_that_grow_together_are_not_retracted_together(late_s: float) -> None:
+def test_rows_that_grow_together_are_not_retracted_together() -> None:
     """At most half of the best fixed window's retractions, at no less of its speed; no starved scheduler.
 
     Rows of 64 prompt tokens and 600 to 1000 new ones grow together, and do not fit together. The best fixed
-    window of this workload is that of benchmarks/results/control_simulated.json.
+    window of this workload is that of benchmarks/results/control_simulated.json; the load is told 4 s late.
     """
     best = run(Case("short/long", 1, 6000, 1024, 0.0))
-    found = run(Case("short/long", 1, 6000, None, late_s))
+    found = run(Case("short/long", 1, 6000, None, 4.0))
     assert found["tokens_per_s"] >= 0.99 * best["tokens_per_s"]
     assert found["retractions"] <= best["retractions"] / 2
-    assert found["longest_starved_s"] <= late_s + 1
+    assert found["longest_starved_s"] <= 5
 
 
-def test_the_first_rows_to_end_do_not_slow_down_the_next() -> None:
-    """None of the first rows ends for a while: their life looks endless, but not for long."""
-    filling, life_s, running, gap_s = Filling(), 28.0, 500, 0.25
-    for step in range(int(2.5 * life_s / gap_s)):
-        rate = running / life_s if step * gap_s > 0.7 * life_s else 0.0
-        seen = Reading(running, 0, running, rate, 0.0, usage=0.85, fits=1000.0)
-        filling.sample(step * gap_s, seen)
-    most = filling.most(seen)
-    assert most is not None
-    needed = running / life_s * gap_s
-    assert needed <= most - running <= 4 * needed
-
-
-@pytest.mark.parametrize("workload", ["KV-starved", "heavy tail", "long/short"])
+@pytest.mark.parametrize("workload", ["KV-starved", "heavy tail"])
 def test_where_nothing_is_retracted_nothing_is_held(workload: str) -> None:
     """The limit by tokens costs no speed where the pool is full, but rows do not grow out of it."""
     found = run(Case(workload, 1, 2000, None, 0.1))

@@ -6,7 +6,7 @@ import pytest
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.concurrency.window import FIRST_ROW_TOKENS, USUAL_TOKENS, ForwardPasses
+from batchrunner.dispatch.concurrency.window import ForwardPasses
 
 URL = "http://server"
 HALF_MINUTE = 120
@@ -15,11 +15,10 @@ HALF_MINUTE = 120
 @pytest.mark.parametrize(
     ("tokens", "row_tokens", "max_running", "rows"),
     [
-        (16_384, 64, None, 256),
         (16_384, 64, 32, 32),
-        (8192, 8192, 256, 1),
         (8192, 30_000, 256, 1),
         (None, 8, 4096, 1024),
+        (100, 0, None, 100),
     ],
 )
 def test_rows_of_a_pass(tokens: int | None, row_tokens: int, max_running: int | None, rows: int) -> None:
@@ -31,18 +30,6 @@ def test_rows_of_a_pass(tokens: int | None, row_tokens: int, max_running: int | 
     band = passes.band(max_running)
     assert max(8, rows) == band.low < band.high
     assert passes.first_window(max_running) >= 2 * rows
-
-
-def test_before_any_row_was_sent() -> None:
-    """Neither the server nor a row has told anything."""
-    assert ForwardPasses(None).rows(None) == USUAL_TOKENS // FIRST_ROW_TOKENS
-
-
-def test_rows_without_tokens() -> None:
-    """Empty prompts divide nothing by zero."""
-    passes = ForwardPasses(100)
-    passes.sent(0)
-    assert passes.rows(None) == 100
 
 
 class Server:
@@ -81,9 +68,9 @@ class Server:
         )
 
 
-@pytest.mark.parametrize("passes_a_sample", [1, 10])
 @pytest.mark.parametrize(
-    ("tokens", "max_running", "row_tokens"), [(16_384, 32, 100), (16_384, 4096, 16), (8192, 4096, 500)]
+    ("tokens", "max_running", "row_tokens", "passes_a_sample"),
+    [(16_384, 32, 100, 1), (16_384, 4096, 16, 1), (8192, 4096, 500, 10)],
 )
 def test_the_window_neither_starves_nor_piles_up(
     tokens: int, max_running: int, row_tokens: int, passes_a_sample: int
