@@ -85,14 +85,13 @@ def check_dimensions(job: Job) -> None:
     if not config or OVERRIDES in job.engine.args:
         return
     lengths, longest = config.get("matryoshka_dimensions") or (), config.get("hidden_size")
-    can_be_any = bool(config.get("is_matryoshka")) and not lengths
+    can_be_any = config.get("is_matryoshka") and not lengths
     if asked in lengths or (can_be_any and (type(longest) is not int or asked <= longest)):
         return
-    known = ", ".join(map(str, lengths)) or f"{'1 to ' if can_be_any else ''}{longest}"
     raise JobError(
-        f"output.dimensions: {model} makes vectors of {known} numbers (got {asked})",
-        hint="leave it out; for a model that was trained for shorter ones and does not say so in its "
-        f"config.json, give engine.args {OVERRIDES}: '{{\"is_matryoshka\": true}}'",
+        f"output.dimensions: {model} makes no vectors of {asked} numbers, by its config.json",
+        hint="leave it out; for a model that was trained for shorter ones and does not say so there, "
+        f"give engine.args {OVERRIDES}: '{{\"is_matryoshka\": true}}'",
     )
 
 

@@ -20,7 +20,6 @@ import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.connections import free_port
-from batchrunner.output.events import read_events
 from tests.conftest import ROOT, events_of, eventually, job_of, results_of
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.server_thread import PATIENCE_S, is_free
@@ -37,12 +36,6 @@ LIMITS = {"max_attempts": 1, "engine_wait": PATIENCE_S}
 def all_answered(job: dict[str, Any], rows: int) -> bool:
     results = results_of(job)
     return [row["row"] for row in results if row["error"] is None] == list(range(rows))
-
-
-def in_flight(job: dict[str, Any]) -> int:
-    """Return the most rows that a running job was seen to have in flight."""
-    events = [*read_events(Path(job["output"]["path"]) / "events.jsonl")]
-    return max((event["in_flight"] for event in events if event["event"] == "sample"), default=0)
 
 
 def serve_again(stack: contextlib.ExitStack, port: int) -> None:
@@ -91,37 +84,6 @@ def test_a_server_that_is_killed_and_started_again(tmp_path: Path) -> None:
     assert report.retries > 0
     assert report.wall_s > AWAY_S
     assert all_answered(job, 200)
-
-
-def test_a_server_that_refuses_for_a_while(tmp_path: Path, server: FakeSGLang) -> None:
-    """503 from everything, as while it updates its weights: rows wait and are then answered."""
-    first: list[float] = []
-
-    def script(_: Sent) -> Behaviour:
-        if len(server.sent) < 40:
-            return "answer"
-        first.append(time.monotonic())
-        return "busy 503" if first[-1] - first[0] < AWAY_S else "answer"
-
-    server.script = script
-    job = job_of(tmp_path, server, rows=200, window=8, limits=LIMITS)
-    report = batchrunner.run(job)
-    assert (report.exit_code, report.rows_failed) == (0, 0)
-    assert report.retries > 0
-    assert all_answered(job, 200)
-
-
-def test_refusals_that_take_their_time(tmp_path: Path, server: FakeSGLang) -> None:
-    """A proxy before a server that is gone says so after a while: the run ends all the same."""
-    server.script, server.refusal_s = (lambda _: "busy 503"), 0.6
-    job = job_of(tmp_path, server, rows=500, window=4, limits={"max_attempts": 1, "engine_wait": 2})
-    with pytest.raises(EngineLostError, match=r"the engine took no row for \d+ s: 503") as lost:
-        batchrunner.run(job)
-    waited_s = int(str(lost.value).partition(" for ")[2].split()[0])
-    assert waited_s >= 2
-    assert len(server.sent) <= 4 * (2 / 0.6 + 2)  # it ends with the first refusal after 2 s of them
-    assert lost.value.report is not None
-    assert lost.value.report.rows_failed == 0
 
 
 def test_a_row_that_was_taken_is_waited_for(tmp_path: Path, server: FakeSGLang) -> None:
@@ -238,39 +200,3 @@ def test_a_server_that_is_stopped_for_a_while(tmp_path: Path) -> None:
     assert (report.exit_code, report.rows_failed, report.retries) == (0, 0, 0)
     assert report.wall_s > 5
     assert all_answered(job, 200)
-
-
-def test_a_server_that_is_killed_with_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is waited for from its first refusal on, however long it had brought no answer before."""
-    connect = aiohttp.TCPConnector.connect
-    refused: list[OSError] = []
-
-    async def try_to_connect(*args: Any, **options: Any) -> Any:
-        try:
-            return await connect(*args, **options)
-        except OSError as refusal:
-            refused.append(refusal)
-            raise
-
-    monkeypatch.setattr(aiohttp.TCPConnector, "connect", try_to_connect)
-    engine_wait_s = 12.0  # of which the server is away for a moment, and the machine for a few seconds
-    port = free_port()
-    with contextlib.ExitStack() as stack:
-        process = stack.enter_context(elsewhere(port, 0))
-        engine = {"kind": "attach", "urls": [f"http://127.0.0.1:{port}"]}
-        limits = {"max_attempts": 1, "engine_wait": engine_wait_s}
-        job = job_of(tmp_path, engine, rows=4, limits=limits)
-
-        def kill() -> None:
-            eventually(lambda: in_flight(job) == 4)
-            threading.Event().wait(engine_wait_s + 1)
-            process.kill()
-            eventually(lambda: len(refused) >= 8)  # each row more than once
-            serve_again(stack, port)
-
-        killer = threading.Thread(target=kill)
-        killer.start()
-        report = batchrunner.run(job)
-        killer.join()
-    assert (report.exit_code, report.retries > 0) == (0, True)
-    assert all_answered(job, 4)

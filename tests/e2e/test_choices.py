@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import INSTANT, batchrun, batchrun_merge, job_of, parts_of, results_of, write_job
+from tests.conftest import batchrun, job_of, results_of, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.scores import logprob_for
 
@@ -137,50 +136,3 @@ def test_rows_share_requests(tmp_path: Path, scorer: FakeSGLang) -> None:
     for row, scores in zip(rows, expected, strict=True):
         assert row["error"] or row["scores"] == pytest.approx(scores)
     assert max(sent.together for sent in scorer.sent) > len(CHOICES)
-
-
-def test_resumed_joined_merged(tmp_path: Path) -> None:
-    """The simulated engine: resume, join, equal rows, and merge hold for the lists."""
-    job = choice_job(tmp_path, INSTANT, [f"row {n % 8}" for n in range(12)], input={"limit": 6})
-    assert run(job, tmp_path, "--join").exit_code == 0
-    job["input"]["limit"] = 12
-    assert run(job, tmp_path, "--join").exit_code == 0
-    rows = results_of(job)
-    assert [row["scores"] for row in rows[8:]] == [row["scores"] for row in rows[:4]]
-    assert all(math.isfinite(total) and total < 0 for row in rows for total in row["scores"])
-    merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
-    assert merged.column("scores").to_pylist() == [row["scores"] for row in rows]
-    assert batchrun("merge", job["output"]["path"], tmp_path / "out.jsonl").exit_code == 0
-    assert parts_of(job["output"]["path"])[0].schema.names[-3:] == [
-        *("scores", "scores_per_token", "scores_per_byte")
-    ]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "changes", "message"),
-    [
-        ({"choices": ["a", ""]}, {}, "prompt.choices.1: string should have at least 1 character"),
-        ({"choices": []}, {}, "prompt.choices"),
-        ({"choices": "id"}, {}, "prompt.choices: column 'id' must hold texts or lists of texts"),
-        ({"choices": "none"}, {}, "none"),
-        ({"choices": ["a"]}, {"labels": ["b"]}, "takes either labels"),
-        (
-            {"choices": ["a"]},
-            {"output": {"softmax": True}},
-            "output.softmax: does not go with task: score with prompt.choices",
-        ),
-        ({"choices": ["a"], "truncate": "tail"}, {}, "prompt.truncate: does not go with task: score"),
-        ({"choices": ["a"]}, {"task": "embed"}, "prompt.choices: goes with task: score"),
-    ],
-)
-def test_choices_that_cannot_be(
-    tmp_path: Path, prompt: dict[str, Any], changes: dict[str, Any], message: str
-) -> None:
-    """Each is refused by name, in one line."""
-    job = choice_job(tmp_path, INSTANT, ["x"])
-    job = {**job, **changes, "prompt": {"text": "text", **prompt}}
-    job["output"] = {"path": str(tmp_path / "run"), **changes.get("output", {})}
-    result = batchrun("check", write_job(job, tmp_path))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 import subprocess
@@ -10,9 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import duckdb
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
@@ -24,14 +21,12 @@ from tests.conftest import (
     batchrun_merge,
     job_of,
     parts_of,
-    report_of,
     results_of,
     write_job,
     write_rows,
 )
 from tests.support.embeddings import LENGTH, vector_for
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.page import page_of
 from tests.support.raw_answers import Body
 
 if TYPE_CHECKING:
@@ -83,23 +78,6 @@ def column_type(job: dict[str, Any]) -> pa.DataType:
 
 
 @pytest.mark.usefixtures("full_requests")
-def test_lists_of_rows_have_their_vectors(tmp_path: Path, embedder: FakeSGLang) -> None:
-    """Rows go in lists, and each has its own vector, its prompt tokens, and the columns of its task only."""
-    job = ids_job(tmp_path, embedder, input={"columns": ["id"]})
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    assert vectors_of(job) == expected()
-    assert column_type(job) == pa.list_(pa.float32(), LENGTH)
-    assert parts_of(job["output"]["path"])[0].schema.names == [
-        *("row", "id", "prompt_tokens", "cached_tokens", "latency_s", "attempts", "error", "embedding"),
-    ]
-    assert {row["prompt_tokens"] for row in results_of(job)} == {3}
-    assert embedder.requests < ROWS
-    assert report_of(job)["bundles"]["most_rows"] == 8
-    assert {row["attempts"] for row in results_of(job)} == {1}
-
-
-@pytest.mark.usefixtures("full_requests")
 def test_lists_are_filled_by_tokens(tmp_path: Path) -> None:
     """A list has the tokens of a forward pass, with prompts of about one length; a longer one goes alone."""
     lengths = [2 + (13 * n) % 60 for n in range(200)] + [900]
@@ -118,19 +96,6 @@ def test_lists_are_filled_by_tokens(tmp_path: Path) -> None:
     assert len(lists) < 60
     assert sum(max(each) - min(each) for each in lists) / len(lists) < 20  # of 60 in the order of the input
     assert len(results_of(job)) == 201
-
-
-def test_page_and_advice(tmp_path: Path, embedder: FakeSGLang) -> None:
-    """The run has its page, without outputs; status and advice read its results."""
-    embedder.script = lambda sent: "too long" if sent.prompt == str([3, 4, 7]) else "answer"
-    job = ids_job(tmp_path, embedder, limits={"max_failed_rows": 1})
-    assert run(job, tmp_path).exit_code == 0
-    page = page_of(Path(job["output"]["path"])).text
-    assert "Latency" in page
-    assert "results cannot be read" not in page
-    for command in ("status", "advise"):
-        result = batchrun(command, job["output"]["path"])
-        assert result.exit_code == 0, result.stderr
 
 
 @pytest.mark.parametrize("engine", ["server", "simulated"])
@@ -160,48 +125,6 @@ def test_dtype_normalize_dimensions(tmp_path: Path, embedder: FakeSGLang, as_flo
     for found, whole in zip(vectors_of(job), expected(), strict=True):
         norm = math.hypot(*whole[:4])
         assert found == list(struct.unpack("<4e", struct.pack("<4e", *(n / norm for n in whole[:4]))))
-
-
-def test_merged_to_any_format(tmp_path: Path, embedder: FakeSGLang) -> None:
-    """One dataset of all vectors; JSON Lines, CSV and Arrow have them too."""
-    job = ids_job(tmp_path, embedder, output={"dtype": "float16", "part_rows": 16})
-    assert run(job, tmp_path).exit_code == 0
-    assert len(parts_of(job["output"]["path"])) > 1
-    merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
-    assert merged.column("row").to_pylist() == list(range(ROWS))
-    assert merged.column("embedding").to_pylist() == expected()
-    for ending in ("jsonl", "csv", "arrow"):
-        file = tmp_path / f"out.{ending}"
-        result = batchrun("merge", job["output"]["path"], file)
-        assert result.exit_code == 0, result.stderr
-    with pa.ipc.open_file(tmp_path / "out.arrow") as arrow:
-        assert arrow.read_all().column("embedding").to_pylist() == expected()
-    assert str(expected()[0][0]) in (tmp_path / "out.jsonl").read_text()
-
-
-def test_a_bad_row_of_a_list_fails_alone(tmp_path: Path, embedder: FakeSGLang) -> None:
-    """The server refuses a list for one row: that row fails, and the others have had one try."""
-    bad = str([5, 6, 7])
-    embedder.script = lambda sent: "too long" if sent.prompt == bad else "answer"
-    job = ids_job(tmp_path, embedder, limits={"max_failed_rows": 1})
-    assert run(job, tmp_path).exit_code == 0
-    rows = results_of(job)
-    assert [row["row"] for row in rows if row["error"]] == [5]
-    assert "longer than the model's context length" in rows[5]["error"]
-    assert rows[5]["embedding"] is None
-    assert [row["embedding"] for row in rows if row["row"] != 5] == [*expected()[:5], *expected()[6:]]
-    assert {row["attempts"] for row in rows} == {1}
-
-
-@pytest.mark.parametrize("what", ["disconnect", "busy 503", "broken 500", "not json", "no answer"])
-@pytest.mark.usefixtures("quick_retries")
-def test_odd_ends_of_lists(tmp_path: Path, embedder: FakeSGLang, what: Any) -> None:
-    """What goes wrong once with each row's first try is tried again."""
-    embedder.script = lambda sent: what if sent.tries == 1 and sent.body["input"] else "answer"
-    job = ids_job(tmp_path, embedder, rows=12)
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    assert vectors_of(job) == expected(12)
 
 
 def odd_vector(sent: Sent) -> list[float]:
@@ -234,23 +157,6 @@ def test_vectors_without_use(tmp_path: Path, embedder: FakeSGLang, as_floats: bo
         6: "output.dtype: the vector has numbers too large for float16",
     }
     assert column_type(job) == pa.list_(pa.float16(), LENGTH)
-    assert [row["embedding"] is None for row in results_of(job)][:7] == [
-        False,
-        True,
-        True,
-        True,
-        True,
-        False,
-        True,
-    ]
-
-
-def test_a_zero_vector_has_no_direction(tmp_path: Path, embedder: FakeSGLang) -> None:
-    """It cannot be divided by its length."""
-    embedder.vector = odd_vector
-    job = ids_job(tmp_path, embedder, rows=6, output={"normalize": True}, limits={"max_failed_rows": "100%"})
-    run(job, tmp_path)
-    assert results_of(job)[5]["error"] == "output.normalize: the vector is zero"
 
 
 def test_parts_without_a_vector(tmp_path: Path, embedder: FakeSGLang) -> None:
@@ -268,20 +174,6 @@ def test_parts_without_a_vector(tmp_path: Path, embedder: FakeSGLang) -> None:
     merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
     assert merged.column("embedding").to_pylist() == [None] * 8 + expected()[8:]
     assert merged.schema.field("embedding").type == pa.list_(pa.float32(), LENGTH)
-
-
-def test_a_table_in_which_no_row_has_a_vector(embedder: FakeSGLang) -> None:
-    """The column is there, with nulls of its type."""
-    embedder.script = lambda _: "too long"
-    engine = {"kind": "attach", "urls": [embedder.url]}
-    table = batchrunner.embed(
-        ["a", "b"],
-        engine=engine,
-        dtype="float16",
-        limits={"max_failed_rows": "100%", "abort_failed_share": 1},
-    )
-    assert table.column("embedding").to_pylist() == [None, None]
-    assert table.schema.field("embedding").type == pa.list_(pa.float16())
 
 
 def test_resume_keeps_the_length(tmp_path: Path, embedder: FakeSGLang) -> None:
@@ -312,57 +204,6 @@ def test_tasks_join_and_others_are_refused(tmp_path: Path, embedder: FakeSGLang)
     assert "task was 'embed' and is 'generate'" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("task", "generates", "message"),
-    [
-        ("embed", True, "serves fake/model, which generates text: start it with"),
-        ("generate", False, "serves fake/model, which does not generate text"),
-    ],
-)
-def test_a_model_for_another_task(tmp_path: Path, task: str, generates: bool, message: str) -> None:
-    """One line before anything is sent."""
-    with FakeSGLang(arguments={"is_generation": generates}) as fake:
-        job = job_of(tmp_path, fake, task=task)
-        result = run(job, tmp_path)
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert fake.requests == 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"sampling": {"temperature": 0}}, "sampling.temperature: does not go with task: embed"),
-        ({"sampling": {"n": 2}}, "sampling.n: does not go with task: embed"),
-        (
-            {"sampling": {"json_schema": {"type": "object"}}},
-            "sampling.json_schema: does not go",
-        ),
-        ({"parse": "json:loads"}, "parse: does not go with task: embed"),
-        ({"check": {"json": True}}, "check.json: does not go with task: embed"),
-        ({"on_length": "fail"}, "on_length: does not go with task: embed"),
-        ({"output": {"columns": ["logprobs"]}}, "output.columns: does not go with task: embed"),
-        ({"output": {"explode": True}}, "output.explode: does not go with task: embed"),
-        ({"prompt": {"user": "{{ text }}"}}, "prompt.user: does not go with task: embed"),
-        ({"prompt": {"messages": "text"}}, "prompt.messages: does not go with task: embed"),
-        ({"output": {"dtype": "float64"}}, "output.dtype"),
-        ({"output": {"dimensions": 0}}, "output.dimensions"),
-        (
-            {"input": {"columns": ["text"], "rename": {"text": "embedding"}}},
-            "a column 'embedding' of its own",
-        ),
-        ({"task": "generate", "output": {"dtype": "float16"}}, "output.dtype: goes with task: embed"),
-        ({"task": "embedd"}, "task: "),
-    ],
-)
-def test_fields_of_other_tasks(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """Each field without effect is refused by its name, in one line."""
-    result = batchrun("check", write_job(job_of(tmp_path, **{**EMBED, **changes}), tmp_path))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-
-
 def test_dimensions_that_the_model_lacks(tmp_path: Path, embedder: FakeSGLang) -> None:
     """A server that does not heed `dimensions` fails the rows."""
     embedder.vector = lambda sent: vector_for(sent.prompt)
@@ -371,37 +212,6 @@ def test_dimensions_that_the_model_lacks(tmp_path: Path, embedder: FakeSGLang) -
     assert {row["error"] for row in results_of(job)} == {
         "the vector has 8 numbers, and output.dimensions is 3"
     }
-
-
-def test_numpy_and_duckdb_read_the_column_as_it_is(tmp_path: Path, embedder: FakeSGLang) -> None:
-    """numpy sees the numbers of a table where they lie, without a copy; duckdb has an array of fixed size."""
-    job = ids_job(tmp_path, embedder, output={"dtype": "float32"})
-    assert run(job, tmp_path).exit_code == 0
-    merged = batchrun_merge(Path(job["output"]["path"]))
-    (array,) = pq.read_table(merged).column("embedding").chunks
-    numbers = array.flatten().to_numpy(zero_copy_only=True)
-    assert numbers.ctypes.data == array.values.buffers()[1].address
-    assert numbers.reshape(len(array), LENGTH).tolist() == expected()
-    vectors = pq.read_table(merged)
-    kind, rows = duckdb.execute(
-        "select any_value(typeof(embedding)), count(embedding) from vectors"
-    ).fetchall()[0]
-    assert (kind, rows) == (f"FLOAT[{LENGTH}]", vectors.num_rows)
-    nearest = duckdb.execute(
-        "select a.row from vectors a, vectors b where b.row = 3 "
-        "order by array_cosine_similarity(a.embedding, b.embedding) desc limit 1"
-    ).fetchall()
-    assert nearest == [(3,)]
-
-
-def test_a_carried_output_column(tmp_path: Path) -> None:
-    """Names of columns that only texts have are free."""
-    path = write_rows(tmp_path / "input.parquet", 3, output=["a", "b", "c"])
-    job = job_of(tmp_path, **EMBED, input={"path": str(path), "columns": ["output"]})
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    assert [row["output"] for row in results_of(job)] == ["a", "b", "c"]
-    assert run(job, tmp_path).exit_code == 0
 
 
 def test_an_odd_list_reply(tmp_path: Path, embedder: FakeSGLang) -> None:
@@ -451,48 +261,14 @@ def test_the_job_that_we_ship_and_its_neighbours(tmp_path: Path) -> None:
         command = [sys.executable, str(ROOT / "jobs" / "show_nearest.py"), str(tmp_path / "run"), *title]
         return subprocess.run(command, capture_output=True, text=True, check=False)
 
-    first, second = shown(), shown("text 3")
-    assert first.returncode == second.returncode == 0
-    assert "8 vectors of 16 numbers" in first.stdout
-    assert "nearest to json (module):" in first.stdout
-    assert len(second.stdout.split("nearest to text 3:")[1].splitlines()) == 6
-    unknown = shown("json.dumps")
-    assert unknown.returncode == 1
-    assert unknown.stderr == f"{tmp_path / 'run'}: no row with a vector has the title 'json.dumps'\n"
-    (part,) = (tmp_path / "run" / "parts").glob("*.parquet")
-    pq.write_table(pq.read_table(part).filter(pc.field("row") > 0), part)  # as if the job had fewer rows
-    assert "nearest to text 1:" in shown().stdout
-    pq.write_table(pq.read_table(part).drop_columns(["embedding"]), part)  # none has a vector
-    assert shown().stderr == f"{tmp_path / 'run'}: no row has a vector\n"
-
-
-def test_a_batch_file_on_an_open_engine(tmp_path: Path, embedder: FakeSGLang) -> None:
-    """Its requests say which task they are of: they must be those that the engine was opened for."""
-    lines = [
-        {
-            "custom_id": f"r{n}",
-            "method": "POST",
-            "url": "/v1/embeddings",
-            "body": {"model": "m", "input": f"{n}"},
-        }
-        for n in range(4)
-    ]
-    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    job = {
-        "input": {"path": str(tmp_path / "requests.jsonl")},
-        "prompt": {"batch": "strict"},
-        "output": {"path": str(tmp_path / "run")},
-        "engine": {"kind": "attach", "urls": [embedder.url]},
-    }
-    with batchrunner.open_engine(embedder.url, task="embed") as engine:
-        assert batchrunner.run(job, engine=engine).rows_ok == 4
-        chat = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-        lines = [{**line, "url": "/v1/chat/completions", "body": chat} for line in lines]
-        (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        job |= {"input": {"path": str(tmp_path / "chats.jsonl")}, "output": {"path": str(tmp_path / "other")}}
-        with pytest.raises(batchrunner.JobError, match="opened for task embed, and the job's is generate"):
-            batchrunner.run(job, engine=engine)
-    assert len(embedder.sent) == 4
+    found = shown()
+    assert found.returncode == 0
+    assert "8 vectors of 16 numbers" in found.stdout
+    assert "nearest to json (module):" in found.stdout
+    assert len(shown("text 3").stdout.split("nearest to text 3:")[1].splitlines()) == 6
+    assert (
+        shown("json.dumps").stderr == f"{tmp_path / 'run'}: no row with a vector has the title 'json.dumps'\n"
+    )
 
 
 def test_an_engine_opened_for_another_task(embedder: FakeSGLang) -> None:

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
 from batchrunner.core.errors import (
     RowRefusedError,
 )
-from batchrunner.core.media import KINDS, KindName, MediaRules, PromptFile
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Request, RowRef
 from batchrunner.engines.base import IncidentQueue
@@ -154,7 +152,7 @@ def test_rows_are_shared_out(
 @pytest.mark.gateway
 @pytest.mark.usefixtures("full_requests")
 def test_embeddings_go_in_lists(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
-    """The gateway passes on lists of prompts for embeddings; it has no endpoint for scores, which is said."""
+    """The gateway passes on lists of prompts for embeddings."""
     model = {"is_generation": False}
     with (
         FakeSGLang(api_key=real_gateway.key, arguments=model) as one,
@@ -172,31 +170,6 @@ def test_embeddings_go_in_lists(tmp_path: Path, real_gateway: RealGateway, behin
         assert report.bundles["most_rows"] > 1
         assert [row["embedding"] for row in results_of(job)] == [vector_for(str(each)) for each in ids]
         assert sum(sent.path == "/v1/embeddings" for fake in (one, two) for sent in fake.sent) == 40
-        refused = batchrun(write_job({**job, "task": "score", "labels": [3]}, tmp_path))
-    assert refused.exit_code == 2
-    assert len(refused.stderr.splitlines()) == 1
-    assert "task: score: the gateway does not pass it on" in refused.stderr
-
-
-@pytest.mark.gateway
-def test_rows_that_begin_alike_stay_together(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
-    """Each document's questions go to one worker, and documents are shared out."""
-    documents = [f"document {number} " * 60 for number in range(12)]
-    texts = [documents[row % 12] + f"question {row}" for row in range(240)]
-    path = tmp_path / "input.parquet"
-    pq.write_table(pa.table({"text": texts}), path)
-
-    def documents_at(worker: FakeSGLang) -> set[str]:
-        return {sent.prompt.partition("question")[0] for sent in worker.sent}
-
-    with two_workers(real_gateway.key) as (one, two):
-        job = job_of(tmp_path, behind(one, two), window=40)
-        hold_until((one, two), lambda: documents_at(one) | documents_at(two) == set(documents))
-        assert batchrunner.run(job).rows_ok == 240
-        at = [documents_at(one), documents_at(two)]
-    assert at[0] | at[1] == set(documents)
-    assert at[0].isdisjoint(at[1])
-    assert min(map(len, at)) >= 3
 
 
 BUNDLED = {"stream_interval": 1 << 30}
@@ -439,15 +412,11 @@ def test_a_batch_file(tmp_path: Path, real_gateway: RealGateway, behind: Any) ->
     """Bodies pass it whole, also without a model; what it refuses itself has its own error."""
     say = [{"role": "user", "content": "hi"}]
     chat, text = "/v1/chat/completions", "/v1/completions"
-    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     bodies: dict[str, tuple[str, dict[str, Any]]] = {
-        "chat": (chat, {"messages": say, "model": "gpt-4o", "n": 2, "seed": 5, "logprobs": True}),
-        "bare": (chat, {"messages": say, "tools": [tool], "tool_choice": "required"}),
+        "chat": (chat, {"messages": say, "model": "gpt-4o", "seed": 5, "logprobs": True}),
+        "bare": (chat, {"messages": say}),
         "text": (text, {"prompt": "one", "max_tokens": 3}),
-        "texts": (text, {"prompt": ["one", "two"], "model": "gpt-4o"}),
-        "long": (text, {"prompt": "too long"}),
         "odd": (chat, {"messages": "hello"}),
-        "ids": (text, {"prompt": [1, 2, 3]}),
     }
     requests, results = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
     with requests.open("w") as file:
@@ -456,22 +425,17 @@ def test_a_batch_file(tmp_path: Path, real_gateway: RealGateway, behind: Any) ->
             file.write(json.dumps(line) + "\n")
     base = tmp_path / "base.yaml"
     with two_workers(real_gateway.key) as (one, two):
-        one.script = two.script = lambda sent: "too long" if sent.prompt == "too long" else "answer"
         base.write_text(json.dumps({"engine": behind(one, two)}))
         done = batchrun("batch", requests, "-o", results, "--job", base)
         sent = [item.body for item in one.sent + two.sent]
     assert done.exit_code == 0, done.stderr
     lines = {line["custom_id"]: line for line in map(json.loads, results.read_text().splitlines())}
-    assert [name for name, line in lines.items() if line["error"]] == ["long", "odd", "ids"]
-    assert list(lines) == list(bodies)
-    assert len(lines["chat"]["response"]["body"]["choices"]) == 2
+    assert [name for name, line in lines.items() if line["error"]] == ["odd"]
     assert lines["chat"]["response"]["body"]["model"] == "gpt-4o"
     for name in ("chat", "bare", "text"):
         body = bodies[name][1]
         assert any(all(got.get(key) == body[key] for key in body if key != "model") for got in sent), name
-    assert lines["long"]["response"]["body"]["error"]["type"] == "BadRequestError"
     assert "expected a sequence" in lines["odd"]["response"]["body"]["error"]["message"]
-    assert lines["ids"]["response"]["status_code"] == 422
 
 
 EACH: dict[str, Any] = {
@@ -507,64 +471,6 @@ async def test_what_the_gateway_leaves_out(real_gateway: RealGateway, chat: bool
                     assert got["lora_path"] == "adapter"
         await real_gateway.use()
     assert lost == GATEWAY_DROPS["chat" if chat else "generate"]
-
-
-@pytest.mark.gateway
-@pytest.mark.parametrize("chat", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-async def test_files_pass_the_gateway(real_gateway: RealGateway, kind: KindName, chat: bool) -> None:
-    """The images, audio or videos of a request arrive as they were sent, of 2 MB too."""
-    rules = MediaRules("/", confined=False, allow_urls=False, max_pixels=None, kind=kind)
-    files = (b"\x89PNG" + bytes(range(256)) * 8192, b"\xff\xd8 small")
-    file = PromptFile(b"", 1, "", b"", "", "", rules, files)
-    content = [{"type": kind, kind: 0}, {"type": "text", "text": "What?"}]
-    request = _request("", {}, chat=chat)._replace(
-        prompt=[{"role": "user", "content": content}] if chat else "What?", media=(file,)
-    )
-    body = wire.body_of(request)
-    headers = {"Authorization": f"Bearer {real_gateway.key}"}
-    with FakeSGLang(api_key=real_gateway.key) as worker:
-        await real_gateway.use(worker.url)
-        async with (
-            aiohttp.ClientSession(headers=headers) as session,
-            session.post(real_gateway.url + wire.path_of(request), json=body) as reply,
-        ):
-            passes = kind != "audio" or not chat
-            assert reply.status == (200 if passes else 400), await reply.text()
-        await real_gateway.use()
-    if not passes:  # sglang_router 0.3.2 knows no such part: a job with it is refused
-        return
-    got = worker.sent[-1].body
-    if not chat:
-        assert got[file.kind.data_field] == body[file.kind.data_field]
-        return
-    part = file.kind.url_part
-    found = [each.get(part, {}).get("url") for each in got["messages"][0]["content"]]
-    assert found == [each.get(part, {}).get("url") for each in body["messages"][0]["content"]]
-    assert None not in found[:2]
-
-
-@pytest.mark.gateway
-async def test_what_the_gateway_makes_of_several_rows(real_gateway: RealGateway) -> None:
-    """It refuses several sets of sampling parameters, and drops the interval that keeps a stream short."""
-    reference = RowRef(0, pa.RecordBatch.from_pylist([{}]), 0)
-    rows = [Request(reference, "input_ids", [n, 2], {"max_new_tokens": 1}) for n in (1, 2)]
-    alike = wire.bundle_body(rows)
-    several = wire.bundle_body([rows[0], rows[1]._replace(sampling={"max_new_tokens": 2})])
-    headers = {"Authorization": f"Bearer {real_gateway.key}"}
-    with FakeSGLang(api_key=real_gateway.key) as worker:
-        await real_gateway.use(worker.url)
-        async with aiohttp.ClientSession(headers=headers) as session:
-            async with session.post(real_gateway.url + wire.GENERATE_PATH, json=several) as reply:
-                assert reply.status >= 400
-            assert worker.sent == []
-            async with session.post(real_gateway.url + wire.GENERATE_PATH, json=alike) as reply:
-                assert reply.status == 200
-                await reply.read()
-        await real_gateway.use()
-    assert [sent.together for sent in worker.sent] == [2, 2]
-    assert "stream_interval" in alike["sampling_params"]
-    assert all("stream_interval" not in sent.body["sampling_params"] for sent in worker.sent)
 
 
 def _request(text: str, sampling: dict[str, Any], *, chat: bool) -> Request:

@@ -11,14 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from tests.conftest import INSTANT, batchrun, batchrun_merge, job_of, results_of, write_job
+from tests.conftest import batchrun, job_of, results_of, write_job
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.scores import logprob_for
+from tests.support.scores import HEAD, logprob_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HEAD = {"is_generation": False, "architectures": ["BertForSequenceClassification"]}
 DOCUMENTS = [["a", "b"], ["c"], ["a", "a", "d"]]
 
 
@@ -44,29 +43,6 @@ def run(job: dict[str, Any], directory: Path, *options: str) -> Any:
 
 def pair(query: str, document: str) -> float:
     return logprob_for(str([query, document]), 0)
-
-
-def test_documents_of_queries(tmp_path: Path, reranker: FakeSGLang) -> None:
-    """Each document has its score, in the order of the documents; tokens are those of all pairs."""
-    job = rerank_job(tmp_path, reranker)
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    rows = results_of(job)
-    for number, documents in enumerate(DOCUMENTS):
-        assert rows[number]["scores"] == pytest.approx([pair(f"q{number}", each) for each in documents])
-        assert rows[number]["prompt_tokens"] == 5 * len(documents)
-
-
-@pytest.mark.usefixtures("full_requests")
-def test_rows_with_several_documents_share_requests(tmp_path: Path, reranker: FakeSGLang) -> None:
-    """Lists of different lengths are one request, and each row has its own numbers."""
-    documents = [[f"d{n} {at}" for at in range(1 + n % 3)] for n in range(24)]
-    job = rerank_job(tmp_path, reranker, documents, bundle=8, window=24)
-    assert run(job, tmp_path).exit_code == 0
-    for n, (row, mine) in enumerate(zip(results_of(job), documents, strict=True)):
-        assert row["scores"] == pytest.approx([pair(f"q{n}", each) for each in mine])
-        assert row["prompt_tokens"] == 5 * len(mine)
-    assert reranker.requests < 24
 
 
 @pytest.mark.usefixtures("full_requests")
@@ -118,67 +94,6 @@ def test_classes(tmp_path: Path, reranker: FakeSGLang, softmax: bool) -> None:
     for row in results_of(job):
         assert row["label"] == f"LABEL_{row['scores'].index(max(row['scores']))}"
         assert (sum(row["scores"]) == pytest.approx(1)) == softmax
-
-
-@pytest.mark.parametrize("task", ["rerank", "reward", "classify"])
-def test_a_model_without_a_head(tmp_path: Path, task: str) -> None:
-    """One line before anything is sent, for a model that generates, and for one that embeds."""
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"is_generation": True}, "which generates text: start it with"),
-        ({"is_generation": False, "architectures": ["BertModel"]}, "BertModel has no head for task"),
-    ]
-    for arguments, message in cases:
-        with FakeSGLang(arguments=arguments) as fake:
-            job = rerank_job(tmp_path, fake, task=task)
-            if task != "rerank":
-                del job["prompt"]["documents"]
-            result = run(job, tmp_path)
-        assert result.exit_code == 2
-        assert message in result.stderr
-        assert fake.requests == 0
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompt": {"text": "query"}}, "task: rerank: prompt.documents is missing"),
-        (
-            {"prompt": {"text": "query", "documents": "query", "truncate": "tail"}},
-            "prompt.truncate: does",
-        ),
-        ({"tokenize": "client"}, "tokenize: does not go with task: rerank"),
-        ({"task": "embed"}, "prompt.documents: goes with task: rerank"),
-        ({"labels": ["a"]}, "labels: goes with task: score"),
-    ],
-)
-def test_jobs_that_cannot_be(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """Each is refused by name, in one line."""
-    job = {**rerank_job(tmp_path, INSTANT), **changes}
-    result = batchrun("check", write_job(job, tmp_path))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-
-
-def test_documents_of_a_wrong_type(tmp_path: Path) -> None:
-    """The line names both types that a column may have."""
-    job = rerank_job(tmp_path, INSTANT)
-    pq.write_table(pa.table({"query": ["q"], "documents": [1.5]}), tmp_path / "input.parquet")
-    told = batchrun("check", write_job(job, tmp_path)).stderr
-    assert "column 'documents' must hold texts or lists of texts (got double)" in told
-
-
-def test_resumed_joined_merged(tmp_path: Path) -> None:
-    """The simulated engine: resume, join, merge and export hold for the lists."""
-    job = rerank_job(tmp_path, INSTANT, DOCUMENTS * 4, input={"limit": 5})
-    assert run(job, tmp_path, "--join").exit_code == 0
-    job["input"]["limit"] = 12
-    assert run(job, tmp_path, "--join").exit_code == 0
-    rows = results_of(job)
-    assert [len(row["scores"]) for row in rows] == [len(each) for each in DOCUMENTS * 4]
-    merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
-    assert merged.column("scores").to_pylist() == [row["scores"] for row in rows]
-    assert batchrun("merge", job["output"]["path"], tmp_path / "out.jsonl").exit_code == 0
 
 
 def test_the_function_and_the_job(tmp_path: Path, reranker: FakeSGLang) -> None:

@@ -62,36 +62,25 @@ def test_a_token_that_the_model_does_not_know(tmp_path: Path, monkeypatch: pytes
     assert len(server.sent) == 1
 
 
-def test_a_thought_that_was_cut_is_an_answer(tmp_path: Path, server: FakeSGLang) -> None:
-    """A server with a reasoning parser has no content then: to ask again would be to think as long again."""
-    server.script = lambda _: "thought"
-    job = job_of(tmp_path, server, rows=3, prompt={"user": "{{ text }}"})
-    report = batchrunner.run(job)
-    assert (report.exit_code, report.rows_ok, report.retries) == (0, 3, 0)
-    assert report.finish_reasons == {"length": 3}
-    assert results_of(job)[0]["output"] == ""
-
-
-@pytest.mark.parametrize("prompt", PROMPTS)
-def test_an_empty_answer_that_the_model_ended_is_one(
-    tmp_path: Path, server: FakeSGLang, prompt: dict[str, str]
+@pytest.mark.parametrize(
+    ("prompt", "what", "reason"),
+    [
+        (PROMPTS[0], "said nothing", "stop"),
+        (PROMPTS[1], "said nothing", "stop"),
+        (PROMPTS[1], "thought", "length"),
+        (PROMPTS[1], "tool call", "tool_calls"),
+    ],
+)
+def test_answers_without_text(
+    tmp_path: Path, server: FakeSGLang, prompt: dict[str, str], what: Behaviour, reason: str
 ) -> None:
-    """The model may have nothing to say, as where the text of a translation is empty."""
-    server.script = lambda _: "said nothing"
+    """The model had nothing to say, called a tool, or was cut while it thought: it would do so again."""
+    server.script = lambda _: what
     job = job_of(tmp_path, server, rows=3, prompt=prompt)
     report = batchrunner.run(job)
     assert (report.exit_code, report.rows_ok, report.retries) == (0, 3, 0)
-    assert [(row["output"], row["finish_reason"], row["error"]) for row in results_of(job)] == [
-        ("", "stop", None)
-    ] * 3
-
-
-def test_a_tool_call_without_text_is_an_answer(tmp_path: Path, server: FakeSGLang) -> None:
-    server.script = lambda _: "tool call"
-    job = job_of(tmp_path, server, rows=3, prompt={"user": "{{ text }}"})
-    report = batchrunner.run(job)
-    assert (report.exit_code, report.rows_ok, report.retries) == (0, 3, 0)
-    assert report.finish_reasons == {"tool_calls": 3}
+    assert report.finish_reasons == {reason: 3}
+    assert [(row["output"], row["error"]) for row in results_of(job)] == [("", None)] * 3
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
@@ -185,10 +174,7 @@ def test_rows_whose_data_does_not_fit_are_not_sent(tmp_path: Path, server: FakeS
     assert (zero["attempts"], zero["latency_s"]) == (0, None)
 
 
-@pytest.mark.parametrize(
-    "printed",
-    ["a", "a ~ '!'", "a|upper", "a|trim|title", "a|replace('b', 'c')", "'%s'|format(a)", "[a, 'b']|join"],
-)
+@pytest.mark.parametrize("printed", ["a", "a ~ '!'", "a|upper", "'%s'|format(a)", "[a, 'b']|join"])
 def test_a_null_is_not_sent_as_none(tmp_path: Path, server: FakeSGLang, printed: str) -> None:
     """A missing value fails its row instead of reading "None" in a prompt, whatever is done to it before."""
     pq.write_table(pa.table({"a": ["x", None]}), tmp_path / "input.parquet")
@@ -196,27 +182,6 @@ def test_a_null_is_not_sent_as_none(tmp_path: Path, server: FakeSGLang, printed:
     batchrunner.run(job)
     assert len(server.prompts) == 1
     assert "null columns: a" in results_of(job)[1]["error"]
-
-
-@pytest.mark.parametrize(
-    ("prompt", "sent"),
-    [
-        ("{{ range }} of {{ dict }}", "5 of d"),
-        ("{% for n in order.items %}{{ n }}{% endfor %} {{ order.items|tojson }}", "12 [1, 2]"),
-        ("{% for n in range(2) %}{{ n }}{% endfor %}{{ order['items'][1] }}", "012"),
-    ],
-)
-def test_a_column_wins_over_what_templates_have(
-    tmp_path: Path, server: FakeSGLang, prompt: str, sent: str
-) -> None:
-    """A column named like a function of jinja2, and a field named like a method, are read all the same."""
-    rows = {"dict": ["d"], "order": [{"items": [1, 2]}]}
-    if "range(" not in prompt:
-        rows["range"] = ["5"]
-    pq.write_table(pa.table(rows), tmp_path / "input.parquet")
-    job = job_of(tmp_path, server, prompt={"text": prompt})
-    batchrunner.run(job)
-    assert (server.prompts, results_of(job)[0]["error"]) == ([sent], None)
 
 
 def test_a_filter_that_fails_on_a_row_fails_that_row(tmp_path: Path, server: FakeSGLang) -> None:
@@ -260,12 +225,6 @@ def test_a_plainly_wrong_job_is_stopped(tmp_path: Path, server: FakeSGLang) -> N
     assert len(server.sent) == 2000
 
 
-def test_few_failed_rows_stop_nothing(tmp_path: Path, server: FakeSGLang) -> None:
-    """Ten bad rows at the head of the input are no proof of a wrong job."""
-    server.script = lambda sent: "too long" if ids(sent) < 10 else "answer"
-    assert batchrunner.run(job_of(tmp_path, server, rows=300, window=1)).rows_ok == 290
-
-
 def test_deadline(tmp_path: Path, server: FakeSGLang) -> None:
     """When the deadline passes the rows in flight end, the rest stays for the next start: exit 1."""
     server.script = lambda sent: "answer"
@@ -303,15 +262,6 @@ def test_an_engine_that_dies(tmp_path: Path, server: FakeSGLang) -> None:
         assert batchrun(write_job(job, tmp_path), "--set", urls).exit_code == 0
         assert sorted(map(ids, another.sent)) == sorted(set(range(100)) - done)
     assert [row["row"] for row in results_of(job)] == list(range(100))
-
-
-def test_another_replica_takes_over(tmp_path: Path, server: FakeSGLang) -> None:
-    """With several addresses the death of one costs no row."""
-    with FakeSGLang(lambda sent: "die" if ids(sent) >= 10 else "answer") as mortal:
-        engine = {"kind": "attach", "urls": [mortal.url, server.url]}
-        report = batchrunner.run(job_of(tmp_path, engine, rows=100, window=4))
-        assert mortal.sent
-    assert (report.exit_code, report.rows_ok) == (0, 100)
 
 
 def test_a_long_retry_after_does_not_outlast_our_patience(
@@ -382,21 +332,15 @@ def test_every_row_ends_once(
     assert report.retries == sum(tries.values()) - len(rows)
 
 
-@pytest.mark.parametrize("kind", ["not sent", "refused at once"])
-def test_a_few_bad_rows_before_the_first_answer_stop_nothing(
-    tmp_path: Path, server: FakeSGLang, kind: str
-) -> None:
+def test_a_few_bad_rows_before_the_first_answer_stop_nothing(tmp_path: Path, server: FakeSGLang) -> None:
     """Answers take long, and bad rows fail at once: those that are in flight have not failed."""
-    bad = {row for row in range(1500) if row % 10 == 0}
-    texts = [None if kind == "not sent" and row in bad else f"row {row}" for row in range(1500)]
-    pq.write_table(pa.table({"text": texts}), tmp_path / "input.parquet")
-    server.script = lambda sent: "too long" if ids(sent) in bad else "hold"
-    job = job_of(tmp_path, server, window=1500, order="input")
+    server.script = lambda sent: "too long" if ids(sent) % 5 == 0 else "hold"
+    job = job_of(tmp_path, server, rows=600, window=600, order="input")
     with started(write_job(job, tmp_path), "--json") as process:
-        server.wait_for(1350 if kind == "not sent" else 1500)
+        server.wait_for(600)
         server.answer_held()
         assert process.end() == 3
-    assert (report_of(job)["rows_ok"], report_of(job)["rows_failed"]) == (1350, 150)
+    assert (report_of(job)["rows_ok"], report_of(job)["rows_failed"]) == (480, 120)
 
 
 def test_a_run_whose_every_row_is_null(tmp_path: Path, server: FakeSGLang) -> None:

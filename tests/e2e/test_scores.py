@@ -11,13 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import (
-    INSTANT,
     ROOT,
     batchrun,
-    batchrun_merge,
     job_of,
-    parts_of,
-    report_of,
     results_of,
     write_job,
     write_rows,
@@ -72,32 +68,6 @@ def expected(rows: int = ROWS, labels: tuple[int, ...] = (11, 12)) -> list[Any]:
     ]
 
 
-@pytest.mark.usefixtures("full_requests")
-def test_lists_of_rows_have_their_scores(tmp_path: Path, scorer: FakeSGLang) -> None:
-    """Rows go in lists, and each has its own probabilities, its tokens, and the columns of its task only."""
-    job = ids_job(tmp_path, scorer, input={"columns": ["id"]})
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    assert scores_of(job) == expected()
-    part = parts_of(job["output"]["path"])[0]
-    assert part.schema.names == [
-        *("row", "id", "prompt_tokens", "cached_tokens", "latency_s", "attempts", "error", "scores"),
-    ]
-    assert part.schema.field("scores").type == pa.list_(pa.float64())
-    assert {(row["prompt_tokens"], row["cached_tokens"]) for row in results_of(job)} == {(3, 1)}
-    assert scorer.requests < ROWS
-    assert report_of(job)["bundles"]["most_rows"] == 8
-    assert scorer.sent[0].body["sampling_params"] == {"max_new_tokens": 0}
-
-
-def test_labels_as_ids_and_their_order(tmp_path: Path, scorer: FakeSGLang) -> None:
-    """An id needs no tokenizer; scores have the order of the labels."""
-    scorer.tokenize = None
-    job = ids_job(tmp_path, scorer, rows=6, labels=[12, 3, 11])
-    assert run(job, tmp_path).exit_code == 0
-    assert scores_of(job) == expected(6, (12, 3, 11))
-
-
 def test_softmax(tmp_path: Path, scorer: FakeSGLang) -> None:
     """Among the labels the probabilities have the sum 1, and the same proportions."""
     plain = ids_job(tmp_path, scorer, rows=6)
@@ -107,23 +77,6 @@ def test_softmax(tmp_path: Path, scorer: FakeSGLang) -> None:
     assert run(job, tmp_path).exit_code == 0
     for found, (yes, no) in zip(scores_of(job), whole, strict=True):
         assert found == pytest.approx([yes / (yes + no), no / (yes + no)])
-
-
-@pytest.mark.parametrize("engine", ["server", "simulated"])
-def test_texts_and_equal_rows(tmp_path: Path, scorer: FakeSGLang, engine: str) -> None:
-    """Prompts may be texts; equal ones are sent once."""
-    path = write_rows(tmp_path / "input.parquet", 6, same=["x"] * 6)
-    job = job_of(
-        tmp_path, scorer if engine == "server" else INSTANT,
-        **SCORE, input={"path": str(path)}, prompt={"text": "is {{ same }} good?"}, tokenize="server",
-    )  # fmt: skip
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    found = scores_of(job)
-    assert found == [found[0]] * 6
-    assert len(found[0]) == 2
-    assert 0 < sum(found[0]) < 1
-    assert sorted(row["attempts"] for row in results_of(job)) == [0] * 5 + [1]
 
 
 @pytest.mark.parametrize(
@@ -155,45 +108,6 @@ def test_a_server_that_does_not_tell_its_tokens(tmp_path: Path, scorer: FakeSGLa
     assert scorer.requests == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"labels": None}, "task: score: takes either labels"),
-        ({"labels": []}, "labels"),
-        ({"labels": [""]}, "labels"),
-        ({"labels": [-1]}, "labels"),
-        ({"labels": [True]}, "labels"),
-        ({"sampling": {"temperature": 0}}, "sampling.temperature: does not go with task: score"),
-        ({"task": "generate"}, "labels: goes with task: score"),
-        ({"task": "embed"}, "labels: goes with task: score"),
-        ({"output": {"dtype": "float16"}}, "output.dtype: goes with task: embed"),
-        ({"prompt": {"user": "{{ text }}"}}, "prompt.user: does not go with task: score"),
-        (
-            {"engine": {"kind": "gateway", "url": "http://gw:1"}},
-            "task: score: the gateway does not pass it on",
-        ),
-    ],
-)
-def test_jobs_that_say_too_little_or_too_much(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    """Each is refused by name, in one line."""
-    job = job_of(tmp_path, **{**SCORE, **changes})
-    if "engine" in changes:
-        job["engine"] = changes["engine"]
-    result = batchrun("check", write_job({k: v for k, v in job.items() if v is not None}, tmp_path))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
-
-
-def test_a_model_that_does_not_generate(tmp_path: Path) -> None:
-    """An embedding model has no probabilities of tokens: one line before anything is sent."""
-    with FakeSGLang(arguments={"is_generation": False}, tokenize=tokens_of) as fake:
-        result = run(ids_job(tmp_path, fake), tmp_path)
-    assert result.exit_code == 2
-    assert "serves fake/model, which does not generate text" in result.stderr
-    assert fake.requests == 0
-
-
 def test_bad_rows_and_odd_probabilities(tmp_path: Path, scorer: FakeSGLang) -> None:
     """A row that is refused, and one without a number, fail alone; nothing is lost."""
     bad, odd = str([5, 6, 7]), str([9, 10, 7])
@@ -207,39 +121,6 @@ def test_bad_rows_and_odd_probabilities(tmp_path: Path, scorer: FakeSGLang) -> N
     assert "longer than the model's context length" in errors[5]
     assert "the probability of a label is not a number" in errors[9]
     assert [row["scores"] for row in results_of(job) if row["row"] in {5, 9}] == [None, None]
-
-
-@pytest.mark.parametrize("what", ["disconnect", "busy 503", "broken 500", "not json", "no answer"])
-@pytest.mark.usefixtures("quick_retries")
-def test_odd_ends_of_lists(tmp_path: Path, scorer: FakeSGLang, what: Any) -> None:
-    """What goes wrong once with each row's first try is tried again."""
-    scorer.script = lambda sent: what if sent.tries == 1 else "answer"
-    job = ids_job(tmp_path, scorer, rows=12)
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    assert scores_of(job) == expected(12)
-
-
-def test_resumed_joined_merged_exported(tmp_path: Path) -> None:
-    """The next start does only what is left; tasks join; datasets and files have the lists."""
-    job = ids_job(tmp_path, INSTANT, input={"limit": 10}, output={"part_rows": 4})
-    assert run(job, tmp_path, "--join").exit_code == 0
-    first = scores_of(job)
-    assert len(first) == 10
-    job["input"]["limit"] = ROWS
-    assert run(job, tmp_path, "--join").exit_code == 0
-    assert scores_of(job)[:10] == first
-    merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
-    assert merged.column("row").to_pylist() == list(range(ROWS))
-    assert merged.column("scores").to_pylist() == scores_of(job)
-    for ending in ("jsonl", "csv", "arrow"):
-        result = batchrun("merge", job["output"]["path"], tmp_path / f"out.{ending}")
-        assert result.exit_code == 0, result.stderr
-    with pa.ipc.open_file(tmp_path / "out.arrow") as arrow:
-        assert arrow.read_all().column("scores").to_pylist() == scores_of(job)
-    result = run({**job, "labels": [" no", " yes"]}, tmp_path, "--join")
-    assert result.exit_code == 2
-    assert "labels was [' yes', ' no'] and is [' no', ' yes']" in result.stderr
 
 
 def test_the_job_that_we_ship(tmp_path: Path, scorer: FakeSGLang) -> None:

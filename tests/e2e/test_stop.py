@@ -36,25 +36,14 @@ if TYPE_CHECKING:
     from tests.support.fake_sglang import FakeSGLang
 
 
-def test_one_interrupt_drains(tmp_path: Path, server: FakeSGLang) -> None:
-    """The first Ctrl-C sends no row any more, waits for those in flight, and it is exit 130, resumable."""
-    check_drain(tmp_path, server, signal.SIGINT, 130)
-
-
-def test_termination_drains(tmp_path: Path, server: FakeSGLang) -> None:
-    """SIGTERM, which batch systems send, does the same with exit 143."""
-    check_drain(tmp_path, server, signal.SIGTERM, 143)
-
-
-def test_a_warning_of_the_time_limit_drains(tmp_path: Path, server: FakeSGLang) -> None:
-    """SIGUSR1, which batch systems send before a time limit, does the same with exit 138."""
-    check_drain(tmp_path, server, signal.SIGUSR1, 138)
-
-
-def check_drain(directory: Path, server: FakeSGLang, number: signal.Signals, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)]
+)
+def test_one_signal_drains(tmp_path: Path, server: FakeSGLang, number: signal.Signals, code: int) -> None:
+    """No row is sent any more, those in flight are waited for, and the run can be resumed."""
     server.script = held_from(10)
-    job = job_of(directory, server, rows=40, window=4)
-    file = write_job(job, directory)
+    job = job_of(tmp_path, server, rows=40, window=4)
+    file = write_job(job, tmp_path)
     with started(file) as process:
         server.wait_for(14)
         process.process.send_signal(number)
@@ -142,31 +131,6 @@ def test_a_kill_leaves_whole_parts(tmp_path: Path, server: FakeSGLang) -> None:
     assert rows_in(job) == list(range(40))
     assert not list((tmp_path / "run").rglob("*.tmp"))
     assert report_of(job)["starts"] == 2
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "told"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGUSR1, 1, "time is nearly up")],
-)
-def test_a_signal_while_the_engine_starts(
-    tmp_path: Path, number: signal.Signals, code: int, told: str
-) -> None:
-    """It ends the wait and leaves no results behind; a start that eats its time limit asks for no requeue."""
-    fifo = tmp_path / "python-is-running"
-    os.mkfifo(fifo)
-    slow = tmp_path / "slow-python"
-    asked = '[ "$1" = -c ] && exit'  # for its version of SGLang, before it is to run a server
-    slow.write_text(f'#!/bin/sh\n{asked}\necho up > "{fifo}"\ncat > /dev/null\n')
-    slow.chmod(0o755)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    engine = {"kind": "server", "model": str(tmp_path / "model"), "python": str(slow)}
-    with started(write_job(job_of(tmp_path, engine), tmp_path)) as process:
-        assert fifo.read_text() == "up\n"
-        process.process.send_signal(number)
-        assert process.end() == code
-    assert "Traceback" not in "".join(process.lines)
-    assert f"batchrun: {told} while the engine was starting\n" in process.lines
 
 
 HOLDING = """

@@ -49,16 +49,16 @@ def test_model_is_known_before_the_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "args", "message"),
+    ("config", "args", "fits"),
     [
-        ({"hidden_size": 64}, {}, "makes vectors of 64 numbers (got 32)"),
-        ({"matryoshka_dimensions": [64, 16]}, {}, "makes vectors of 64, 16 numbers (got 32)"),
-        ({"is_matryoshka": True, "hidden_size": 31}, {}, "makes vectors of 1 to 31 numbers (got 32)"),
-        ({"is_matryoshka": True, "hidden_size": 32}, {}, None),
-        ({"hidden_size": 64}, {"json-model-override-args": '{"is_matryoshka": true}'}, None),
+        ({"hidden_size": 64}, {}, False),
+        ({"matryoshka_dimensions": [64, 16]}, {}, False),
+        ({"is_matryoshka": True, "hidden_size": 31}, {}, False),
+        ({"is_matryoshka": True, "hidden_size": 32}, {}, True),
+        ({"hidden_size": 64}, {"json-model-override-args": '{"is_matryoshka": true}'}, True),
     ],
 )
-def test_dimensions_of_a_model_to_load(tmp_path: Path, config: Any, args: Any, message: str | None) -> None:
+def test_dimensions_of_a_model_to_load(tmp_path: Path, config: Any, args: Any, fits: bool) -> None:
     """The model's files say it before a server is started."""
     model = tmp_path / "model"
     model.mkdir()
@@ -66,10 +66,8 @@ def test_dimensions_of_a_model_to_load(tmp_path: Path, config: Any, args: Any, m
     engine = {"kind": "server", "model": str(model), "args": args}
     path = write_job(job_of(tmp_path, engine, task="embed", output={"dimensions": 32}), tmp_path)
     checked = batchrun("check", path)
-    assert checked.exit_code == (0 if message is None else 2), checked.stderr
-    if message is not None:
-        assert message in checked.stderr
-        assert message in batchrun(path).stderr
+    assert checked.exit_code == (0 if fits else 2), checked.stderr
+    assert fits or "makes no vectors of 32 numbers" in batchrun(path).stderr
 
 
 @pytest.mark.parametrize(

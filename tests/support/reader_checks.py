@@ -83,7 +83,7 @@ def check_bundle(events: list[bytes], rows: int) -> dict[int, list[str]]:
     ref = RowRef(0, _CARRIED, 0)
     placed = [PlacedRequest(2 * n, Request(ref, "input_ids", [n], {})) for n in range(rows)]
     answers = _Answers()
-    answer = BundleAnswer(placed, answers, Endpoint(URL), ModelGuard(), None, confirms=False)
+    answer = BundleAnswer(placed, answers, Endpoint(URL), ModelGuard())
 
     async def read() -> None:
         with contextlib.suppress(AnotherModelError):  # two versions of the weights: it ends a run on purpose

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from tests.support.fake_sglang import Sent
 
 
+HEAD = {"is_generation": False, "architectures": ["BertForSequenceClassification"]}
+"""What a server of a model with a head for scores says of it."""
+
+
 def is_score(body: dict[str, Any]) -> bool:
     """Tell whether a body asks for probabilities, and for no new token."""
     return bool(body.get("return_logprob")) and body["sampling_params"].get("max_new_tokens") == 0

@@ -9,8 +9,10 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import NamedTuple, TypeVar
 from urllib.parse import urlsplit
@@ -62,6 +64,8 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 30.0
 KEEPALIVE_S = 3.0
 """Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
+LONGEST_TICK_S = 1.0
+"""Pause between two looks for requests that take too long."""
 MOST_ANSWER_BYTES = 128 << 20
 """Most bytes of an answer, or of an event in one: a part of the results holds 64 MiB."""
 EVENTS_A_ROW = 4
@@ -77,19 +81,19 @@ _NO_SUCH_PATH = {404, 405}
 Answer = TypeVar("Answer")
 
 
+@dataclass(slots=True, eq=False)
 class Endpoint:
     """The address of a server or a gateway."""
 
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.senders: dict[str, PostSender] = {}
-        """What posts to a path."""
-        self.requests: set[asyncio.Timeout] = set()
-        """Time limits of the requests that are sent and not answered."""
-        self.answers = 0
-        """Requests answered so far, with whatever status."""
-        self.closed: str | None = None
-        """Why no requests are sent here now; None while they are."""
+    url: str
+    senders: dict[str, PostSender] = field(default_factory=dict)
+    """What posts to a path."""
+    requests: dict[asyncio.Timeout, float] = field(default_factory=dict)
+    """Requests that are sent and not answered: what ends each, and when it was sent (monotonic)."""
+    answers: int = 0
+    """Requests answered so far, with whatever status."""
+    closed: str | None = None
+    """Why no requests are sent here now; None while they are."""
 
     @property
     def in_flight(self) -> int:
@@ -99,8 +103,12 @@ class Endpoint:
     def close(self, why: str) -> None:
         """End the requests in flight, so that their rows are sent again, and take no more until `reopen`."""
         self.closed = why
-        for limit in self.requests:
-            if not limit.expired():
+        self.end_requests(math.inf)
+
+    def end_requests(self, sent_before: float) -> None:
+        """Raise TimeoutError in the requests that were sent before a time."""
+        for limit, sent_at in self.requests.items():
+            if sent_at < sent_before and not limit.expired():
                 limit.reschedule(0)
 
     def reopen(self) -> None:
@@ -152,8 +160,9 @@ class HttpEngine(Engine):
         self._rows: aiohttp.ClientSession | None = None
         self._questions: aiohttp.ClientSession | None = None
         self._poller: LoadPoller | None = None
-        self._first: Endpoint | None = None
+        self._first = Endpoint("")
         """The first replica, which tells its tokens."""
+        self._clock: asyncio.Task[None] | None = None
         self._behind_gateway = False
         self._confirms_answers = False
         self._vocabulary: int | None = None
@@ -174,6 +183,7 @@ class HttpEngine(Engine):
         routes = {GATEWAY_ROUTE: gateway} if gateway else {url: url for url in urls}
         self.endpoints = {route: Endpoint(url) for route, url in routes.items()}
         self._first = Endpoint(urls[0])
+        self._clock = asyncio.create_task(self._end_late_requests())
         # a gateway on this machine has two connections for each row, with the same limit on files
         near = gateway is not None and urlsplit(gateway).hostname in LOOPBACK
         connections, limited_by = open_connections(len(routes), servers=len(urls), through_gateway=near)
@@ -213,6 +223,8 @@ class HttpEngine(Engine):
     async def close(self) -> None:
         """Close all connections."""
         self._poller = None
+        if self._clock is not None:
+            self._clock.cancel()
         for session in (self._rows, self._questions):
             if session is not None:
                 await session.close()
@@ -261,7 +273,6 @@ class HttpEngine(Engine):
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
         """Ask the first replica; see `Engine.tokens_of`."""
-        assert self._first is not None
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
         sent_at = time.monotonic()
         answer = await self._exchange(self._first, wire.TOKENIZE_PATH, body, None, _whole)
@@ -326,6 +337,14 @@ class HttpEngine(Engine):
 
         for url in () if self._behind_gateway else self.replicas:
             self.guard.watch(url, functools.partial(of_server, url))
+
+    async def _end_late_requests(self) -> None:
+        """End requests that take too long: a timer for each would be 8 % of the instructions of a row."""
+        while True:
+            await asyncio.sleep(min(LONGEST_TICK_S, self._timeout_s / 10))
+            late = time.monotonic() - self._timeout_s
+            for endpoint in (*self.endpoints.values(), self._first):
+                endpoint.end_requests(sent_before=late)
 
     async def _is_alive(self, url: str) -> bool:
         return self._questions is not None and await ServerStatus(self._questions, url).is_alive()
@@ -409,7 +428,7 @@ class HttpEngine(Engine):
         """Send prompts in one body, and pass on the answer of each when it comes."""
         body = wire.bytes_of(wire.bundle_body([row.request for row in rows]))
         confirms = self._confirms_answers
-        bundle = BundleAnswer(rows, answers, endpoint, self.guard, self._detokenizer, confirms=confirms)
+        bundle = BundleAnswer(rows, answers, endpoint, self.guard, self._detokenizer, confirms)
         sent_at = time.monotonic()
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, headers, bundle.read)
         if bundle.events > EVENTS_A_ROW * len(rows):
@@ -436,10 +455,10 @@ class HttpEngine(Engine):
             assert self._rows is not None
             sender = endpoint.senders[path] = PostSender(self._rows, URL(endpoint.url + path))
         sent_at = time.monotonic()
-        limit = asyncio.timeout(self._timeout_s)
+        limit = asyncio.timeout(None)
         try:
             async with limit:
-                endpoint.requests.add(limit)
+                endpoint.requests[limit] = sent_at
                 if not self.guard.is_settled(endpoint.url):
                     await self.guard.settle(endpoint.url)
                 posted = await sender.post(body, headers)
@@ -450,7 +469,7 @@ class HttpEngine(Engine):
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise await self._meaning(endpoint, failure, sent_at) from None
         finally:
-            endpoint.requests.discard(limit)
+            endpoint.requests.pop(limit, None)
         endpoint.answers += 1
         self.failures.record(endpoint.url, alive=True)
         return answer
@@ -501,9 +520,7 @@ async def content_of(content: aiohttp.StreamReader) -> bytes:
 class EventLines:
     """Cuts an answer into events (server-sent, with their data in one line), wherever its pieces begin."""
 
-    def __init__(self, most_bytes: int) -> None:
-        """No event may have more than `most_bytes`."""
-        self._most_bytes = most_bytes
+    def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, part: bytes) -> list[bytes]:
@@ -516,36 +533,28 @@ class EventLines:
             lines[0] = bytes(self._rest) + lines[0]
             self._rest.clear()
         self._rest += rest
-        if len(self._rest) > self._most_bytes:
-            raise BundleRefusedError(f"an event is larger than {self._most_bytes >> 20} MiB")
+        if len(self._rest) > MOST_ANSWER_BYTES:
+            raise BundleRefusedError(f"an event is larger than {MOST_ANSWER_BYTES >> 20} MiB")
         return [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
 
 
+@dataclass(slots=True, eq=False)
 class BundleAnswer:
     """The answer to a bundle: reads its events, and passes on those that end a row, each once."""
 
-    def __init__(
-        self,
-        rows: Sequence[PlacedRequest],
-        answers: RowAnswers,
-        endpoint: Endpoint,
-        guard: ModelGuard,
-        detokenizer: Detokenizer | None,
-        *,
-        confirms: bool,
-    ) -> None:
-        """With `confirms` no answer counts before its servers have said again which model they serve."""
-        self._rows = rows
-        self._answers = answers
-        self._endpoint = endpoint
-        self._guard = guard
-        self._detokenizer = detokenizer
-        self._confirms = confirms
-        self._ended: set[int] = set()
-        self.events = 0
-        """Events that came so far."""
-        self.refusal: WholeAnswer | None = None
-        """What an event said of the whole request, as if it were the answer to it."""
+    rows: Sequence[PlacedRequest]
+    answers: RowAnswers
+    endpoint: Endpoint
+    guard: ModelGuard
+    detokenizer: Detokenizer | None = None
+    confirms: bool = False
+    """Whether no answer counts before its servers have said again which model they serve."""
+    ended: set[int] = field(default_factory=set)
+    """Places in the bundle of the rows that have ended."""
+    events: int = 0
+    """Events that came so far."""
+    refusal: WholeAnswer | None = None
+    """What an event said of the whole request, as if it were the answer to it."""
 
     async def read(self, answer: PostedAnswer) -> WholeAnswer | None:
         """Pass on the events of an answer until it ends, or for a second after the last one that is wanted.
@@ -555,7 +564,7 @@ class BundleAnswer:
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "text/event-stream":
             return await _whole(answer)
-        lines = EventLines(MOST_ANSWER_BYTES)
+        lines = EventLines()
         try:
             async with asyncio.timeout(None) as end:
                 async for part in answer.content.iter_any():
@@ -569,15 +578,15 @@ class BundleAnswer:
 
     @property
     def _is_over(self) -> bool:
-        return len(self._ended) == len(self._rows)
+        return len(self.ended) == len(self.rows)
 
     async def take(self, events: Sequence[bytes]) -> None:
         """Take the data of events; one that cannot be read, or of no row that is left, counts for nothing.
 
         Raises AnotherModelError where the server serves another model.
         """
-        if self._confirms:
-            await self._guard.confirm(self._endpoint.url)
+        if self.confirms:
+            await self.guard.confirm(self.endpoint.url)
         for content in events:
             if content == _END:
                 continue
@@ -585,25 +594,25 @@ class BundleAnswer:
             try:
                 event = replies.read_event(content)
             except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
-                log.debug("an event of %s cannot be read: %.200r", self._endpoint.url, content)
+                log.debug("an event of %s cannot be read: %.200r", self.endpoint.url, content)
                 continue
             index = event.index
             if index is None:
                 if event.error is not None:
                     self.refusal = WholeAnswer(replies.status_of(event.error), content, None)
-            elif event.meta_info.finish_reason is not None and 0 <= index < len(self._rows):
+            elif event.meta_info.finish_reason is not None and 0 <= index < len(self.rows):
                 await self._end(index, event)
 
     async def _end(self, index: int, event: replies.Event) -> None:
-        if index in self._ended:
+        if index in self.ended:
             return
-        self._ended.add(index)
-        self._endpoint.answers += 1
-        place, request = self._rows[index]
+        self.ended.add(index)
+        self.endpoint.answers += 1
+        place, request = self.rows[index]
         try:
-            completion = replies.completion_of_samples(request, (event,), self._detokenizer)
-            await self._guard.check_answer(self._endpoint.url, completion.weights)
+            completion = replies.completion_of_samples(request, (event,), self.detokenizer)
+            await self.guard.check_answer(self.endpoint.url, completion.weights)
         except RequestError as failure:
-            self._answers.ended(place, failure)
+            self.answers.ended(place, failure)
         else:
-            self._answers.ended(place, completion)
+            self.answers.ended(place, completion)

@@ -14,11 +14,8 @@ STATUS_FILES = 2
 """Connections to each server that carry no rows: one for its load, one for its model."""
 GATEWAY_FILES = 32
 """File descriptors that a gateway on this machine has beside two for each row."""
-FILES_OPEN = 32
-"""File descriptors that are open, where the system does not tell."""
 _LIMITS_TRIED = (1 << 20, 1 << 16, 10_240)
 """Soft limits that are tried where the hard one is refused: Linux and macOS have maxima below it."""
-_OPEN_FILES = Path("/dev/fd")
 PORT_SHARE = 0.9
 """Fraction of the range of local ports that is used: a closed connection holds its port for a minute
 (TIME_WAIT)."""
@@ -41,13 +38,6 @@ def raise_file_limit() -> int:
             soft = limit
             break
     return 1 << 20 if soft == unlimited else soft
-
-
-def _files_open() -> int:
-    try:
-        return len(list(_OPEN_FILES.iterdir()))
-    except OSError:
-        return FILES_OPEN
 
 
 def free_port() -> int:
@@ -106,7 +96,7 @@ def open_connections(addresses: int, *, servers: int = 1, through_gateway: bool 
     """
     low, high = _port_range()
     limit = raise_file_limit()
-    files = limit - _files_open() - OWN_FILES - STATUS_FILES * servers
+    files = limit - len([*Path("/dev/fd").iterdir()]) - OWN_FILES - STATUS_FILES * servers
     if through_gateway:
         files = min(files, (limit - GATEWAY_FILES) // 2)
     files, ports = max(files, 1), int((high - low + 1) * PORT_SHARE) * addresses

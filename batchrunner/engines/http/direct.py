@@ -7,7 +7,7 @@ the request is made once. Connecting, TLS, the pool and the reading of HTTP are 
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import aiohttp
 from aiohttp.connector import Connection
@@ -16,34 +16,14 @@ from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 JSON = "application/json"
-_BEFORE_THE_ANSWER = {*range(100, 200)} - {101}
-"""Statuses that only announce an answer, such as 100 Continue; after 101 there is none."""
+_OK = 200
 _REDIRECTS = {301, 302, 303, 307, 308}
 _NEWEST_KNOWN = (3, 14)
 """Newest aiohttp whose pool is known. The pool is no public interface: newer ones send by the session."""
 
 
-class PostedAnswer(Protocol):
-    """An answer whose head has come: a DirectAnswer, or `aiohttp.ClientResponse`."""
-
-    @property
-    def status(self) -> int:
-        """Status of the answer."""
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """Headers of the answer."""
-
-    @property
-    def content(self) -> aiohttp.StreamReader:
-        """Body of the answer, as it comes."""
-
-    def release(self) -> object:
-        """Give the connection back to the pool; close it where the body was not read to its end."""
-
-
 class DirectAnswer(NamedTuple):
-    """An answer on a connection of the pool; see `PostedAnswer`."""
+    """An answer on a connection of the pool, whose head has come."""
 
     status: int
     headers: Mapping[str, str]
@@ -51,8 +31,11 @@ class DirectAnswer(NamedTuple):
     connection: Connection
 
     def release(self) -> None:
-        """Give the connection back; see `PostedAnswer.release`."""
+        """Give the connection back to the pool; close it where the body was not read to its end."""
         self.connection.release()
+
+
+PostedAnswer = DirectAnswer | aiohttp.ClientResponse
 
 
 class PostSender:
@@ -98,7 +81,7 @@ class PostSender:
                 b"%b%bContent-Length: %d\r\n\r\n%b" % (self._head, more, len(body), body)
             )
             message, content = await protocol.read()
-            while message.code in _BEFORE_THE_ANSWER:
+            while message.code < _OK:  # it only announces an answer, such as 100 Continue
                 message, content = await protocol.read()
         except BaseException as failure:
             connection.close()

@@ -460,8 +460,8 @@ def _check_choices(body: RequestBody, choices: list[Choice]) -> None:
     if any((choice.message if is_chat else choice.text) is None for choice in choices):
         raise AttemptFailedError(f"not an answer of {body.path}: a choice has no text")
     wanted = fields_of(body.content).get("n") if is_chat else None
-    asked = len(choices) if wanted is None else msgspec.json.decode(wanted)
-    if isinstance(asked, (int, float)) and asked != len(choices):
+    asked = (wanted and msgspec.json.decode(wanted)) or len(choices)
+    if asked != len(choices):
         raise AttemptFailedError(f"{len(choices)} choices came, and {asked} were asked for (n)")
 
 

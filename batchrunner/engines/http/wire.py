@@ -9,11 +9,10 @@ import orjson
 
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.media import PromptFile, file_of_part
-from batchrunner.core.types import BATCH_PATHS, CHAT_PATH, AskedColumns, Request, RequestBody
+from batchrunner.core.types import CHAT_PATH, AskedColumns, Request, RequestBody
 from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.job.engine import GATEWAY_DROPS
 from batchrunner.job.output import OF_TOKENS
-from batchrunner.job.tasks import TASKS
 
 # /generate's name → /v1/chat/completions' name, where they differ
 _CHAT_NAMES = {
@@ -24,8 +23,6 @@ _CHAT_NAMES = {
 
 
 GENERATE_PATH, TOKENIZE_PATH = "/generate", "/v1/tokenize"
-ROW_PATHS = tuple(dict.fromkeys((GENERATE_PATH, *BATCH_PATHS, *(task.path for task in TASKS.values()))))
-"""Endpoints that rows are sent to."""
 ANY_MODEL = "default"
 """Name by which SGLang serves its model, whatever that is called."""
 

@@ -44,7 +44,7 @@ def test_any_events_can_be_read(events: list[bytes]) -> None:
 def test_events_in_any_pieces(events: list[bytes], end: bytes, data: st.DataObject) -> None:
     wire = b": a comment\n" + b"".join(b"data: " + event + end for event in events)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(wire)), max_size=20)))
-    lines = EventLines(1000)
+    lines = EventLines()
     found = []
     for begin, until in zip([0, *cuts], [*cuts, len(wire)], strict=True):
         found += lines.feed(wire[begin:until])
@@ -53,13 +53,14 @@ def test_events_in_any_pieces(events: list[bytes], end: bytes, data: st.DataObje
 
 @given(pieces=st.lists(st.binary(max_size=50), max_size=20))
 def test_any_bytes_can_be_cut(pieces: list[bytes]) -> None:
-    lines = EventLines(10_000)
+    lines = EventLines()
     found = [event for piece in pieces for event in lines.feed(piece)]
     assert all(b"\n" not in event for event in found)
 
 
-def test_an_endless_event_is_refused() -> None:
-    lines = EventLines(100)
+def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchrunner.engines.http.client.MOST_ANSWER_BYTES", 100)
+    lines = EventLines()
     lines.feed(b"data: " + b"x" * 90)
     with pytest.raises(BundleRefusedError, match="an event is larger than"):
         lines.feed(b"x" * 90)

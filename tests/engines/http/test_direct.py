@@ -49,23 +49,6 @@ async def serving(answer: Callable[[Any], Any]) -> AsyncIterator[URL]:
     await runner.cleanup()
 
 
-@asynccontextmanager
-async def on_wire(*answers: bytes) -> AsyncIterator[URL]:
-    """Answer with these bytes, each after a request or after those before."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        for answer in answers:
-            writer.write(answer)
-            await writer.drain()
-            await asyncio.sleep(0)
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield URL.build(scheme="http", host="127.0.0.1", port=server.sockets[0].getsockname()[1])
-
-
 async def body_of(answer: PostedAnswer) -> bytes:
     try:
         return await answer.content.read()
@@ -128,42 +111,6 @@ async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatc
         answer = await PostSender(session, URL("http://engine.invalid:1234/generate")).post(b"{}", None)
         assert await body_of(answer) == b"answer"
     assert seen.requests[0][1] == "http://engine.invalid:1234/generate"
-
-
-async def test_a_newer_aiohttp_sends_by_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pool may be another one."""
-    async with aiohttp.ClientSession() as session:
-        url = URL("http://127.0.0.1:1")
-        assert PostSender(session, url).is_direct
-        monkeypatch.setattr(aiohttp, "__version__", "3.15.0")
-        assert not PostSender(session, url).is_direct
-
-
-async def test_an_answer_that_announces_another() -> None:
-    first, then = b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
-    async with on_wire(first, then) as url, aiohttp.ClientSession() as session:
-        answer = await PostSender(session, url).post(b"{}", None)
-        assert (answer.status, await body_of(answer)) == (200, b"ok")
-
-
-async def test_a_server_that_wants_another_protocol() -> None:
-    """It is not waited for."""
-    wants = b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: other\r\n\r\n"
-    async with on_wire(wants) as url, aiohttp.ClientSession() as session:
-        answer = await PostSender(session, url).post(b"{}", None)
-        answer.release()
-        assert answer.status == 101
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [b"", b"HTTP/1.1 200", b"SSH-2.0-OpenSSH\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf"],
-)
-async def test_what_is_no_whole_answer(answer: bytes) -> None:
-    """It raises what failures of a connection raise, and the connection is not used again."""
-    async with on_wire(answer) as url, aiohttp.ClientSession() as session:
-        with pytest.raises((aiohttp.ClientError, OSError)):
-            await body_of(await PostSender(session, url).post(b"{}", None))
 
 
 async def test_a_cancelled_post_ends_its_connection() -> None:

@@ -109,7 +109,7 @@ def test_no_reply_breaks_the_reader(reply: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "came", "is_answer"),
-    [(b"2", 2, True), (b"2.0", 2, True), (b"null", 1, True), (b"2", 1, False), (b'"2"', 2, True)],
+    [(b"2", 2, True), (b"2.0", 2, True), (b"null", 1, True), (b"2", 1, False)],
 )
 def test_the_number_of_choices(asked: bytes, came: int, *, is_answer: bool) -> None:
     """A chat has as many choices as it asks for."""
