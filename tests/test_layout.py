@@ -102,7 +102,7 @@ MOST_TOKENS = {
     "job": 20_000,
     "output": 27_100,
     "input": 37_400,
-    "engines": 48_600,
+    "engines": 48_500,
     "advise": 13_500,
     "report": 11_800,
     "dispatch": 27_800,
