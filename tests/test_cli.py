@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,10 +51,8 @@ def test_a_job_is_no_run(tmp_path: Path, command: str) -> None:
 
 
 def test_version() -> None:
-    """`--version` says which batchrunner this is, and with which SGLang it was tested."""
-    first, second = batchrun("--version").stdout.splitlines()
-    assert first.startswith("batchrun 0.")
-    assert re.match(r"SGLang \d+\.\d+\.\d+ \(tested\)", second)
+    """`--version` says which batchrunner this is."""
+    assert batchrun("--version").stdout.startswith("batchrun 0.")
 
 
 def test_the_help_is_whole() -> None:

@@ -13,7 +13,6 @@ import aiohttp
 from batchrunner.advise.situation import Situation
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import InputError
-from batchrunner.core.processes import need_files_of_loop
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.loads import (
     KEY_REFUSED,
@@ -40,7 +39,6 @@ def watch_server(url: str, limits: Thresholds, span_s: float) -> Situation:
 
     Raises InputError where no server answers, or one that is not SGLang.
     """
-    need_files_of_loop()
     return asyncio.run(_watch(url.rstrip("/"), limits, span_s))
 
 

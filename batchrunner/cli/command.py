@@ -30,7 +30,7 @@ from batchrunner.core.console import (
     tell,
     tell_failure,
     unforeseen,
-    version_lines,
+    version_line,
     wants_json,
 )
 from batchrunner.core.errors import (
@@ -218,7 +218,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        show(version_lines())
+        show([version_line()])
         raise typer.Exit
 
 

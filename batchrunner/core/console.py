@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import os
-import re
 import sys
 import tempfile
 import traceback
@@ -157,17 +156,9 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def version_lines() -> list[str]:
-    """Return the lines of `batchrun --version`."""
-    from importlib.metadata import requires  # noqa: PLC0415
-
-    own = installed_version("batchrunner")
-    needed = requires("batchrunner") or [] if own else []
-    found = [match[1] for text in needed if (match := re.match(r"sglang==([\w.]+)", text))]
-    lines = [f"batchrun {own or SOURCE_TREE}"]
-    if found:
-        lines.append(f"SGLang {found[0]} (tested); other releases of 0.4 and 0.5 should work")
-    return lines
+def version_line() -> str:
+    """Return the line of `batchrun --version`."""
+    return f"batchrun {installed_version('batchrunner') or SOURCE_TREE}"
 
 
 def unforeseen(failure: BaseException) -> BatchrunError:
@@ -178,14 +169,7 @@ def unforeseen(failure: BaseException) -> BatchrunError:
     if limit := too_many_files(failure):
         return BatchrunError(limit, hint=RAISE_LIMIT)
     what = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
-    try:
-        path = _write_traceback(failure)
-    except OSError as lost:
-        last = traceback.extract_tb(failure.__traceback__)[-1:]
-        at = f" at {Path(last[0].filename).name}:{last[0].lineno}" if last else ""
-        return BatchrunError(
-            f"unforeseen error{at}: {what}: its traceback cannot be written ({lost.strerror or lost})"
-        )
+    path = _write_traceback(failure)
     return BatchrunError(
         f"unforeseen error: {what}: its traceback is in {path}",
         hint="report it with that file; what is on disk is kept, run the same command again",

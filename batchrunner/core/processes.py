@@ -92,8 +92,6 @@ def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
     pool.shutdown()
 
 
-LOOP_FILES = 10
-"""Files that an event loop opens when it begins, at most."""
 RAISE_LIMIT = "raise the limit, such as with `ulimit -n 1024`, and run the same command again"
 
 
@@ -111,14 +109,3 @@ def too_many_files(failure: BaseException) -> str | None:
         seen.add(id(at))
         at = at.__cause__ or at.__context__
     return None
-
-
-def need_files_of_loop() -> None:
-    """Raise OSError where an event loop could not open its files: one that begins in part is not undone."""
-    opened: list[int] = []
-    try:
-        while len(opened) < LOOP_FILES:
-            opened.append(os.open(os.devnull, os.O_RDONLY))
-    finally:
-        for descriptor in opened:
-            os.close(descriptor)

@@ -325,9 +325,7 @@ def _lora_path(sampling: SamplingSpec) -> ByColumn | str | None:
 
 def _tools(prompt: PromptSpec, sampling: SamplingSpec, dataset: ColumnSource) -> ByColumn | Tools | None:
     """Return which tools the model may call in a chat."""
-    choice: Any = sampling.tool_choice
-    if choice is not None and not isinstance(choice, str):
-        choice = choice.model_dump()
+    choice = sampling.tool_choice
     if isinstance(prompt.tools, str):
         wanted = "lists of tools, or JSON texts of such lists"
         _check(dataset, prompt.tools, "prompt.tools", lambda kind: is_text(kind) or is_list(kind), wanted)

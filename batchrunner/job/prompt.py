@@ -80,60 +80,6 @@ class PdfSpec(MediaFiles):
         return self.pages.column if isinstance(self.pages, FromColumn) else None
 
 
-class PromptWithMedia(Spec):
-    """The fields of a prompt that bring files."""
-
-    images: ImagesSpec | None = None
-    """Columns with images, as a list of names or with options. In a template such a column stands for its
-    images; if no template has it, they come before the text of the last user message."""
-    audio: MediaSpec | None = None
-    """Columns with sound, as a list of names or with options: WAV, FLAC, MP3, Ogg, AAC, AIFF, AMR, MP4 or
-    WebM files. They are sent as they are, and have their place in the prompt as images do."""
-    videos: MediaSpec | None = None
-    """Columns with videos, as a list of names or with options: MP4, MOV, WebM, MKV, AVI, MPEG, Ogg, FLV or
-    WMV files. They are sent as they are, and have their place in the prompt as images do."""
-    pdf: PdfSpec | None = None
-    """Column with PDF documents, as its name or with options. Its pages are images of the prompt."""
-
-    @field_validator(IMAGE.field, AUDIO.field, VIDEO.field, mode="before")
-    @classmethod
-    def _columns_alone(cls, media: object) -> object:
-        return {"columns": media} if isinstance(media, (str, list)) else media
-
-    @field_validator(PDF_FIELD, mode="before")
-    @classmethod
-    def _column_alone(cls, pdf: object) -> object:
-        return {"column": pdf} if isinstance(pdf, str) else pdf
-
-    @model_validator(mode="after")
-    def _one_meaning(self) -> PromptWithMedia:
-        columns = [column for field in self.media for column in self.columns_of(field)]
-        if len({*columns}) < len(columns):
-            raise ValueError("a column with files is named twice")
-        return self
-
-    @property
-    def media(self) -> dict[str, MediaSpec | PdfSpec]:
-        """The fields that bring files, by their names."""
-        given = {field: getattr(self, field) for field in KIND_OF_FIELD}
-        return {field: spec for field, spec in given.items() if spec is not None}
-
-    def columns_of(self, field: str) -> list[str]:
-        """Return the columns with files that a field names."""
-        spec = self.media[field]
-        return [spec.column] if isinstance(spec, PdfSpec) else spec.columns
-
-    @property
-    def has_media(self) -> bool:
-        """Whether prompts may have images, audio or videos."""
-        return bool(self.media)
-
-    @property
-    def media_columns(self) -> frozenset[str]:
-        """Columns that stand for files in templates."""
-        return frozenset(column for field in self.media for column in self.columns_of(field))
-
-
 class MessageTemplate(Spec):
     """A message of each prompt."""
 
@@ -161,8 +107,58 @@ class FieldsSpec(Spec):
         return self
 
 
-class PromptSpec(PromptWithMedia):
-    """A row as a prompt: `user` (and `system`), `messages`, `text`, `input_ids`, `python` or `batch`."""
+class PromptSpec(Spec):
+    """A row as a prompt: `user` (and `system`), `messages`, `text`, `input_ids` or `python`."""
+
+    images: ImagesSpec | None = None
+    """Columns with images, as a list of names or with options. In a template such a column stands for its
+    images; if no template has it, they come before the text of the last user message."""
+    audio: MediaSpec | None = None
+    """Columns with sound, as a list of names or with options: WAV, FLAC, MP3, Ogg, AAC, AIFF, AMR, MP4 or
+    WebM files. They are sent as they are, and have their place in the prompt as images do."""
+    videos: MediaSpec | None = None
+    """Columns with videos, as a list of names or with options: MP4, MOV, WebM, MKV, AVI, MPEG, Ogg, FLV or
+    WMV files. They are sent as they are, and have their place in the prompt as images do."""
+    pdf: PdfSpec | None = None
+    """Column with PDF documents, as its name or with options. Its pages are images of the prompt."""
+
+    @field_validator(IMAGE.field, AUDIO.field, VIDEO.field, mode="before")
+    @classmethod
+    def _columns_alone(cls, media: object) -> object:
+        return {"columns": media} if isinstance(media, (str, list)) else media
+
+    @field_validator(PDF_FIELD, mode="before")
+    @classmethod
+    def _column_alone(cls, pdf: object) -> object:
+        return {"column": pdf} if isinstance(pdf, str) else pdf
+
+    @model_validator(mode="after")
+    def _one_meaning(self) -> PromptSpec:
+        columns = [column for field in self.media for column in self.columns_of(field)]
+        if len({*columns}) < len(columns):
+            raise ValueError("a column with files is named twice")
+        return self
+
+    @property
+    def media(self) -> dict[str, MediaSpec | PdfSpec]:
+        """The fields that bring files, by their names."""
+        given = {field: getattr(self, field) for field in KIND_OF_FIELD}
+        return {field: spec for field, spec in given.items() if spec is not None}
+
+    def columns_of(self, field: str) -> list[str]:
+        """Return the columns with files that a field names."""
+        spec = self.media[field]
+        return [spec.column] if isinstance(spec, PdfSpec) else spec.columns
+
+    @property
+    def has_media(self) -> bool:
+        """Whether prompts may have images, audio or videos."""
+        return bool(self.media)
+
+    @property
+    def media_columns(self) -> frozenset[str]:
+        """Columns that stand for files in templates."""
+        return frozenset(column for field in self.media for column in self.columns_of(field))
 
     system: str | None = None
     """Jinja2 template of the system message, over the columns of a row."""

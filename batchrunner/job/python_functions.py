@@ -96,14 +96,8 @@ def _check_columns(job: Job, facts: HookFacts) -> None:
     """Raise JobError where a column has a name that results have already."""
     taken = {*RESULT_COLUMNS, *job.output.asked, *([SAMPLE] if job.output.explode else [])}
     for name, _ in facts.columns:
-        if name in taken:
+        if name in {*taken, *job.input.carried_names}:
             raise JobError(
-                f"parse: a result has a column {name!r} of its own",
-                hint=f"let {facts.name} name its own otherwise",
-            )
-        if name in job.input.carried_names:
-            raise JobError(
-                f"parse: {name!r} is a column of input.columns",
-                hint=f"let {facts.name} name its own otherwise, or carry yours under another name: "
-                f"input.rename: {{{name}: input_{name}}}",
+                f"parse: a result has a column {name!r} already",
+                hint=f"let {facts.name} name its own otherwise, or rename yours by input.rename",
             )

@@ -25,23 +25,7 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """Parameters that bind an output to a grammar; an output has one of them at most."""
 
 
-class _FunctionName(Spec):
-    """Function that is to be called."""
-
-    name: Annotated[str, Field(min_length=1)]
-    """Name of one of the tools."""
-
-
-class _NamedTool(Spec):
-    """Tool that is to be called."""
-
-    type: Literal["function"] = "function"
-    """Kind of the tool."""
-    function: _FunctionName
-    """Function that the model is to call."""
-
-
-ToolChoice: TypeAlias = Literal["auto", "none", "required"] | _NamedTool
+ToolChoice: TypeAlias = Literal["auto", "none", "required"] | dict[str, Any]
 
 
 class SamplingSpec(Spec):

@@ -6,7 +6,6 @@ current directory; a leading `~`, `~user` or `$HOME` is a home directory.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias
@@ -106,11 +105,6 @@ class CheckSpec(Spec):
     feedback: bool = False
     """Whether a chat is told what was wrong: the answer and the complaint stand in the next try's
     conversation."""
-
-    @field_validator("json_")
-    @classmethod
-    def _is_a_schema(cls, value: object) -> object:
-        return json.loads(json.dumps(value)) if isinstance(value, dict) else value
 
     @field_validator("regex")
     @classmethod

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import uvloop
 
 from batchrunner.core.console import is_no_detail
-from batchrunner.core.processes import SignalWatch, need_files_of_loop
+from batchrunner.core.processes import SignalWatch
 from batchrunner.core.types import MetricsAddress
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
@@ -63,7 +63,6 @@ def run_in_foreground(
             )
 
     bounds_s = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: loaded.limits.drain}
-    need_files_of_loop()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with contextlib.ExitStack() as stack:
         pages = []

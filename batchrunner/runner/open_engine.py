@@ -13,7 +13,6 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from batchrunner.core.console import open_missing_descriptors
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError
-from batchrunner.core.processes import need_files_of_loop
 from batchrunner.engines.base import Engine
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.spec import Job
@@ -186,6 +185,5 @@ class OpenEngine:
 def open_portal() -> Iterator[BlockingPortal]:
     """Start an event loop in a thread of its own; an interrupt in the caller cancels what runs there."""
     open_missing_descriptors()
-    need_files_of_loop()
     with start_blocking_portal("asyncio", backend_options={"use_uvloop": True}) as portal:
         yield portal

@@ -18,7 +18,6 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from batchrunner.core.errors import EngineStartError, JobError
-from batchrunner.core.processes import need_files_of_loop
 from batchrunner.engines.device import gpus
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.model_memory import with_tp
@@ -271,7 +270,6 @@ def _search(
     history = TrialHistory(directory / "trials.jsonl", hashlib.sha256(key_of(facts)).hexdigest(), own)
     trials = TrialRunner(job, engine, sample, directory)
     search = Search(own, machine)
-    need_files_of_loop()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         spent_s = runner.run(run_search(search, history, trials.run, budget_s))
     return summarize(search, source, str(sample), spent_s)

@@ -79,18 +79,6 @@ def test_the_page_of_many_parts(tmp_path: Path) -> None:
     assert len(list((tmp_path / "run" / "parts").iterdir())) > 64
 
 
-@pytest.mark.parametrize("most", [8, 12])
-def test_a_limit_that_is_too_low_is_named(tmp_path: Path, most: int) -> None:
-    """Where files run out before the first row, one line names the limit, wherever that is."""
-    job = job_of(tmp_path, rows=2)
-    command = [sys.executable, "-c", LIMITED, str(most), str(most), str(write_job(job, tmp_path))]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert ended.returncode in {1, 2}, ended.stderr
-    (line,) = ended.stderr.splitlines()
-    assert f"too many open files: this process may open {most}: raise the limit" in line
-    assert "unforeseen" not in line
-
-
 def test_the_limit_is_no_fault_of_the_input(tmp_path: Path) -> None:
     """An input file that cannot be opened for want of files says so."""
     job_of(tmp_path, rows=1)

@@ -284,11 +284,11 @@ COLUMN = "from typing import TypedDict\nclass C(TypedDict):\n  {}\ndef parse(ans
         ("def parse(answer): pass", "hooks:parse does not say its columns"),
         (
             COLUMN.format("error: str"),
-            "a result has a column 'error' of its own",
+            "a result has a column 'error' already",
         ),
         (
             COLUMN.format("id: str"),
-            "'id' is a column of input.columns",
+            "a result has a column 'id' already",
         ),
         ("def parse(answer) -> 'Nothing': pass", "has an annotation that cannot be read"),
     ],
