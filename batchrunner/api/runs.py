@@ -105,14 +105,16 @@ async def arun(
     """Do what `run` does, in the running event loop; cancelling it keeps the finished rows."""
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
     display = make_displays(progress=progress, on_progress=on_progress)
-    start = execute if engine is None else engine.acall
-    return await start(loaded, fresh=fresh, retry_failed=retry_failed, join=join, display=display)
+    options: dict[str, Any] = {"fresh": fresh, "retry_failed": retry_failed, "join": join, "display": display}
+    if engine is not None:
+        return await engine.start(loaded, **options).wait_async()
+    return await execute(loaded, **options)
 
 
 def run_blocking(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
     """Run a job, on an open engine if there is one, and wait for it; `options` are those of `execute`."""
     if engine is not None:
-        return engine.call(job, **options)
+        return engine.start(job, **options).wait()
     with open_portal() as portal:
         report: Report = portal.call(lambda: cancelled_once(execute(job, **options)))
         return report

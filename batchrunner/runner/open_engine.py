@@ -12,13 +12,12 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from batchrunner.core.console import open_missing_descriptors
 from batchrunner.core.engine_info import EngineInfo
-from batchrunner.core.errors import BatchrunError
+from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.engines.base import Engine
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.report.report import Report
-from batchrunner.runner.prepare import other_task
 from batchrunner.runner.run import execute
 
 T = TypeVar("T")
@@ -145,7 +144,6 @@ class OpenEngine:
         info: EngineInfo,
         task: TaskName = GENERATE,
     ) -> None:
-        self._engine = engine
         self.task = task
         """Task of a job that it was opened for."""
         self.spec = spec
@@ -153,32 +151,22 @@ class OpenEngine:
         self.loop = EngineLoop(portal, engine, info)
         """The loop on which it lives."""
 
-    def call(self, job: Job, **options: Any) -> Report:
-        """Run a job on this engine and wait; an interrupt ends the run, whose finished rows are kept.
+    def start(self, job: Job, **options: Any) -> PortalWork[Report]:
+        """Start a run of a job on this engine; `options` are those of `execute`.
 
-        Raises JobError for a job of another task.
+        Raises JobError for a job of another task. The requests of a batch file say theirs themselves.
         """
-        run = functools.partial(execute, job, opened_for=self._opened_for(job), **options)
-        return self.loop.start(run).wait()
-
-    async def acall(self, job: Job, **options: Any) -> Report:
-        """Run a job on this engine; cancelling it ends the run, whose finished rows are kept.
-
-        Raises JobError for a job of another task.
-        """
-        run = functools.partial(execute, job, opened_for=self._opened_for(job), **options)
-        return await self.loop.start(run).wait_async()
+        if job.prompt.batch is None:
+            self.refuse_other_task(job.task)
+        return self.loop.start(functools.partial(execute, job, **options))
 
     def refuse_other_task(self, task: TaskName) -> None:
         """Raise JobError for a task that it was not opened for; a simulated engine does them all."""
         if task != self.task and not self.info.simulated:
-            raise other_task(self.task, task)
-
-    def _opened_for(self, job: Job) -> TaskName | None:
-        """Return the task that the requests of a batch file must have; raises JobError for another job."""
-        if job.prompt.batch is None:
-            self.refuse_other_task(job.task)
-        return None if self.info.simulated else self.task
+            raise JobError(
+                f"engine: it was opened for task {self.task}, and the job's is {task}",
+                hint=f'open it with open_engine(…, task="{task}")',
+            )
 
 
 @contextmanager

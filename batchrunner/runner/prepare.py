@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import InputError, JobError, OutputError, ResumeError
+from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.types import EMBEDDINGS_PATH, ColumnKind
 from batchrunner.input.dataset import ColumnSource, Dataset, rows_of
 from batchrunner.input.files import join_paths
@@ -61,14 +61,6 @@ def task_name(host: str, token: str, environ: Mapping[str, str]) -> str:
     restart = environ.get("SLURM_RESTART_COUNT")
     parts = ["join", host, job, index and f"t{index}", restart and f"r{restart}", token]
     return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in parts if part)
-
-
-def other_task(opened_for: TaskName, task: TaskName) -> JobError:
-    """Return the error for a job whose task is not that which an engine was opened for."""
-    return JobError(
-        f"engine: it was opened for task {opened_for}, and the job's is {task}",
-        hint=f'open it with open_engine(…, task="{task}")',
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +108,6 @@ class PreparedJob(JobInput):
             return None
         new = RunSchema(self.renderer.carried_schema, self.answers, {})
         return schema_of_results(self.run_dir, new.schema.names) or new.schema
-
-    def check_engine_task(self, opened_for: TaskName | None) -> None:
-        """Raise JobError where the model must do another task than that which its engine was opened for."""
-        if opened_for is not None and (task := self.model_task) != opened_for:
-            raise other_task(opened_for, task)
 
     def close(self) -> None:
         """End the processes of the Python functions."""
@@ -368,25 +355,16 @@ def check_same_weights(prepared: PreparedJob, weights: str | None) -> None:
 def _check_carried_types(prepared: PreparedJob) -> None:
     """Refuse added files that give a carried column another type: no merge takes both.
 
-    Partition columns have their types from all paths, columns of JSON Lines files from all values.
+    Partition columns have their types from all paths, columns of text files from all values.
     """
     before = schema_of_results(prepared.run_dir) if prepared.job.input.columns else None
-    carried = zip(prepared.job.input.columns, prepared.renderer.carried_schema, strict=True)
-    for name, field in carried:
-        if not before or field.name not in before.names or before.field(field.name).type == field.type:
-            continue
-        kind = before.field(field.name).type
-        if name in prepared.dataset.partition_types:
+    columns = zip(prepared.job.input.columns, prepared.renderer.carried_schema, strict=True)
+    for name, field in columns:
+        old = before.field(field.name).type if before and field.name in before.names else field.type
+        if old != field.type:
             raise ResumeError(
-                f"{prepared.run_dir.name}: the column {name!r}, which stands in the paths, was {kind} in the "
-                f"results so far, and the files added make it {field.type}",
-                hint=f"name their directories alike, "
-                f"take another output.path, or discard what is there with {DISCARD}",
-            )
-        if prepared.dataset.has_text_files:
-            raise ResumeError(
-                f"{prepared.run_dir.name}: the column {name!r} was {kind} in the results so far, and the "
-                f"files added make it {field.type}",
-                hint=f"write them alike, take another output.path with a type "
-                f"in input.types, or discard what is there with {DISCARD}",
+                f"{prepared.run_dir.name}: the column {name!r} was {old} in the results so far, and "
+                f"the files added make it {field.type}",
+                hint=f"write them alike, give the column's type in input.types with another output.path, or "
+                f"discard what is there with {DISCARD}",
             )

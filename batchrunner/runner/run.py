@@ -156,14 +156,12 @@ async def execute(
     display: Display | None = None,
     control: Control | None = None,
     handover: Handover | None = None,
-    opened_for: TaskName | None = None,
 ) -> Report:
     """Run a job to its end and return the report, which is also in report.json.
 
-    `engine` is an open engine, with its `info`, and the task that it was `opened_for` (None for any); without
-    one the job's own is opened and closed. With `join` this task shares the rows with all others that do.
-    `handover` gets every row, those that earlier attempts ended first. Raises
-    BatchrunError if the run could not start or go on; finished rows are kept.
+    `engine` is an open engine, with its `info`; without one the job's own is opened and closed. With `join`
+    this task shares the rows with all others that do. `handover` gets every row, those that earlier attempts
+    ended first. Raises BatchrunError if the run could not start or go on; finished rows are kept.
     """
     if join and fresh:
         raise JobError(
@@ -176,7 +174,6 @@ async def execute(
     counts, events = RowCounts(), EventLog(run_dir.events)
     async with contextlib.AsyncExitStack() as at_last, contextlib.AsyncExitStack() as stack:
         at_last.callback(leave, prepared)
-        await asyncio.to_thread(prepared.check_engine_task, opened_for)
         stack.enter_context(contextlib.closing(display))
         stack.enter_context(_rare_garbage_collection())
         holding = hold_task(run_dir, control.sleep)

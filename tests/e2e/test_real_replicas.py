@@ -68,7 +68,7 @@ def _long_job(tmp_path: Path, engine: dict[str, Any], rows: int, tokens: int = 3
 
 
 def _fleet(engine: batchrunner.OpenEngine) -> LaunchedFleet:
-    made = engine._engine
+    made = engine.loop._engine
     assert isinstance(made, LaunchedFleet)
     return made
 
