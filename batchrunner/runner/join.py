@@ -3,11 +3,9 @@
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
 
 from pyroaring import BitMap64
 
@@ -20,7 +18,7 @@ from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sort
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import cannot_write, writing
-from batchrunner.output.liveness import POLL_S, SHORT_POLL_S, LivenessMonitor, is_held, watch
+from batchrunner.output.liveness import POLL_S, SHORT_POLL_S, LivenessMonitor, watch
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import done_by_all, drop_failed, read_done
 from batchrunner.output.run_dir import RunDir
@@ -83,8 +81,7 @@ class Takeover:
             with hold_task(dead, _at_once, dead_owner=self._watches[task].owner_content) as lock:
                 recover(dead, lock, self._prepared.results_schema)
                 self._leases.refresh()  # it may have ended its leases, or another task took over
-                # an attempt without --join may have done rows since the plan, see `join`
-                done = read_done(dead).rows | read_done(dead.of_task()).rows
+                done = read_done(dead).rows
                 left = [(lease, lease.rows - done) for lease in self._leases.held_by(task)]
                 lock.verify()
                 for lease, rows in left:
@@ -201,24 +198,16 @@ class LeasedRows(TaskRows):
         return now.plan
 
     def held_elsewhere(self) -> tuple[int, int]:
-        """Return the number of rows that other living tasks hold, and of those that nobody living holds.
+        """Return the number of rows that living tasks do, and of those that are left with nobody to do them.
 
-        Rows of plans that came after this task count as held while a living task holds some of that plan.
+        Another task that holds rows, of whatever plan, does all that is left: it takes over from dead ones.
         """
         now = self._look()
-        dead = {task for task in set(now.held().values()) if self._takeover.is_dead(task)}
+        gone = {task for task in set(now.held().values()) if self._takeover.is_dead(task)}
+        gone.add(self._prepared.run_dir.task)
         now.refresh()  # a task that has ended meanwhile ended its leases before
-        held, free = Counter[bool](), Counter[bool]()  # by whether this task knows the plan
-        unheld = 0
-        for number, (task, rows) in now.rows_held().items():
-            if task == self._prepared.run_dir.task or task in dead:
-                unheld += rows
-            else:
-                held[number < len(self._leases)] += rows
-        for number in now.free():
-            free[number < len(self._leases)] += now.count_left(number)
-        later = free[False] if held[False] else 0
-        return held.total() + later, unheld + free.total() - later
+        left = now.rows_free() + sum(rows for _, rows in now.rows_held().values())
+        return (left, 0) if set(now.held().values()) - gone else (0, left)
 
     def _look(self) -> Leases:
         """Return the leases of all plans as they are now."""
@@ -335,17 +324,14 @@ def join(
     leases = Leases(run_dir.leases, run_dir.task, run_dir.store)
     with writing(run_dir.leases):
         leases.refresh()
-        if not leases.is_done():
-            _leave_out_done_alone(prepared, leases, control)
         if retry_failed and not leases.is_done():
             raise ResumeError(
                 f"{run_dir.name}: --retry-failed: other tasks are still at it, or died at it",
                 hint="wait for their end, or run --join without --retry-failed first",
             )
-        plan = partial(_plan, prepared, leases, control, retry_failed=retry_failed)
         while leases.is_done() or _is_behind(leases, prepared):
             known = len(leases.plans)
-            _in_turn(prepared, leases, control, plan)
+            _plan_in_turn(prepared, leases, control, retry_failed=retry_failed)
             if len(leases.plans) == known:  # there was nothing to add
                 break
     assert leases.plan is not None
@@ -375,27 +361,8 @@ def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
     return more_files or known["limit"] != prepared.job.input.limit
 
 
-def _leave_out_done_alone(prepared: PreparedJob, leases: Leases, control: Control) -> None:
-    """Take rows out of the plan that an attempt without `--join` has done since.
-
-    That is possible if all tasks of the plan failed to start. Such an attempt that begins now is refused.
-    """
-    main = prepared.run_dir.of_task()
-    # a task that makes a plan holds this lock for a moment
-    if main.journals() or is_held(main) is not False:
-        _in_turn(prepared, leases, control, partial(_recover, prepared, control))
-    leases.leave_out(read_done(main).rows)
-
-
-def _recover(prepared: PreparedJob, control: Control) -> None:
-    """Recover what the task of a run that nobody joined left half done; raises TaskHeldError if it works."""
-    main = prepared.run_dir.of_task()
-    with hold_task(main, control.sleep) as lock:
-        recover(main, lock, prepared.results_schema)
-
-
-def _in_turn(prepared: PreparedJob, leases: Leases, control: Control, do: Callable[[], None]) -> None:
-    """Call `do` while no other task does so; skip it if another task makes a plan meanwhile."""
+def _plan_in_turn(prepared: PreparedJob, leases: Leases, control: Control, *, retry_failed: bool) -> None:
+    """Make a plan while no other task does so; skip it if another task makes one meanwhile."""
     known = len(leases.plans)
     is_logged = False
     while len(leases.plans) == known:
@@ -410,7 +377,7 @@ def _in_turn(prepared: PreparedJob, leases: Leases, control: Control, do: Callab
                 leases.refresh()
                 continue
             leases.refresh()
-            do()
+            _plan(prepared, leases, control, retry_failed=retry_failed)
             return
 
 

@@ -169,16 +169,6 @@ class Leases:
         self._create(f"{_name(lease.number, lease.turn)}.end", content)
         self._note(lease.number, lease.turn, ended=True)
 
-    def leave_out(self, done: BitMap64) -> None:
-        """Take rows that were done without a lease out of the free leases."""
-        if not any(plan.rows.intersect(done) for plan in self.plans):
-            return
-        for number in self.free():
-            if self._rows(number, self._next_turn(number)).intersect(done):
-                lease = self.take(number)
-                if lease is not None:
-                    self.end(lease, lease.rows - done)
-
     def _create(self, name: str, content: bytes) -> bool:
         """Make a file, unless there is one; tell whether it was made."""
         return create_file(self.directory / name, content, self._task, self.store.claim)

@@ -30,7 +30,6 @@ from batchrunner.job.fields import MEDIA
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.output.columns import RunSchema, schema_of_run, with_vectors
-from batchrunner.output.liveness import is_held
 from batchrunner.output.resume import DoneRows, read_done, schema_of_results
 from batchrunner.output.run_dir import MAIN_TASK, RunDir, open_run
 from batchrunner.output.run_json import (
@@ -256,21 +255,6 @@ def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
             )
 
 
-def _check_alone(run_dir: RunDir, *, begun: bool) -> None:
-    """Refuse an attempt without `--join` at a run that tasks share: some rows would be done twice.
-
-    `--join` may follow a run of one task: whoever makes the plan waits for that task's end and leaves out
-    what it did. Tasks count if they are at work now or, once run.json exists (`begun`), if they took rows;
-    others failed to start.
-    """
-    for other in run_dir.other_tasks():
-        took_rows = begun and (other.events.exists() or other.own_parts() or other.journals())
-        if took_rows or is_held(other) is not False:
-            raise ResumeError(
-                f"{run_dir.name}: this run is done with --join: do so too, or take another output.path"
-            )
-
-
 def find_done(prepared: PreparedJob, model: str | None, *, without_failed: bool = False) -> DoneRows:
     """Read what earlier attempts of this task did; raises ResumeError as `check_resumes` does."""
     if not check_resumes(prepared, model):
@@ -285,8 +269,11 @@ def check_resumes(prepared: PreparedJob, model: str | None) -> bool:
     """
     run_dir = prepared.run_dir
     old = read_run_json(run_dir)
-    if not prepared.joins:
-        _check_alone(run_dir, begun=old is not None)
+    # --join may follow a run of one task: whoever makes the plan leaves out what that one did
+    if not prepared.joins and run_dir.store.names(run_dir.leases):
+        raise ResumeError(
+            f"{run_dir.name}: this run is done with --join: do so too, or take another output.path"
+        )
     if old is None:
         if run_dir.all_parts() or run_dir.journals():
             raise ResumeError(
