@@ -106,9 +106,9 @@ MOST_TOKENS = {
     "advise": 13_500,
     "report": 11_800,
     "dispatch": 27_800,
-    "runner": 29_800,
+    "runner": 29_300,
     "tune": 15_700,
-    "api": 2_600,
+    "api": 2_500,
     "ray": 5_600,
     "cli": 4_300,
 }

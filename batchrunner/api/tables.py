@@ -1,8 +1,8 @@
 """Tables of answers: generate, embed, score and rerank for all rows."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,24 @@ from batchrunner.output.columns import schema_of_run
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import RunDir
 from batchrunner.runner.open_engine import OpenEngine
-from batchrunner.runner.progress import Display, ProgressListener, make_displays
+from batchrunner.runner.progress import ProgressListener, make_displays
 
 
-def results_of(rows: Data, call: LibraryCall, opened: OpenEngine | None, display: Display) -> pa.Table:
-    """Run the job of a call and return its results, which stay nowhere else."""
-    with _rows_and_run() as (source, out):
-        paths = paths_of(rows)
+def results_of(
+    rows: Data,
+    engine: OpenEngine | EngineLike | None,
+    *,
+    progress: bool,
+    on_progress: ProgressListener | None,
+    **fields: Any,
+) -> pa.Table:
+    """Run the job of a call and return its results, which stay nowhere else; `fields` are its arguments."""
+    display = make_displays(progress=progress, on_progress=on_progress)
+    opened, spec = engine_of(engine)
+    paths = paths_of(rows)
+    call = LibraryCall(engine=spec, own_rows=paths is None, **fields)
+    with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
+        source, out = Path(scratch) / "input.parquet", Path(scratch) / "run"
         if paths is None:
             write_rows(batches_of(rows), source)
         dataset = Dataset(paths or str(source), copies=RunDir(out).copies)
@@ -45,14 +56,6 @@ def results_of(rows: Data, call: LibraryCall, opened: OpenEngine | None, display
             )
         merged = merge(out)
         return pa.concat_tables(pq.read_table(file) for file in sorted(merged.path.glob("*.parquet")))
-
-
-@contextmanager
-def _rows_and_run() -> Iterator[tuple[Path, Path]]:
-    """Give the paths of a file for the rows of a call and of its run directory, which are deleted."""
-    with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
-        source = Path(scratch) / "input.parquet"
-        yield source, Path(scratch) / "run"
 
 
 def _no_results(job: Job, dataset: Dataset) -> pa.Table:
@@ -103,10 +106,11 @@ def generate(
     Failed rows have an `error`; the table always has as many rows as the input. Raises BatchrunError, and
     what an iterator of `rows` raises.
     """
-    display = make_displays(progress=progress, on_progress=on_progress)
-    opened, spec = engine_of(engine)
-    call = LibraryCall(
-        engine=spec,
+    return results_of(
+        rows,
+        engine,
+        progress=progress,
+        on_progress=on_progress,
         prompt=prompt,
         columns=columns,
         limits=limits,
@@ -116,9 +120,7 @@ def generate(
         explode=explode,
         check=check,
         on_length=on_length,
-        own_rows=paths_of(rows) is None,
     )
-    return results_of(rows, call, opened, display)
 
 
 def embed(
@@ -145,17 +147,17 @@ def embed(
     The column `embedding` has lists of one fixed size; it is null where a row has an `error`. Raises
     BatchrunError, and what an iterator of `rows` raises.
     """
-    display = make_displays(progress=progress, on_progress=on_progress)
-    opened, spec = engine_of(engine)
-    call = LibraryCall(
+    return results_of(
+        rows,
+        engine,
+        progress=progress,
+        on_progress=on_progress,
         task="embed",
-        engine=spec,
         prompt=prompt,
         columns=columns,
         limits=limits,
         options={"dtype": dtype, "normalize": normalize, "dimensions": dimensions},
     )
-    return results_of(rows, call, opened, display)
 
 
 def score(
@@ -185,18 +187,18 @@ def score(
     `scores_per_byte` have divided by their lengths. It is null where a row has an `error`. Raises
     BatchrunError, and what an iterator of `rows` raises.
     """
-    display = make_displays(progress=progress, on_progress=on_progress)
     given = choices if choices is None or isinstance(choices, str) else list(choices)
-    opened, spec = engine_of(engine)
-    call = LibraryCall(
+    return results_of(
+        rows,
+        engine,
+        progress=progress,
+        on_progress=on_progress,
         task="score",
-        engine=spec,
         prompt=prompt,
         columns=columns,
         limits=limits,
         options={"labels": labels, "choices": given, "softmax": softmax},
     )
-    return results_of(rows, call, opened, display)
 
 
 def rerank(
@@ -220,14 +222,14 @@ def rerank(
     The column `scores` has a list for each row, in the order of its documents; it is null where a row has an
     `error`. Raises BatchrunError, and what an iterator of `rows` raises.
     """
-    display = make_displays(progress=progress, on_progress=on_progress)
-    opened, spec = engine_of(engine)
-    call = LibraryCall(
+    return results_of(
+        rows,
+        engine,
+        progress=progress,
+        on_progress=on_progress,
         task="rerank",
-        engine=spec,
         prompt=prompt,
         columns=columns,
         limits=limits,
         options={"documents": documents},
     )
-    return results_of(rows, call, opened, display)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -34,6 +34,17 @@ def telling_report(*, quiet: bool) -> Iterator[None]:
         if error.report is not None and not quiet:
             tell("\n".join(error.report.lines()))
         raise
+
+
+def _end(done: Any, exit_code: int, shown: list[str], *, quiet: bool, as_json: bool) -> NoReturn:
+    """Print what was done, and where results are (`shown`), and end the command."""
+    if as_json:
+        show(done.as_dict())
+    elif not quiet or exit_code:
+        tell("\n".join(done.lines()))
+    if shown and not as_json and not quiet:
+        show(shown)
+    raise typer.Exit(exit_code)
 
 
 def _metrics(port: int | None, host: str) -> MetricsAddress | None:
@@ -79,15 +90,7 @@ def run(
             quiet=quiet,
             as_json=as_json,
         )
-    if as_json:
-        show(done.as_dict())
-    elif not quiet or done.exit_code:
-        tell("\n".join(done.lines()))
-    if not as_json and not quiet:
-        if done.wall_s:
-            tell(done.next_commands())
-        show([done.results])
-    raise typer.Exit(done.exit_code)
+    _end(done, done.exit_code, [done.results], quiet=quiet, as_json=as_json)
 
 
 def batch(
@@ -158,13 +161,8 @@ def batch(
             files, made, fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet, as_json=as_json,
             metrics=_metrics(metrics_port, metrics_host),
         )  # fmt: skip
-    if as_json:
-        show(done.as_dict())
-    elif not quiet or done.report.exit_code:
-        tell("\n".join(done.lines()))
-    if not as_json and not quiet and done.is_published:
-        show([str(files.results)])
-    raise typer.Exit(done.report.exit_code)
+    shown = [str(files.results)] if done.is_published else []
+    _end(done, done.report.exit_code, shown, quiet=quiet, as_json=as_json)
 
 
 def slurm(
@@ -277,10 +275,4 @@ def ray(
             job, with_limit(overrides, limit), workers=workers, address=address, cpus=cpus,
             fresh=fresh, retry_failed=retry_failed, no_python=no_python, quiet=quiet, as_json=as_json,
         )  # fmt: skip
-    if as_json:
-        show(done.as_dict())
-    elif not quiet or done.exit_code:
-        tell("\n".join(done.lines()))
-    if not as_json and not quiet:
-        show([done.results])
-    raise typer.Exit(done.exit_code)
+    _end(done, done.exit_code, [done.results], quiet=quiet, as_json=as_json)

@@ -158,13 +158,15 @@ class Report:
             were = f"{counted(cut, 'output')} {'was' if cut == 1 else 'were'}"
             lines.append(f"{were} cut at max_new_tokens (finish_reason length)")
         lines += cause_lines(self.failures, "failed")
+        if self.wall_s:
+            lines.append(self._next_commands())
         lines.append(f"results: {self.results}")
         return lines
 
-    def next_commands(self) -> str:
+    def _next_commands(self) -> str:
         """Name the command that shows the run and, where the engine failed or idled, the one that advises."""
         run, corners = shlex.quote(self.path), self.load.get("corner_shares", {})
-        idle = (corners.get(Corner.SHORT) or 0.0) + (corners.get(Corner.HELD) or 0.0)
+        idle = sum(corners.get(each) or 0.0 for each in (Corner.SHORT, Corner.HELD))
         advised = self.incidents or idle > MOST_IDLE
         told = f"; batchrun advise {run} says what to change" if advised else ""
         return f"batchrun report {run} shows the run{told}"

@@ -39,12 +39,6 @@ class BatchFiles:
             raise OutputError(
                 f"{self.results}: is two of requests, results and errors", hint="give different files"
             )
-        for path in written:
-            outer = next((above for above in path.resolve().parents if self._is_run(above)), None)
-            if outer is not None:
-                raise OutputError(
-                    f"{path}: lies in the output path of a run, {outer}", hint="give a file outside of it"
-                )
         if fresh or holds_run(self.run):
             return
         for path in written:
@@ -53,9 +47,6 @@ class BatchFiles:
                     f"{path}: exists, and no run in {self.run} made it",
                     hint="take another name, or --fresh to replace it",
                 )
-
-    def _is_run(self, directory: Path) -> bool:
-        return directory == self.run.resolve() or holds_run(directory)
 
 
 @dataclass(frozen=True, slots=True)

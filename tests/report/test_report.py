@@ -178,6 +178,7 @@ def test_the_page_has_no_empty_slots(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("short", "advised"), [(0.2, False), (0.6, True)])
 def test_what_to_look_at_next(short: float, advised: bool) -> None:
     """The end of a run names the command that shows it, and that for advice where the engine idled."""
-    told = Report("out/my run", load={"corner_shares": {"short": short, "held": None}}).next_commands()
+    load = {"corner_shares": {"short": short, "held": None}}
+    told = Report("out/my run", wall_s=1, load=load).lines()[-2]
     assert told.startswith("batchrun report 'out/my run' shows the run")
     assert ("batchrun advise 'out/my run'" in told) is advised
