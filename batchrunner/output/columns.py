@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, ForwardTask, Outcome, RowRef
+from batchrunner.core.types import LEFT_OUT, Completion, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.arrow_types import PLAIN_TYPES, arrow_type, kind_of_schema
 from batchrunner.job.output import OF_TEXTS, PARSED, RESPONSE, RESULT_COLUMNS, SAMPLE
@@ -43,30 +43,18 @@ OF_THE_PROMPT = {"prompt_logprobs"}
 """Those of them that all outputs of a row have in common."""
 
 
-def result_schema(
-    carried: pa.Schema,
-    *,
-    samples: int,
-    metadata: dict[str, str],
-    columns: Sequence[str] = (),
-    explode: bool = False,
-    parsed: Sequence[tuple[str, ColumnKind]] = (),
-    json_type: pa.DataType | None = None,
-    task: ForwardTask | None = None,
-    vector: int | None = None,
+def schema_of_run(
+    carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str], vector: int | None = None
 ) -> pa.Schema:
-    """Return the schema of a part: `row`, the carried columns, then the columns of the result.
+    """Return the schema of the parts that this start of a run writes: `row`, carried columns, results.
 
-    `columns` are those that the job asks for, keys of ANSWER_TYPES; `parsed` are those of `parse`, and
-    `json_type` is the type of the answers' JSON, if it is no text. With `samples` above 1 some of all these
-    are lists, with one value for each sample, unless each sample has a row of its own (`explode`).
-
-    A `task` without decoding has no columns of texts. `vector` is the length of its vectors; as long as that
-    is not known, their column is missing.
+    With several samples some of all these are lists, with one value for each, unless each sample has a row of
+    its own. A task without decoding has no columns of texts. `vector` is the length of its vectors; as long
+    as that is not known, their column is missing.
     """
 
     def each(kind: pa.DataType) -> pa.DataType:
-        return kind if samples == 1 or explode else pa.list_(kind)
+        return kind if plan.samples == 1 or plan.explode else pa.list_(kind)
 
     types: dict[str, pa.DataType] = {
         "row": pa.int64(),
@@ -79,45 +67,32 @@ def result_schema(
         "attempts": pa.int32(),
         "error": pa.string(),
     }
-    first, *rest = (name for name in RESULT_COLUMNS if task is None or name not in OF_TEXTS)
+    first, *rest = (name for name in RESULT_COLUMNS if plan.task is None or name not in OF_TEXTS)
     fields = [
         pa.field(first, types[first], nullable=False),
-        *([pa.field(SAMPLE, pa.int32())] if explode else []),
+        *([pa.field(SAMPLE, pa.int32())] if plan.explode else []),
         *carried,
         *(pa.field(name, types[name]) for name in rest),
     ]
-    for name in columns:
-        kind = json_type if name == PARSED and json_type is not None else ANSWER_TYPES[name]
+    for name in plan.columns:
+        kind = ANSWER_TYPES[name]
+        if name == PARSED and plan.schema is not None:
+            kind = arrow_type(kind_of_schema(plan.schema))
         fields.append(pa.field(name, kind if name in OF_THE_PROMPT else each(kind), metadata=FURTHER))
-    for name, kind in parsed:
-        if kind[0] != VECTOR:
-            fields.append(pa.field(name, each(arrow_type(kind))))
-        elif vector is not None:
-            fields.append(pa.field(name, pa.list_(PLAIN_TYPES[kind[1]], vector), metadata=FURTHER))
-    return pa.schema(fields, metadata=metadata)
-
-
-def schema_of_run(
-    carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str], vector: int | None = None
-) -> pa.Schema:
-    """Return the schema of the parts that this start of a run writes; `vector` is as in `result_schema`."""
-    json_type = None if plan.schema is None else arrow_type(kind_of_schema(plan.schema))
-    told = {**metadata, EXPLODED: "true"} if plan.explode else metadata
-    if plan.task is not None:
-        told = {**told, TASK: plan.task.name}
-        vectors = [f"{name} {kind[1]}" for name, kind in plan.parsed if kind[0] == VECTOR]
-        told |= {VECTORS: " ".join(vectors)} if vectors else {}
-    return result_schema(
-        carried,
-        samples=plan.samples,
-        metadata=told,
-        columns=plan.columns,
-        explode=plan.explode,
-        parsed=plan.parsed,
-        json_type=json_type,
-        task=plan.task,
-        vector=vector,
-    )
+    vectors: list[str] = []
+    for name, column in plan.parsed:
+        if column[0] != VECTOR:
+            fields.append(pa.field(name, each(arrow_type(column))))
+            continue
+        vectors.append(f"{name} {column[1]}")
+        if vector is not None:
+            fields.append(pa.field(name, pa.list_(PLAIN_TYPES[column[1]], vector), metadata=FURTHER))
+    told = {
+        EXPLODED: "true" if plan.explode else "",
+        TASK: "" if plan.task is None else plan.task.name,
+        VECTORS: " ".join(vectors),
+    }
+    return pa.schema(fields, metadata={**metadata, **{key: text for key, text in told.items() if text}})
 
 
 class RunSchema:
@@ -187,15 +162,15 @@ class ResultRow(NamedTuple):
     """Number of the sample; None for all samples of the outcome, or for one without any."""
 
 
-def result_rows(outcomes: Iterable[Outcome], *, samples: int, explode: bool) -> list[ResultRow]:
+def result_rows(outcomes: Iterable[Outcome], plan: AnswerPlan) -> list[ResultRow]:
     """Return the rows of the results that outcomes become."""
-    if explode:
+    if plan.explode:
         return [
             ResultRow(outcome, sample)
             for outcome in outcomes
-            for sample in (range(samples) if outcome.completion else (None,))
+            for sample in (range(plan.samples) if outcome.completion else (None,))
         ]
-    only = 0 if samples == 1 else None
+    only = 0 if plan.samples == 1 else None
     return [ResultRow(outcome, only) for outcome in outcomes]
 
 
@@ -209,25 +184,16 @@ def answer_value(row: ResultRow, name: str) -> Any:
     return values if row.sample is None else values[row.sample]
 
 
-def table_of(
-    outcomes: Sequence[Outcome],
-    schema: pa.Schema,
-    *,
-    samples: int,
-    columns: Sequence[str] = (),
-    explode: bool = False,
-) -> pa.Table:
+def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -> pa.Table:
     """Return outcomes as a table of the schema of a part, in the given order."""
-    rows = result_rows(outcomes, samples=samples, explode=explode)
+    rows, is_single = result_rows(outcomes, plan), plan.samples == 1 or plan.explode
     # transposed: to take each value from each row takes four times as long
     refs, completions, errors, latencies, attempts = zip(*(outcome for outcome, _ in rows), strict=True)
     answers = [_NONE if completion is None else completion for completion in completions]
     texts, reasons, counts, prompt_tokens, cached_tokens, *_ = zip(*answers, strict=True)
 
     def per_sample(values: Sequence[Any]) -> list[Any]:
-        if samples == 1 and not explode:
-            return [value[0] for value in values]
-        if explode:
+        if is_single:
             return [value[n or 0] for value, (_, n) in zip(values, rows, strict=True)]
         return [value if completion else None for value, completion in zip(values, completions, strict=True)]
 
@@ -243,12 +209,12 @@ def table_of(
         for name, given in (("output", texts), ("finish_reason", reasons), ("completion_tokens", counts)):
             values[name] = per_sample(given)
     if has_texts(schema) and None in values["finish_reason"]:
-        left_out = LEFT_OUT if samples == 1 or explode else [LEFT_OUT] * samples
+        left_out = LEFT_OUT if is_single else [LEFT_OUT] * plan.samples
         told = zip(rows, values["finish_reason"], strict=True)
         values["finish_reason"] = [left_out if row.outcome.is_left_out else reason for row, reason in told]
-    if explode:
+    if plan.explode:
         values[SAMPLE] = [sample for _, sample in rows]
-    for name in columns:
+    for name in plan.names:
         values[name] = [answer_value(row, name) for row in rows]
     carried = _carried(refs)
     arrays = [

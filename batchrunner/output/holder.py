@@ -13,6 +13,8 @@ import orjson
 
 OWNER = "owner"
 """Name of the file in a task directory, or of the object, that names the task's holder."""
+HEARTBEAT = "heartbeat"
+"""Name of the file in a task directory with a counter that the holder increases."""
 ABANDONED_PID = 0
 """Process ID in `owner` of a task that its holder gave up without finishing it."""
 HELD_HERE: set[str] = set()

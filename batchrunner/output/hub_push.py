@@ -31,9 +31,6 @@ def push_merged(merged: Path, target: HubFolder) -> str:
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, token=token, library_name="batchrunner")
     try:
         return _commit(api, merged, target)
-    except hub_errors.RevisionNotFoundError:
-        hint = "make it first, on the page of the data set"
-        raise _error(target, f"there is no branch {target.revision}", hint) from None
     except (httpx.HTTPError, OSError, ValueError, RuntimeError) as failure:
         raise _told(failure, target) from None
 
@@ -71,24 +68,19 @@ def _merged_before(api: HfApi, target: HubFolder) -> list[str]:
 def _told(failure: BaseException, target: HubFolder) -> PushError:
     """Return what an error of a push means, in one line."""
     if isinstance(failure, RuntimeError) and failure.__cause__ is not None:  # an upload's error
-        return _told(failure.__cause__, target)
-    answer = getattr(failure, "response", None)
-    status = None if answer is None else answer.status_code
-    if isinstance(failure, hub_errors.RepositoryNotFoundError) and status == HTTPStatus.NOT_FOUND:
-        return _error(
-            target,
-            f"there is no data set {target.repo}, or the token may not see it",
-            f"make it first: hf repo create {target.repo} --repo-type dataset",
-        )
+        failure = failure.__cause__
+    status = getattr(getattr(failure, "response", None), "status_code", None)
     why = getattr(failure, "server_message", None) or str(failure) or type(failure).__name__
-    why = " ".join(str(why).split())[:200]
-    if status is None:
-        return _error(target, why, "merge again once it works: nothing is sent twice")
-    if status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+    told = "" if status is None else f"it answered {status}: "
+    hint = "merge again once it works: nothing is sent twice"
+    if isinstance(failure, hub_errors.RevisionNotFoundError):
+        return _error(target, f"there is no branch {target.revision}", "make it first, on its page")
+    if isinstance(failure, hub_errors.RepositoryNotFoundError) and status == HTTPStatus.NOT_FOUND:
+        told, why = "", f"there is no data set {target.repo}, or the token may not see it"
+        hint = f"make it first: hf repo create {target.repo} --repo-type dataset"
+    elif status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
         hint = f"export an HF_TOKEN with the right to write {target.repo}"
-        return _error(target, f"the token may not write (it answered {status}: {why})", hint)
-    why = f"it answered {status}: {why}"
-    return _error(target, why, "merge again once it works: nothing is sent twice")
+    return _error(target, told + " ".join(str(why).split())[:200], hint)
 
 
 def _error(target: HubFolder, what: str, hint: str) -> PushError:

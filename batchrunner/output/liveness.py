@@ -16,11 +16,9 @@ from typing import Any
 
 from batchrunner.core.errors import OutputError
 from batchrunner.core.timing import TIMING
-from batchrunner.output.holder import OWNER, LockHolder, parse_holder, this_process
+from batchrunner.output.holder import HEARTBEAT, OWNER, LockHolder, parse_holder, this_process
 from batchrunner.output.run_dir import ENGINE_STARTING, RunDir
 
-HEARTBEAT = "heartbeat"
-"""Name of the file in the task directory with the counter."""
 DEAD_AFTER_S = 75.0
 """Seconds without a heartbeat after which a holder counts as dead; NFS may show an old file for 60 s."""
 UNNAMED_AFTER_S = 5.0
@@ -95,7 +93,7 @@ class LivenessMonitor:
         return True if self._has_beaten and now - self._changed_at <= self._fresh_s else None
 
 
-def watch(run_dir: RunDir) -> LivenessMonitor:
+def monitor_of(run_dir: RunDir) -> LivenessMonitor:
     """Return a monitor of the task's holder."""
     objects = run_dir.store.objects
     if objects is None:
@@ -136,27 +134,25 @@ def holders_of(
     tasks count as ended without `watch`, and in a run in an object store, whose heartbeats are rare. Raises
     OutputError where the store does not answer.
     """
-    holders = [_known_holder(run_dir) for run_dir, _ in tasks]
-    unknown: dict[int, bytes] = {}  # the heartbeats of tasks that may run elsewhere
-    for at, ((run_dir, sample), holder) in enumerate(zip(tasks, holders, strict=True)):
-        dead = holder.is_dead(this_process()) if holder else True
-        if dead:
-            holders[at] = None
-        elif dead is None and sample and not is_recent(sample):
-            unknown[at] = read_bytes(run_dir.task_directory / HEARTBEAT)
-    if watch and any(unknown.values()):
-        time.sleep(TIMING.other_heartbeat)
-    for at, beat in unknown.items():
-        if read_bytes(tasks[at][0].task_directory / HEARTBEAT) == beat:
-            holders[at] = None
-    return [None if holder is None else str(holder) for holder in holders]
-
-
-def _known_holder(run_dir: RunDir) -> LockHolder | None:
+    monitors = [monitor_of(run_dir) for run_dir, _ in tasks]
     try:
-        return read_holder(run_dir)
+        running = [monitor.poll() for monitor in monitors]
     except OSError as failure:
-        raise OutputError(f"{run_dir.name}: cannot be used: {failure.strerror or failure}") from None
+        raise OutputError(f"{tasks[0][0].name}: cannot be used: {failure.strerror or failure}") from None
+    unknown = [
+        at
+        for at, (runs, (_, sample)) in enumerate(zip(running, tasks, strict=True))
+        if runs is None and sample and not is_recent(sample)
+    ]
+    watched = [at for at in unknown if watch and not tasks[at][0].store.uri]
+    if watched:
+        time.sleep(TIMING.other_heartbeat)
+    for at in unknown:
+        running[at] = at in watched and monitors[at].poll() is True
+    return [
+        str(monitor.holder) if monitor.holder and runs is not False else None
+        for monitor, runs in zip(monitors, running, strict=True)
+    ]
 
 
 def is_recent(sample: dict[str, Any]) -> bool:

@@ -1,32 +1,37 @@
-"""Merges the parts of a run into one dataset or file, in input order and bounded memory."""
+"""Merges the parts of a run into one dataset, file or batch file, in input order and bounded memory."""
 
 import base64
 import contextlib
 import functools
+import re
 import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
-from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, TaskHeldError
+from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, StorageError, TaskHeldError
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, known_format
+from batchrunner.job.output import RESPONSE
 from batchrunner.output.arrow_arrays import arrow_array
-from batchrunner.output.buckets import BUFFER_BYTES, Buckets
+from batchrunner.output.buckets import BUFFER_BYTES, Buckets, release_unused
 from batchrunner.output.columns import may_be_missing, with_vectors
 from batchrunner.output.counts import NO_CHECKS, with_checks
-from batchrunner.output.files import cannot_write, file_to_write, sync_directory, whole_file, writing
+from batchrunner.output.files import file_to_write, sync_directory, whole_file, writing
 from batchrunner.output.parts import open_part, recover
 from batchrunner.output.resume import done_by_all
 from batchrunner.output.run_dir import RunDir, look_at_run
-from batchrunner.output.run_json import holds_run
+from batchrunner.output.run_json import holds_run, require_run_json
 from batchrunner.output.task_lock import hold_task
 
 BUCKET_ROWS = 100_000
@@ -37,6 +42,14 @@ SAMPLED_PARTS = 32
 """Parts that are read to estimate the size of a row."""
 CHUNK_ROWS = 1024
 """Rows that are Python values at once."""
+RESULT_COLUMNS = ["row", "custom_id", "attempts", "error", RESPONSE]
+"""Columns of the parts that are read for the results of a batch file."""
+RESULT_BUCKET_BYTES = 16 << 20
+"""Approximate bytes of such results that are put in order at once: the engine's and the rows' memory is still
+there."""
+ID_BYTES = 16
+_STATUS = re.compile(r"(\d{3}): (.*)", re.DOTALL)
+"""An error that a server answered with: its status and its sentence."""
 
 
 class Merged(NamedTuple):
@@ -61,38 +74,37 @@ def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = Fa
     form = _format(file) if file is not None else None
     target = run_dir.merged if file is None else file_to_write(file, force=force)
     parts = finished_parts(run_dir)
-    work = (
-        run_dir.merged.with_name("merged.tmp")
-        if file is None
-        else run_dir.path / f".merge-{secrets.token_hex(4)}"
-    )
-    shutil.rmtree(work, ignore_errors=True)
-    try:
-        work.mkdir()
+    with writing(target, OutputError), _work_directory(run_dir) as work:
         tables = in_order(run_dir, parts, work)
         if form is not None:
             with whole_file(target, secrets.token_hex(4)) as temporary:
                 return Merged(target, write_tables(tables, temporary, form))
-        rows = 0
+        made, rows = work / "merged", 0
+        made.mkdir()
         for index, table in enumerate(tables):
-            pq.write_table(table, work / f"merged-{index:06d}.parquet", compression="zstd")
+            pq.write_table(table, made / f"merged-{index:06d}.parquet", compression="zstd")
             rows += _distinct_rows(table)
         shutil.rmtree(run_dir.merged, ignore_errors=True)
-        work.rename(run_dir.merged)
+        made.rename(run_dir.merged)
         sync_directory(run_dir.path)
         run_dir.store.publish_directory(run_dir.merged)
-    except OSError as failure:
-        raise cannot_write(target, failure, OutputError) from None
-    except (
-        KeyError,
-        ValueError,
-        OverflowError,
-        pa.ArrowException,
-    ) as failure:  # for example parts of another run
+    return Merged(target, rows)
+
+
+@contextlib.contextmanager
+def _work_directory(run_dir: RunDir) -> Iterator[Path]:
+    """Give a directory for files that are gone afterwards.
+
+    Raises OSError, or ResumeError where parts do not fit together.
+    """
+    work = run_dir.path / f".merge-{secrets.token_hex(4)}"
+    try:
+        work.mkdir()
+        yield work
+    except (KeyError, ValueError, pa.ArrowException) as failure:  # for example parts of another run
         raise ResumeError(f"{run_dir.parts}: cannot be merged: {str(failure).splitlines()[0]}") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return Merged(target, rows)
 
 
 def _format(file: str) -> FileFormat:
@@ -170,18 +182,11 @@ def _distinct_rows(table: pa.Table) -> int:
 
 def _common_schema(parts: list[Path]) -> pa.Schema:
     """Return the columns of all parts, those of the first one first: starts of a run may differ in them."""
-    schema: pa.Schema | None = None
+    schemas: list[pa.Schema] = []
     for part in parts:
         with _opened(part) as file:
-            found = file.schema_arrow
-        if schema is None:
-            schema = found
-        elif found.names != schema.names:
-            for field in found:
-                if field.name not in schema.names and may_be_missing(field):
-                    schema = schema.append(field)
-    assert schema is not None
-    return with_vectors(schema)
+            schemas.append(file.schema_arrow)
+    return with_vectors(pa.unify_schemas(schemas))
 
 
 def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
@@ -189,17 +194,10 @@ def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
     Raises KeyError where it lacks one that every part of the run has.
     """
-    if table.schema.names == schema.names:
-        return table
     for field in schema:
         if field.name not in table.schema.names and not may_be_missing(field):
             raise KeyError(f"a part lacks the column {field.name!r}")
-    columns = [
-        table.column(field.name) if field.name in table.schema.names else pa.nulls(table.num_rows, field.type)
-        for field in schema
-    ]
-    kinds = [field.with_type(column.type) for field, column in zip(schema, columns, strict=True)]
-    return pa.table(columns, schema=pa.schema(kinds, metadata=schema.metadata))
+    return pa.concat_tables([schema.empty_table(), table], promote_options="default")
 
 
 def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int) -> int:
@@ -233,16 +231,22 @@ def write_tables(tables: Iterator[pa.Table], path: Path, form: FileFormat) -> in
     rows = 0
     write: Callable[[pa.Table], object] | None = None
     with contextlib.ExitStack() as stack:
-        stream: Any = stack.enter_context(path.open("wb"))
-        if form.compression:
-            stream = stack.enter_context(
-                pa.CompressedOutputStream(pa.PythonFile(stream, "w"), form.compression)
-            )
+        stream = stack.enter_context(_opened_to_write(path, form.compression))
         for table in tables:
             write = write or stack.enter_context(_writer(form, stream, table.schema))
             write(table)
             rows += _distinct_rows(table)
     return rows
+
+
+@contextlib.contextmanager
+def _opened_to_write(path: Path, compression: str | None) -> Iterator[Any]:
+    with path.open("wb") as file:
+        if compression is None:
+            yield file
+        else:
+            with pa.CompressedOutputStream(pa.PythonFile(file, "w"), compression) as stream:
+                yield stream
 
 
 @contextlib.contextmanager
@@ -306,3 +310,115 @@ def _json(value: Any) -> bytes:
 
 def _unusual(value: object) -> Any:
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+class _Response(msgspec.Struct):
+    status_code: int
+    request_id: str
+    body: Any
+
+
+class _Error(msgspec.Struct):
+    code: str
+    message: str
+
+
+class _ResultLine(msgspec.Struct):
+    """A line of the results."""
+
+    id: str
+    custom_id: str | None
+    response: _Response | None
+    error: _Error | None
+
+
+def results_path(given: str, option: str) -> Path:
+    """Return the path of a file that results can be written to; raises OutputError, naming the `option`."""
+    if given == "-":
+        raise OutputError(f"{option} -: standard output cannot be published whole", hint="give a file")
+    form = known_format(given)
+    if form is not None and form.kind != "JSON Lines":
+        raise OutputError(
+            f"{option} {given}: results are JSON Lines, not {form.kind}", hint="take the ending .jsonl"
+        )
+    return file_to_write(given, f"{option} {given}")
+
+
+def publish(run_dir: RunDir, results: Path, errors: Path | None) -> bool:
+    """Write the results of a batch file as OpenAI does: a line for each request, in their order.
+
+    Lines that failed go to `errors`, or to the `results` where that is None. Each file is whole when it
+    appears, and replaces an existing one. Return False while rows are missing. Raises StorageError, or
+    ResumeError where a part is damaged.
+    """
+    release_unused()  # of the run before
+    facts = require_run_json(run_dir)
+    digest = facts["fingerprint"]["files"][0]["digest"]
+    errors = errors or results
+    rows, last = 0, -1
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(writing(run_dir.path))
+            work = stack.enter_context(_work_directory(run_dir))
+            files = {path: stack.enter_context(_result_file(path)) for path in {results, errors}}
+            tables = in_order(
+                run_dir, finished_parts(run_dir), work, RESULT_COLUMNS, bucket_bytes=RESULT_BUCKET_BYTES
+            )
+            for batch in (batch for table in tables for batch in table.to_batches(CHUNK_ROWS)):
+                lines: dict[Path, list[bytes]] = {path: [] for path in files}
+                for row in batch.to_pylist():
+                    if row["row"] != last:  # two parts may hold a row
+                        rows, last = rows + 1, row["row"]
+                        line = _result_line(row, digest)
+                        lines[results if line.error is None else errors].append(msgspec.json.encode(line))
+                for path, file in files.items():
+                    with writing(path):
+                        file.writelines(line + b"\n" for line in lines[path])
+            if rows < facts["rows_total"]:
+                raise NoPartYetError  # noqa: TRY301 - so that the files do not appear
+    except NoPartYetError:  # a task that is at work writes its parts at its end
+        return False
+    except OutputError as failure:  # the work directory: what is to be done is the same as for the results
+        raise StorageError(failure.message, hint=failure.hint) from None
+    return True
+
+
+@contextlib.contextmanager
+def _result_file(path: Path) -> Iterator[Any]:
+    """Open a file to write, compressed if its ending says so; it appears when it is whole."""
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    with (
+        writing(path),
+        whole_file(path, secrets.token_hex(4)) as temporary,
+        _opened_to_write(temporary, compression) as stream,
+    ):
+        yield stream
+
+
+def _result_line(row: dict[str, Any], digest: str) -> _ResultLine:
+    """Return the line of a row, whose ID is the same whenever it is made for the file of this digest."""
+    number = blake2b(f"{digest} {row['row']}".encode(), digest_size=ID_BYTES).hexdigest()
+    name, request, error = f"batch_req_{number}", f"req_{number}", row["error"]
+    if error is None:
+        body = msgspec.Raw(row[RESPONSE].encode())
+        return _ResultLine(name, row["custom_id"], _Response(HTTPStatus.OK, request, body), None)
+    answered = _STATUS.fullmatch(error)
+    status, said = (int(answered[1]), answered[2]) if answered else (None, error)
+    refused = row["attempts"] == 0 or (status is not None and status < HTTPStatus.INTERNAL_SERVER_ERROR)
+    code = "invalid_request" if refused else "request_failed"
+    response = None
+    if status is not None:
+        own = msgspec.json.decode(row[RESPONSE] or "null")
+        response = _Response(
+            status, request, _error_body(own, {"message": said, "type": code, "code": status})
+        )
+    return _ResultLine(name, row["custom_id"], response, _Error(code, error))
+
+
+def _error_body(own: Any, error: dict[str, Any]) -> Any:
+    """Return the body of an error as OpenAI writes it; what SGLang writes stands below `error` there."""
+    if not isinstance(own, dict):
+        return {"error": error}
+    if isinstance(own.get("error"), dict):
+        return own
+    return {"error": own} if isinstance(own.get("message"), str) else {**own, "error": error}

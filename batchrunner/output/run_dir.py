@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from itertools import chain
 from pathlib import Path
 
 import orjson
@@ -17,8 +16,8 @@ from batchrunner.core.errors import OutputError
 from batchrunner.core.files import cache_directory, is_uri, read_json
 from batchrunner.job.output import StorageSpec
 from batchrunner.output.addresses import NEEDS_EXTRA, StoreAddress, endpoint_of, has_client, store_address
-from batchrunner.output.files import TEMPORARY, make_directory
-from batchrunner.output.holder import OWNER, parse_holder, this_process
+from batchrunner.output.files import make_directory
+from batchrunner.output.holder import HEARTBEAT, OWNER, parse_holder, this_process
 from batchrunner.output.store import LOCAL, ObjectStore, Store
 
 LEAST_FREE_BYTES = 16 << 20
@@ -29,28 +28,15 @@ TUNE = "tune"
 """Name of the directory in an output path that `batchrun tune` writes to."""
 MAIN_TASK = "main"
 """Name of the only task of a run that is not divided among several tasks."""
-_TASK_FILES = (
-    "journal-*",
-    "events.jsonl",
-    "report.json",
-    "report.html",
-    "engine*.log",
-    "owner*",
-    "heartbeat",
-    ENGINE_STARTING,
-    "*order-*.parquet*",
-)
-"""Names of the files that a task writes into its directory."""
 _PART = re.compile(r"part-(.+)-(\d{6,})\.parquet")
 """Name of a part: its task and its number."""
 _MERGED = re.compile(r"merged/(merged-\d+\.parquet|_SUCCESS)")
-_PUBLISHED = re.compile(
-    r"parts/part-.+\.parquet|leases/.+|run\.json|tasks/[^/]+/(?!owner$).+"
-    r"|report\.(json|html)|events\.jsonl|engine[^/]*\.log"
+_OURS = re.compile(
+    r"parts/(part-.+-\d{6,}\.parquet|\.part-.+\.tmp)|(leases|tasks/[^/]+)/.+"
+    r"|run\.json|report\.(json|html)|events\.jsonl|engine[^/]*\.log"
 )
-"""Names of what a run publishes, without its locks."""
-
-
+"""Names of what the tasks of a run write."""
+_DIRECTORIES = re.compile(r"parts|(leases|tasks)(/.+)?")
 PLACE = ".place.json"
 """Name of the file in a working copy that says where its run lies, without secrets."""
 RUN_ID = "run_id"
@@ -187,26 +173,16 @@ class RunDir:
     def discard(self) -> None:
         """Delete what earlier attempts wrote, and no file of another origin; the lock of this task stays."""
         self.discard_merged()
-        ours = (
-            self.all_parts(),
-            self.parts.glob(f".part-*{TEMPORARY}"),
-            self.leases.glob("*"),
-            self.task_directory.glob("journal-*"),
-            *map(self._in_other_tasks, _TASK_FILES),
-        )
-        for work in chain(self.leases.glob("order-*.work"), self._in_other_tasks("order-*.work")):
-            shutil.rmtree(work, ignore_errors=True)
-        for file in chain.from_iterable(ours):
-            file.unlink(missing_ok=True)
-        for directory in (self.parts, self.leases, *self.tasks.glob("*"), self.tasks):
-            with contextlib.suppress(OSError):  # it does not exist, or holds files of another origin
-                directory.rmdir()
-        for file in (self.run_json, self.report_json, self.report_html, self.events):
-            file.unlink(missing_ok=True)
-        self.store.clear(_PUBLISHED)
-
-    def _in_other_tasks(self, pattern: str) -> Iterator[Path]:
-        return (path for path in self.tasks.glob(f"*/{pattern}") if path.parent != self.task_directory)
+        own_lock = {self.task_directory / OWNER, self.task_directory / HEARTBEAT}
+        for path in sorted(self.path.rglob("*"), reverse=True):  # a directory comes after what is in it
+            name = path.relative_to(self.path).as_posix()
+            if path.is_dir():
+                if _DIRECTORIES.fullmatch(name):
+                    with contextlib.suppress(OSError):  # it holds files of another origin
+                        path.rmdir()
+            elif _OURS.fullmatch(name) and path not in own_lock:
+                path.unlink(missing_ok=True)
+        self.store.clear(_OURS)
 
 
 def number_of(path: Path) -> int:

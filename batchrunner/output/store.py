@@ -284,8 +284,9 @@ class ObjectStore(Store):
         path.unlink(missing_ok=True)
 
     def clear(self, names: re.Pattern[str]) -> None:
-        """Delete the objects with names like these."""
-        self._delete([each.name for each in self.objects.below() if names.fullmatch(each.name)])
+        """Delete the objects with names like these, but no locks."""
+        found = (each.name for each in self.objects.below() if names.fullmatch(each.name))
+        self._delete([name for name in found if not name.endswith(f"/{OWNER}")])
 
     def discard_copy(self, task: str) -> None:
         """Delete the directory; errors are ignored."""

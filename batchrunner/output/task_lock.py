@@ -25,6 +25,7 @@ from batchrunner.core.errors import OutputError, TaskHeldError, TaskLockLostErro
 from batchrunner.output.files import make_directory, sync_directory
 from batchrunner.output.holder import (
     ABANDONED_PID,
+    HEARTBEAT,
     HELD_HERE,
     OWNER,
     LockHolder,
@@ -34,7 +35,6 @@ from batchrunner.output.holder import (
 )
 from batchrunner.output.liveness import (
     DEAD_AFTER_S,
-    HEARTBEAT,
     LOOK_S,
     POLL_S,
     SHORT_POLL_S,

@@ -209,11 +209,8 @@ class ResultWriter:
             self._has_room.set()
 
     def _table_of(self, outcomes: list[Outcome]) -> pa.Table:
-        plan = self._plan
-        table = table_of(
-            outcomes, self._schema.schema, samples=plan.samples, columns=plan.names, explode=plan.explode
-        )
-        return with_checks(table, count_checks(outcomes)) if plan.checks else table
+        table = table_of(outcomes, self._schema.schema, self._plan)
+        return with_checks(table, count_checks(outcomes)) if self._plan.checks else table
 
     async def _publish(self, part: _PendingPart) -> None:
         """Write a part; rows that finish meanwhile go into the journal of the next part."""

@@ -258,10 +258,7 @@ class BlockStream:
     def _answer_table(self, outcomes: list[Outcome]) -> pa.Table:
         """Return the columns of the results; vectors are lists, whose type is the same in all blocks."""
         plan, schema = self._plan, self._schema.schema
-        if outcomes:
-            table = table_of(outcomes, schema, samples=plan.samples, columns=plan.names, explode=plan.explode)
-        else:
-            table = schema.empty_table()
+        table = table_of(outcomes, schema, plan) if outcomes else schema.empty_table()
         vectors = {name for name, kind in plan.parsed if kind[0] == VECTOR}
         for field in with_vectors(schema):
             if field.name not in vectors:

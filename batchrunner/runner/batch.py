@@ -11,7 +11,7 @@ from batchrunner.core.errors import BatchrunError, JobError, OutputError
 from batchrunner.core.types import MetricsAddress
 from batchrunner.job.call import job_of_batch
 from batchrunner.job.spec import Job
-from batchrunner.output.batch_results import publish, results_path
+from batchrunner.output.merge import publish, results_path
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import holds_run
 from batchrunner.report.report import Report

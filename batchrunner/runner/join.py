@@ -18,7 +18,7 @@ from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sort
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import cannot_write, writing
-from batchrunner.output.liveness import POLL_S, SHORT_POLL_S, LivenessMonitor, watch
+from batchrunner.output.liveness import POLL_S, SHORT_POLL_S, LivenessMonitor, monitor_of
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import done_by_all, drop_failed, read_done
 from batchrunner.output.run_dir import RunDir
@@ -73,7 +73,7 @@ class Takeover:
         return None if dead or None in self._lives.values() else False
 
     def _watch(self, task: str) -> LivenessMonitor:
-        return watch(self._run_dir.of_task(task))
+        return monitor_of(self._run_dir.of_task(task))
 
     def _take_over(self, task: str) -> bool:
         dead = self._run_dir.of_task(task)

@@ -198,7 +198,7 @@ def _columns_of(parts: Sequence[Path]) -> dict[str, None]:
 def rows_given(outcome: Outcome, plan: AnswerPlan) -> list[dict[str, Any]]:
     """Return the rows of the results that an outcome becomes, as their columns have them."""
     carried = carried_of(outcome.ref)
-    rows = result_rows([outcome], samples=plan.samples, explode=plan.explode)
+    rows = result_rows([outcome], plan)
     return [_row_given(row, carried, plan) for row in rows]
 
 

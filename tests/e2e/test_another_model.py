@@ -82,41 +82,12 @@ def test_another_model_on_the_port(tmp_path: Path, other: dict[str, Any]) -> Non
         assert not {int(prompt.split()[1]) for prompt in server.prompts} & done
 
 
-def test_the_same_model_on_the_port(tmp_path: Path) -> None:
-    """It goes on as if nothing had happened."""
-    with contextlib.ExitStack() as stack:
-        relay = Relay(stack, 40, 0.3, **FIRST)
-        job = job_of(tmp_path, relay.first, rows=200, window=8, limits=LIMITS)
-        report = batchrunner.run(job)
-    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 200, 0)
-
-
 def test_a_swap_between_two_polls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No poll fails, only rows that were cut off: the new connection gets a row after the question."""
     monkeypatch.setattr(TIMING, "load_poll", 60.0)
     with contextlib.ExitStack() as stack:
         relay = Relay(stack, 40, 0.0, model="fake/other")
         job = job_of(tmp_path, relay.first, rows=200, window=8, limits=LIMITS)
-        with pytest.raises(AnotherModelError, match="was 'fake/model' and is 'fake/other'"):
-            batchrunner.run(job)
-        assert relay.later is not None
-        assert relay.later.prompts == []
-
-
-def test_an_old_server_that_still_answers(tmp_path: Path) -> None:
-    """It listens no more and cuts rows off; on connections from before it says that it serves its model."""
-    with contextlib.ExitStack() as stack:
-        relay = Relay(stack, 40, 0.0, model="fake/other")
-
-        def script(sent: Sent) -> Behaviour:
-            if len(relay.first.sent) == 40:
-                relay.first.stop_listening()
-                relay.timer.start()
-            return "disconnect" if len(relay.first.sent) >= 40 else "answer"
-
-        relay.first.script = script
-        limits = {"max_attempts": 1000, "engine_wait": PATIENCE_S}
-        job = job_of(tmp_path, relay.first, rows=200, window=8, limits=limits)
         with pytest.raises(AnotherModelError, match="was 'fake/model' and is 'fake/other'"):
             batchrunner.run(job)
         assert relay.later is not None
@@ -137,20 +108,6 @@ def test_one_of_two_servers(tmp_path: Path, server: FakeSGLang) -> None:
         assert relay.later.prompts == []
 
 
-def test_a_model_that_changes_in_place(tmp_path: Path, server: FakeSGLang) -> None:
-    """No connection is cut and nothing fails: it is asked now and then."""
-
-    def script(_: Sent) -> Behaviour:
-        if len(server.sent) == 20:
-            server.model = "fake/other"
-        return "answer"
-
-    server.script, server.delay_s = script, 0.1
-    job = job_of(tmp_path, server, rows=2000, window=8, limits=LIMITS)
-    with pytest.raises(AnotherModelError, match="fake/other"):
-        batchrunner.run(job)
-
-
 def test_weights_that_change_in_place(tmp_path: Path, server: FakeSGLang, monkeypatch: Any) -> None:
     """Answers tell the version of their weights: those of another one are not written."""
     monkeypatch.setattr(TIMING, "model_check", 600.0)
@@ -163,26 +120,6 @@ def test_weights_that_change_in_place(tmp_path: Path, server: FakeSGLang, monkey
     server.script = script
     job = job_of(tmp_path, server, rows=100, window=1)
     with pytest.raises(AnotherModelError, match="'default' and is 'v2'"):
-        batchrunner.run(job)
-    assert len(ok_rows(job)) == 20
-
-
-def test_a_version_that_only_answers_have(tmp_path: Path, server: FakeSGLang) -> None:
-    """Answers may have another version than the description has, but only one."""
-    server.weights, server.arguments = "v7", {"weight_version": "default"}
-    assert batchrunner.run(job_of(tmp_path, server)).exit_code == 0
-
-
-def test_answers_of_two_versions(tmp_path: Path, server: FakeSGLang) -> None:
-    """The version in the answers may not change, also where the description's stays as it is."""
-
-    def script(_: Sent) -> Behaviour:
-        server.weights = "v7" if len(server.sent) <= 20 else "v8"
-        return "answer"
-
-    server.script, server.arguments = script, {"weight_version": "default"}
-    job = job_of(tmp_path, server, rows=100, window=1)
-    with pytest.raises(AnotherModelError, match="'v7' and is 'v8'"):
         batchrunner.run(job)
     assert len(ok_rows(job)) == 20
 

@@ -80,15 +80,6 @@ def test_a_refused_start_binds_nobody(tmp_path: Path, caplog: pytest.LogCaptureF
     assert batchrunner.run(job).rows_ok == 10
 
 
-def test_another_model_is_refused(tmp_path: Path, server: FakeSGLang) -> None:
-    """An address where another model answers now does not continue the run."""
-    job = some_done(tmp_path, server)
-    server.model = "other/model"
-    with pytest.raises(ResumeError, match="model was 'fake/model' and is 'other/model'"):
-        batchrunner.run(job)
-    assert server.sent == []
-
-
 def test_parts_without_a_run_are_refused(tmp_path: Path, server: FakeSGLang) -> None:
     """Parts of which nobody knows where they come from are not added to."""
     job = some_done(tmp_path, server)

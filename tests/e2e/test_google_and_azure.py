@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.support.fake_sglang import Behaviour, Sent
-
 
 @pytest.fixture(params=[GoogleStore, AzureStore])
 def store(
@@ -112,24 +110,6 @@ def test_what_is_here_is_not_fetched_again(
     assert batchrun(file).exit_code == 0
     assert "run/tasks/main/owner" in asked
     assert not [key for key in asked if "/parts/" in key]
-
-
-def test_input_that_changes(tmp_path: Path, store: CloudStore) -> None:
-    """An object that is replaced during the run ends it, and no row of the new content is sent."""
-    store.put("in/a.parquet", write_rows(tmp_path / "x.parquet", 4).read_bytes())
-    new = write_rows(tmp_path / "y.parquet", 4, first=100).read_bytes()
-
-    def replacing(_: Sent) -> Behaviour:
-        store.put("in/b.parquet", new)
-        return "answer"
-
-    store.put("in/b.parquet", write_rows(tmp_path / "z.parquet", 4, first=4).read_bytes())
-    with FakeSGLang(replacing) as server:
-        file = job_in(tmp_path, store, server, input={"path": f"{store.uri}/in"}, window=1)
-        done = batchrun(file)
-        assert done.exit_code in {1, 2}, done.stderr
-        told(done.stderr, "b.parquet")
-        assert not any("row 10" in prompt for prompt in server.prompts)
 
 
 def test_what_is_wrong(tmp_path: Path, store: CloudStore) -> None:

@@ -40,7 +40,7 @@ def after_thirty(sent: Sent) -> Behaviour:
 
 
 def test_a_kill_loses_a_second_at_most(tmp_path: Path, server: FakeSGLang) -> None:
-    """Rows that ended a second before a SIGKILL are not sent again, though no part was written."""
+    """Rows that ended a second before a SIGKILL are merged and not sent again, though no part was written."""
     server.script = after_thirty
     job = job_of(tmp_path, server, rows=100, window=8)
     with started(write_job(job, tmp_path)) as running:
@@ -48,6 +48,10 @@ def test_a_kill_loses_a_second_at_most(tmp_path: Path, server: FakeSGLang) -> No
         running.process.send_signal(signal.SIGKILL)
         running.process.wait()
     assert list((tmp_path / "run" / "parts").glob("*.parquet")) == []
+    merged = batchrun("merge", tmp_path / "run")
+    assert merged.exit_code == 1  # what reads it may want all of it
+    assert "not finished: 30 of 100 rows ok" in merged.stderr
+    assert pq.read_table(tmp_path / "run" / "merged").num_rows == 30
     server.answer_held()
     report = batchrunner.run(job)
     assert report.rows_resumed == 30
@@ -71,20 +75,6 @@ def test_rows_that_trickle_in(tmp_path: Path, server: FakeSGLang, monkeypatch: p
         finally:
             server.answer_held()
         assert running.result().rows_ok == 40
-
-
-def test_a_killed_run_merges(tmp_path: Path, server: FakeSGLang) -> None:
-    """What a killed run left in its journal is merged like the rest."""
-    server.script = after_thirty
-    job = job_of(tmp_path, server, rows=100, window=8)
-    with started(write_job(job, tmp_path)) as running:
-        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == 30)
-        running.process.kill()
-        running.process.wait()
-    merged = batchrun("merge", tmp_path / "run")
-    assert merged.exit_code == 1  # what reads it may want all of it
-    assert "not finished: 30 of 100 rows ok" in merged.stderr
-    assert pq.read_table(tmp_path / "run" / "merged").num_rows == 30
 
 
 class PowerCuts:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
 import itertools
 import operator
 from pathlib import Path
 from typing import Any
 
-import orjson
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +17,6 @@ from batchrunner.core.errors import EngineStartError, ResumeError
 from batchrunner.core.timing import TIMING
 from batchrunner.output.events import read_events
 from tests.conftest import (
-    INSTANT,
     batchrun,
     job_of,
     report_of,
@@ -42,15 +38,6 @@ def test_a_finished_run_sends_nothing(tmp_path: Path, server: FakeSGLang) -> Non
     assert len(server.sent) == 10
 
 
-def test_a_larger_limit_goes_on(tmp_path: Path, server: FakeSGLang) -> None:
-    """A run that was tried with a few rows is continued with all of them."""
-    job = some_done(tmp_path, server)
-    report = batchrunner.run(job)
-    assert (report.rows_total, report.rows_ok, report.rows_resumed) == (10, 10, 4)
-    assert rows_sent(server) == list(range(4, 10))
-    assert rows_in(job) == list(range(10))
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -65,24 +52,6 @@ def test_what_may_change(tmp_path: Path, server: FakeSGLang, change: str) -> Non
     job = some_done(tmp_path, server)
     assert batchrunner.run(job, overrides=[change]).rows_resumed == 4
     assert rows_in(job) == list(range(10))
-
-
-def test_dates_are_the_same_dates(tmp_path: Path) -> None:
-    """What YAML reads as a date, and run.json keeps as a text, makes no other run."""
-    job = job_of(
-        tmp_path, prompt={"user": "{{ text }}", "chat_template_kwargs": {"date": dt.date(2024, 7, 26)}}
-    )
-    batchrunner.run(job, overrides=["input.limit=4"])
-    assert batchrunner.run(job).rows_resumed == 4
-
-
-def test_another_address_of_the_same_model(tmp_path: Path, server: FakeSGLang) -> None:
-    """An engine that was restarted elsewhere goes on with the run."""
-    job = some_done(tmp_path, server)
-    with FakeSGLang() as another:
-        batchrunner.run(job, overrides=[f"engine.urls=[{another.url}]"])
-        assert rows_sent(another) == list(range(4, 10))
-    assert server.sent == []
 
 
 def test_moved_files_are_the_same_files(tmp_path: Path, server: FakeSGLang) -> None:
@@ -217,15 +186,6 @@ def test_a_finished_run_is_judged_by_the_limits_of_its_last_start(tmp_path: Path
     assert "tolerates" in batchrun("merge", tmp_path / "run").stderr
 
 
-def test_no_speed_is_told_where_no_time_is_known(tmp_path: Path) -> None:
-    """The log of the run's events is lost: `merge` has the rows, and no seconds."""
-    batchrunner.run(job_of(tmp_path))
-    (tmp_path / "run" / "events.jsonl").write_text("")
-    merged = batchrun("merge", tmp_path / "run")
-    assert "10 of 10 rows ok" in merged.stderr
-    assert "rows/s" not in merged.stderr
-
-
 def test_retry_failed_costs_nothing_when_it_cannot_start(tmp_path: Path, server: FakeSGLang) -> None:
     """The errors of failed rows stay where they are until there is an engine that takes the rows again."""
     server.script = lambda sent: "too long" if sent.prompt == "row 2" else "answer"
@@ -256,23 +216,6 @@ def test_times_add_up(tmp_path: Path, server: FakeSGLang) -> None:
     assert (second.output_tokens, second.output_tokens_all_starts) == (30, 50)
     third = batchrunner.run(job)
     assert third.wall_s_all_starts == pytest.approx(sum(ends), abs=0.01)
-
-
-def test_times_of_killed_starts_add_up(tmp_path: Path) -> None:
-    """A start that was killed, its last line torn, counts up to the last event that it wrote."""
-    job = job_of(tmp_path)
-    batchrunner.run(job)
-    log = tmp_path / "run" / "events.jsonl"
-    first, *others, last = map(orjson.loads, log.read_bytes().splitlines())
-    written = b""
-    for start, seconds in enumerate((100, 200, 300)):
-        at = first["time"] + 1000 * start
-        times = [at, *(at for _ in others), at + seconds + 0.5]
-        events = [{**event, "time": time} for event, time in zip((first, *others, last), times, strict=True)]
-        written += b"".join(orjson.dumps(event) + b"\n" for event in events)
-    log.write_bytes(written + written[:20])
-    report = batchrunner.run(job)
-    assert (report.starts, report.wall_s_all_starts) == (3, 601.5)
 
 
 @examples(12)
@@ -336,13 +279,3 @@ def test_every_row_ends_once_over_all_starts(
         len(set(range(rows)) - refused),
         len(set(range(rows)) & refused),
     )
-
-
-def test_resumed_results_merge(tmp_path: Path) -> None:
-    """Parts of several starts make one dataset in input order."""
-    job = job_of(tmp_path, INSTANT, rows=30, output={"part_rows": 4})
-    for limit in (3, 17, 30):
-        batchrunner.run(job, overrides=[f"input.limit={limit}"])
-    result = batchrun("merge", tmp_path / "run")
-    merged = pq.read_table(Path(result.stdout.strip()))
-    assert merged.column("row").to_pylist() == list(range(30))

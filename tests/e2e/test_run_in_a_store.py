@@ -115,17 +115,6 @@ def test_added_rows_and_fresh(tmp_path: Path, store_bucket: StoreBucket) -> None
     assert store_bucket.get("run/of-mine.txt") == b"precious"
 
 
-def test_retry_failed(tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang) -> None:
-    """Failed rows are sent again, and are in the store once."""
-    server.script = lambda sent: "too long" if "row 3" in sent.prompt else "answer"
-    job = job_of(tmp_path, server, output={"path": f"{store_bucket.uri}/run"}, limits={"max_failed_rows": 1})
-    assert batchrunner.run(job).rows_failed == 1
-    server.script = lambda _: "answer"
-    assert batchrunner.run(job, retry_failed=True).rows_failed == 0
-    assert [row["row"] for row in stored_rows(store_bucket)] == list(range(10))
-    assert all(row["error"] is None for row in stored_rows(store_bucket))
-
-
 @pytest.mark.parametrize("is_lost", [False, True], ids=["same-machine", "other-machine"])
 def test_a_kill(tmp_path: Path, store_bucket: StoreBucket, cache: Path, is_lost: bool) -> None:
     """What was uploaded is not done again by another machine, and on the same one nothing that was stored."""

@@ -12,8 +12,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import StorageError
-from batchrunner.core.timing import TIMING
 from tests.conftest import INSTANT, batchrun, job_of, write_job, write_rows
 from tests.support.fake_sglang import Behaviour, FakeSGLang
 from tests.support.store_proxy import Fault, Refusal, StoreProxy
@@ -73,33 +71,6 @@ def test_each_request_fails_once(
     (key,) = (key for key in store_bucket.keys("run/merged/") if key.endswith(".parquet"))
     for whole in (io.BytesIO(store_bucket.get(key)), tmp_path / "all.parquet"):
         assert pq.read_table(whole).column("row").to_pylist() == list(range(60))
-
-
-def test_a_store_that_goes_away(
-    tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After limits.disk_wait the run stops; the same machine has all finished rows, and goes on."""
-    monkeypatch.setattr(TIMING, "store_retries", 1.0)
-    with FakeSGLang(lambda _: _away(proxy, server)) as server:
-        run = {"path": f"{store_bucket.uri}/run", "durable": 0.2}
-        limits = {"disk_wait": 0.5}
-        job = job_of(tmp_path, server, rows=40, output=run, limits=limits, window=4)
-        with pytest.raises(StorageError, match=r"what is stored is kept.*when the store takes requests"):
-            batchrunner.run(job)
-        proxy.faults = lambda *_: "none"
-        server.script = lambda _: "answer"
-        report = batchrunner.run(job)
-    assert report.rows_ok == 40
-    assert report.rows_resumed >= 20
-    assert rows_in(store_bucket) == list(range(40))
-
-
-def _away(proxy: StoreProxy, server: FakeSGLang) -> Behaviour:
-    """Let the store refuse all writes from the 20th prompt on, and let the last rows wait until then."""
-    if len(server.prompts) > 20:
-        proxy.faults = lambda method, *_: "slow down" if method == "PUT" else "none"
-        return "hold"
-    return "answer"
 
 
 def test_the_requests_of_a_run(tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy) -> None:

@@ -8,27 +8,24 @@ import json
 import os
 import signal
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 
 import batchrunner
-from batchrunner.api import open_engine, run
 from batchrunner.core.errors import StorageError
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import READ_AHEAD_ROWS
 from batchrunner.output.events import read_events
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
-from tests.conftest import batchrun, eventually, job_of, parts_of, results_of, started, write_job, write_rows
+from tests.conftest import batchrun, eventually, job_of, results_of, started, write_job, write_rows
 from tests.support.task import Task
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+    from tests.support.fake_sglang import FakeSGLang
 
 
 def test_tasks_do_a_run_together(tmp_path: Path, server: FakeSGLang) -> None:
@@ -90,31 +87,6 @@ def test_a_stopped_task_gives_back(tmp_path: Path, server: FakeSGLang) -> None:
     assert batchrun(file, "--join").exit_code == 0
     assert [row["row"] for row in results_of(job)] == list(range(100))
     assert len(server.sent) == 100
-
-
-def test_a_part_that_cannot_be_made(
-    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever stands in its way is what is seen, and rows that are in the journal are not given back."""
-    server.script = lambda sent: "hold" if sent.prompt == "row 9" else "answer"
-    job = job_of(tmp_path, server, rows=10, output={"durable": 0.1}, window=10)
-
-    def answer_the_last() -> None:
-        eventually(lambda: _rows_on_disk(tmp_path / "run") == 9)
-        server.answer_held()
-
-    with ThreadPoolExecutor() as pool, monkeypatch.context() as patch:
-        patch.setattr("batchrunner.output.writer.write_part", mock.Mock(side_effect=RuntimeError("no part")))
-        pool.submit(answer_the_last)
-        with pytest.raises(RuntimeError, match="no part"):
-            batchrunner.run(job, join=True)
-    assert len(_holders(tmp_path / "run")) == 1
-    (owner,) = (tmp_path / "run" / "tasks").glob("*/owner")
-    owner.write_text(json.dumps({**json.loads(owner.read_text()), "started": "long ago"}))  # we have ended
-    batchrunner.run(job, join=True)
-    assert [row["row"] for row in results_of(job)] == list(range(10))
-    sent = Counter(server.prompts)
-    assert all(sent[f"row {row}"] == 1 for row in range(9))
 
 
 def test_nothing_is_free(tmp_path: Path, server: FakeSGLang) -> None:
@@ -189,61 +161,6 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
     assert (refused.exit_code, "done with --join" in refused.stderr) == (2, True)
 
 
-def test_one_that_died_while_it_took_over(tmp_path: Path) -> None:
-    """Who is killed between two system calls leaves a task without a name in it: the next one takes over."""
-    job = job_of(tmp_path, rows=40)
-    dead = Task(job, "dead")
-    dead.work(1)
-    dead.die()
-    (dead.run_dir.task_directory / "owner").write_bytes(b"")
-    Task(job, "next").work(10_000)
-    found = Counter(row for part in parts_of(tmp_path / "run") for row in part["row"].to_pylist())
-    assert found == Counter(range(40))
-
-
-def test_nothing_is_free_for_an_open_engine_either(tmp_path: Path, server: FakeSGLang) -> None:
-    """As without one: others do the rest, and that is no failure."""
-    job = job_of(tmp_path, server, rows=40)
-    other = Task(job, "other")
-    while other.rows.take(wait=False):
-        pass
-    with open_engine(job["engine"]) as engine:
-        report = run(job, join=True, engine=engine)
-    assert (report.exit_code, report.reason) == (0, "nothing is free: other tasks do the rest")
-
-
-def test_while_the_first_engine_loads(tmp_path: Path) -> None:
-    """A start that does not join is refused even before the run has written what it is."""
-    job = job_of(tmp_path)
-    task = Task(job, "loads")
-    assert not task.run_dir.run_json.exists()
-    refused = batchrun(write_job(job, tmp_path))
-    assert refused.exit_code == 2
-    assert "done with --join" in refused.stderr
-
-
-def test_a_task_that_was_replaced_ends(tmp_path: Path, server: FakeSGLang) -> None:
-    """It finds out at its next write, gives nothing back that is another's by now, and does not stay."""
-    directory = tmp_path / "run" / "tasks"
-
-    def replaced_at_once(sent: Sent) -> Behaviour:
-        if sent.prompt == "row 0":
-            (owner,) = directory.glob("*/owner")
-            holder = json.loads(owner.read_text())
-            owner.write_text(json.dumps({**holder, "token": "another's", "started": "long ago"}))
-        return "answer" if int(sent.prompt.split()[1]) < 5 else "hold"
-
-    server.script = replaced_at_once
-    job = job_of(tmp_path, server, rows=20, window=20)
-    file = write_job(job, tmp_path)
-    with started(file, "--join") as task:
-        assert task.end() == 1
-    assert any("took this task over" in line for line in task.lines)
-    server.script = lambda _: "answer"
-    assert batchrun(file, "--join").exit_code == 0
-    assert [row["row"] for row in results_of(job)] == list(range(20))
-
-
 def test_a_task_that_failed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that could not write its rows counts as dead though its process lives: a notebook's, say."""
     job = job_of(tmp_path, rows=500, limits={"disk_wait": 0.1})
@@ -279,16 +196,6 @@ def test_a_joined_run_begins_anew(tmp_path: Path, server: FakeSGLang) -> None:
     assert len(server.sent) == 40
     assert batchrun(file).exit_code == 0
     assert [row["row"] for row in results_of(job)] == list(range(20))
-
-
-def test_another_job_is_refused(tmp_path: Path) -> None:
-    """A start whose job differs from that of the run does not join it."""
-    job = job_of(tmp_path)
-    assert batchrun(write_job(job, tmp_path), "-q", "--join").exit_code == 0
-    other = write_job({**job, "sampling": {"temperature": 0.5}}, tmp_path)
-    refused = batchrun(other, "--join")
-    assert refused.exit_code == 2
-    assert "sampling.temperature" in refused.stderr
 
 
 def _killed(directory: Path) -> None:

@@ -34,18 +34,3 @@ def test_the_next_start_goes_on(tmp_path: Path, server: FakeSGLang) -> None:
         server.answer_held()
         assert batchrun(file).exit_code == 0
     rows_once(job, 60)
-
-
-def test_a_task_takes_over_from_it(tmp_path: Path, server: FakeSGLang) -> None:
-    """A task that joined does the rows of a zombie before it ends."""
-    server.script = lambda _: "hold"
-    job = job_of(tmp_path, server, rows=40, window=40)
-    file = write_job(job, tmp_path)
-    with started(file, "--join") as killed:
-        eventually(lambda: len(server.sent) == 40)
-        leave_a_zombie(killed)
-        server.answer_held()
-        result = batchrun(file, "--join")
-        assert result.exit_code == 0
-        assert "took over from" in result.stderr
-    rows_once(job, 40)

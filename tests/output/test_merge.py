@@ -91,7 +91,6 @@ def add_a_part_of_others(run: Path) -> None:
         (lose_a_part, ".parquet: is gone: run the same command again, which does its rows again"),
         (add_a_part_of_others, "parts: cannot be merged"),
         (lambda run: (run / "merged").write_text(""), "merged: cannot be written"),
-        (lambda run: (run / "merged.tmp").write_text(""), "merged: cannot be written"),
     ],
 )
 def test_what_cannot_be_merged(tmp_path: Path, spoil: Callable[[Path], object], told: str) -> None:

@@ -310,20 +310,22 @@ def _holds(lock: TaskLock) -> bool:
     return True
 
 
-def test_a_run_that_was_taken_over_ends(tmp_path: Path, server: FakeSGLang) -> None:
+@pytest.mark.parametrize("join", [[], ["--join"]])
+def test_a_run_that_was_taken_over_ends(tmp_path: Path, server: FakeSGLang, join: list[str]) -> None:
     """A run that was stopped for long finds another's name, writes nothing more, and ends with exit 1."""
-    owner = tmp_path / "run" / "tasks" / "main" / "owner"
 
     def taken_over_at_once(sent: Sent) -> Behaviour:
         if sent.prompt == "row 0":
+            (owner,) = (tmp_path / "run" / "tasks").glob("*/owner")
             owner.write_text(json.dumps(dataclasses.asdict(on_host("elsewhere"))))
         return "answer" if int(sent.prompt.split()[1]) < 5 else "hold"  # it ends before these do
 
     server.script = taken_over_at_once
     job = job_of(tmp_path, server, rows=20)
-    with started(write_job(job, tmp_path)) as process:
+    with started(write_job(job, tmp_path), *join) as process:
         assert process.end() == 1
     assert any("on elsewhere took this task over" in line for line in process.lines)
     assert any("0 of 20 rows ok" in line for line in process.lines)
     assert len(results_of(job)) == 0
+    (owner,) = (tmp_path / "run" / "tasks").glob("*/owner")
     assert json.loads(owner.read_text())["host"] == "elsewhere"

@@ -31,13 +31,14 @@ from batchrunner.engines.http.loads import LOADS, METRICS, counters_in, load_in
 from batchrunner.engines.http.model_guard import ModelGuard, common_model, model_in
 from batchrunner.engines.http.server_info import describe
 from batchrunner.engines.http.worker_list import urls_in
-from batchrunner.output.columns import result_schema, table_of
+from batchrunner.job.answers import AnswerPlan
+from batchrunner.output.columns import schema_of_run, table_of
 from batchrunner.output.counts import RowCounts
 
 URL = "http://127.0.0.1:30000"
 KINDS = ("text", "messages", "input_ids")
 _CARRIED = pa.RecordBatch.from_pydict({"id": [1]})
-_SCHEMAS = {n: result_schema(_CARRIED.schema, samples=n, metadata={}) for n in (1, 2, 4)}
+_PLANS = {n: AnswerPlan(columns=(), samples=n) for n in (1, 2, 4)}
 
 
 def check_answer(reply: bytes, kind: str = "text", samples: int = 1) -> bool:
@@ -52,7 +53,7 @@ def check_answer(reply: bytes, kind: str = "text", samples: int = 1) -> bool:
     else:
         assert len(completion.texts) == samples
         outcome = Outcome(ref, completion, None, 0.1, 1)
-    table = table_of([outcome], _SCHEMAS[samples], samples=samples)
+    table = table_of([outcome], schema_of_run(_CARRIED.schema, _PLANS[samples], {}), _PLANS[samples])
     table.validate(full=True)
     counts = RowCounts()
     counts.add(outcome)

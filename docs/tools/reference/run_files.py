@@ -3,10 +3,11 @@
 import pyarrow as pa
 
 from batchrunner.core.types import ForwardTask
+from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS, SAMPLE, SAMPLE_COLUMN
 from batchrunner.job.scores import ChoiceTask
 from batchrunner.job.tasks import TASKS
-from batchrunner.output.columns import ANSWER_TYPES, result_schema
+from batchrunner.output.columns import ANSWER_TYPES, schema_of_run
 from docs.tools.reference.markdown import table
 
 VECTOR_LENGTH = 384
@@ -40,7 +41,7 @@ failed before that was known lacks the column, and `merge` fills in nulls."""
 
 def result_columns() -> str:
     """Return the page on the columns of the results."""
-    kinds = result_schema(pa.schema([]), samples=1, metadata={})
+    kinds = schema_of_run(pa.schema([]), AnswerPlan(columns=()), {})
     head = ["column", "type", "meaning"]
     always = table(
         head, ([f"`{name}`", str(kinds.field(name).type), text] for name, text in RESULT_COLUMNS.items())
@@ -58,8 +59,8 @@ def result_columns() -> str:
 
 def _own_columns(name: str, task: ForwardTask) -> list[list[str]]:
     """Return the columns of a task, with their types and meanings."""
-    kinds = result_schema(
-        pa.schema([]), samples=1, metadata={}, parsed=task.columns, task=task, vector=VECTOR_LENGTH
+    kinds = schema_of_run(
+        pa.schema([]), AnswerPlan(columns=(), parsed=(*task.columns,), task=task), {}, VECTOR_LENGTH
     )
     return [
         [name, f"`{column}`", str(kinds.field(column).type), task.meanings[column]]
