@@ -110,9 +110,9 @@ class RunSchema:
         self._vectors = {name: WIDTHS[kind[1]] for name, kind in plan.parsed if kind[0] == VECTOR}
         self.vector: int | None = None
         """Length of the vectors; None until it is known."""
-        fields = (field for field in earlier or () if field.name in self._vectors)
-        for kind in (field.type for field in fields):
-            self.vector = kind.list_size if pa.types.is_fixed_size_list(kind) else None
+        for field in earlier or ():
+            if field.name in self._vectors and pa.types.is_fixed_size_list(field.type):
+                self.vector = field.type.list_size
         self.schema = schema_of_run(*self._of, self.vector)
 
     def misfit(self, completion: Completion) -> str | None:

@@ -252,10 +252,10 @@ class RowCounts:
         sent = rows.filter(pc.greater(rows.column("attempts"), _NONE))
         self.failed += failed.num_rows
         self.ok += ok.num_rows
-        self.retries += (pc.sum(sent.column("attempts")).as_py() or 0) - sent.num_rows
-        self.prompt_tokens += pc.sum(sent.column("prompt_tokens")).as_py() or 0
-        self.cached_tokens += pc.sum(sent.column("cached_tokens")).as_py() or 0
-        self.duplicates += pc.sum(pc.equal(ok.column("attempts"), _NONE)).as_py() or 0
+        self.retries += _total(sent.column("attempts")) - sent.num_rows
+        self.prompt_tokens += _total(sent.column("prompt_tokens"))
+        self.cached_tokens += _total(sent.column("cached_tokens"))
+        self.duplicates += _total(pc.equal(ok.column("attempts"), _NONE))
         if "completion_tokens" in rows.column_names:
             self._add_texts(samples)
 
@@ -267,7 +267,7 @@ class RowCounts:
         self.left_out += left_out
         self.duplicates -= left_out
         sent_samples = samples.filter(pc.greater(samples.column("attempts"), _NONE))
-        self.output_tokens += pc.sum(each_sample(sent_samples.column("completion_tokens"))).as_py() or 0
+        self.output_tokens += _total(each_sample(sent_samples.column("completion_tokens")))
         for found in pc.value_counts(each_sample(ok_samples.column("finish_reason"))).to_pylist():
             is_left_out = found["values"] == LEFT_OUT  # such a row has no samples
             self._count_reason(found["values"] or UNKNOWN, left_out if is_left_out else found["counts"])
@@ -298,13 +298,15 @@ def _first_samples(rows: pa.Table) -> pa.Table:
 
 def _rows_with(reason: str, rows: pa.Table) -> int:
     """Return how many rows have a finish reason, those of several samples once."""
-    column, wanted = rows.column("finish_reason"), arrow_scalar(reason, pa.string())
-    if SAMPLE in rows.column_names:
-        return pc.count_distinct(rows.filter(pc.equal(column, wanted)).column("row")).as_py() or 0
-    if not pa.types.is_list(column.type):
-        return pc.sum(pc.equal(column, wanted)).as_py() or 0
-    found = pc.equal(pc.list_flatten(column), wanted)
-    return len(pc.unique(pc.filter(pc.list_parent_indices(column), found)))
+    ordinals, reasons = rows.column("row"), rows.column("finish_reason").combine_chunks()
+    if pa.types.is_list(reasons.type):
+        ordinals, reasons = ordinals.take(pc.list_parent_indices(reasons)), pc.list_flatten(reasons)
+    found = pc.equal(reasons, arrow_scalar(reason, pa.string()))
+    return pc.count_distinct(ordinals.filter(found)).as_py() or 0
+
+
+def _total(column: pa.ChunkedArray) -> int:
+    return pc.sum(column).as_py() or 0
 
 
 def each_sample(column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -79,6 +79,7 @@ def _told(failure: BaseException, target: HubFolder) -> PushError:
         told, why = "", f"there is no data set {target.repo}, or the token may not see it"
         hint = f"make it first: hf repo create {target.repo} --repo-type dataset"
     elif status in {HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN}:
+        told = f"the token may not write: {told}"
         hint = f"export an HF_TOKEN with the right to write {target.repo}"
     return _error(target, told + " ".join(str(why).split())[:200], hint)
 

@@ -13,7 +13,6 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -312,26 +311,6 @@ def _unusual(value: object) -> Any:
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
-class _Response(msgspec.Struct):
-    status_code: int
-    request_id: str
-    body: Any
-
-
-class _Error(msgspec.Struct):
-    code: str
-    message: str
-
-
-class _ResultLine(msgspec.Struct):
-    """A line of the results."""
-
-    id: str
-    custom_id: str | None
-    response: _Response | None
-    error: _Error | None
-
-
 def results_path(given: str, option: str) -> Path:
     """Return the path of a file that results can be written to; raises OutputError, naming the `option`."""
     if given == "-":
@@ -369,8 +348,8 @@ def publish(run_dir: RunDir, results: Path, errors: Path | None) -> bool:
                 for row in batch.to_pylist():
                     if row["row"] != last:  # two parts may hold a row
                         rows, last = rows + 1, row["row"]
-                        line = _result_line(row, digest)
-                        lines[results if line.error is None else errors].append(msgspec.json.encode(line))
+                        path = results if row["error"] is None else errors
+                        lines[path].append(orjson.dumps(_result_line(row, digest)))
                 for path, file in files.items():
                     with writing(path):
                         file.writelines(line + b"\n" for line in lines[path])
@@ -395,24 +374,25 @@ def _result_file(path: Path) -> Iterator[Any]:
         yield stream
 
 
-def _result_line(row: dict[str, Any], digest: str) -> _ResultLine:
+def _result_line(row: dict[str, Any], digest: str) -> dict[str, Any]:
     """Return the line of a row, whose ID is the same whenever it is made for the file of this digest."""
     number = blake2b(f"{digest} {row['row']}".encode(), digest_size=ID_BYTES).hexdigest()
-    name, request, error = f"batch_req_{number}", f"req_{number}", row["error"]
-    if error is None:
-        body = msgspec.Raw(row[RESPONSE].encode())
-        return _ResultLine(name, row["custom_id"], _Response(HTTPStatus.OK, request, body), None)
-    answered = _STATUS.fullmatch(error)
-    status, said = (int(answered[1]), answered[2]) if answered else (None, error)
-    refused = row["attempts"] == 0 or (status is not None and status < HTTPStatus.INTERNAL_SERVER_ERROR)
-    code = "invalid_request" if refused else "request_failed"
-    response = None
-    if status is not None:
-        own = msgspec.json.decode(row[RESPONSE] or "null")
-        response = _Response(
-            status, request, _error_body(own, {"message": said, "type": code, "code": status})
-        )
-    return _ResultLine(name, row["custom_id"], response, _Error(code, error))
+    error, own, status, told = row["error"], row[RESPONSE], HTTPStatus.OK.value, None
+    body: Any = None if own is None else orjson.Fragment(own)
+    if error is not None:
+        answered = _STATUS.fullmatch(error)
+        status, said = (int(answered[1]), answered[2]) if answered else (0, error)
+        refused = row["attempts"] == 0 or 0 < status < HTTPStatus.INTERNAL_SERVER_ERROR
+        code = "invalid_request" if refused else "request_failed"
+        told = {"code": code, "message": error}
+        body = _error_body(orjson.loads(own or "null"), {"message": said, "type": code, "code": status})
+    response = {"status_code": status, "request_id": f"req_{number}", "body": body}
+    return {
+        "id": f"batch_req_{number}",
+        "custom_id": row["custom_id"],
+        "response": response if status else None,
+        "error": told,
+    }
 
 
 def _error_body(own: Any, error: dict[str, Any]) -> Any:

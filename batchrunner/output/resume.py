@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -61,7 +61,7 @@ def read_done(run_dir: RunDir, *, without_failed: bool = False) -> DoneRows:
     """
     done = DoneRows()
     # journals first: one of them may become a part before the parts are listed
-    journals = _read_journals(run_dir)
+    journals = [*_read_journals(run_dir)]
     parts = run_dir.own_parts()
     with thread_pool(READERS) as pool:
         for found in pool.map(partial(_read_part, without_failed=without_failed), parts):
@@ -90,15 +90,12 @@ def _read_part(path: Path, *, without_failed: bool) -> DoneRows:
     return done
 
 
-def _read_journals(run_dir: RunDir) -> list[pa.Table]:
-    """Return the counted columns of the journals, copied so that their other columns are freed."""
-    found: list[pa.Table] = []
+def _read_journals(run_dir: RunDir) -> Iterator[pa.Table]:
+    """Yield the counted columns of the journals, copied so that their other columns are freed."""
     for path in run_dir.journals():
         with contextlib.suppress(FileNotFoundError):
-            found += [
-                table.select(counted_columns(table.schema)).sort_by("row") for table in read_journal(path)
-            ]
-    return found
+            for table in read_journal(path):
+                yield table.select(counted_columns(table.schema)).sort_by("row")
 
 
 def schema_of_results(run_dir: RunDir, wanted: Sequence[str] = ()) -> pa.Schema | None:
@@ -106,16 +103,17 @@ def schema_of_results(run_dir: RunDir, wanted: Sequence[str] = ()) -> pa.Schema 
 
     It is that of the first part, or of the first one that has the columns `wanted`.
     """
+    return next((schema for schema in _schemas(run_dir) if {*wanted} <= {*schema.names}), None)
+
+
+def _schemas(run_dir: RunDir) -> Iterator[pa.Schema]:
+    """Yield the schemas of a run's parts, then of its journals."""
     with contextlib.suppress(FileNotFoundError):  # it became a part, or was moved away, since it was listed
         for path in run_dir.all_parts() or run_dir.parts_elsewhere():
             with open_part(path) as part:
-                if {*wanted} <= {*part.schema_arrow.names}:
-                    return part.schema_arrow
-        for path in (path for task in run_dir.all_tasks() for path in task.journals()):
-            for table in read_journal(path):
-                if {*wanted} <= {*table.schema.names}:
-                    return table.schema
-    return None
+                yield part.schema_arrow
+        for task in run_dir.all_tasks():
+            yield from (table.schema for path in task.journals() for table in read_journal(path))
 
 
 def drop_failed(run_dir: RunDir) -> None:

@@ -148,10 +148,8 @@ class RunDir:
                 "results go to a directory or an object store, not to a URI of this kind",
                 hint="give a directory, or s3://, gs:// or az:// with bucket and path, without options",
             )
-        existing = self.path
         try:
-            while not existing.exists():
-                existing = existing.parent
+            existing = next(path for path in (self.path, *self.path.parents) if path.exists())
         except OSError as failure:  # the name is too long, or a parent directory is not accessible
             raise OutputError(f"output.path {self.path}: {failure.strerror}") from None
         if not existing.is_dir():

@@ -92,12 +92,12 @@ class TaskLock:
         `dead_owner` is the content of `owner` where its holder is already known to be dead.
         Raises TaskHeldError where a running process holds the lock, OSError where nothing can be written.
         """
+        HELD_HERE.add(self.token)  # before any thread of this process can see our name
         while not self._take():
             dead = self._wait_until_dead() if dead_owner is None else dead_owner
             if self._replace(dead):
                 break
             dead_owner = None
-        HELD_HERE.add(self.token)
 
     def _take(self) -> bool:
         """Become the holder if there is none. Raises OSError."""
@@ -183,15 +183,15 @@ class TaskLock:
 
     def release(self) -> None:
         """Give the lock up, so that the next attempt need not wait; errors are ignored."""
-        HELD_HERE.discard(self.token)
         with contextlib.suppress(OSError, TaskLockLostError):
             self.verify()
             if self.is_abandoned:  # in place, because the disk may be full
                 name = orjson.dumps(asdict(replace(self._me, pid=ABANDONED_PID)))
                 _overwrite(self._owner, name.ljust(self._owner.stat().st_size))
-                return
-            (self._directory / HEARTBEAT).unlink(missing_ok=True)
-            self._owner.unlink(missing_ok=True)
+            else:
+                (self._directory / HEARTBEAT).unlink(missing_ok=True)
+                self._owner.unlink(missing_ok=True)
+        HELD_HERE.discard(self.token)  # not earlier: another thread would take the lock meanwhile
 
 
 def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
@@ -283,11 +283,11 @@ class StoreTaskLock(TaskLock):
 
     def release(self) -> None:
         """Mark the object as given up, so that the next attempt need not wait; errors are ignored."""
-        HELD_HERE.discard(self.token)
         with self._turn, contextlib.suppress(OSError):
             holder = replace(self._me, pid=ABANDONED_PID)
             self._write(replace(self._object, holder=holder, is_clean=not self.is_abandoned))
         self._e_tag = None
+        HELD_HERE.discard(self.token)
 
 
 @contextlib.contextmanager
@@ -316,10 +316,13 @@ def hold_task(
     try:
         make_directory(directory)
         lock.acquire(dead_owner)
-        if directory == run_dir.task_directory:  # the holder before may have written since the run was opened
-            run_dir.store.bring_results([run_dir.task])
+        try:
+            if directory == run_dir.task_directory:  # its holder before may have written until now
+                run_dir.store.bring_results([run_dir.task])
+        except OSError:
+            lock.release()
+            raise
     except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
-        lock.release()
         why = getattr(failure, "strerror", None) or failure
         raise OutputError(f"output.path {run_dir.name}: cannot be written: {why}") from None
     ended = threading.Event()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import AnotherModelError, EngineStartError, ResumeError
+from batchrunner.core.errors import AnotherModelError, ResumeError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.connections import free_port
 from tests.conftest import batchrun, eventually, job_of, results_of, write_job
@@ -82,18 +82,6 @@ def test_another_model_on_the_port(tmp_path: Path, other: dict[str, Any]) -> Non
         assert not {int(prompt.split()[1]) for prompt in server.prompts} & done
 
 
-def test_a_swap_between_two_polls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No poll fails, only rows that were cut off: the new connection gets a row after the question."""
-    monkeypatch.setattr(TIMING, "load_poll", 60.0)
-    with contextlib.ExitStack() as stack:
-        relay = Relay(stack, 40, 0.0, model="fake/other")
-        job = job_of(tmp_path, relay.first, rows=200, window=8, limits=LIMITS)
-        with pytest.raises(AnotherModelError, match="was 'fake/model' and is 'fake/other'"):
-            batchrunner.run(job)
-        assert relay.later is not None
-        assert relay.later.prompts == []
-
-
 def test_one_of_two_servers(tmp_path: Path, server: FakeSGLang) -> None:
     """The other one's answers count; the run ends all the same."""
     server.arguments, server.delay_s = FIRST["arguments"], 0.02
@@ -138,16 +126,6 @@ def test_a_later_start_with_other_weights(tmp_path: Path, server: FakeSGLang) ->
     assert batchrunner.run(job).rows_ok == 10
 
 
-def test_replicas_of_two_versions(tmp_path: Path, server: FakeSGLang) -> None:
-    """Their answers would be of two models."""
-    with FakeSGLang(arguments={"weight_version": "v2"}) as other:
-        job = job_of(tmp_path, {"kind": "attach", "urls": [server.url, other.url]})
-        with pytest.raises(
-            EngineStartError, match="different models: the weights' version is default and v2"
-        ):
-            batchrunner.run(job)
-
-
 def behind_gateway(gateway: FakeGateway, directory: Path) -> dict[str, Any]:
     return job_of(
         directory,
@@ -188,19 +166,3 @@ def test_a_worker_that_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
         assert relay.later is not None
         theirs = {int(prompt.split()[1]) for prompt in relay.later.prompts}
     assert not {row["row"] for row in results_of(job)} & theirs
-
-
-def test_workers_of_the_same_model_come_and_go(tmp_path: Path, server: FakeSGLang) -> None:
-    """The run goes on with those that are there."""
-    with FakeSGLang() as other, FakeGateway([server.url]) as gateway:
-
-        def script(_: Sent) -> Behaviour:
-            if len(server.sent) == 20:
-                gateway.workers = [other.url]
-            return "answer"
-
-        server.script = script
-        job = behind_gateway(gateway, tmp_path)
-        report = batchrunner.run(job, overrides=["input.limit=100"])
-        assert other.prompts
-    assert (report.exit_code, report.rows_ok) == (0, 100)

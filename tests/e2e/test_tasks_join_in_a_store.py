@@ -197,20 +197,6 @@ def test_a_write_that_arrives_late(tmp_path: Path, store_bucket: StoreBucket, wh
     assert rows_in(store_bucket) == list(range(30))
 
 
-@pytest.mark.usefixtures("all_live")
-def test_failed_rows_again(tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang) -> None:
-    """A joint attempt with --retry-failed sends what failed, and each row is there once."""
-    server.script = lambda sent: "too long" if row_of(sent) % 10 == 3 else "answer"
-    job = job_in(tmp_path, store_bucket, server, rows=40, limits={"max_failed_rows": 10})
-    with machine("a", job, "--join") as first, machine("b", job, "--join") as second:
-        assert {first.end(), second.end()} == {0}
-    server.script = lambda _: "answer"
-    with machine("c", job, "--join", "--retry-failed") as third:
-        assert third.end() == 0
-    assert rows_in(store_bucket) == list(range(40))
-    assert len(server.prompts) == 44
-
-
 def test_a_store_that_cannot_keep_tasks_apart(
     tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:

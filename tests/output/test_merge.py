@@ -40,23 +40,6 @@ def test_merge_is_in_input_order(
     assert merged.to_pylist() == results_of(job)
 
 
-def test_merge_again(tmp_path: Path) -> None:
-    """A second merge replaces the first one."""
-    job = job_of(tmp_path, input={"limit": 3})
-    batchrunner.run(job)
-    batchrun_merge(tmp_path / "run")
-    batchrunner.run(job, overrides=["input.limit=6"])
-    assert pq.read_table(batchrun_merge(tmp_path / "run")).num_rows == 6
-
-
-def test_merge_of_nothing(tmp_path: Path) -> None:
-    """A path that holds no run is said to be one."""
-    result = batchrun("merge", tmp_path)
-    assert result.exit_code == 2
-    assert "no parts to merge" in result.stderr
-    assert "give the job's output.path, without /parts" in result.stderr
-
-
 def test_merge_of_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket is bounded by its bytes too, where footers hide them: all rows carry the same long text."""
     monkeypatch.setattr("batchrunner.output.merge.BUCKET_BYTES", 1 << 20)
@@ -191,20 +174,6 @@ def test_csv(run: Path, name: str, delimiter: str, opened: Callable[[bytes], byt
         assert (json.loads(row["tags"]) if row["tags"] else None) == wanted["tags"]
         assert (row["error"], row["raw"]) == ("", "/wA=")
         assert row["day"] == wanted["day"].isoformat()
-
-
-def test_what_is_written_can_be_input(run: Path) -> None:
-    """A later job reads the answers of an earlier one."""
-    for name in ("b.csv", "b.jsonl.zst", "b.arrow", "b.parquet"):
-        written(run, name)
-        job = job_of(
-            run.parent,
-            INSTANT,
-            input={"path": str(run.parent / name), "columns": ["id"]},
-            output={"path": str(run.parent / f"next-{name}")},
-        )
-        assert batchrunner.run(job).rows_ok == ROWS
-        assert [row["id"] for row in results_of(job)] == [f"{n:03d}" for n in range(ROWS)]
 
 
 def test_an_existing_file_is_kept(run: Path) -> None:
