@@ -89,9 +89,9 @@ class OwnerObject:
     holder: LockHolder
     beats: int = 0
     before: tuple[str, ...] = ()
-    """Tokens of the holders before, oldest first: their writes may still be under way."""
-    recovered: int = 0
-    """How many of them, from the oldest on, have left no row to recover: what they still write is ignored."""
+    """Tokens of the holders before whose journals may hold rows to recover."""
+    over: tuple[str, ...] = ()
+    """Tokens of earlier ones that have left none: what they still write is ignored."""
     is_clean: bool = False
     """Whether the holder gave the task up when all that it had was written."""
 
@@ -103,17 +103,12 @@ class OwnerObject:
             return None
         found = orjson.loads(content)
         values = {each.name: found[each.name] for each in fields(cls) if each.name != "holder"}
-        return cls(holder, **{**values, "before": tuple(found["before"])})
+        return cls(holder, **{**values, "before": (*found["before"],), "over": (*found["over"],)})
 
     def content(self) -> bytes:
         """Return the bytes of the object, which names its holder as the file `owner` does."""
         values = asdict(self)
         return orjson.dumps({**values.pop("holder"), **values})
-
-    @property
-    def tokens_over(self) -> frozenset[str]:
-        """Tokens of earlier holders whose journals do not count any more."""
-        return frozenset(self.before[: self.recovered])
 
 
 def _start_time(pid: int) -> str:

@@ -203,7 +203,7 @@ class ObjectStore(Store):
             if path.parents[2].name == path.parent.name
         }
         here = {path.relative_to(self._root).as_posix() for path in self._root.glob("tasks/*/journal-*")}
-        over: dict[str, frozenset[str]] = {}
+        over: dict[str, tuple[str, ...]] = {}
         for name in sorted({*segments, *left, *here}):
             journal = _JOURNAL.fullmatch(name)
             if journal is None or not _is_wanted(name, wanted):
@@ -211,7 +211,7 @@ class ObjectStore(Store):
             task, path = journal["task"], self._root / name
             if task not in over:
                 owner = OwnerObject.read(self.objects.look(f"tasks/{task}/{OWNER}")[0])
-                over[task] = owner.tokens_over if owner else frozenset()
+                over[task] = owner.over if owner else ()
             if journal["token"] in over[task]:
                 path.unlink(missing_ok=True)
             elif name in left:

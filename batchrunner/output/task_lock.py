@@ -53,8 +53,8 @@ HEARTBEAT_S, STORE_HEARTBEAT_S = 5.0, 15.0
 """Seconds between two heartbeats, of a file or an object; the latter are 240 requests an hour."""
 TRUSTED_S = 45.0
 """Seconds after a heartbeat in a store during which the lock is held for sure, less than DEAD_AFTER_S."""
-MOST_BEFORE = 100
-"""Earlier holders that the object `owner` names."""
+MOST_OVER = 100
+"""Earlier holders that the object `owner` names once they have left nothing to recover."""
 
 
 class TaskLock:
@@ -244,12 +244,12 @@ class StoreTaskLock(TaskLock):
         if found is None or found[0] != dead_owner:
             return False
         earlier = OwnerObject.read(dead_owner)
-        before = (*earlier.before, earlier.holder.token) if earlier else ()
-        dropped = max(0, len(before) - MOST_BEFORE)
-        recovered = max(0, earlier.recovered - dropped) if earlier else 0
+        mine = OwnerObject(self._me)
+        if earlier is not None:
+            mine = replace(mine, before=(*earlier.before, earlier.holder.token), over=earlier.over)
         self.replaced_unclean = not (earlier and earlier.is_clean)
         self._e_tag = found[1]
-        self._write(OwnerObject(self._me, before=before[dropped:], recovered=recovered))
+        self._write(mine)
         return self._e_tag is not None
 
     def _monitor(self) -> LivenessMonitor:
@@ -265,8 +265,9 @@ class StoreTaskLock(TaskLock):
     def note_recovered(self) -> None:
         """Note that earlier holders have left nothing to recover. Raises OSError."""
         with self._turn:
-            if self._object.recovered < len(self._object.before):
-                self._write(replace(self._object, recovered=len(self._object.before)))
+            mine = self._object
+            if mine.before:
+                self._write(replace(mine, before=(), over=(*mine.over, *mine.before)[-MOST_OVER:]))
 
     def _write(self, content: OwnerObject) -> None:
         if self._e_tag is not None:
