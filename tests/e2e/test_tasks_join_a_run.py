@@ -151,45 +151,6 @@ def test_a_run_in_one_piece_is_joined(tmp_path: Path, server: FakeSGLang) -> Non
 NO_ENGINE = "engine={kind: attach, urls: ['http://127.0.0.1:9']}"
 
 
-<<<<<<< HEAD
-=======
-@pytest.mark.parametrize("end", ["done", "killed"])
-@pytest.mark.parametrize("died", [False, True])
-def test_a_plan_whose_tasks_failed_to_start(
-    tmp_path: Path, server: FakeSGLang, end: str, *, died: bool
-) -> None:
-    """What one start has done since then is left out, and nobody joins while it is at work."""
-    held = range(203, 211)
-    server.script = lambda sent: (
-        "hold" if int(sent.prompt.split()[1]) in held and sent.tries == 1 else "answer"
-    )
-    job = job_of(tmp_path, server, rows=300, window=8, output={"durable": 0.1})
-    file = write_job(job, tmp_path)
-    assert batchrun(file, "--join", "--set", NO_ENGINE).exit_code == 2
-    if died:
-        Task(job, "loads").take_first()
-        _killed(tmp_path / "run" / "tasks" / "join-host-loads")
-    with started(file) as alone:
-        eventually(lambda: _rows_on_disk(tmp_path / "run") == 203)
-        refused = batchrun(file, "--join")
-        assert refused.exit_code == 2
-        assert "is writing this run" in refused.stderr
-        if end == "killed":
-            alone.process.kill()
-            alone.process.wait()
-            server.answer_held()
-            server.forget()
-        else:
-            server.answer_held()
-            assert alone.end() == 0
-    server.script = lambda sent: "too long" if sent.prompt == "row 250" and sent.tries == 1 else "answer"
-    assert batchrun(file, "--join", "--set", "limits.max_failed_rows=1").exit_code == 0
-    assert batchrun(file, "--join", "--retry-failed").exit_code == 0
-    assert [(row["row"], row["error"]) for row in results_of(job)] == [(row, None) for row in range(300)]
-    assert len(server.sent) == (98 if end == "killed" else 300)
-
-
->>>>>>> 41b2771 (Output: a lock is held before its name is seen; fewer tests)
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     """One task of several may not discard what the others have done, nor do all rows without asking them."""
     file = write_job(job_of(tmp_path), tmp_path)
