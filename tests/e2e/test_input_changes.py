@@ -12,8 +12,7 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import InputChangedError
-from batchrunner.input.source_file import SourceFile
-from tests.conftest import INSTANT, batchrun, job_of, report_of, results_of, write_job, write_rows
+from tests.conftest import batchrun, job_of, report_of, results_of, write_job, write_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,23 +155,3 @@ def test_a_file_that_is_added(tmp_path: Path, server: FakeSGLang, join: list[str
     assert "b.parquet came into the input during the run: run the same command again" in result.stderr
     assert batchrun(file, *join).exit_code == 0
     assert carried_right(job) == list(range(15))
-
-
-@pytest.mark.parametrize("row_groups", [1, 500])
-def test_a_file_is_opened_once_for_each_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row_groups: int
-) -> None:
-    """A run opens a file as often with many row groups as with one."""
-    opened: list[str] = []
-    real_open = SourceFile.open
-
-    def open_file(file: SourceFile) -> pq.ParquetFile:
-        opened.append(file.path)
-        return real_open(file)
-
-    monkeypatch.setattr(SourceFile, "open", open_file)
-    path = write_rows(tmp_path / "rows.parquet", 500)
-    pq.write_table(pq.read_table(path), path, row_group_size=500 // row_groups)
-    job = job_of(tmp_path, INSTANT, input={"path": str(path)}, order="input")
-    assert batchrunner.run(job).rows_ok == 500
-    assert len(opened) == 1

@@ -111,12 +111,6 @@ def test_storage_in_the_job(
     assert "of-mine" not in run
     monkeypatch.delenv("MY_SECRET")
     told(refusal(job, tmp_path), "storage.secrets.secret_access_key", "MY_SECRET is not set")
-    secret["secret_access_key"] = "wJalr/the+secret="
-    message = refusal(job, tmp_path)
-    told(message, "storage.secrets.secret_access_key", "this is no name of an environment variable")
-    assert "wJalr" not in message
-    job["storage"]["anonymous"] = True
-    told(refusal(job, tmp_path), "storage: `anonymous` goes without credentials")
 
 
 @pytest.mark.parametrize(

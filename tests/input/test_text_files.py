@@ -32,11 +32,8 @@ def values_in(path: Path, content: str, name: str = "a", types: dict[str, str] |
         ([1, None, 2.5], [1.0, None, 2.5]),
         ([1, "b", {"c": [True]}], ["1", "b", '{"c":[true]}']),
         ([{}, {"x": 1}, {"y": "z"}], [{"x": None, "y": None}, {"x": 1, "y": None}, {"x": None, "y": "z"}]),
-        ([{}, {}], ["{}", "{}"]),
-        ([None, None], [None, None]),
         ([[], [None], ["a"]], [[], [None], ["a"]]),
         ([1 << 63, 5], ["9223372036854775808", "5"]),
-        ([0.5, (1 << 60) + 1], ["0.5", "1152921504606846977"]),
     ],
 )
 @pytest.mark.parametrize("rows_at_once", [1, 100])
@@ -44,8 +41,6 @@ def test_json_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: list[Any], expected: list[Any], rows_at_once: int
 ) -> None:
     """A column has the type of all its values, or is JSON text, however they are read."""
-    if rows_at_once == 1 and isinstance(values[0], float):
-        pytest.skip("each number has a type of its own")
     monkeypatch.setattr(text_files, "BATCH_ROWS", rows_at_once)
     content = "".join(json.dumps({"a": value}) + "\n" for value in values)
     assert values_in(tmp_path / "a.jsonl", content) == expected
