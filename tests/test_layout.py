@@ -101,7 +101,7 @@ MOST_TOKENS = {
     "core": 8_500,
     "job": 19_900,
     "output": 26_300,
-    "input": 37_400,
+    "input": 37_200,
     "engines": 48_500,
     "advise": 13_500,
     "report": 11_800,

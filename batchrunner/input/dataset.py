@@ -70,22 +70,6 @@ class RowBatch:
     """Columns of these rows, in the same order."""
 
 
-class RowReader(Protocol):
-    """Reads rows in the order in which they are sent: DatasetReader in input order, SortedCopy in its own.
-
-    A position is the index of a row in that order, counted from 0; in input order it is the ordinal.
-    """
-
-    def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
-        """Yield the rows, a bounded batch at a time; raises InputError.
-
-        All of them lie at these positions; None means anywhere.
-        """
-
-    def close(self) -> None:
-        """Close open files."""
-
-
 class ColumnSource(Protocol):
     """What has columns: a data set, or the rows of a program."""
 
@@ -215,8 +199,7 @@ class Dataset:
 
     def directory_of(self, row: int) -> str | None:
         """Return the directory of the file that has this row; None for a file that is not on this machine."""
-        at = bisect_right(self._starts, row) - 1
-        source = self._sources[max(0, min(at, len(self._sources) - 1))]
+        source = self._sources[bisect_right(self._starts, row) - 1]
         return str(Path(source.path).absolute().parent) if source.is_local else None
 
     def schema_of(self, columns: Iterable[str]) -> pa.Schema:
@@ -254,7 +237,7 @@ class Dataset:
 
 
 class DatasetReader:
-    """Reads rows of a dataset repeatedly. A file stays open, and so its footer is parsed once.
+    """Reads rows of a dataset in input order. A file stays open, and so its footer is parsed once.
 
     Where the next rows lie ahead in the row group that was read last, it continues there. So small
     consecutive ranges are decoded only once.

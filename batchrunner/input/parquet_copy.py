@@ -7,7 +7,6 @@ Parquet once the type of each column is known. Values without a common type beco
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -126,12 +125,8 @@ def write_rows(batches: Iterable[pa.RecordBatch], path: Path) -> None:
 
 def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
     """Return the columns of all schemas; values of types that have none in common will be JSON text."""
-    names = schemas[0].names
-    if all(schema.names == names for schema in schemas):  # a name may stand twice
-        types = [
-            reduce(_common_type, kinds) for kinds in zip(*(schema.types for schema in schemas), strict=True)
-        ]
-        return pa.schema(list(zip(names, types, strict=True)))
+    if all(schema.equals(schemas[0]) for schema in schemas):
+        return schemas[0]
     kinds: dict[str, pa.DataType] = {}
     for field in chain.from_iterable(schemas):
         kinds[field.name] = _common_type(kinds.get(field.name, pa.null()), field.type)
@@ -154,17 +149,14 @@ def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     """Return a batch with the columns of a schema, see `common_schema`; one that it has not is null."""
     if batch.schema.equals(schema):
         return batch
-    columns: list[pa.Array | None] = list(batch.columns[: len(schema)])
-    if batch.schema.names[: len(schema)] != schema.names:
-        found = dict(zip(batch.schema.names, batch.columns, strict=True))
-        columns = [found.get(name) for name in schema.names]
-    return pa.RecordBatch.from_arrays(
-        [
-            pa.nulls(batch.num_rows, kind) if column is None else _as_type(column, kind)
-            for column, kind in zip(columns, schema.types, strict=True)
-        ],
-        schema=schema,
-    )
+    found = dict(zip(batch.schema.names, batch.columns, strict=True))
+    columns = [
+        _as_type(found[field.name], field.type)
+        if field.name in found
+        else pa.nulls(batch.num_rows, field.type)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
 def array_of(values: Sequence[Any]) -> pa.Array:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import orjson
 import pyarrow as pa
@@ -25,7 +25,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.types import Request, rows_of_column
-from batchrunner.input.dataset import DatasetReader, RowBatch, RowReader, batch_rows
+from batchrunner.input.dataset import DatasetReader, RowBatch, batch_rows
 from batchrunner.input.files import first_line
 from batchrunner.input.job_input import MOST_LEASE_ROWS, JobInput, lease_rows
 from batchrunner.input.order import OrderDecision, decide_by_sample
@@ -87,7 +87,10 @@ class SortedCopy:
         return found
 
     def read(self, rows: BitMap64, positions: range | None = None) -> Iterator[RowBatch]:
-        """Yield the rows in the order of the copy, as `RowReader.read` does."""
+        """Yield the rows, which lie at these positions, in the order of the copy; raises InputError.
+
+        `positions` are whole row groups; None means all.
+        """
         try:
             for group in self._groups(positions or self.positions):
                 metadata = self._file.metadata.row_group(group)
@@ -318,6 +321,13 @@ def prepare_order(
         return None, decision
     log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
     return path, decision
+
+
+RowReader: TypeAlias = DatasetReader | SortedCopy
+"""What reads rows in the order in which they are sent, a bounded batch at a time.
+
+A position is the index of a row in that order, counted from 0; in input order it is the ordinal.
+"""
 
 
 def open_order(job_input: JobInput, path: Path | None, *, leased: bool = False) -> RowReader:

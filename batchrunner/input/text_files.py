@@ -139,6 +139,8 @@ def _csv_batches(
 ) -> Iterator[pa.RecordBatch]:
     records = _csv_records(lines, path, delimiter)
     line, header, problem, _ = next(records, (1, None, "is missing", 0))
+    if header is not None and (twice := [name for name in header if name and header.count(name) > 1]):
+        header, problem = None, f"has {twice[0]!r} twice"
     if header is None:
         raise InputError(
             f"{path}: line {line}: the header {problem}",
@@ -150,6 +152,14 @@ def _csv_batches(
     for chunk in in_chunks(_of_width(records, len(header))):
         columns = list(zip(*(cells or nothing for _, cells, _, _ in chunk), strict=True))
         yield batch_of(path, chunk, header, columns, kinds)
+
+
+def _of_width(records: Iterable[Record], width: int) -> Iterator[Record]:
+    for line, cells, problem, size in records:
+        if cells is None or len(cells) == width:
+            yield line, cells, problem, size
+        else:
+            yield line, None, f"{len(cells)} value(s), but the header has {width}", size
 
 
 def _csv_records(lines: Iterator[bytes], path: str, delimiter: str) -> Iterator[Record]:
@@ -175,14 +185,6 @@ def _csv_records(lines: Iterator[bytes], path: str, delimiter: str) -> Iterator[
             yield line, cells if is_text else None, problem, len(text)
 
 
-def _of_width(records: Iterable[Record], width: int) -> Iterator[Record]:
-    for line, cells, problem, size in records:
-        if cells is not None and len(cells) != width:
-            yield line, None, f"{len(cells)} value(s), but the header has {width}", size
-        else:
-            yield line, cells, problem, size
-
-
 def _json_records(lines: Iterable[bytes]) -> Iterator[Record]:
     """Yield the object on each line."""
     for number, line in enumerate(lines, 1):
@@ -200,10 +202,6 @@ def _json_records(lines: Iterable[bytes]) -> Iterator[Record]:
                 ):
                     problem = f"nested deeper than {MOST_LEVELS}"
             yield number, None if problem else value, problem, len(line)
-
-
-def _may_be_deep(text: bytes) -> bool:
-    return text.count(b"[") + text.count(b"{") > MOST_LEVELS
 
 
 def _json_batches(lines: Iterable[bytes], path: str, types: Mapping[str, str]) -> Iterator[pa.RecordBatch]:

@@ -21,8 +21,8 @@ from tenacity import (
 from batchrunner.core.errors import InputError, InputLostError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Lease, Outcome, Request
-from batchrunner.input.dataset import RowBatch, RowReader
-from batchrunner.input.sorted_copy import open_order
+from batchrunner.input.dataset import RowBatch
+from batchrunner.input.sorted_copy import RowReader, open_order
 from batchrunner.runner.prepare import PreparedJob
 
 log = logging.getLogger(__name__)

@@ -107,7 +107,7 @@ FILES = [
     ("a.csv", b'id,"text\n1,a\n', "the record at line 1: unexpected end of data"),
     ("a.csv", b'id,text\n9,"a"b\n8,b\n', "the record at line 2: ',' expected after '\"'"),
     ("a.csv", b"id,text\n9,a\rb\n", "the record at line 2: new-line character seen"),
-    ("a.csv", b"id,text,text\n1,a,b\n", "has 2 columns 'text'"),
+    ("a.csv", b"id,text,text\n1,a,b\n", "line 1: the header has 'text' twice"),
     (
         "a.csv.gz",
         gzip.compress(b"id,text\n" + b"1,a\n" * 99, mtime=0)[:-9],

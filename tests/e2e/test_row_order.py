@@ -128,6 +128,17 @@ def test_carried_columns_survive_the_sort(tmp_path: Path) -> None:
     assert found[0].to_pylist() == found[1].to_pylist()
 
 
+def test_columns_of_views(tmp_path: Path) -> None:
+    """Texts and bytes as views, inside of others too, are sorted and carried."""
+    tags = pa.array([{"tag": b"b"}, {"tag": b"a"}], pa.struct([("tag", pa.binary_view())]))
+    pq.write_table(
+        pa.table({"text": pa.array(["b", "a"], pa.string_view()), "tag": tags}), tmp_path / "input.parquet"
+    )
+    job = sorted_job(tmp_path, input={"columns": ["tag"]})
+    assert batchrunner.run(job).rows_ok == 2
+    assert [row["tag"] for row in results_of(job)] == tags.to_pylist()
+
+
 def test_columns_of_the_path_and_names_of_ours(tmp_path: Path, server: FakeSGLang) -> None:
     """Columns in the path, a column named row, messages and an output path that looks like a column."""
     for day in (1, 2):

@@ -27,6 +27,5 @@ CARRIED: dict[str, pa.Array[Any]] = {
     "unsigned": pa.array([2**64 - 1, None, 0], pa.uint64()),
     "half": pa.array([1.5, None, 2.5], pa.float32()),
     "boolean": pa.array([True, None, False]),
-    "views": pa.array([{"tag": b"x"}, None, {"tag": None}], pa.struct([("tag", pa.binary_view())])),
     "time": pa.array([dt.time(1, 2, 3), None, dt.time(0)], pa.time64("us")),
 }
