@@ -106,7 +106,7 @@ MOST_TOKENS = {
     "advise": 13_500,
     "report": 11_800,
     "dispatch": 27_800,
-    "runner": 29_300,
+    "runner": 29_200,
     "tune": 15_700,
     "api": 2_500,
     "ray": 5_600,

@@ -205,39 +205,26 @@ def rows_given(outcome: Outcome, plan: AnswerPlan) -> list[dict[str, Any]]:
 def _row_given(row: ResultRow, carried: dict[str, Any], plan: AnswerPlan) -> dict[str, Any]:
     outcome, sample = row
     completion = outcome.completion
+    decodes = plan.task is None
     reason: Any = None
     if outcome.is_left_out:
         reason = LEFT_OUT if plan.samples == 1 or plan.explode else [LEFT_OUT] * plan.samples
 
-    if plan.task is not None:
-        return {
-            "row": outcome.ref.row,
-            **carried,
-            "prompt_tokens": completion.prompt_tokens if completion else None,
-            "cached_tokens": completion.cached_tokens if completion else None,
-            "latency_s": outcome.latency_s,
-            "attempts": outcome.attempts,
-            "error": outcome.error,
-            **{name: _value_of(completion, name, kind) for name, kind in plan.parsed},
-        }
-
     def each(values: list[Any]) -> Any:
         return values if sample is None else values[sample]
 
-    return {
-        "row": outcome.ref.row,
-        **({SAMPLE: sample} if plan.explode else {}),
-        **carried,
-        "output": each(completion.texts) if completion else None,
-        "finish_reason": each(completion.finish_reasons) if completion else reason,
-        "prompt_tokens": completion.prompt_tokens if completion else None,
-        "cached_tokens": completion.cached_tokens if completion else None,
-        "completion_tokens": each(completion.completion_tokens) if completion else None,
-        "latency_s": outcome.latency_s,
-        "attempts": outcome.attempts,
-        "error": outcome.error,
-        **{name: answer_value(row, name) for name in plan.names},
-    }
+    given = {"row": outcome.ref.row, **({SAMPLE: sample} if plan.explode else {}), **carried}
+    if decodes:
+        given["output"] = each(completion.texts) if completion else None
+        given["finish_reason"] = each(completion.finish_reasons) if completion else reason
+    given["prompt_tokens"] = completion.prompt_tokens if completion else None
+    given["cached_tokens"] = completion.cached_tokens if completion else None
+    if decodes:
+        given["completion_tokens"] = each(completion.completion_tokens) if completion else None
+    given |= {"latency_s": outcome.latency_s, "attempts": outcome.attempts, "error": outcome.error}
+    if decodes:
+        return given | {name: answer_value(row, name) for name in plan.names}
+    return given | {name: _value_of(completion, name, kind) for name, kind in plan.parsed}
 
 
 def _value_of(completion: Completion | None, name: str, kind: ColumnKind) -> Any:

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -346,36 +346,25 @@ async def give_back(rows: FixedRows | LeasedRows, lock: TaskLock) -> None:
             log.warning("leases were not given back: %s", failure)
 
 
+@dataclass(slots=True)
 class Run:
     """An attempt whose engine is open: it sends the rows, writes the results, and makes the report."""
 
-    def __init__(
-        self,
-        prepared: PreparedJob,
-        attempt: Attempt,
-        engine: Engine,
-        info: EngineInfo,
-        lock: TaskLock,
-        counts: RowCounts,
-        events: EventLog,
-        control: Control,
-        display: Display,
-        handover: Handover | None = None,
-    ) -> None:
-        """Take the parts; `lock` is held on the task, `handover` gets the rows too."""
-        self.prepared = prepared
-        self.attempt = attempt
-        self.engine = engine
-        self.info = info
-        self.lock = lock
-        self.counts = counts
-        self.events = events
-        self.control = control
-        self.display = display
-        self.handover = handover
-        self.began = time.monotonic()
-        self.earlier = attempt_spans(prepared.run_dir.events)
-        """Earlier attempts of this task."""
+    prepared: PreparedJob
+    attempt: Attempt
+    engine: Engine
+    info: EngineInfo
+    lock: TaskLock
+    """It is held on the task."""
+    counts: RowCounts
+    events: EventLog
+    control: Control
+    display: Display
+    handover: Handover | None
+    """It gets the rows too."""
+    began: float = field(default_factory=time.monotonic)
+    earlier: Sequence[tuple[float, float]] = ()
+    """Times of earlier attempts of this task."""
 
     async def go(self) -> Report:
         """Send all rows and return the report, which is also in report.json.
@@ -383,6 +372,7 @@ class Run:
         Raises BatchrunError if the run could not go on, as CannotTokenizeError or StorageError; once rows
         were sent the error has the report too.
         """
+        self.earlier = attempt_spans(self.prepared.run_dir.events)
         sending, writer = await self._build()
         self._write_run_json()  # not before: a job that was refused is not the one that is to go on
         failure: BatchrunError | None = None

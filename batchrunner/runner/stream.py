@@ -121,10 +121,11 @@ class RowBuffer:
                 self._pieces.popleft()
                 self._rows -= rows
                 self._bytes -= size
-                self._changed.notify_all()
                 if not isinstance(piece, dict):
+                    self._changed.notify_all()
                     return piece
                 taken.append(piece)
+            self._changed.notify_all()
             return taken or None
 
     def end(self, failure: BaseException | None = None) -> None:
@@ -310,7 +311,8 @@ class ProgramRows:
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
         """Render what is in the buffer, and wait for more. What the iterator raises is in the buffer."""
-        pieces: list[pa.RecordBatch | str] | None = self._first
+        pieces: list[pa.RecordBatch | str] | None
+        pieces, self._first = self._first, []
         while pieces is not None:
             for piece in pieces:
                 rows = range(self._read, self._read + (1 if isinstance(piece, str) else piece.num_rows))
