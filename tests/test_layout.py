@@ -102,7 +102,7 @@ MOST_TOKENS = {
     "job": 19_900,
     "output": 26_300,
     "input": 37_200,
-    "engines": 48_500,
+    "engines": 48_400,
     "advise": 13_500,
     "report": 11_800,
     "dispatch": 27_800,

@@ -85,7 +85,7 @@ class _Server:
             raise InputError(f"{url}: refuses the API key", hint=f"set {KEY_VARIABLE}")
         if "model_path" not in info:
             raise InputError(
-                f"{url}: not an SGLang server (no {SERVER_INFO[0]})",
+                f"{url}: not an SGLang server (no {SERVER_INFO})",
                 hint="give a server's own address, not a gateway's",
             )
         self._facts.version = info.get("version")

@@ -17,8 +17,6 @@ class Timing:
     """Longest wait for the answer to what a server is asked before rows are sent, such as its model."""
     silent_scheduler: float = 5.0
     """Time without a fresh load sample after which a scheduler's window is held."""
-    worker_list: float = 15.0
-    """Pause between two reads of a gateway's list of workers, which may change."""
     model_check: float = 1.0
     """Pause between two questions to an attached server for its model, which a proxy may change unseen."""
     worker_check: float = 0.02

@@ -102,12 +102,10 @@ class AttachedGateway(HttpEngine):
         self._hang_s = limits.hang
         self._hangs: dict[str, HangDetector] = {}
         self._workers = WorkerList(url, api_key)
-        self._read_at = 0.0
 
     async def open(self) -> EngineInfo:
         """Find the workers and read the description of each; see `Engine.open`."""
         urls = await self._workers.addresses()
-        self._read_at = time.monotonic()
         if not urls:
             raise EngineStartError(f"{self._url}: the gateway has no workers that speak HTTP")
         info = await self.connect(urls, gateway=self._url, workers=self._workers)
@@ -116,11 +114,6 @@ class AttachedGateway(HttpEngine):
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each worker that answers now."""
-        if time.monotonic() - self._read_at > TIMING.worker_list:
-            self._read_at = time.monotonic()
-            with contextlib.suppress(EngineStartError):  # the gateway is down: the workers known are polled
-                if urls := await self._workers.addresses():
-                    self.replicas = urls
         loads = await super().loads()
         for url in self.replicas:
             self._watch(url, [load for load in loads if load.server == url])

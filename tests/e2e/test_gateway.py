@@ -19,16 +19,13 @@ import batchrunner
 from batchrunner.core.errors import (
     RowRefusedError,
 )
-from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Request, RowRef
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.launched.gateway import GatewayProcess
-from batchrunner.engines.registry import make_engine
 from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine
-from batchrunner.job.load import parse_engine
 from batchrunner.job.sampling import SamplingSpec
 from batchrunner.job.spec import LimitsSpec
 from tests.conftest import (
@@ -64,7 +61,7 @@ class RealGateway:
 
     def __init__(self, log_dir: Path) -> None:
         self.key = secrets.token_hex(8)
-        spec = GatewayEngine(kind="gateway", model="of/the/fakes")
+        spec = GatewayEngine(kind="gateway", model="of/fakes")
         limits = LimitsSpec(request_timeout=60)
         self.process = GatewayProcess(spec, IncidentQueue(), key=self.key, log_dir=log_dir, limits=limits)
         self.url = self.process.url
@@ -95,25 +92,28 @@ def real_gateway(
         loop_runner.run(made.process.close())
 
 
+Workers = tuple[dict[str, Any], FakeSGLang, FakeSGLang]
+"""The engine of a job, and the two workers behind its gateway."""
+
+
 @pytest.fixture
 def behind(
     real_gateway: RealGateway, loop_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Put workers behind the gateway; returns the engine of a job."""
+) -> Iterator[Callable[..., contextlib.AbstractContextManager[Workers]]]:
+    """Put two workers behind the gateway, the second one at a port."""
     monkeypatch.setenv(KEY_VARIABLE, real_gateway.key)
 
-    def put(*workers: FakeSGLang) -> dict[str, Any]:
-        loop_runner.run(real_gateway.use(*(worker.url for worker in workers)))
-        return {"kind": "gateway", "url": real_gateway.url}
+    @contextlib.contextmanager
+    def put(port: int = 0, **arguments: Any) -> Iterator[Workers]:
+        with (
+            FakeSGLang(api_key=real_gateway.key, arguments=arguments) as one,
+            FakeSGLang(api_key=real_gateway.key, arguments=arguments, port=port) as two,
+        ):
+            loop_runner.run(real_gateway.use(one.url, two.url))
+            yield {"kind": "gateway", "url": real_gateway.url}, one, two
 
     yield put
     loop_runner.run(real_gateway.use())
-
-
-@contextlib.contextmanager
-def two_workers(key: str | None) -> Iterator[tuple[FakeSGLang, FakeSGLang]]:
-    with FakeSGLang(api_key=key) as one, FakeSGLang(api_key=key) as two:
-        yield one, two
 
 
 def hold_until(workers: Sequence[FakeSGLang], holds: Callable[[], bool]) -> None:
@@ -131,12 +131,9 @@ def hold_until(workers: Sequence[FakeSGLang], holds: Callable[[], bool]) -> None
 
 @pytest.mark.gateway
 @pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}])
-def test_rows_are_shared_out(
-    tmp_path: Path, real_gateway: RealGateway, behind: Any, prompt: dict[str, str]
-) -> None:
+def test_rows_are_shared_out(tmp_path: Path, behind: Any, prompt: dict[str, str]) -> None:
     """A job on a gateway that runs already: all rows, evenly, and the load of each worker from itself."""
-    with two_workers(real_gateway.key) as (one, two):
-        engine = behind(one, two)
+    with behind() as (engine, one, two):
         hold_until((one, two), lambda: len(one.sent) + len(two.sent) >= 40)
         job = job_of(tmp_path, engine, rows=60, prompt=prompt, window=40)
         report = batchrunner.run(job)
@@ -151,14 +148,9 @@ def test_rows_are_shared_out(
 
 @pytest.mark.gateway
 @pytest.mark.usefixtures("full_requests")
-def test_embeddings_go_in_lists(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
+def test_embeddings_go_in_lists(tmp_path: Path, behind: Any) -> None:
     """The gateway passes on lists of prompts for embeddings."""
-    model = {"is_generation": False}
-    with (
-        FakeSGLang(api_key=real_gateway.key, arguments=model) as one,
-        FakeSGLang(api_key=real_gateway.key, arguments=model) as two,
-    ):
-        engine = behind(one, two)
+    with behind(is_generation=False) as (engine, one, two):
         ids = [[n, n + 1, 7] for n in range(40)]
         path = write_rows(tmp_path / "ids.parquet", 40, ids=ids)
         job = job_of(
@@ -174,12 +166,6 @@ def test_embeddings_go_in_lists(tmp_path: Path, real_gateway: RealGateway, behin
 
 BUNDLED = {"stream_interval": 1 << 30}
 """Argument of workers whose rows may share requests through a gateway."""
-
-
-@contextlib.contextmanager
-def two_bundling_workers(key: str) -> Iterator[tuple[FakeSGLang, FakeSGLang]]:
-    with FakeSGLang(api_key=key, arguments=BUNDLED) as one, FakeSGLang(api_key=key, arguments=BUNDLED) as two:
-        yield one, two
 
 
 def bundled_job(directory: Path, engine: Any, ids: list[list[int]], **changes: Any) -> dict[str, Any]:
@@ -202,10 +188,10 @@ def bundled_job(directory: Path, engine: Any, ids: list[list[int]], **changes: A
 
 @pytest.mark.gateway
 @pytest.mark.usefixtures("full_requests")
-def test_rows_share_requests(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
+def test_rows_share_requests(tmp_path: Path, behind: Any) -> None:
     """Each row has its own answer, and both workers have some of the requests."""
-    with two_bundling_workers(real_gateway.key) as (one, two):
-        job = bundled_job(tmp_path, behind(one, two), [[row] for row in range(200)])
+    with behind(**BUNDLED) as (engine, one, two):
+        job = bundled_job(tmp_path, engine, [[row] for row in range(200)])
         hold_until((one, two), lambda: len(one.sent) + len(two.sent) >= 64)
         report = batchrunner.run(job)
         sent = [*one.sent, *two.sent]
@@ -219,15 +205,13 @@ def test_rows_share_requests(tmp_path: Path, real_gateway: RealGateway, behind: 
 
 @pytest.mark.gateway
 @pytest.mark.usefixtures("full_requests")
-def test_rows_of_a_request_have_one_prefix_and_one_set_of_parameters(
-    tmp_path: Path, real_gateway: RealGateway, behind: Any
-) -> None:
+def test_rows_of_a_request_have_one_prefix_and_one_set_of_parameters(tmp_path: Path, behind: Any) -> None:
     """A request goes to one worker whole, and the gateway refuses one with several sets."""
     ids = [[document] * 300 + [row] for row in range(240) for document in [row % 12]]
-    with two_bundling_workers(real_gateway.key) as (one, two):
+    with behind(**BUNDLED) as (engine, one, two):
         job = bundled_job(
             tmp_path,
-            behind(one, two),
+            engine,
             ids,
             sampling={"max_new_tokens": {"column": "tokens"}},
         )
@@ -248,10 +232,10 @@ def test_rows_of_a_request_have_one_prefix_and_one_set_of_parameters(
 @pytest.mark.usefixtures("quick_retries")
 @pytest.mark.parametrize("fate", ["die", "disconnect"])
 def test_a_worker_that_cuts_off_a_request_with_several_rows(
-    tmp_path: Path, real_gateway: RealGateway, behind: Any, fate: Behaviour
+    tmp_path: Path, behind: Any, fate: Behaviour
 ) -> None:
     """Rows that had ended keep their answers, and the others are sent again."""
-    with two_bundling_workers(real_gateway.key) as (one, two):
+    with behind(**BUNDLED) as (engine, one, two):
         struck: list[Sent] = []
 
         def once(sent: Sent) -> Behaviour:
@@ -261,7 +245,7 @@ def test_a_worker_that_cuts_off_a_request_with_several_rows(
             return "answer"
 
         one.script = two.script = once
-        job = bundled_job(tmp_path, behind(one, two), [[row] for row in range(200)])
+        job = bundled_job(tmp_path, engine, [[row] for row in range(200)])
         report = batchrunner.run(job)
         tries = Counter(sent.prompt for worker in (one, two) for sent in worker.sent)
     assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 200, 0)
@@ -271,43 +255,13 @@ def test_a_worker_that_cuts_off_a_request_with_several_rows(
 
 
 @pytest.mark.gateway
-def test_workers_that_send_each_token(
-    tmp_path: Path, real_gateway: RealGateway, behind: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_workers_that_send_each_token(tmp_path: Path, behind: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Rows go one by one, and the log says once with which argument they would not."""
-    with two_workers(real_gateway.key) as (one, two), caplog.at_level(logging.INFO):
-        report = batchrunner.run(bundled_job(tmp_path, behind(one, two), [[row] for row in range(40)]))
+    with behind() as (engine, *_), caplog.at_level(logging.INFO):
+        report = batchrunner.run(bundled_job(tmp_path, engine, [[row] for row in range(40)]))
     assert (report.rows_ok, report.bundles["most_rows"]) == (40, 1)
     (line,) = (line for line in caplog.messages if "rows are sent one by one" in line)
     assert "start it with --stream-interval" in line
-
-
-@pytest.mark.gateway
-async def test_signals_come_from_each_worker(real_gateway: RealGateway, tmp_path: Path) -> None:
-    """Each worker is a scheduler on the one route; a worker that is added later is found."""
-    with two_workers(real_gateway.key) as (one, two), FakeSGLang(api_key=real_gateway.key) as three:
-        await real_gateway.use(one.url, two.url)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(KEY_VARIABLE, real_gateway.key)
-            patch.setattr(TIMING, "worker_list", 0)
-            engine = make_engine(
-                parse_engine({"kind": "gateway", "url": real_gateway.url}),
-                log_dir=tmp_path,
-                limits=LimitsSpec(request_timeout=30),
-            )
-            try:
-                info = await engine.open()
-                assert info.routes == ("gateway",)
-                signals = await engine.loads()
-                assert {(s.scheduler, s.route) for s in signals} == {
-                    (one.url, "gateway"),
-                    (two.url, "gateway"),
-                }
-                await real_gateway.use(one.url, two.url, three.url)
-                assert len(await engine.loads()) == 3
-            finally:
-                await engine.close()
-        await real_gateway.use()
 
 
 @pytest.mark.gateway
@@ -315,8 +269,7 @@ async def test_signals_come_from_each_worker(real_gateway: RealGateway, tmp_path
 def test_worker_that_goes_and_comes_back(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
     """No row is lost or doubled, and none uses up its tries while the gateway still sends it there."""
     with contextlib.ExitStack() as stack:
-        one = stack.enter_context(FakeSGLang(api_key=real_gateway.key))
-        two = stack.enter_context(FakeSGLang(api_key=real_gateway.key, port=free_port()))
+        engine, one, two = stack.enter_context(behind(port=free_port()))
         back: list[FakeSGLang] = []
 
         def end_at(sent: Sent) -> Any:
@@ -330,7 +283,6 @@ def test_worker_that_goes_and_comes_back(tmp_path: Path, real_gateway: RealGatew
 
         two.script, one.script = end_at, come_back
         one.on_poll = one.wake_held
-        engine = behind(one, two)
         # two tries, for a row that is refused just before and asked about just after the worker is back
         job = job_of(tmp_path, engine, rows=400, limits={"max_attempts": 2}, window=8)
         report = batchrunner.run(job)
@@ -343,13 +295,11 @@ def test_worker_that_goes_and_comes_back(tmp_path: Path, real_gateway: RealGatew
 
 @pytest.mark.gateway
 @pytest.mark.usefixtures("quick_retries")
-def test_row_that_a_living_worker_always_cuts_off(
-    tmp_path: Path, real_gateway: RealGateway, behind: Any
-) -> None:
+def test_row_that_a_living_worker_always_cuts_off(tmp_path: Path, behind: Any) -> None:
     """The gateway says the same as of a dead worker; the row must not go on for ever."""
-    with two_workers(real_gateway.key) as (one, two):
+    with behind() as (engine, one, two):
         one.script = two.script = lambda sent: "disconnect" if sent.prompt == "row 3" else "answer"
-        job = job_of(tmp_path, behind(one, two), rows=10, limits={"max_attempts": 3, "max_failed_rows": 1})
+        job = job_of(tmp_path, engine, rows=10, limits={"max_attempts": 3, "max_failed_rows": 1})
         report = batchrunner.run(job)
     assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 9, 1)
     bad = results_of(job)[3]
@@ -358,13 +308,11 @@ def test_row_that_a_living_worker_always_cuts_off(
 
 
 @pytest.mark.gateway
-def test_worker_of_others_that_hangs(
-    tmp_path: Path, real_gateway: RealGateway, behind: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_worker_of_others_that_hangs(tmp_path: Path, behind: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Nobody else would say so: the warning and the event name the worker; its rows end when it moves."""
-    with two_workers(real_gateway.key) as (one, two):
+    with behind() as (engine, one, two):
         one.script = lambda _: "hold"
-        job = job_of(tmp_path, behind(one, two), rows=100, window=16, limits={"hang": 0.3})
+        job = job_of(tmp_path, engine, rows=100, window=16, limits={"hang": 0.3})
 
         def wake() -> None:
             try:
@@ -394,13 +342,11 @@ def test_what_stands_in_the_way(
         assert result.exit_code == 2
         return result.stderr.splitlines()[-1]
 
-    behind()
     assert "has no workers" in said(real_gateway.url)
     with FakeSGLang() as server:
         assert "is not SGLang's Model Gateway" in said(server.url)
     assert "start the gateway, or correct engine.url" in said(f"http://127.0.0.1:{free_port()}")
-    with FakeSGLang(api_key=real_gateway.key) as worker:
-        behind(worker)
+    with behind():
         monkeypatch.setenv(KEY_VARIABLE, "wrong")
         assert "refuses the API key" in said(real_gateway.url)
     monkeypatch.setenv(KEY_VARIABLE, real_gateway.key)
@@ -408,7 +354,7 @@ def test_what_stands_in_the_way(
 
 
 @pytest.mark.gateway
-def test_a_batch_file(tmp_path: Path, real_gateway: RealGateway, behind: Any) -> None:
+def test_a_batch_file(tmp_path: Path, behind: Any) -> None:
     """Bodies pass it whole, also without a model; what it refuses itself has its own error."""
     say = [{"role": "user", "content": "hi"}]
     chat, text = "/v1/chat/completions", "/v1/completions"
@@ -424,8 +370,8 @@ def test_a_batch_file(tmp_path: Path, real_gateway: RealGateway, behind: Any) ->
             line = {"custom_id": name, "method": "POST", "url": url, "body": body}
             file.write(json.dumps(line) + "\n")
     base = tmp_path / "base.yaml"
-    with two_workers(real_gateway.key) as (one, two):
-        base.write_text(json.dumps({"engine": behind(one, two)}))
+    with behind() as (engine, one, two):
+        base.write_text(json.dumps({"engine": engine}))
         done = batchrun("batch", requests, "-o", results, "--job", base)
         sent = [item.body for item in one.sent + two.sent]
     assert done.exit_code == 0, done.stderr
@@ -490,6 +436,6 @@ def test_lost_parameters_are_refused(tmp_path: Path) -> None:
         job = job_of(tmp_path, engine, prompt=prompt, sampling={name: EACH[name]})
         result = batchrun("check", write_job(job, tmp_path))
         assert (result.exit_code == 2) is refused
-        assert (f"sampling.{name}" in result.stderr) is refused
+        assert (f"{name}: the gateway does not pass it on" in result.stderr) is refused
     with pytest.raises(RowRefusedError, match="stop_regex"):
         wire.refuse_dropped(_request("x", {"stop_regex": "a"}, chat=True))

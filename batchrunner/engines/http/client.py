@@ -466,6 +466,8 @@ class HttpEngine(Engine):
                     answer = await read(posted)
                 finally:
                     posted.release()
+        except (RequestError, BatchrunError):
+            raise
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise await self._meaning(endpoint, failure, sent_at) from None
         finally:
@@ -476,28 +478,24 @@ class HttpEngine(Engine):
 
     async def _meaning(self, endpoint: Endpoint, failure: Exception, sent_at: float) -> Exception:
         """Return the error that a failure on the way means for the rows that were sent."""
+        url = endpoint.url
+        if isinstance(failure, (aiohttp.ClientError, OSError)):
+            self.guard.doubt(url)
         match failure:
-            case RequestError() | BatchrunError():
-                return failure
-            case TimeoutError() if not isinstance(failure, aiohttp.ConnectionTimeoutError):
+            case aiohttp.ConnectionTimeoutError():  # a host that is gone: no row is why
+                return EngineDownError(f"no connection to {url} within {CONNECT_TIMEOUT_S:g} s")
+            case TimeoutError():
                 late = f"no answer within {self._timeout_s:g} s"
                 return EngineDownError(endpoint.closed) if endpoint.closed else NoAnswerError(late)
+            case aiohttp.ClientConnectorError():
+                return EngineDownError(f"no connection to {url}: {in_words(failure)}")
             case aiohttp.ClientError() | OSError():
-                self.guard.doubt(endpoint.url)
-                return await self._lost(endpoint.url, failure, sent_at)
-        log.debug("an answer of %s", endpoint.url, exc_info=failure)
+                what = f"connection lost: {in_words(failure)}"
+                if self._behind_gateway:  # it only passes rows on: none of them is why it ended
+                    return EngineDownError(what)
+                return await self.failures.classify(url, sent_at, what)
+        log.debug("an answer of %s", url, exc_info=failure)
         return AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})")
-
-    async def _lost(self, url: str, failure: aiohttp.ClientError | OSError, sent_at: float) -> RequestError:
-        """Return the error of a row whose connection was not made, or was cut."""
-        if isinstance(failure, aiohttp.ConnectionTimeoutError):  # a host that is gone: no row is why
-            return EngineDownError(f"no connection to {url} within {CONNECT_TIMEOUT_S:g} s")
-        if isinstance(failure, aiohttp.ClientConnectorError):
-            return EngineDownError(f"no connection to {url}: {in_words(failure)}")
-        what = f"connection lost: {in_words(failure)}"
-        if self._behind_gateway:  # it only passes rows on: none of them is why it ended
-            return EngineDownError(what)
-        return await self.failures.classify(url, sent_at, what)
 
 
 async def _whole(answer: PostedAnswer) -> WholeAnswer:

@@ -16,17 +16,14 @@ from batchrunner.core.timing import TIMING
 
 log = logging.getLogger(__name__)
 
-MODEL_INFO = ("/model_info", "/get_model_info")
-SERVER_INFO = ("/server_info", "/get_server_info")
-"""Paths of the server's description of itself, the newest release's first."""
+MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
+"""Paths of the server's description of itself."""
 LOADS, METRICS = "/v1/loads?include=core", "/metrics"
 """Paths at which a server may report its load, the better one first."""
 KEY_REFUSED = frozenset({401, 403})
 """Statuses with which a server refuses the API key."""
 PREFIX = "sglang:"
 """Beginning of the names of SGLang's metrics."""
-MOST_BYTES = 8 << 20
-"""Most bytes of a body that are read; `/metrics` of a large server has a tenth of them."""
 MOST = 1 << 53
 """Largest value of a gauge or counter: up to there a double holds every integer."""
 NOT_REACHED = (aiohttp.ClientError, TimeoutError, OSError)
@@ -43,32 +40,23 @@ class ServerStatus:
         self._session = session
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
-        """Return the status and the body of a path; a body that is too long comes back empty."""
+        """Return the status and the body of a path; raises one of NOT_REACHED."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self._session.get(self.url + path, timeout=timeout) as response:
-                body = bytearray()
-                async for part in response.content.iter_any():
-                    body += part
-                    if len(body) > MOST_BYTES:
-                        return response.status, b""
-                return response.status, bytes(body)
+                return response.status, await response.read()
         except NOT_REACHED:
             raise
         except Exception as failure:  # what no HTTP library foresaw
             raise aiohttp.ClientPayloadError(f"the answer cannot be read: {failure!r}") from failure
 
-    async def mapping(self, paths: tuple[str, ...], timeout_s: float) -> tuple[int, dict[str, Any]]:
-        """Ask the paths in turn; return the last status and the first JSON object, empty without one."""
-        status = 0
-        for path in paths:
-            status, body = await self.get(path, timeout_s)
-            if status in KEY_REFUSED:
-                break
-            with contextlib.suppress(orjson.JSONDecodeError):
-                found = orjson.loads(body) if status == 200 else None  # noqa: PLR2004
-                if isinstance(found, dict):
-                    return status, found
+    async def mapping(self, path: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
+        """Return the status and the JSON object of a path, empty without one."""
+        status, body = await self.get(path, timeout_s)
+        with contextlib.suppress(orjson.JSONDecodeError):
+            found = orjson.loads(body) if status == 200 else None  # noqa: PLR2004
+            if isinstance(found, dict):
+                return status, found
         return status, {}
 
     async def load(self, path: str, timeout_s: float, route: str | None = None) -> list[SchedulerLoad]:
@@ -79,7 +67,7 @@ class ServerStatus:
     async def is_alive(self) -> bool:
         """Tell whether the server answers within 2 s, with whatever status."""
         try:
-            await self.get(MODEL_INFO[0], TIMING.status_timeout)
+            await self.get(MODEL_INFO, TIMING.status_timeout)
         except NOT_REACHED:
             return False
         return True

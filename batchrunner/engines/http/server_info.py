@@ -97,13 +97,13 @@ class ServerQuestions:
     async def _model_info(self, url: str, timeout_s: float) -> dict[str, Any]:
         found = await self._ask(url, MODEL_INFO, timeout_s)
         if not found.get("model_path"):
-            raise EngineDownError(f"{url}: something answers, but it is not SGLang (no {MODEL_INFO[0]})")
+            raise EngineDownError(f"{url}: something answers, but it is not SGLang (no {MODEL_INFO})")
         return found
 
-    async def _ask(self, url: str, paths: tuple[str, ...], timeout_s: float) -> dict[str, Any]:
+    async def _ask(self, url: str, path: str, timeout_s: float) -> dict[str, Any]:
         """Ask a server what it is; raises EngineDownError where it does not answer or refuses the key."""
         try:
-            status, found = await ServerStatus(self._session, url).mapping(paths, timeout_s)
+            status, found = await ServerStatus(self._session, url).mapping(path, timeout_s)
         except NOT_REACHED as failure:
             raise EngineDownError(f"no connection to {url} ({in_words(failure)}): {self._remedy}") from None
         if status in KEY_REFUSED:
