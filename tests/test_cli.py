@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT, batchrun, job_of, report_of, results_of, write_job
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from tests.support.fake_sglang import FakeSGLang
@@ -199,3 +200,14 @@ def test_json_of_other_commands(tmp_path: Path) -> None:
         jsonschema_rs.validate(engine, good)
     with pytest.raises(jsonschema_rs.ValidationError):
         jsonschema_rs.validate(engine, {"kind": "simulation"})
+
+
+def test_a_log_that_cannot_be_written_costs_no_row(tmp_path: Path) -> None:
+    """Nor does it change the exit code: standard error may be on a full disk, or a pipe that nobody reads."""
+    job = job_of(tmp_path, rows=300)
+    command = [sys.executable, "-m", "batchrunner", str(write_job(job, tmp_path))]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stderr=full, timeout=PATIENCE_S, check=False)
+        wrong = subprocess.run([*command, "--set", "limits=7"], stderr=full, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, wrong.returncode) == (0, 2)
+    assert [row["row"] for row in results_of(job)] == list(range(300))

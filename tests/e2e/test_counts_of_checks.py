@@ -108,18 +108,6 @@ def test_failed_rows_that_are_sent_again(tmp_path: Path, server: FakeSGLang) -> 
     assert batchrunner.run(job).checks == checks  # nothing is left to do
 
 
-def test_starts_and_tasks(tmp_path: Path, server: FakeSGLang) -> None:
-    """Each start of each task adds its rows; `merge` counts them all, and so does a later start."""
-    server.script = every_third_fails
-    job = job_of(tmp_path, server, rows=30, check=CHECK, limits={"abort_failed_share": 1.0})
-    file = write_job(job, tmp_path)
-    for limit in (9, 30):
-        with started(file, "--join", "--set", f"input.limit={limit}"):
-            batchrun(file, "--join", "--set", f"input.limit={limit}")
-    merged = json.loads(batchrun("merge", tmp_path / "run", "--json").stdout)
-    assert numbers(merged["report"]["checks"]) == counts_of(30)
-
-
 def test_the_samples_of_a_row_count_once(tmp_path: Path, server: FakeSGLang) -> None:
     """Also where each is a row of the results, and where equal rows share an answer."""
     write_rows(tmp_path / "input.parquet", 6, same=["equal"] * 6)
@@ -133,17 +121,6 @@ def test_the_samples_of_a_row_count_once(tmp_path: Path, server: FakeSGLang) -> 
     checks = batchrunner.run(job).checks
     assert (checks["rows_asked_again"], checks["asked_again"], checks["output_tokens"]) == (1, 1, 3)
     assert checks == report.checks
-
-
-def test_a_row_that_ends_without_a_further_answer(tmp_path: Path, server: FakeSGLang) -> None:
-    """It keeps its last answer; the tries that had one count."""
-    server.script = lambda sent: says(sent, "bad") if sent.tries == 1 else "too long"
-    job = job_of(tmp_path, server, rows=3, check=CHECK)
-    report = batchrunner.run(job)
-    assert {row["output"] for row in results_of(job)} == {"bad"}
-    checks = report.checks
-    assert (checks["rows_asked_again"], checks["rows_mended"], checks["rows_failed"]) == (3, 0, 0)
-    assert checks["causes"][0]["rows"] == 3
 
 
 def test_a_part_has_so_many_rows_of_the_input(tmp_path: Path, server: FakeSGLang) -> None:

@@ -33,13 +33,12 @@ def kill(task: Task) -> None:
     owner.write_text(json.dumps({**json.loads(owner.read_text()), "started": "long ago"}))
 
 
-@pytest.mark.parametrize("order", ["input", "prefix"])
-def test_a_task_died_and_a_file_was_added(tmp_path: Path, server: FakeSGLang, order: str) -> None:
+def test_a_task_died_and_a_file_was_added(tmp_path: Path, server: FakeSGLang) -> None:
     """The next task does the rows of both, and until then neither `merge` nor `status` calls it done."""
     source = tmp_path / "in"
     write_rows(source / "a.parquet", 600)
     job = job_of(
-        tmp_path, server, input={"path": str(source)}, output={"durable": 0.1}, order=order, window=8
+        tmp_path, server, input={"path": str(source)}, output={"durable": 0.1}, order="prefix", window=8
     )
     file = write_job(job, tmp_path)
     server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) % 30 else "hold"
@@ -61,8 +60,7 @@ def test_a_task_died_and_a_file_was_added(tmp_path: Path, server: FakeSGLang, or
     assert status_of(tmp_path / "run")["finished"]
 
 
-@pytest.mark.parametrize("change", ["a file", "the limit"])
-@pytest.mark.parametrize("order", ["input", "prefix"])
+@pytest.mark.parametrize(("change", "order"), [("a file", "input"), ("the limit", "prefix")])
 def test_rows_are_added_while_a_task_works(
     tmp_path: Path, server: FakeSGLang, change: str, order: str
 ) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import batchrunner
-from tests.conftest import batchrun, job_of, results_of, write_job
+from tests.conftest import job_of, results_of
 from tests.e2e.test_checked_answers import says
 
 if TYPE_CHECKING:
@@ -58,27 +58,6 @@ def test_answers(tmp_path: Path, server: FakeSGLang, name: str) -> None:
         assert (row["error"] is None) == (told is None), (text, row["error"])
         assert told is None or told in row["error"]
         assert (row["parsed"] is None) == (told is not None)
-
-
-REFUSED: dict[str, tuple[Any, str]] = {
-    "a pattern": ({"properties": {"a": {"pattern": "("}}}, '"(" is not a "regex"'),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("where", ["check.json", "sampling.json_schema"])
-def test_schemas_that_no_answer_can_be_checked_against(
-    tmp_path: Path, server: FakeSGLang, where: str, name: str
-) -> None:
-    """They are refused before anything is sent."""
-    schema, told = REFUSED[name]
-    section, key = where.split(".")
-    job = {**job_of(tmp_path, server), section: {key: schema}}
-    refused = batchrun(write_job(job, tmp_path))
-    assert refused.exit_code == 2
-    assert f"{where}: not a JSON Schema that answers can be checked against: " in refused.stderr
-    assert told in refused.stderr
-    assert server.sent == []
 
 
 BIG = "123456789012345678901234567890"

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -283,37 +282,6 @@ def test_checked_samples(ended: Submitted) -> None:
     check_hooked(table.to_pylist(), rows)
     report = json.loads((ended.run / "report.json").read_text())
     assert (report["checks"]["rows_mended"], report["checks"]["rows_failed"]) == (rows, 0)
-
-
-@story
-def a_batch_file(slurm: SlurmCluster, here: Path) -> Submitted:
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
-    with (here / "requests.jsonl").open("w") as file:
-        for number in range(600):
-            line = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/chat/completions", "body": body}
-            file.write(json.dumps(line) + "\n")
-    command = (
-        f"{sys.executable} -m batchrunner batch {here}/requests.jsonl -o {here}/results.jsonl --join "
-        "--model simulated --set engine.step_s=0.1 --set engine.max_running=8"
-    )
-    log = f"--output={here}/%a.log"
-    task = ("--array=0-2", "--cpus-per-task=1", "--mem=100M", "--partition=main")
-    told = slurm.call("sbatch", "--parsable", *task, log, "--wrap", command)
-    submitted = Submitted(slurm, {"output": {"path": f"{here}/results.jsonl.run"}}, f"array {told}")
-    submitted.wait()
-    return submitted
-
-
-def test_a_batch_file(ended: Submitted) -> None:
-    """The tasks of an array share the lines; the last one to end writes the results, in their order."""
-    here = ended.run.parent
-    lines = [json.loads(line) for line in (here / "results.jsonl").read_text().splitlines()]
-    assert [line["custom_id"] for line in lines] == [f"r{number}" for number in range(600)]
-    assert not any(line["error"] for line in lines)
-    logs = [path.read_text() for path in sorted(here.glob("*.log"))]
-    assert len(logs) == 3
-    assert not any("Traceback" in log for log in logs)
-    assert sum(f"results: {here}/results.jsonl" in log for log in logs) >= 1
 
 
 @story

@@ -209,14 +209,6 @@ async def test_each_task_has_its_columns() -> None:
     assert empty.schema.equals(some.schema)
 
 
-async def test_each_answer_of_a_row_can_be_a_row() -> None:
-    """With `explode` the columns of a row are repeated."""
-    with worker(sampling={"n": 2}, explode=True, columns=["id"]) as call:
-        tables = [await call(batch(0, 3)), await call(batch(3, 3))]
-    found = pa.concat_tables(tables).select(["id", "sample"]).to_pylist()
-    assert found == [{"id": i, "sample": n} for i in range(6) for n in range(2)]
-
-
 async def test_a_function_gets_the_columns_that_are_kept() -> None:
     """`parse` may ask for the row."""
 
@@ -228,17 +220,6 @@ async def test_a_function_gets_the_columns_that_are_kept() -> None:
         table = await call(batch(5, 3))
     assert table.column("of").to_pylist() == [5, 6, 7]
     assert min(table.column("length").to_pylist()) > 0
-
-
-async def test_columns_of_other_types_are_kept() -> None:
-    """A later batch may have a column of another type, and a column may be of a type that no prompt takes."""
-    odd = {"odd": pa.array([{"a": [b"x"]}] * 2), "when": pa.array([1, 2], pa.duration("s"))}
-    with worker() as call:
-        one = await call(batch(0, 2, **odd))
-        other = await call(batch(2, 2, odd=["a", "b"]))
-    assert one.column("odd").to_pylist() == [{"a": [b"x"]}] * 2
-    assert other.column("odd").to_pylist() == ["a", "b"]
-    assert one.column("error").null_count == other.column("error").null_count == 2
 
 
 async def test_a_stream_that_ends_fails_its_batches_and_another_begins(server: FakeSGLang) -> None:
@@ -258,9 +239,3 @@ async def test_a_stream_that_ends_fails_its_batches_and_another_begins(server: F
             "answer 0 to row 0",
             "answer 0 to row 1",
         ]
-
-
-async def test_results_do_not_replace_columns() -> None:
-    """Where the columns were not known before, the first batch tells."""
-    with worker() as call, pytest.raises(JobError, match="a column 'error', and so do the results"):
-        await call(batch(0, 1, error=["mine"]))

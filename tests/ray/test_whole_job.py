@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchrunner.core.errors import OutputError
-from batchrunner.runner.leases import Leases
 from batchrunner.runner.status import status
-from tests.conftest import batchrun, job_of, results_of, started, write_job, write_rows
+from tests.conftest import batchrun, job_of, results_of, started, write_job
 from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+    from tests.support.fake_sglang import FakeSGLang
     from tests.support.ray_cluster import RayNodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
@@ -128,59 +127,12 @@ def tasks_at_work(run: Path, count: int) -> set[int]:
     raise AssertionError(f"{len(pids)} of {count} workers have rows in flight")
 
 
-def test_a_worker_with_failed_rows_ends_before_the_others(
-    nodes: RayNodes, server: FakeSGLang, tmp_path: Path
-) -> None:
-    """More failed rows than the job tolerates: the others still do theirs, and the exit code is 3."""
-    server.script = lambda _: "hold"
-    run = tmp_path / "run"
-    job = job_of(tmp_path, server, rows=2000)
-    with started("ray", write_job(job, tmp_path), "--workers", 2, "--address", nodes.address) as command:
-        tasks_at_work(run, 2)
-        slow, quick = (rows_held(run, task.name) for task in sorted((run / "tasks").iterdir()))
-
-        def script(sent: Sent) -> Behaviour:
-            row = int(sent.prompt.split()[1])
-            return "hold" if row in slow else "too long" if row == max(quick) else "answer"
-
-        server.script = script
-        server.ask_again()
-        command.wait_for_line(", 1 worker,")
-        server.script = lambda _: "answer"
-        server.answer_held()
-        assert command.end() == 3
-    assert [row["row"] for row in results_of(job) if row["error"]] == [max(quick)]
-    assert len(results_of(job)) == 2000
-
-
-def test_files_that_are_added_in_mid_run(nodes: RayNodes, server: FakeSGLang, tmp_path: Path) -> None:
-    """The rows that were found are done, and the exit code is 1: the same command does the new ones."""
-    server.script = lambda _: "hold"
-    data = tmp_path / "data"
-    data.mkdir()
-    write_rows(data / "a.parquet", 4)
-    job = write_job(job_of(tmp_path, server, input={"path": str(data)}), tmp_path)
-    with started("ray", job, "--workers", 1, "--address", nodes.address) as command:
-        server.wait_for(4)
-        write_rows(data / "b.parquet", 2)
-        server.answer_held()
-        assert command.end() == 1
-    assert "b.parquet came into the input during the run: run the same command" in "".join(command.lines)
-
-
-def rows_held(run: Path, task: str) -> set[int]:
-    """Return the rows of the leases that a task holds now."""
-    leases = Leases(run / "leases")
-    leases.refresh()
-    return {row for lease in leases.held_by(task) for row in lease.rows}
-
-
 def test_failed_rows_again_and_a_fresh_start(nodes: RayNodes, server: FakeSGLang, tmp_path: Path) -> None:
     """`--retry-failed` sends the failed rows alone, whichever worker comes first; `--fresh` all of them."""
     server.script = lambda sent: "too long" if int(sent.prompt.split()[1]) % 10 == 3 else "answer"
-    job = job_of(tmp_path, server, rows=40, limits={"max_failed_rows": 10})
+    job = job_of(tmp_path, server, rows=40)
     path = write_job(job, tmp_path)
-    assert on_cluster(nodes, path, "--workers", 2).returncode == 0
+    assert on_cluster(nodes, path, "--workers", 2).returncode == 3
     server.script = lambda _: "answer"
     done = on_cluster(nodes, path, "--workers", 2, "--retry-failed", "--json")
     assert done.returncode == 0, done.stderr

@@ -6,8 +6,6 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
@@ -69,17 +67,6 @@ def test_who_does_the_rows_that_are_left(exit_code: int, left: str) -> None:
     assert report.lines()[0].endswith(left)
 
 
-def test_answers_without_a_reason_are_counted(tmp_path: Path, server: FakeSGLang) -> None:
-    """The report of a whole run counts them as that of a start does; failed rows have no reason to end."""
-    server.script = lambda sent: "too long" if sent.prompt == "row 3" else "answer"
-    batchrunner.run(job_of(tmp_path, server))
-    (part,) = (tmp_path / "run" / "parts").iterdir()
-    table = pq.read_table(part)
-    column = table.schema.get_field_index("finish_reason")
-    pq.write_table(table.set_column(column, "finish_reason", pa.nulls(10, pa.string())), part)
-    assert report_of_all(tmp_path / "run").finish_reasons == {"unknown": 9}
-
-
 def test_a_finished_run_keeps_its_report(tmp_path: Path) -> None:
     """Starting a finished job again does nothing, and does not put zeros over its figures."""
     job = job_of(tmp_path)
@@ -88,15 +75,6 @@ def test_a_finished_run_keeps_its_report(tmp_path: Path) -> None:
     again = batchrunner.run(job)
     assert (again.exit_code, again.rows_ok, again.rows_resumed) == (0, 10, 10)
     assert report_of(job) == before
-
-
-def test_a_lost_engine_leaves_a_report(tmp_path: Path, server: FakeSGLang) -> None:
-    """`--json` prints the report whatever ended the run."""
-    server.script = lambda _: "busy 503"
-    job = job_of(tmp_path, server, limits={"engine_wait": 0.3})
-    result = batchrun(write_job(job, tmp_path), "--json")
-    assert result.exit_code == 1
-    assert json.loads(result.stdout)["rows_total"] == 10
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -120,14 +98,6 @@ def test_cut_answers_are_counted_wherever_rows_are(tmp_path: Path, server: FakeS
     assert json.loads(batchrun("status", run, "--json").stdout)["rows_cut"] == cut
     assert f"({cut} cut at max_new_tokens)" in batchrun("merge", run).stderr
     assert f"Cut {cut} of these rows" in page_of(run).text
-
-
-def test_what_became_of_the_rows_stands_in_one_pair_of_brackets(tmp_path: Path) -> None:
-    """Rows that were cut and rows that were left out are both parts of the rows that are ok."""
-    (tmp_path / "few.py").write_text("def prompt(row):\n    return row['text'] if row['id'] % 2 else None\n")
-    job = job_of(tmp_path, rows=4, prompt={"python": "few:prompt"}, sampling={"max_new_tokens": 1})
-    said = batchrun(write_job(job, tmp_path)).stderr
-    assert "done: 4 of 4 rows ok (2 cut at max_new_tokens, 2 left out by prompt.python), 0 failed" in said
 
 
 def test_there_is_one_next_step(tmp_path: Path, server: FakeSGLang) -> None:
@@ -157,22 +127,6 @@ def test_pauses_between_starts_are_no_run_time(tmp_path: Path) -> None:
     report = report_of_all(tmp_path / "run")
     assert report.starts == 2
     assert 0 < report.wall_s < 3600
-
-
-def test_the_page_has_no_empty_slots(tmp_path: Path) -> None:
-    """A chart of zeros has an axis of whole numbers, and no headline says that it is unknown."""
-    batchrunner.run(job_of(tmp_path))
-    run = tmp_path / "run"
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    for event in events:
-        for signal in event.get("signals") or ():
-            signal.update(running=0, queue=0, token_usage=0.0)
-        event.update({name: 0 for name in event if name.endswith("_per_s")})
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert batchrun("report", run).exit_code == 0
-    page = page_of(run)
-    assert not [text for text in page.texts if re.fullmatch(r"\d+(\.\d+)?e-\d+", text)]
-    assert "unknown" not in page.text.partition("Over time")[0]
 
 
 @pytest.mark.parametrize(("short", "advised"), [(0.2, False), (0.6, True)])

@@ -39,20 +39,6 @@ def test_check_sends_nothing(tmp_path: Path, server: FakeSGLang) -> None:
     assert (later["rows_total"], later["rows_done"], later["rows_to_do"]) == (7, 5, 2)
 
 
-def test_check_says_what_cannot_be_sent(tmp_path: Path) -> None:
-    """A job of which no row can be sent is not called fine: one sentence says so, and the exit code is 3."""
-    file = write_job(job_of(tmp_path, rows=7, prompt={"user": "{{ text.nothing.there }}"}), tmp_path)
-    shown = batchrun("check", file)
-    assert shown.stdout.endswith(
-        "none of the first 7 rows can be sent: correct the prompt or the data; nothing was sent\n"
-    )
-    assert "of the first 3" not in shown.stdout
-    found = batchrun("check", file, "--json")
-    assert json.loads(found.stdout)["rows_not_sendable"] == 7
-    assert (shown.exit_code, found.exit_code) == (3, 3)
-    assert batchrun("check", file, "--set", "prompt={user: '{{ text }}'}").exit_code == 0
-
-
 def test_check_says_what_json_cannot_hold(tmp_path: Path, server: FakeSGLang) -> None:
     """Rows that a run would refuse before it sends them are shown with its own words."""
     kind = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "score": pa.decimal128(5, 2)}))

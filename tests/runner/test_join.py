@@ -7,11 +7,9 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.runner.join import Takeover
 from batchrunner.runner.prepare import task_name
 from tests.conftest import eventually, job_of, parts_of
 from tests.support.examples import examples
@@ -72,22 +70,6 @@ def test_few_rows_are_shared(tmp_path: Path) -> None:
             reader.result()
     assert sum(counts.values()) == 128
     assert min(counts.values()) >= 40
-
-
-def test_a_task_that_ends_while_it_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows count as held or as done, and never as left behind."""
-    job = job_of(tmp_path, rows=100)
-    first, second = Task(job, "first"), Task(job, "second")
-    assert first.take_first()
-    is_dead = Takeover.is_dead
-
-    def end_first(takeover: Takeover, task: str) -> bool:
-        first.work(100)
-        first.end()
-        return is_dead(takeover, task)
-
-    monkeypatch.setattr(Takeover, "is_dead", end_first)
-    assert second.rows.held_elsewhere() == (0, 0)
 
 
 def test_names_of_tasks() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from itertools import takewhile
 from pathlib import Path
 from unittest import mock
 
@@ -52,10 +51,3 @@ def test_ends_with_nothing_left_are_not_opened(tmp_path: Path) -> None:
     assert (again.turn, again.rows) == (1, left)
     names = [Path(call.args[0]).name for call in opened.call_args_list]
     assert [name for name in names if name.endswith(".end")] == ["000003.0.end"]
-
-
-def test_leases_follow_on_each_other(tmp_path: Path) -> None:
-    """What was read waits for what comes next, as with one lease, unless nothing can be had at once."""
-    job = job_of(tmp_path, rows=640)
-    alone = Task(job, "alone")
-    assert sum(len(batch) for batch in takewhile(len, alone.rows.batches())) == 640

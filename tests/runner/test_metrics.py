@@ -14,7 +14,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.types import MetricsAddress
 from batchrunner.dispatch.progress import Snapshot
-from batchrunner.engines.http.connections import free_port
 from batchrunner.runner.metrics import OF_RUN, OF_SCHEDULER, PREFIX, SCHEDULER, metrics_server
 from tests.conftest import ROOT, batchrun, eventually, job_of, results_of, started, write_job
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     from tests.support.fake_sglang import FakeSGLang
 
-DOCS = ROOT / "docs"
 ADDRESS = re.compile(r"metrics: (http://\S+)")
 Values = dict[tuple[str, str], float]
 """Values by the name of a sample and its scheduler, "" for the whole run."""
@@ -106,19 +104,11 @@ def test_each_figure_of_the_display_is_there(caplog: pytest.LogCaptureFixture) -
     assert all(any(name.startswith(SCHEDULER + own) for name in names) for own in OF_SCHEDULER)
 
 
-@pytest.mark.parametrize("command", ["run", "batch"])
-def test_a_port_in_use(command: str, tmp_path: Path) -> None:
+def test_a_port_in_use(tmp_path: Path) -> None:
     """Another program has it: one line says so and what to do, and no row was sent."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        job = write_job(job_of(tmp_path), tmp_path)
-        words: list[object] = [job]
-        if command == "batch":
-            requests = tmp_path / "requests.jsonl"
-            body = {"messages": [{"role": "user", "content": "hi"}]}
-            requests.write_text(json.dumps({"custom_id": "a", "url": "/v1/chat/completions", "body": body}))
-            words = ["batch", requests, "-o", tmp_path / "results.jsonl", "--model", "simulated"]
-        refused = batchrun(*words, "--metrics-port", port)
+        refused = batchrun(write_job(job_of(tmp_path), tmp_path), "--metrics-port", port)
     assert refused.exit_code == 2
     assert f"--metrics-port {port}: cannot listen at 127.0.0.1: Address already in use" in refused.stderr
     assert not (tmp_path / "run").exists()
@@ -134,29 +124,15 @@ def test_no_such_address(words: tuple[str, ...], tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_the_server_ends_with_the_run(tmp_path: Path) -> None:
-    """The same port can be had by the next run."""
-    port = free_port()
-    job = write_job(job_of(tmp_path), tmp_path)
-    for _ in range(2):
-        assert batchrun(job, "--fresh", "--metrics-port", port).exit_code == 0
-
-
-def exposed() -> set[str]:
-    """Return the names of all metrics, as Prometheus has them."""
-    names = {"batchrunner_running", "batchrunner_run_info"}
-    for prefix, own in ((PREFIX, OF_RUN), (SCHEDULER, OF_SCHEDULER)):
-        names |= {
-            f"{prefix}{name}{'_total' if kind == 'counter' else ''}" for name, (_, kind, _) in own.items()
-        }
-    return names
-
-
 def test_the_dashboard_asks_for_what_there_is() -> None:
     """Each query of the Grafana dashboard names metrics that exist."""
-    text = (DOCS / "assets" / "grafana-dashboard.json").read_text()
+    there = {"batchrunner_running", "batchrunner_run_info"}
+    for prefix, own in ((PREFIX, OF_RUN), (SCHEDULER, OF_SCHEDULER)):
+        there |= {
+            f"{prefix}{name}{'_total' if kind == 'counter' else ''}" for name, (_, kind, _) in own.items()
+        }
+    text = (ROOT / "docs" / "assets" / "grafana-dashboard.json").read_text()
     queries = [target["expr"] for panel in json.loads(text)["panels"] for target in panel["targets"]]
     assert len(queries) > 10
-    asked = set(re.findall(r"batchrunner_\w+", text))
-    assert asked <= exposed()
     assert all(re.search(r"batchrunner_\w+", query) for query in queries)
+    assert set(re.findall(r"batchrunner_\w+", text)) <= there

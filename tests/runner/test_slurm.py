@@ -68,13 +68,6 @@ def test_cores_and_memory(tmp_path: Path, options: list[str], expected: set[str]
     assert {text for text in options_of if text.startswith(("cpus", "mem"))} == expected
 
 
-def test_a_home_in_the_output_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logs lie beside the run, which lies in the home directory where the job says `~`."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    script = script_of(tmp_path, "--array", "0-1", "--set", "output.path=~/out/run")
-    assert f"#SBATCH --output={tmp_path}/out/run.slurm/%A_%a.log" in script
-
-
 def test_bash_reads_it_as_meant(tmp_path: Path) -> None:
     """Paths with spaces and values with quotes reach the command as they are, and `$` is not expanded."""
     here = tmp_path / 'a b "c" 100%'
@@ -194,10 +187,3 @@ def test_a_submission_that_fails(
     done = batchrun("slurm", write_job(job_of(tmp_path), tmp_path), "--array", "0", "--submit")
     assert done.exit_code == 2
     assert done.stderr.startswith(f"batchrun: {told}")
-
-
-def test_a_file_of_it(tmp_path: Path) -> None:
-    """`-o` writes the same script that standard output gets."""
-    script = script_of(tmp_path, "--array", "0-3")
-    assert script_of(tmp_path, "--array", "0-3", "-o", tmp_path / "x.sbatch") == ""
-    assert (tmp_path / "x.sbatch").read_text() + "\n" == script

@@ -23,8 +23,6 @@ from tests.conftest import (
     batchrun,
     eventually,
     job_of,
-    parts_of,
-    results_of,
     started,
     write_job,
 )
@@ -49,8 +47,7 @@ def test_an_old_sample_is_not_shown(tmp_path: Path) -> None:
     assert state["running"]
 
 
-@pytest.mark.parametrize("off_s", [-3600, 3600])
-@pytest.mark.parametrize("beats", [True, False])
+@pytest.mark.parametrize(("off_s", "beats"), [(-3600, True), (3600, False)])
 def test_another_machine_with_another_clock(
     tmp_path: Path, off_s: int, beats: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,15 +70,14 @@ def test_another_machine_with_another_clock(
     assert ("Running: batchrun with pid 7" in (run / "report.html").read_text()) is beats
 
 
-@pytest.mark.parametrize("join", [[], ["--join"]])
-def test_while_the_engine_starts(tmp_path: Path, join: list[str]) -> None:
+def test_while_the_engine_starts(tmp_path: Path) -> None:
     """Before the first row `status` says for how long the engine has been starting, also in a later start."""
     job = job_of(tmp_path, rows=20)
     silent = socket.create_server(("127.0.0.1", 0))  # takes connections and never answers
     late = f"engine={{kind: attach, urls: ['http://127.0.0.1:{silent.getsockname()[1]}']}}"
     file = write_job(job, tmp_path)
     for limit in (10, 20):
-        with silent.dup(), started(file, *join, "--set", late, "--set", f"input.limit={limit}") as loading:
+        with silent.dup(), started(file, "--set", late, "--set", f"input.limit={limit}") as loading:
             eventually(lambda: any(task["starting"] for task in _tasks(tmp_path / "run")))
             eventually(lambda: "engine" in [_step(task) for task in _tasks(tmp_path / "run")])
             shown = batchrun("status", tmp_path / "run")
@@ -95,7 +91,7 @@ def test_while_the_engine_starts(tmp_path: Path, join: list[str]) -> None:
             limit == 20
         )
         assert not any(task["starting"] for task in _tasks(tmp_path / "run"))
-        assert batchrun(file, *join, "--set", f"input.limit={limit}").exit_code == 0
+        assert batchrun(file, "--set", f"input.limit={limit}").exit_code == 0
     silent.close()
 
 
@@ -134,20 +130,3 @@ def test_merge_of_a_run_at_work(tmp_path: Path, server: FakeSGLang, parts: int) 
     server.answer_held()
     assert batchrun(file).exit_code == 0
     assert batchrun("merge", tmp_path / "run").exit_code == 0
-
-
-def test_parts_can_be_read_at_any_moment(tmp_path: Path, server: FakeSGLang) -> None:
-    """A reader that looks into a running run finds whole parts, and `status` tells how far it is."""
-    server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) >= 10 else "answer"
-    job = job_of(tmp_path, server, rows=12, output={"part_rows": 5}, window=4)
-    with started(write_job(job, tmp_path)) as process:
-        server.wait_for(12)
-        eventually(lambda: len(parts_of(tmp_path / "run")) == 2)
-        assert sorted(row["row"] for row in results_of(job)) == list(range(10))
-        state = json.loads(batchrun("status", tmp_path / "run", "--json").stdout)
-        assert str(process.process.pid) in state["running"]
-        assert (state["rows_on_disk"], state["rows_total"], state["finished"]) == (10, 12, False)
-        server.answer_held()
-        assert process.end() == 0
-    state = json.loads(batchrun("status", tmp_path / "run", "--json").stdout)
-    assert (state["rows_on_disk"], state["running"], state["finished"]) == (12, None, True)

@@ -9,7 +9,7 @@ import pytest
 
 import batchrunner
 from batchrunner.output.events import last_sample
-from batchrunner.report.html.history import MOST_CELLS, TimeAxis, history_of, make_timeline
+from batchrunner.report.html.history import MOST_CELLS, history_of, make_timeline
 from tests.conftest import job_of
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.page import page_of, sample
@@ -132,10 +132,3 @@ def test_many_schedulers_share_a_line() -> None:
     assert "20" in label
     assert line[0] is not None
     assert (line[0].low, line[0].mean, line[0].high) == (0, 9.5, 19)
-
-
-def test_an_axis_of_overlapping_spans() -> None:
-    """Time in which several tasks work passes once."""
-    axis = TimeAxis([(0, 10), (5, 20), (100, 110)])
-    assert axis.length_s == 30
-    assert [axis.place(time) for time in (0, 10, 20, 50, 100, 105)] == [0, 10, 20, 20, 20, 25]

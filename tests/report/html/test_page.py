@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -45,17 +44,6 @@ def test_it_is_opened_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert opened == []
     assert batchrun("report", tmp_path / "run", "--open").exit_code == 0
     assert opened == [str(tmp_path / "run" / "report.html")]
-
-
-def test_it_needs_nothing_else(tmp_path: Path) -> None:
-    """The page names no other file and no address: it is one file that works without a network."""
-    batchrunner.run(job_of(tmp_path))
-    page = page_of(tmp_path / "run")
-    assert page.fetched == ["data:,"]
-    assert page.opened.count("script") == 2
-    assert not re.search(
-        r"(?:src|href|url|import)\W{1,3}https?:", (tmp_path / "run" / "report.html").read_text()
-    )
 
 
 def test_hostile_texts_are_shown_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,15 +139,6 @@ def test_a_run_of_tasks(tmp_path: Path) -> None:
     assert "1,500 ok 0 failed, 0 left of 1,500" in whole.text
     assert "2 attempts of 2 tasks" in whole.text
     assert sum(text.startswith(f"{tasks[1].name} 127.0.0.1") for text in whole.texts) >= 3
-
-
-def test_several_samples_a_row(tmp_path: Path) -> None:
-    """Rows with lists of outputs are counted sample by sample."""
-    batchrunner.run(job_of(tmp_path, rows=20, sampling={"n": 3}))
-    found = read_results([RunDir(tmp_path / "run")])
-    assert found.counts.ok == 20
-    assert [sum(counts.bins) for counts in found.histograms] == [20, 60, 20]
-    assert sum(found.counts.finish_reasons.values()) == 60
 
 
 def test_histograms_hold_every_row(tmp_path: Path) -> None:
