@@ -29,21 +29,6 @@ def test_pauses_stay_in_the_upper_half(tries: int, luck: float) -> None:
     assert ceiling / 2 <= pause(EngineBusyError("503"), tries=tries, luck=luck) <= ceiling
 
 
-@given(tries=counts, luck=lucks)
-def test_pauses_never_become_shorter(tries: int, luck: float) -> None:
-    """An engine that stays busy is asked less and less often, for equal luck."""
-    busy = EngineBusyError("503")
-    assert pause(busy, tries=tries, luck=luck) <= pause(busy, tries=tries + 1, luck=luck)
-
-
-@given(tries=counts, luck=lucks, more=lucks)
-def test_luck_spreads_pauses(tries: int, luck: float, more: float) -> None:
-    """Rows refused together come back apart: more luck is never a shorter pause."""
-    busy = EngineBusyError("503")
-    low, high = sorted((luck, more))
-    assert pause(busy, tries=tries, luck=low) <= pause(busy, tries=tries, luck=high)
-
-
 @given(tries=counts, failures=st.integers(0, 10_000), attempts=st.integers(1, 10), wish=wishes)
 def test_a_busy_engine_never_uses_a_row_up(
     tries: int, failures: int, attempts: int, wish: float | None

