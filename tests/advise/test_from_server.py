@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import socketserver
+import threading
+import tracemalloc
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +171,29 @@ def test_a_server_that_answers_oddly(told: dict[str, Any]) -> None:
         found = watched(server, Thresholds(span_s=0.1, samples=2))
     assert set(changes(found)) - {"metrics-off"} <= {"running-capped"}
     assert found.situation.load.median("queue") == 36
+
+
+def test_an_endless_answer_is_not_read_to_its_end() -> None:
+    """What streams without end is no SGLang, and takes no memory to find out."""
+
+    class Endless(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1 << 16)
+            self.request.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            with contextlib.suppress(OSError):
+                while True:
+                    self.request.sendall(b"x" * (1 << 20))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        tracemalloc.start()
+        try:
+            with pytest.raises(InputError, match="not an SGLang server"):
+                advise(f"http://127.0.0.1:{server.server_address[1]}", span_s=0.1)
+            assert tracemalloc.get_traced_memory()[1] < 64 << 20
+        finally:
+            tracemalloc.stop()
+            server.shutdown()
 
 
 def test_a_silent_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
