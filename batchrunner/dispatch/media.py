@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.hook_pool import HookPool
+from batchrunner.core.hook_worker import HookResult
 from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.types import Outcome, Request
 from batchrunner.dispatch.tokenize import RowTokenizer
@@ -21,18 +23,18 @@ _HINTS = {
 """What to do where a model takes no media of a kind."""
 
 
-class MediaPreparer:
-    """Prepares the files of rows, and passes the rows on to a tokenizer."""
+class MediaTokenizer(RowTokenizer):
+    """Prepares the files of rows, before their prompts are tokenised."""
 
-    def __init__(self, pool: HookPool, tokenizer: RowTokenizer) -> None:
-        """Take the pool that has the function `MEDIA`."""
+    def __init__(self, pool: HookPool, *arguments: Any) -> None:
+        """Take the pool that has the function `MEDIA`, and the arguments of a RowTokenizer."""
+        super().__init__(*arguments)
         self._pool = pool
-        self._tokenizer = tokenizer
 
     async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
         """Return the requests with files as they are sent; one that has a bad file becomes an Outcome.
 
-        Raises HookLostError, and as the tokenizer does.
+        Raises HookLostError, and as RowTokenizer does.
         """
         found: list[Request | Outcome] = [*requests]
         places = [at for at, request in enumerate(requests) if _is_waiting(request)]
@@ -42,23 +44,22 @@ class MediaPreparer:
             if len(results) < len(places):  # the pool is closed
                 raise asyncio.CancelledError
             for at, result in zip(places, results, strict=True):
-                request = requests[at]
-                error = result.error if result.error is not None else result.value
-                if isinstance(error, str):
-                    found[at] = Outcome(request.ref, None, error, None, 0)
-                    continue
-                ready = zip(request.media, result.value, strict=True)
-                found[at] = request._replace(
-                    media=tuple(
-                        file._replace(content=b"", ready=files, tokens=tokens)
-                        for file, (files, tokens) in ready
-                    )
-                )
+                found[at] = _with_files(requests[at], result)
         left = [at for at, item in enumerate(found) if isinstance(item, Request)]
-        sent = await self._tokenizer.tokenize([item for item in found if isinstance(item, Request)])
+        sent = await super().tokenize([item for item in found if isinstance(item, Request)])
         for at, item in zip(left, sent, strict=True):
             found[at] = item
         return found
+
+
+def _with_files(request: Request, result: HookResult) -> Request | Outcome:
+    """Return a request with what is sent of its files, or the error of its row."""
+    error = result.error if result.error is not None else result.value
+    if isinstance(error, str):
+        return Outcome(request.ref, None, error, None, 0)
+    ready = zip(request.media, result.value, strict=True)
+    media = tuple(file._replace(content=b"", ready=files, tokens=tokens) for file, (files, tokens) in ready)
+    return request._replace(media=media)
 
 
 def check_takes_media(job: Job, info: EngineInfo) -> None:

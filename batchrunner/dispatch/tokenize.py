@@ -2,11 +2,10 @@
 
 import asyncio
 import dataclasses
-import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
@@ -27,7 +26,7 @@ from batchrunner.engines.base import Engine
 from batchrunner.engines.model_files import class_names, vocabulary_of
 from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
 from batchrunner.input.tokenize.detokenizer import Detokenizer
-from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, Tokenizer
+from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
 from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine, ServerEngine
 from batchrunner.job.output import OF_TOKENS
 from batchrunner.job.sampling import GRAMMARS
@@ -71,36 +70,29 @@ def detokenizer_for(job: Job) -> Detokenizer | None:
         return None
     if job.tokenize != "client" or not isinstance(engine, (ServerEngine, GatewayEngine)) or not engine.model:
         return None
+    why = _why_engine_needs_one(job)
     try:
-        _check_engine_needs_none(job)
-        detokenizer = Detokenizer(Path(engine.args.get("tokenizer-path") or engine.model).expanduser())
-    except CannotTokenizeError as why:
-        log.info("the engine keeps its tokenizer: %s", why, extra=DETAIL)
-        return None
-    log.info("the engine runs without a tokenizer: answers are detokenised here", extra=DETAIL)
-    return detokenizer
+        if why is None:
+            detokenizer = Detokenizer(Path(engine.args.get("tokenizer-path") or engine.model).expanduser())
+            log.info("the engine runs without a tokenizer: answers are detokenised here", extra=DETAIL)
+            return detokenizer
+    except CannotTokenizeError as failure:
+        why = str(failure)
+    log.info("the engine keeps its tokenizer: %s", why, extra=DETAIL)
+    return None
 
 
-def _check_engine_needs_none(job: Job) -> None:
+def _why_engine_needs_one(job: Job) -> str | None:
+    """Return the field of a job for which a server needs its tokenizer; None where it needs none."""
     for name in _NEEDS_TOKENIZER:
         if getattr(job.sampling, name) is not None:
-            raise CannotTokenizeError(f"sampling.{name} needs it")
+            return f"sampling.{name} needs it"
     for name in job.output.asked:
         if name in OF_TOKENS:
-            raise CannotTokenizeError(f"output.columns: {name} needs it, for the texts of tokens")
-    if job.prompt.batch is not None:
-        raise CannotTokenizeError("prompt.batch needs it")
-    if isinstance(job.prompt.messages, str):
-        raise CannotTokenizeError("prompt.messages may hold content that only the server can tokenise")
-    if job.prompt.python is not None:
-        raise CannotTokenizeError("prompt.python may make messages that only the server can tokenise")
-
-
-class RowTokenizer(Protocol):
-    """Tokenises prompts, or leaves that to the engine."""
-
-    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Return the requests with token ids, or as they are; see `PromptTokenizer.tokenize`."""
+            return f"output.columns: {name} needs it, for the texts of tokens"
+    if job.prompt.batch or job.prompt.python or isinstance(job.prompt.messages, str):
+        return "the prompts may hold what only the server can tokenise"
+    return None
 
 
 class PromptTokenizer:
@@ -117,9 +109,8 @@ class PromptTokenizer:
         self._compared = False
         self._needed = _why_needed(job, kind, info)
         self._encoder: Encoder | None = None
-        if self._needed is not None or (
-            job.tokenize == "auto" and kind != "input_ids" and not info.simulated
-        ):
+        is_asked = job.tokenize == "auto" and kind != "input_ids" and not info.simulated
+        if is_asked or self._needed is not None:
             try:
                 self._encoder = make_encoder(job, info, kind)
             except CannotTokenizeError as why:
@@ -186,7 +177,7 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     context = None if cut is None and known is not None and known.cuts else info.context_length
     budget = TokenBudget(context, known.longest_prompt if known else None)
     if kind == "input_ids":
-        return Encoder(None, {}, budget, cut)
+        return Encoder(kind, None, budget, cut)
     if known is None:
         raise CannotTokenizeError("the engine has no tokenizer that we know of")
     why = known.own or (_own_chat(job, known) if kind == "messages" else None)
@@ -195,7 +186,8 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     directory = Path(known.tokenizer).expanduser()
     if not directory.is_dir():
         raise CannotTokenizeError(f"the tokenizer's directory {known.tokenizer} is not on this machine")
-    return Encoder(Tokenizer(directory, kind, known.template), _chat_sampling(known), budget, cut)
+    sampling = _chat_sampling(known)
+    return Encoder(kind, directory, budget, cut, template=known.template, chat_sampling=sampling)
 
 
 def _own_chat(job: Job, known: TokenizerInfo) -> str | None:
@@ -235,18 +227,15 @@ async def _compare_tokens(engine: Engine, encoder: Encoder, taken: Sequence[Requ
     compared = 0
     for request, ids, what in zip(asked, ours, names, strict=True):
         theirs = await engine_tokens(engine, request)
-        match ids, theirs:
-            case list(), list():
-                if ids != theirs:
-                    raise CannotTokenizeError(
-                        f"the engine's tokenizer is another: of {what} it makes {len(theirs)} tokens, "
-                        f"we {len(ids)}"
-                    )
-                compared += 1
-            case list(), _:
-                raise CannotTokenizeError(f"the engine refuses {what}, we do not: {theirs}")
-            case _, list():
-                raise CannotTokenizeError(f"the engine makes tokens of {what}, we do not: {ids}")
+        refused = [str(found) for found in (ids, theirs) if isinstance(found, RowRefusedError)]
+        if len(refused) == 1:
+            raise CannotTokenizeError(f"only one of the engine and us makes tokens of {what}: {refused[0]}")
+        if not refused:
+            if ids != theirs:
+                raise CannotTokenizeError(
+                    f"the engine's tokenizer is another: it makes other tokens of {what}"
+                )
+            compared += 1
     if not compared:
         raise CannotTokenizeError(f"there was nothing to compare: {ours[0]}")
     return compared
@@ -266,8 +255,7 @@ async def engine_tokens(
         reraise=True,
     )
     try:
-        asking = functools.partial(engine.tokens_of, request, special=special)
-        found: list[int] | None = await retrying(asking)
+        found: list[int] | None = await retrying(engine.tokens_of, request, special=special)
     except RowRefusedError as refusal:
         return refusal
     except RequestError as failure:
@@ -285,42 +273,83 @@ def _pause_s(state: RetryCallState) -> float:
     return pause_s or 0.0
 
 
-SLICE_CHARACTERS = 4 << 20
-"""Characters of prompts with choices that are tokenised together."""
+ROWS_AT_ONCE = 16
+"""Rows whose choices are tokenised together."""
 ASKED_AT_ONCE = 16
 """Texts whose tokens the engine is asked for at the same time, where it alone can tell them."""
 SIMULATED_TOKEN = 4
 """Characters of a token of the simulated engine."""
 
 
-class ChoiceTokenizer:
-    """Gives requests the token ids of their prompts and choices."""
+class RowTokenizer:
+    """Makes requests ready to be sent: tokens of prompts, labels and choices, where these are made here."""
 
-    def __init__(self, tokenizer: RowTokenizer, engine: Engine, info: EngineInfo) -> None:
-        """Take what tokenises prompts, and the engine to ask where that leaves them to it."""
-        self._tokenizer = tokenizer
-        self._engine = engine
-        self._simulated = info.simulated
+    def __init__(
+        self, job: Job, kind: PromptKind | None, engine: Engine, info: EngineInfo, events: EventLog
+    ) -> None:
+        """Without a `kind` prompts may be of any. Raises CannotTokenizeError as PromptTokenizer."""
+        self._job, self._engine, self._info, self._events = job, engine, info, events
+        self._kind = kind
+        self._task = job.forward
+        if isinstance(self._task, ClassifyTask):
+            self._task = dataclasses.replace(self._task, names=class_names(info.model))
+        self._has_labels = info.simulated  # an invented model has no tokens
         self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._by_kind: dict[PromptKind, PromptTokenizer] = {}
+        if kind is not None and not isinstance(self._task, RerankTask):
+            self._of_kind(kind)
 
     async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Return the requests as they are sent; the first call may raise CannotTokenizeError."""
-        if self._simulated:
+        """Return the requests as they are sent; a prompt that cannot be sent becomes an Outcome.
+
+        The first call may raise JobError and CannotTokenizeError.
+        """
+        if isinstance(self._task, RerankTask):  # query and document are tokenised as a pair
+            return [*requests]
+        if isinstance(self._task, ChoiceTask):
+            return await self._with_choices(requests)
+        if isinstance(self._task, ScoreTask) and requests and not self._has_labels:
+            self._task = await self._with_labels(self._task, requests[0])
+            self._has_labels = True
+        done = await self._prompts(requests)
+        if not isinstance(self._task, (ClassifyTask, ScoreTask)):
+            return done
+        return [item if isinstance(item, Outcome) else item._replace(task=self._task) for item in done]
+
+    async def _prompts(self, requests: list[Request]) -> list[Request | Outcome]:
+        """Tokenise each prompt by its kind."""
+        if self._kind is not None:
+            return await self._of_kind(self._kind).tokenize(requests)
+        found: list[Request | Outcome] = [*requests]
+        for kind in {request.kind for request in requests}:
+            places = [at for at, request in enumerate(requests) if request.kind == kind]
+            done = await self._of_kind(kind).tokenize([requests[at] for at in places])
+            for at, request in zip(places, done, strict=True):
+                found[at] = request
+        return found
+
+    def _of_kind(self, kind: PromptKind) -> PromptTokenizer:
+        if kind not in self._by_kind:
+            self._by_kind[kind] = PromptTokenizer(self._job, kind, self._engine, self._info, self._events)
+        return self._by_kind[kind]
+
+    async def _with_choices(self, requests: list[Request]) -> list[Request | Outcome]:
+        """Return the requests with the token ids of their prompts and choices."""
+        if self._info.simulated:
             return [_simulated(request) for request in requests]
         found: list[Request | Outcome] = []
-        for some in _slices(requests):
+        for start in range(0, len(requests), ROWS_AT_ONCE):
+            some = requests[start : start + ROWS_AT_ONCE]
             texts = [
                 request._replace(prompt=request.prompt + item, items=())
                 for request in some
                 for item in ("", *request.items)
             ]
-            done = iter(await asyncio.gather(*map(self._ids, await self._tokenizer.tokenize(texts))))
-            for request in some:
-                ids = [next(done) for _ in ("", *request.items)]
-                found.append(_parted(request, ids))
+            done = iter(await asyncio.gather(*map(self._ids_of_text, await self._prompts(texts))))
+            found += [_parted(each, [next(done) for _ in ("", *each.items)]) for each in some]
         return found
 
-    async def _ids(self, item: Request | Outcome) -> list[int] | str:
+    async def _ids_of_text(self, item: Request | Outcome) -> list[int] | str:
         """Return the token ids of a text, or why it has none."""
         if isinstance(item, Outcome):
             return item.error or ""
@@ -337,73 +366,17 @@ class ChoiceTokenizer:
                 ) from None
         return str(found) if isinstance(found, RowRefusedError) else found
 
-
-def _parted(request: Request, found: Sequence[list[int] | str]) -> Request | Outcome:
-    """Return a request with its prompt as the tokens that all choices begin with, and the rest of each.
-
-    A token in which the end of the prompt and the beginning of a choice have become one belongs to the
-    choice; so that choices can be compared, the others then begin there too.
-    """
-    known = [ids for ids in found if not isinstance(ids, str)]
-    if len(known) < len(found):
-        error = next(ids for ids in found if isinstance(ids, str))
-        return Outcome(request.ref, None, error, None, 0)
-    tokens = 0
-    for column in zip(*known, strict=False):
-        if len(set(column)) > 1:
-            break
-        tokens += 1
-    prompt, choices = known[0][:tokens], tuple(ids[tokens:] for ids in known[1:])
-    if not prompt:
-        return Outcome(request.ref, None, "prompt.choices: the prompt has no token before them", None, 0)
-    if not all(choices):
-        empty = request.items[choices.index([])]
-        error = f"prompt.choices: {empty!r} adds no token to the prompt"
-        return Outcome(request.ref, None, error, None, 0)
-    return request._replace(kind="input_ids", prompt=prompt, item_ids=choices)
-
-
-def _simulated(request: Request) -> Request:
-    return request._replace(
-        item_ids=tuple([0] * (len(item) // SIMULATED_TOKEN + 1) for item in request.items)
-    )
-
-
-def _slices(requests: Sequence[Request]) -> Iterator[list[Request]]:
-    """Cut requests into lists of about SLICE_CHARACTERS, one at least."""
-    some: list[Request] = []
-    size = 0
-    for request in requests:
-        length = len(request.prompt) * (1 + len(request.items))
-        if some and size + length > SLICE_CHARACTERS:
-            yield some
-            some, size = [], 0
-        some.append(request)
-        size += length
-    if some:
-        yield some
-
-
-class LabelTokenizer:
-    """Gives requests the token ids of their labels, and has their prompts tokenised."""
-
-    def __init__(self, task: ScoreTask, tokenizer: RowTokenizer, engine: Engine, info: EngineInfo) -> None:
-        """Take the `task` of all requests, and what tokenises prompts."""
-        self._task = task
-        self._tokenizer = tokenizer
-        self._engine = engine
-        self._info = info
-        self._known = info.simulated  # an invented model has no tokens
-
-    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Return the requests as they are sent; the first call may raise JobError and CannotTokenizeError."""
-        if not self._known and requests:
-            ids = [await self._id_of(label, requests[0]) for label in self._task.labels]
-            self._check(ids)
-            self._task = dataclasses.replace(self._task, label_ids=tuple(ids))
-            self._known = True
-        done = await self._tokenizer.tokenize(requests)
-        return [item if isinstance(item, Outcome) else item._replace(task=self._task) for item in done]
+    async def _with_labels(self, task: ScoreTask, request: Request) -> ScoreTask:
+        """Return the task with the token ids of its labels; raises JobError where these cannot be."""
+        ids = [await self._id_of(label, request) for label in task.labels]
+        vocabulary = vocabulary_of(self._info.model)
+        for place, (label, number) in enumerate(zip(task.labels, ids, strict=True)):
+            if number in ids[:place]:
+                other = task.labels[ids.index(number)]
+                raise JobError(f"labels: {other!r} and {label!r} are the same token, {number}")
+            if vocabulary is not None and number >= vocabulary:
+                raise JobError(f"labels: {label!r}: the model has the tokens 0 to {vocabulary - 1}")
+        return dataclasses.replace(task, label_ids=tuple(ids))
 
     async def _id_of(self, label: str | int, request: Request) -> int:
         if isinstance(label, int):
@@ -422,82 +395,31 @@ class LabelTokenizer:
             )
         return found[0]
 
-    def _check(self, ids: list[int]) -> None:
-        """Raise JobError for ids that stand twice, or that the model does not have."""
-        vocabulary = vocabulary_of(self._info.model)
-        for place, number in enumerate(ids):
-            label = self._task.labels[place]
-            if number in ids[:place]:
-                other = self._task.labels[ids.index(number)]
-                raise JobError(f"labels: {other!r} and {label!r} are the same token, {number}")
-            if vocabulary is not None and number >= vocabulary:
-                raise JobError(f"labels: {label!r}: the model has the tokens 0 to {vocabulary - 1}")
+
+def _parted(request: Request, found: Sequence[list[int] | str]) -> Request | Outcome:
+    """Return a request with its prompt as the tokens that all choices begin with, and the rest of each.
+
+    A token in which the end of the prompt and the beginning of a choice have become one belongs to the
+    choice; so that choices can be compared, the others then begin there too.
+    """
+    error = next((ids for ids in found if isinstance(ids, str)), None)
+    known = [ids for ids in found if not isinstance(ids, str)]
+    tokens = 0
+    for column in zip(*known, strict=False):
+        if len(set(column)) > 1:
+            break
+        tokens += 1
+    choices = tuple(ids[tokens:] for ids in known[1:])
+    if error is None and not tokens:
+        error = "prompt.choices: the prompt has no token before them"
+    if error is None and not all(choices):
+        error = f"prompt.choices: {request.items[choices.index([])]!r} adds no token to the prompt"
+    if error is not None:
+        return Outcome(request.ref, None, error, None, 0)
+    return request._replace(kind="input_ids", prompt=known[0][:tokens], item_ids=choices)
 
 
-class AsTheyAre:
-    """Leaves prompts to the engine."""
-
-    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Return the requests."""
-        return [*requests]
-
-
-class NamedClasses:
-    """Gives requests the names of the model's classes, and has their prompts tokenised."""
-
-    def __init__(self, task: ClassifyTask, tokenizer: RowTokenizer) -> None:
-        """Take the `task` with the names."""
-        self._task = task
-        self._tokenizer = tokenizer
-
-    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Return the requests as they are sent; the first call may raise CannotTokenizeError."""
-        done = await self._tokenizer.tokenize(requests)
-        return [item if isinstance(item, Outcome) else item._replace(task=self._task) for item in done]
-
-
-class TokenizerByKind:
-    """Has a tokenizer for each kind of prompt that comes."""
-
-    def __init__(self, job: Job, engine: Engine, info: EngineInfo, events: EventLog) -> None:
-        """Keep what a tokenizer is made of."""
-        self._job = job
-        self._engine = engine
-        self._info = info
-        self._events = events
-        self._tokenizers: dict[PromptKind, PromptTokenizer] = {}
-
-    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Tokenise each request by its kind; the first one of a kind may raise CannotTokenizeError."""
-        found: list[Request | Outcome] = [*requests]
-        for kind in {request.kind for request in requests}:
-            places = [at for at, request in enumerate(requests) if request.kind == kind]
-            done = await self._of_kind(kind).tokenize([requests[at] for at in places])
-            for at, request in zip(places, done, strict=True):
-                found[at] = request
-        return found
-
-    def _of_kind(self, kind: PromptKind) -> PromptTokenizer:
-        if kind not in self._tokenizers:
-            made = PromptTokenizer(self._job, kind, self._engine, self._info, self._events)
-            self._tokenizers[kind] = made
-        return self._tokenizers[kind]
-
-
-def make_tokenizer(
-    job: Job, kind: PromptKind | None, engine: Engine, info: EngineInfo, events: EventLog
-) -> RowTokenizer:
-    """Return what tokenises prompts of a kind, or of any; raises CannotTokenizeError as PromptTokenizer."""
-    task = job.forward
-    if isinstance(task, RerankTask):  # query and document are tokenised as a pair
-        return AsTheyAre()
-    found: RowTokenizer
-    if kind is None:
-        found = TokenizerByKind(job, engine, info, events)
-    else:
-        found = PromptTokenizer(job, kind, engine, info, events)
-    if isinstance(task, ClassifyTask):
-        return NamedClasses(dataclasses.replace(task, names=class_names(info.model)), found)
-    if isinstance(task, ChoiceTask):
-        return ChoiceTokenizer(found, engine, info)
-    return LabelTokenizer(task, found, engine, info) if isinstance(task, ScoreTask) else found
+def _simulated(request: Request) -> Request:
+    return request._replace(
+        item_ids=tuple([0] * (len(item) // SIMULATED_TOKEN + 1) for item in request.items)
+    )

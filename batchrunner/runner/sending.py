@@ -31,7 +31,7 @@ from batchrunner.dispatch.pending_row import RowSource
 from batchrunner.dispatch.progress import AttemptProgress
 from batchrunner.dispatch.queue import Backlog, Slots
 from batchrunner.dispatch.reorder import OutputLengths, Reorderer, ReuseDistance
-from batchrunner.dispatch.tokenize import make_tokenizer
+from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.job.answers import judges_by_row
 from batchrunner.job.spec import Job
@@ -138,12 +138,13 @@ class Sending:
         `done` are rows of earlier attempts, `functions` the job's Python functions. Raises
         CannotTokenizeError if the job needs client-side tokenization and it is not possible.
         """
-        tokenizer = make_tokenizer(job, rows.kind, engine, info, events)
         if job.prompt.has_media:
             assert functions is not None
-            from batchrunner.dispatch.media import MediaPreparer  # noqa: PLC0415 - only where there are files
+            from batchrunner.dispatch.media import MediaTokenizer  # noqa: PLC0415 - only where there are files
 
-            tokenizer = MediaPreparer(functions, tokenizer)
+            tokenizer: RowTokenizer = MediaTokenizer(functions, job, rows.kind, engine, info, events)
+        else:
+            tokenizer = RowTokenizer(job, rows.kind, engine, info, events)
         limits, slots = windows.limits, windows.slots
         self._rows, self._control, self.limits = rows, control, limits
 

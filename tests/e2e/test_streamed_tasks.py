@@ -24,8 +24,7 @@ async def rows_of(rows: Any, **options: Any) -> list[dict[str, Any]]:
     return sorted([row async for row in batchrunner.stream(rows, **options)], key=lambda row: row["row"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(("stored", "dtype"), [(False, "float32"), (True, "float16")])
 async def test_vectors_are_lists(tmp_path: Path, stored: bool, dtype: str) -> None:
     """Those of a server, also of a run directory, whose rows come again when the same call resumes."""
     with FakeSGLang(arguments={"is_generation": False}) as server:
@@ -69,12 +68,9 @@ async def test_options_of_each_task() -> None:
     "call",
     [
         {"task": "embed"},
-        {"task": "embed", "task_options": {"dtype": "float16"}},
         {"task": "score", "task_options": {"labels": [" yes", " no"]}},
         {"task": "score", "task_options": {"choices": [" a", " b"]}},
         {"task": "rerank", "task_options": {"documents": "d"}},
-        {"task": "reward"},
-        {"task": "classify"},
         {},
         {"sampling": {"n": 2}},
         {"sampling": {"n": 2}, "explode": True},
@@ -126,7 +122,6 @@ async def test_an_open_engine() -> None:
     [
         ({"task": "embedd"}, "task: should be 'generate', 'embed', 'score'"),
         ({"task": "embed", "task_options": {"labels": [1]}}, "'labels' with task: embed"),
-        ({"task": "reward", "task_options": {"dtype": "float16"}}, "'dtype' with task: reward"),
         ({"task_options": {"dtype": "float16"}}, "task_options: 'dtype' with task: generate"),
         (
             {"task": "embed", "sampling": {"temperature": 0}},

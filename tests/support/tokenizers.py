@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchrunner.core.types import Request, RowRef
-from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, Tokenizer
+from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,5 +26,5 @@ def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
 
 def ids_of(directory: Path, one: Request) -> list[int] | RowRefusedError:
     """Return the ids of one request."""
-    (found,) = Encoder(Tokenizer(directory, one.kind), {}, TokenBudget(None), None).token_ids([one])
+    (found,) = Encoder(one.kind, directory, TokenBudget(None)).token_ids([one])
     return found

@@ -1,4 +1,4 @@
-"""Renders a model's chat template like SGLang 0.5.23, which uses transformers, in a sandbox.
+"""Reads the tokenizer files of a model, and renders its chat template like SGLang 0.5.23, in a sandbox.
 
 A template is code that comes with a model, from anyone: the sandbox lets it make a text and nothing else.
 """
@@ -18,7 +18,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from batchrunner.core.errors import CannotTokenizeError, RowRefusedError
 from batchrunner.core.files import read_json
-from batchrunner.input.tokenize.tokenizer_files import token_text
 
 RESERVED_ARGUMENTS = frozenset(
     {"conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"}
@@ -132,3 +131,27 @@ def _tojson(
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """Return the `tokenizers.Tokenizer` of tokenizer.json, which neither truncates nor pads.
+
+    Raises CannotTokenizeError where the file is missing or broken.
+    """
+    from tokenizers import Tokenizer  # noqa: PLC0415 - only where it is asked for
+
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise CannotTokenizeError(f"{directory}: no tokenizer.json")
+    try:
+        tokenizer: Any = Tokenizer.from_file(str(path))
+    except Exception as failure:  # noqa: BLE001 - the library raises Exception itself
+        raise CannotTokenizeError(f"{path}: {failure}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def token_text(token: Any) -> Any:
+    """Return the text of a special token, which a configuration gives as a text or as `{"content": …}`."""
+    return token.get("content") if isinstance(token, dict) else token

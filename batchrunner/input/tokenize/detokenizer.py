@@ -7,7 +7,7 @@ from typing import Any
 from batchrunner.core.errors import CannotTokenizeError
 from batchrunner.core.files import read_json
 from batchrunner.core.types import Request
-from batchrunner.input.tokenize.tokenizer_files import load_tokenizer, token_text
+from batchrunner.input.tokenize.chat_template import load_tokenizer, token_text
 
 PROMPT_TOKENS = 5
 """Last tokens of the prompt that are decoded together with the answer, so that a space before its first word

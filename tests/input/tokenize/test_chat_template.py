@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchrunner.core.errors import CannotTokenizeError, RowRefusedError
-from batchrunner.input.tokenize.encoder import Tokenizer
+from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
 from tests.conftest import SMALL_MODEL, require_engine
 from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 from tests.support.tokenizers import ids_of, messages, request
@@ -97,10 +97,10 @@ def test_one_of_several_named_templates(tmp_path: Path) -> None:
     ]
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     one = request(messages(("user", "hello")))
-    assert Tokenizer(model, "messages").prompt_text(one) == "hello"
-    assert Tokenizer(model, "messages", "loud").prompt_text(one) == "HELLO"
+    for name, text in ((None, "hello"), ("loud", "HELLO")):
+        assert Encoder("messages", model, TokenBudget(None), template=name).prompt_text(one) == text
     with pytest.raises(CannotTokenizeError, match="no chat template of the name 'quiet'"):
-        Tokenizer(model, "messages", "quiet")
+        Encoder("messages", model, TokenBudget(None), template="quiet")
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,3 @@ def test_a_template_cannot_leave_its_sandbox(template: str, tmp_path: Path) -> N
     """What comes with a model of unknown origin computes a text, and reaches no Python, file or command."""
     found = ids_of(make_tokenizer(tmp_path, template), request(messages(("user", "x"))))
     assert isinstance(found, RowRefusedError)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return make_tokenizer(tmp_path / "model")

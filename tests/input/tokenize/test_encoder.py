@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchrunner.core.types import Request
-from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, Tokenizer, truncate_tokens
+from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, truncate_tokens
 from tests.conftest import require_engine
 from tests.support.tokenizers import ids_of, messages, request
 
@@ -62,7 +62,7 @@ def test_what_is_cut_fits_and_leaves_the_template(
     text: str, room: int, cut: Truncation, directory: Path
 ) -> None:
     """Whatever the text, what comes out has room and its template whole, or the row says why not."""
-    encoder = Encoder(Tokenizer(directory, "messages"), {}, TokenBudget(room + 10), cut)
+    encoder = Encoder("messages", directory, TokenBudget(room + 10), cut)
     prompt = messages(("system", "S"), ("user", text))
     (done,) = encoder.encode([request(prompt, max_new_tokens=10)])
     if not isinstance(done, Request):

@@ -1,0 +1,399 @@
+"""Prompts with images, pages, audio and videos: what the server gets, and which rows fail and why.
+
+The server is a stand-in, and so are the videos: their boxes are those of MP4 files.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+import batchrunner
+from batchrunner.dispatch import queue
+from batchrunner.job.load import load_job
+from tests.conftest import INSTANT, ROOT, batchrun, job_of, results_of, write_job
+from tests.support.fake_sglang import FakeSGLang, Sent
+from tests.support.pictures import document, opened, picture
+from tests.support.refusals import refusal, told
+from tests.support.sounds import sound, video
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+GREEDY = {"temperature": 0, "max_new_tokens": 16}
+RED, BLUE, LOW, HIGH = picture("red"), picture("blue"), sound(hertz=220), sound(hertz=880)
+CLIP, OTHER = video(), video(b"others")
+TAKES_ALL = {"has_image_understanding": True, "has_audio_understanding": True}
+
+
+@pytest.fixture
+def senses() -> Iterator[FakeSGLang]:
+    """A server whose model takes images, audio and videos."""
+    with FakeSGLang(arguments=TAKES_ALL) as server:
+        yield server
+
+
+def _job(
+    directory: Path, engine: Any, prompt: dict[str, Any], columns: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    pq.write_table(pa.table(columns), directory / "input.parquet")
+    return job_of(directory, engine, prompt=prompt, **{"sampling": GREEDY, **more})
+
+
+def _run(job: dict[str, Any], directory: Path, code: int = 0) -> list[dict[str, Any]]:
+    result = batchrun(write_job(job, directory))
+    assert result.exit_code == code, result.output
+    return results_of(job)
+
+
+def _content(url: str, start: str) -> bytes:
+    assert url.startswith(f"data:{start}"), url[:40]
+    return base64.b64decode(url.partition(",")[2])
+
+
+def _shape(sent: Sent) -> list[Any]:
+    """Return the contents of a chat: texts, and for each file its kind and bytes."""
+    shapes: list[Any] = []
+    for message in sent.body["messages"]:
+        content = message["content"]
+        if isinstance(content, list):
+            kinds = [part["type"].removesuffix("_url") for part in content]
+            content = [
+                part["text"] if kind == "text" else (kind, _content(part[f"{kind}_url"]["url"], kind))
+                for kind, part in zip(kinds, content, strict=True)
+            ]
+        shapes.append(content)
+    return shapes
+
+
+def _files(sent: Sent) -> list[bytes]:
+    return [part[1] for content in _shape(sent) for part in content if isinstance(part, tuple)]
+
+
+def image(content: bytes) -> tuple[str, bytes]:
+    return "image", content
+
+
+def test_each_kind_has_its_place(tmp_path: Path, senses: FakeSGLang) -> None:
+    """Columns stand for their files in a template; others come before the text, in the order of the job."""
+    columns = {
+        "voice": [LOW], "clips": [[CLIP, OTHER]], "photo": [RED], "more": [HIGH], "both": [[RED, BLUE]],
+        "last": pa.array([None], pa.binary()),
+    }  # fmt: skip
+    each = "{% for clip in clips %}{{ loop.index }}: {{ clip }}{% endfor %}"
+    messages = [
+        {"role": "system", "content": "Be terse."},
+        {"role": "user", "content": "{{ both }} first"},
+        {"role": "assistant", "content": "fine"},
+        {
+            "role": "user",
+            "content": f"Hear {{{{ voice }}}}, {each}.{{% if last %}}{{{{ last }}}}{{% endif %}}",
+        },
+    ]
+    prompt = {"messages": messages, "images": ["photo", "both", "last"], "audio": ["voice", "more"]}
+    rows = _run(_job(tmp_path, senses, {**prompt, "videos": ["clips"]}, columns), tmp_path)
+    assert [row["error"] for row in rows] == [None]
+    assert _shape(senses.sent[0]) == [
+        "Be terse.",
+        [image(RED), image(BLUE), " first"],
+        "fine",
+        [
+            image(RED), ("audio", HIGH), "Hear ", ("audio", LOW), ", 1: ", ("video", CLIP), "2: ",
+            ("video", OTHER), ".",
+        ],
+    ]  # fmt: skip
+
+
+def test_conversations_of_a_column(tmp_path: Path, senses: FakeSGLang) -> None:
+    """Parts of each type, marks such as `<video>`, both, or neither; of a kind the numbers must be equal."""
+    text = {"type": "text", "text": "x"}
+    talks: list[Any] = [
+        [
+            {"role": "user", "content": [{"type": "audio"}, text, {"type": "image"}, {"type": "image"}]},
+            {"role": "assistant", "content": "a cat"},
+            {"role": "user", "content": [{"type": "audio"}]},
+        ],
+        [
+            {"from": "human", "value": "<image>\nIs it <audio> or <audio>?"},
+            {"from": "gpt", "value": "Red"},
+            {"from": "human", "value": "and <image>"},
+        ],
+        [{"role": "user", "content": "<image>What?"}],
+        [
+            {
+                "role": "user",
+                "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}],
+            }
+        ],
+        [{"role": "user", "content": [{"type": "audio"}]}],
+    ]
+    columns = {
+        "talk": [json.dumps(talk) for talk in talks],
+        "voice": [[LOW, HIGH], [LOW, HIGH], [LOW], [], []],
+        "photo": [[RED, BLUE], [RED, BLUE], [BLUE], [], []],
+    }
+    prompt = {"messages": "talk", "audio": "voice", "images": "photo"}
+    rows = _run(_job(tmp_path, senses, prompt, columns, order="input", window=1), tmp_path, code=3)
+    assert [row["error"] is None for row in rows] == [True, True, True, True, False]
+    assert "prompt.audio: the messages have 1 parts of type audio, and the row has 0" in rows[4]["error"]
+    low, high = ("audio", LOW), ("audio", HIGH)
+    assert list(map(_shape, senses.sent)) == [
+        [[low, "x", image(RED), image(BLUE)], "a cat", [high]],
+        [[image(RED), "Is it ", low, " or ", high, "?"], "Red", ["and ", image(BLUE)]],
+        [[low, image(BLUE), "What?"]],
+        [[image(b"\0")]],
+    ]
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_text_without_a_chat_template(tmp_path: Path, senses: FakeSGLang, samples: int) -> None:
+    """`prompt.text` goes to /generate with a list for each kind, and the model's own token for each file.
+
+    With several samples each list is one item: SGLang would give each sample one of the files.
+    """
+    columns = {"voice": [[LOW, HIGH]], "clip": [CLIP]}
+    prompt = {
+        "text": "{{ clip }}Who says {{ voice }}?",
+        "audio": {"columns": ["voice"], "placeholder": "<|AUDIO|>"},
+        "videos": {"columns": ["clip"], "placeholder": "<|VIDEO|>"},
+    }
+    _run(_job(tmp_path, senses, prompt, columns, sampling={"temperature": 1, "n": samples}), tmp_path)
+    (sent,) = senses.sent
+    assert (sent.path, sent.body["text"]) == ("/generate", "<|VIDEO|>Who says <|AUDIO|><|AUDIO|>?")
+    urls = sent.body["audio_data"] if samples == 1 else sent.body["audio_data"][0]
+    assert [_content(url, "audio/wav") for url in urls] == [LOW, HIGH]
+    assert "image_data" not in sent.body
+
+
+def test_samples_of_a_chat(tmp_path: Path, senses: FakeSGLang) -> None:
+    """With several samples a chat may have one file of a kind; SGLang gives each sample one of more."""
+    columns = {
+        "voice": [[LOW], [LOW, HIGH], [LOW]],
+        "photo": [[RED], [], [RED]],
+        "doc": pa.array([None, None, document(1)], pa.binary()),
+    }
+    prompt = {"user": "{% if doc %}{{ doc }}{% endif %}?", "audio": "voice", "images": "photo", "pdf": "doc"}
+    job = _job(tmp_path, senses, prompt, columns, sampling={"temperature": 1, "n": 2})
+    first, *others = (row["error"] for row in _run(job, tmp_path, code=3))
+    assert first is None
+    for error, number in zip(others, ("2 audio", "2 images"), strict=True):
+        told(error, "sampling.n", number)
+    assert len(senses.sent) == 1
+
+
+def test_bad_files_fail_their_rows(tmp_path: Path, senses: FakeSGLang) -> None:
+    """Each bad file is the error of its row; the others are answered, and the run goes to its end."""
+    (tmp_path / "good.png").write_bytes(RED)
+    (tmp_path / "page.png").write_text("<html>")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "out.png").symlink_to("/etc/hostname")
+    cases = {
+        "good.png": None,
+        f"file://{tmp_path}/good.png": None,
+        "data:image/png;base64," + base64.b64encode(BLUE).decode(): None,
+        "page.png": "prompt.images: column 'photo' (page.png): is no image that can be read (6 bytes)",
+        "nowhere.png": "No such file",
+        "sub": "is no file",
+        "sub/out.png": "leads out of",
+        "../good.png": "leads out of",
+        "bad\0name.png": "cannot be read",
+        "HTTP://127.0.0.1/a.png": "allow_urls",
+        "s3://bucket/a.png": "is not known here",
+        "data:image/png;base64,!": "image",
+        "": "is empty",
+        None: "is null",
+    }
+    job = _job(tmp_path, senses, {"user": "What?", "images": "photo"}, {"photo": list(cases)})
+    rows = _run(job, tmp_path, code=3)
+    for row, (place, problem) in zip(rows, cases.items(), strict=True):
+        error = row["error"]
+        assert (error is None) if problem is None else (problem in error), place
+        assert row["attempts"] == (1 if problem is None else 0)
+    assert len(senses.sent) == 3
+
+
+def test_structs_and_cut_videos(tmp_path: Path, senses: FakeSGLang) -> None:
+    """Structs of Hugging Face are read; a video that was cut fails its row, with what is missing."""
+    contents = {"a.mp4": CLIP, "b.mp4": CLIP[:-3], "c": LOW}
+    clips = [{"bytes": content, "path": path} for path, content in contents.items()]
+    rows = _run(
+        _job(tmp_path, senses, {"user": "What?", "videos": "clip"}, {"clip": clips}), tmp_path, code=3
+    )
+    assert rows[0]["error"] is None
+    assert "is a broken video file: it ends after" in rows[1]["error"]
+    assert "is no video file that is known here" in rows[2]["error"]
+    assert _shape(senses.sent[0]) == [[("video", CLIP), "What?"]]
+
+
+def test_private_addresses(tmp_path: Path, senses: FakeSGLang) -> None:
+    """Addresses that are not public are refused even where URLs are allowed."""
+    prompt = {"user": "What?", "images": {"columns": ["photo"], "allow_urls": True}}
+    places = [f"{senses.url}/a.png", "http://169.254.169.254/latest"]
+    rows = _run(_job(tmp_path, senses, prompt, {"photo": places}), tmp_path, code=3)
+    assert all("is not public" in row["error"] for row in rows)
+
+
+def test_equal_images_are_sent_once(tmp_path: Path, senses: FakeSGLang) -> None:
+    """At temperature 0 equal prompts with equal images share an answer; another image is another prompt."""
+    photos = [{"bytes": RED, "path": None}, {"bytes": BLUE, "path": "b"}, {"bytes": RED, "path": "c"}]
+    rows = _run(_job(tmp_path, senses, {"user": "What?", "images": "photo"}, {"photo": photos}), tmp_path)
+    assert [row["attempts"] for row in rows] == [1, 1, 0]
+
+
+def test_pages_of_documents(tmp_path: Path, senses: FakeSGLang) -> None:
+    """Pages of a document are images of one row; with a column of page numbers each row is a page."""
+    (tmp_path / "a.pdf").write_bytes(document(3))
+    columns = {"doc": ["a.pdf"] * 5, "page": ["1-2", "2", "3", "4", None]}
+    pdf = {"column": "doc", "pages": {"column": "page"}, "dpi": 72, "max_pixels": 5000}
+    prompt = {"user": "Page {{ page }} {{ doc }} now.", "pdf": pdf}
+    rows = _run(_job(tmp_path, senses, prompt, columns), tmp_path, code=3)
+    assert [row["error"] is None for row in rows] == [True, True, True, False, False]
+    assert "has no page 4: it has 3" in rows[3]["error"]
+    assert sorted(len(_files(sent)) for sent in senses.sent) == [1, 1, 2]
+    assert {opened(page).size for sent in senses.sent for page in _files(sent)} == {(100, 50)}
+
+
+@pytest.mark.parametrize(
+    ("field", "lacks"), [("images", "has_image_understanding"), ("audio", "has_audio_understanding")]
+)
+def test_models_without(tmp_path: Path, field: str, lacks: str) -> None:
+    """A model that takes no images, or no audio, is said before anything is sent."""
+    with FakeSGLang(arguments={**TAKES_ALL, lacks: False}) as server:
+        job = _job(tmp_path, server, {"user": "What?", field: "file"}, {"file": [LOW]})
+        told(refusal(job, tmp_path), f"prompt.{field}", f"takes no {field}")
+        assert server.sent == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "column", "words"),
+    [
+        ({"user": "x", "images": []}, [RED], ["prompt.images", "at least 1 item"]),
+        ({"user": "x", "videos": "nowhere"}, [RED], ["prompt.videos", "'nowhere'"]),
+        ({"user": "x", "audio": "file"}, [1], ["prompt.audio", "'file'", "int64"]),
+        ({"user": "x", "pdf": "file"}, [[RED]], ["prompt.pdf", "list"]),
+        ({"user": "x", "pdf": {"column": "file", "pages": "3-1"}}, [RED], ["prompt.pdf.pages", "3-1"]),
+        ({"text": "{{ file }}", "images": "file"}, [RED], ["prompt.text", "images.placeholder"]),
+        ({"text": "x", "pdf": "file"}, [RED], ["`pdf`", "`text`"]),
+        ({"input_ids": "file", "images": "file"}, [RED], ["`images`", "`input_ids`"]),
+        ({"user": "x", "images": "file", "truncate": "head"}, [RED], ["truncate"]),
+        ({"user": "x", "images": {"columns": ["file"], "max_pixels": 10}}, [RED], ["max_pixels", "784"]),
+        ({"user": "x", "videos": {"columns": ["file"], "max_pixels": 1000}}, [CLIP], ["max_pixels"]),
+    ],
+)  # fmt: skip
+def test_refused_jobs(tmp_path: Path, prompt: dict[str, Any], column: list[Any], words: list[str]) -> None:
+    """What cannot mean anything is one line, and exit code 2."""
+    told(refusal(_job(tmp_path, INSTANT, prompt, {"file": column}), tmp_path), *words)
+
+
+def test_gateways(tmp_path: Path) -> None:
+    """The gateway refuses chats with audio: so does the job. Texts with audio pass it, and so do videos."""
+    gateway = {"kind": "gateway", "url": "http://127.0.0.1:9"}
+    chat = _job(tmp_path, gateway, {"user": "x", "audio": "file"}, {"file": [LOW]})
+    told(refusal(chat, tmp_path), "prompt.audio: the gateway does not pass it on", "attach")
+    placeholder = {"columns": ["file"], "placeholder": "<x>"}
+    for prompt in ({"text": "x", "audio": placeholder}, {"user": "x", "videos": "file"}):
+        load_job(_job(tmp_path, gateway, prompt, {"file": [LOW]}))
+
+
+async def test_rows_of_a_program(tmp_path: Path, senses: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes bytes, images of Pillow, and paths, wherever these lead; so does a stream."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "red.png"
+    path.write_bytes(RED)
+    prompt = {"user": "What?", "images": "photo"}
+    for photos in ([RED, Image.new("RGB", (64, 48), "red")], ["red.png", path, str(path)]):
+        senses.forget()
+        table = batchrunner.generate(
+            [{"photo": photo} for photo in photos],
+            prompt=prompt,
+            engine=senses.url,
+            sampling={"temperature": 1},
+        )
+        assert {*table["error"].to_pylist()} == {None}
+        files = [opened(content).convert("RGB") for sent in senses.sent for content in _files(sent)]
+        assert {file.getpixel((5, 5)) for file in files} == {(255, 0, 0)}
+    rows = [{"photo": [Image.new("RGB", (9, 9), "red"), BLUE]}, {"photo": [RED]}, {"photo": [b"no"]}]
+    found = {}
+    async for row in batchrunner.stream(rows, prompt=prompt, engine=senses.url):
+        found[row["row"]] = row["error"]
+    assert (found[0], found[1]) == (None, None)
+    assert "item 1: is no image" in found[2]
+
+
+def test_check_opens_files(tmp_path: Path) -> None:
+    """`batchrun check` shows where files come from, and tells which cannot be sent; URLs are not loaded."""
+    (tmp_path / "red.png").write_bytes(RED)
+    (tmp_path / "half.png").write_bytes(RED[: len(RED) // 2])
+    prompt = {"user": "See {{ photo }}", "images": {"columns": ["photo"], "allow_urls": True}}
+    places = ["red.png", "half.png", "nowhere.png", "https://example.invalid/a.png"]
+    result = batchrun("check", write_job(_job(tmp_path, INSTANT, prompt, {"photo": places}), tmp_path))
+    assert result.exit_code == 0
+    told(result.output, "column 'photo' (red.png)", "2 of the first 4 rows cannot be sent", "No such file")
+    job = _job(tmp_path, INSTANT, prompt, {"photo": places[1:3]})
+    assert batchrun("check", write_job(job, tmp_path)).exit_code == 3
+
+
+def test_resume(tmp_path: Path) -> None:
+    """A run with images resumes, in prefix order too; the order by prefix finds equal images."""
+    images = [picture((number % 50, 0, 0), (28, 28)) for number in range(300)]
+    columns = {"q": [f"{number % 3}" for number in range(300)], "photo": images}
+    prompt = {"user": "{{ photo }} {{ q }}", "images": "photo"}
+    job = _job(tmp_path, INSTANT, prompt, columns, order="prefix", dedupe=False)
+    assert len(_run({**job, "input": {**job["input"], "limit": 100}}, tmp_path)) == 100
+    assert [(row["row"], row["error"]) for row in _run(job, tmp_path)] == [(row, None) for row in range(300)]
+
+
+def test_bytes_in_flight_are_bounded(
+    tmp_path: Path, senses: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many requests the window allows, no more is sent while enough images are in flight."""
+    monkeypatch.setattr(queue, "MOST_MEDIA_BYTES", 1)
+    senses.delay_s = 0.01
+    images = [picture((number, 0, 0)) for number in range(12)]
+    job = _job(tmp_path, senses, {"user": "?", "images": "photo"}, {"photo": images}, window=8)
+    assert [row["error"] for row in _run(job, tmp_path)] == [None] * 12
+    assert senses.most_in_flight == 1
+
+
+@pytest.mark.parametrize("check", [None, {"regex": "[0-9]{40}", "tries": 2, "feedback": True}])
+def test_each_try_has_the_images(tmp_path: Path, senses: FakeSGLang, check: Any) -> None:
+    """Also that of a row whose answer is no good, and which is told what was wrong."""
+    if check is None:
+        senses.script = lambda sent: "answer" if sent.tries > 1 else "broken 500"
+    more = {"check": check} if check else {}
+    job = _job(tmp_path, senses, {"user": "?", "images": "photo"}, {"photo": [RED]}, **more)
+    _run(job, tmp_path, code=3 if check else 0)
+    assert [_files(sent) for sent in senses.sent] == [[RED], [RED]]
+
+
+def test_the_job_that_reads_pages(tmp_path: Path) -> None:
+    """jobs/list_pages.py lists the pages of a folder, and jobs/read_pages.yaml reads them."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.pdf").write_bytes(document(3))
+    (tmp_path / "in" / "b.PDF").write_bytes(document(1))
+    (tmp_path / "in" / "broken.pdf").write_bytes(b"%PDF-1.7")
+    table = tmp_path / "pages.parquet"
+    listed = subprocess.run(
+        [sys.executable, ROOT / "jobs" / "list_pages.py", tmp_path / "in", table],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "5 pages of 3 documents" in listed.stdout
+    assert "broken.pdf" in listed.stderr
+    report = batchrunner.run(
+        ROOT / "jobs" / "read_pages.yaml",
+        overrides=[f"input.path={table}", f"output.path={tmp_path / 'run'}", f"engine={json.dumps(INSTANT)}"],
+    )
+    assert (report.rows_ok, report.rows_failed) == (4, 1)
+    found = pq.read_table(tmp_path / "run" / "parts").to_pylist()
+    rows = {(row["path"], row["page"]): row["error"] for row in found}
+    assert "is no PDF document" in rows.pop(("in/broken.pdf", 1))
+    assert rows == dict.fromkeys([*(("in/a.pdf", page) for page in (1, 2, 3)), ("in/b.PDF", 1)])
