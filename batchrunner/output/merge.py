@@ -196,7 +196,7 @@ def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
     for field in schema:
         if field.name not in table.schema.names and not may_be_missing(field):
             raise KeyError(f"a part lacks the column {field.name!r}")
-    return pa.concat_tables([schema.empty_table(), table], promote_options="default")
+    return pa.concat_tables([pa.Table.from_batches([], schema), table], promote_options="default")
 
 
 def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int) -> int:
