@@ -138,19 +138,19 @@ class Sending:
         `done` are rows of earlier attempts, `functions` the job's Python functions. Raises
         CannotTokenizeError if the job needs client-side tokenization and it is not possible.
         """
-        if job.prompt.has_media:
-            assert functions is not None
+        if not functions or not job.prompt.has_media:
+            tokenizer = RowTokenizer(job, rows.kind, engine, info, events)
+        else:
             from batchrunner.dispatch.media import MediaTokenizer  # noqa: PLC0415 - only where there are files
 
-            tokenizer: RowTokenizer = MediaTokenizer(functions, job, rows.kind, engine, info, events)
-        else:
-            tokenizer = RowTokenizer(job, rows.kind, engine, info, events)
+            tokenizer = MediaTokenizer(functions, job, rows.kind, engine, info, events)
         limits, slots = windows.limits, windows.slots
         self._rows, self._control, self.limits = rows, control, limits
 
         # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count, store (`results`)
-        dedupe = job.dedupe and not judges_by_row(functions)
-        self.reorderer = _reorderer(job, info, windows.first, dedupe=dedupe)
+        self.reorderer = _reorderer(
+            job, info, windows.first, dedupe=job.dedupe and not judges_by_row(functions)
+        )
         self._backlog = Backlog(rows, self.reorderer, slots, results)
         self._feeder = Feeder(
             rows, self.reorderer, tokenizer, self._backlog, results, engine, info.routes,
@@ -167,9 +167,8 @@ class Sending:
             checker = AnswerChecker(job, results.plan, rows.names, tokenizer, functions)
 
         # load samples: engine → windows → slots → progress: display and event log, stop rules
-        may_admit_more = job.sampling.ignore_eos is not True
         self._load_control = LoadControl(
-            engine, limits, slots, self._backlog, events, may_admit_more=may_admit_more
+            engine, limits, slots, self._backlog, events, may_admit_more=job.sampling.ignore_eos is not True
         )
         self.progress = AttemptProgress(
             rows, done, counts, slots, limits, self._backlog, self.bundles, engine, events, began=began,
