@@ -69,23 +69,6 @@ def test_classify_job(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
         assert answer["confidence"] in {"low", "medium", "high"}
 
 
-def test_translate_job(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
-    """Two samples a row arrive as lists, and a renamed column under its new name."""
-    report, table = _run_job("translate.yaml", smollm, tmp_path / "run", "input.limit=4")
-    assert report.rows_ok == 4
-    assert all(len(texts) == 2 for texts in table["output"].to_pylist())
-    assert all(min(counts) > 0 for counts in table["completion_tokens"].to_pylist())
-    assert "source" in table.column_names
-
-
-def test_raw_tokens_job(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
-    """Token ids reach the engine as they are: it counts as many prompt tokens as the column holds."""
-    report, table = _run_job("raw_tokens.yaml", smollm, tmp_path / "run", "input.limit=4")
-    assert report.rows_ok == 4
-    ids = pq.read_table(ROOT / "data" / "tokens.parquet")["input_ids"].to_pylist()[:4]
-    assert table["prompt_tokens"].to_pylist() == [len(row) for row in ids]
-
-
 def test_bad_rows_do_not_end_the_run(smollm: batchrunner.OpenEngine) -> None:
     """An over-long row, and rows that SGLang itself would die of, fail alone; the others are answered."""
     texts = ["The capital of France is", "", "word " * 6000, None, "Paris is the capital of"]
@@ -162,23 +145,6 @@ def test_rows_that_share_requests_have_the_same_answers(
     assert report.bundles["most_rows"] == 1
     assert together == alone
     assert len({row["finish_reason"] for row in alone}) > 1
-
-
-def test_load_is_sampled(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
-    """The load is polled from the real server and written to the event log."""
-
-    report, _ = _run_job(
-        "summarize.yaml", smollm, tmp_path / "run", "input.limit=8", "sampling.max_new_tokens=32"
-    )
-    assert report.exit_code == 0
-    samples = [
-        json.loads(line)
-        for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
-        if '"sample"' in line
-    ]
-    signals = [signal for sample in samples for signal in sample["signals"]]
-    assert signals
-    assert all(signal["source"] == "loads" and signal["max_running"] == 32 for signal in signals)
 
 
 def test_a_batch_file(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
@@ -270,30 +236,6 @@ def test_whole_answers(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
     for one, other in zip(rows, singles, strict=True):
         assert one["output_ids"] == other["output_ids"]
         assert [t["token"] for t in one["logprobs"]] == [t["token"] for t in other["logprobs"]]
-
-
-def test_whole_answers_of_chats(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
-    """The chat endpoint brings them too; several outputs are a row each."""
-    pq.write_table(pa.table({"text": ["Say hello."]}), tmp_path / "texts.parquet")
-    job = {
-        "input": {"path": str(tmp_path / "texts.parquet")},
-        "prompt": {"user": "{{ text }}"},
-        "tokenize": "server",
-        "sampling": {"max_new_tokens": 5, "n": 2, "temperature": 0.8},
-        "output": {
-            "path": str(tmp_path / "run"),
-            "columns": ["output_ids", "logprobs", "top_logprobs"],
-            "explode": True,
-        },
-        "engine": smollm.spec.model_dump(exclude_unset=True),
-    }
-    batchrunner.run(job, engine=smollm)
-    rows = pq.read_table(tmp_path / "run" / "parts").to_pylist()
-    assert [(row["sample"], row["error"]) for row in rows] == [(0, None), (1, None)]
-    for row in rows:
-        assert [token["id"] for token in row["logprobs"]] == row["output_ids"]
-        assert len(row["top_logprobs"][0]) == 5
-        assert row["reasoning"] is None
 
 
 def test_checked_answers(smollm: batchrunner.OpenEngine) -> None:

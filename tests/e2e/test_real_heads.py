@@ -1,4 +1,4 @@
-"""Cross-encoders, classifiers and reward models of the real SGLang on the CPU, beside transformers."""
+"""Cross-encoders and classifiers of the real SGLang on the CPU, beside transformers."""
 
 from __future__ import annotations
 
@@ -102,15 +102,3 @@ def test_classifier(tmp_path: Path) -> None:
     wanted = logits_of(tokenizer, model, texts)
     np.testing.assert_allclose(found["scores"].to_pylist(), wanted, rtol=1e-3, atol=1e-3)
     assert found["label"].to_pylist() == [names[int(np.argmax(logits))] for logits in wanted]
-
-
-def test_reward_model(tmp_path: Path) -> None:
-    """A random Llama with one number, as reward models have it: the score is its logit."""
-    require_engine("sglang")
-    tokenizer, model = llama_with_head(num_labels=1)
-    spec = {"kind": "server", "model": str(made(tmp_path / "model", model, SMALL_MODEL)), "device": "cpu"}
-    texts = [f"{'word ' * (5 * n)}text {n}" for n in range(8)]
-    with batchrunner.open_engine(spec, log_dir=tmp_path, task="reward") as engine:
-        found = run(tmp_path, engine, {"text": texts}, task="reward", prompt={"text": "text"})
-    wanted = [logit for (logit,) in logits_of(tokenizer, model, texts)]
-    np.testing.assert_allclose(found["score"].to_pylist(), wanted, rtol=1e-3, atol=1e-3)

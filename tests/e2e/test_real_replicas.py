@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import signal
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +19,7 @@ from tests.support.engine_processes import START_S, descendants_of
 from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from batchrunner.engines.launched.supervisor import LaunchedProcess
 
@@ -82,63 +79,10 @@ def _processes(process: LaunchedProcess) -> list[int]:
     return found
 
 
-def _signal(processes: list[int], number: signal.Signals) -> None:
-    for pid in processes:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
-
-
-def _run_and(engine: batchrunner.OpenEngine, job: dict[str, Any], strike: Callable[[], None]) -> Any:
-    """Run a job, and strike in mid-run.
-
-    The first replica stands still from the moment on at which it has begun rows: they do not end before the
-    blow, however fast the machine is. The blow comes when the other one has written a part after that.
-    """
-    ended = threading.Event()
-    url, replica = next(iter(_fleet(engine)._replicas.items()))
-    victim = _processes(replica.process)
-    before = _prefills(engine)[url]
-
-    def wait_and_strike() -> None:
-        folder = Path(job["output"]["path"]) / "parts"
-
-        def parts() -> int:
-            return len(list(folder.glob("part-*.parquet")))
-
-        eventually(lambda: ended.is_set() or _prefills(engine)[url] > before, START_S)
-        _signal(victim, signal.SIGSTOP)
-        written = parts()
-        eventually(lambda: ended.is_set() or parts() > written, START_S)
-        if not ended.is_set():
-            strike()
-        _signal(victim, signal.SIGCONT)
-
-    with ThreadPoolExecutor(1) as thread:
-        striking = thread.submit(wait_and_strike)
-        try:
-            report = batchrunner.run(job, engine=engine)
-        finally:
-            ended.set()
-        striking.result()
-    return report
-
-
 def _prefills(engine: batchrunner.OpenEngine) -> dict[str, int]:
     """Return how often each replica has begun rows, by what it has logged so far."""
     replicas = _fleet(engine)._replicas.values()
     return {r.url: r.process.log_path.read_text(errors="replace").count("Prefill batch") for r in replicas}
-
-
-def _both_are_at_work(engine: batchrunner.OpenEngine, directory: Path) -> None:
-    """Run jobs until each replica has logged that it began rows; one may not be back on the list at once."""
-    before, numbers = _prefills(engine), itertools.count()
-
-    def run_another() -> bool:
-        job = _long_job(directory / str(next(numbers)), fleet_of(directory), rows=100)
-        assert batchrunner.run(job, engine=engine).rows_ok == 100
-        return all(count > before[url] for url, count in _prefills(engine).items())
-
-    eventually(run_another)
 
 
 def _polled(job: dict[str, Any]) -> set[str]:
@@ -220,33 +164,6 @@ def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None
     assert len(list(fleet._log_dir.glob("engine-*.log"))) == 3
 
 
-def test_replica_that_is_killed(
-    replicas: batchrunner.OpenEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is started again and put back; no row is lost, written twice, or blamed."""
-    fleet = _fleet(replicas)
-    victim = _processes(next(iter(fleet._replicas.values())).process)
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
-    job["limits"] = {"max_attempts": 1}
-    report = _run_and(replicas, job, lambda: _signal(victim, signal.SIGKILL))
-    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 300, 0)
-    assert [row["row"] for row in results_of(job)] == list(range(300))
-    assert report.retries > 0
-    eventually(lambda: "replica 0 is back" in caplog.text, START_S)
-    assert "replica 0 died (exit 137)" in caplog.text
-    _both_are_at_work(replicas, tmp_path / "again")
-
-
-def test_replica_that_stands_still(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
-    """A replica that is stopped keeps its rows; woken, it does them, and the next job uses both."""
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
-    job["limits"] = {"max_attempts": 1}
-    report = _run_and(replicas, job, lambda: time.sleep(3))
-    assert (report.exit_code, report.rows_ok, report.retries) == (0, 300, 0)  # no row went elsewhere
-    assert [row["row"] for row in results_of(job)] == list(range(300))
-    _both_are_at_work(replicas, tmp_path / "again")
-
-
 def test_gateway_that_is_killed(
     replicas: batchrunner.OpenEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -256,7 +173,19 @@ def test_gateway_that_is_killed(
     assert gateway is not None
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
     job["limits"] = {"max_attempts": 1}
-    report = _run_and(replicas, job, lambda: _signal(_processes(gateway.process), signal.SIGKILL))
+    parts = tmp_path / "run" / "parts"
+    victims = _processes(gateway.process)
+
+    def strike() -> None:
+        eventually(lambda: any(parts.glob("part-*.parquet")), START_S)
+        for pid in victims:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as thread:
+        striking = thread.submit(strike)
+        report = batchrunner.run(job, engine=replicas)
+        striking.result()
     assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 300, 0)
     assert [row["row"] for row in results_of(job)] == list(range(300))
     assert "the gateway died (exit 137)" in caplog.text

@@ -105,13 +105,6 @@ def test_every_request_ends_once(rows: list[tuple[int, int, str]], max_running: 
     asyncio.run(scenario())
 
 
-@given(prompt=prompts, sampling=samplings)
-def test_answers_are_reproducible(prompt: tuple[PromptKind, Any], sampling: dict[str, Any]) -> None:
-    """A resumed or repeated run gets the same answers, whichever simulator it asks."""
-    request = Request(REF, prompt[0], prompt[1], sampling)
-    assert answer(request, 8192) == answer(request, 8192)
-
-
 def test_answers_do_not_depend_on_the_process() -> None:
     """Answers do not come from hash(), which differs in each process."""
     completion = answer(make_request("Why is the sky blue?", max_new_tokens=5, sampling_seed=7), 8192)
@@ -159,15 +152,6 @@ def test_too_long_rows_are_refused(tokens: int, context: int, pool: int) -> None
     else:
         with pytest.raises(StopIteration):
             call.send(None)
-
-
-@given(prompt=prompts, sampling=samplings)
-def test_no_step_time_means_no_wait(prompt: tuple[PromptKind, Any], sampling: dict[str, Any]) -> None:
-    """With `step_s: 0` a call ends without giving way to the event loop: benchmarks count on it."""
-    request = Request(REF, prompt[0], prompt[1], sampling)
-    with pytest.raises(StopIteration) as end:
-        make_engine(step_s=0).generate(request, "engine").send(None)
-    assert end.value.value == answer(request, 8192)
 
 
 async def test_says_that_it_is_simulated() -> None:

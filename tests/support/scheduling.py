@@ -17,8 +17,7 @@ GROUPS = {
     "replicas": ("test_real_replicas.py",),
     "answers": (
         "test_real_engine.py",
-        "test_real_engine_starts.py::test_tokens_made_here_give_the_same_answers",
-        "test_real_engine_starts.py::test_trials_of_flags",
+        "test_real_engine_starts.py::test_a_trial_of_a_flag",
         "tests/advise/test_rules.py::test_the_installed_server_takes_every_flag",
         "tests/engines/test_flags.py::test_the_real_help_is_read",
     ),

@@ -78,14 +78,6 @@ def test_gauges_are_as_stale_as_the_real_ones() -> None:
     assert (server.load.running, server.load.queue) == (0, 0)
 
 
-def test_steps_within_counts_whole_passes() -> None:
-    """The growing context is part of it."""
-    cost = CostModel(1.0, 0.0, 0.5, 0.0)
-    assert cost.steps_within(3.0, 1, 0) == 1  # 1.5 + 2.0 would be 3.5
-    assert cost.steps_within(3.5, 1, 0) == 2
-    assert cost.steps_within(0.0, 1, 0) == 0
-
-
 def test_a_fit_tells_the_time_of_like_work() -> None:
     """Stretches of passes of a known model say how long others take; too few say nothing."""
     made = random.Random(2)

@@ -95,14 +95,6 @@ def test_no_more_run_than_may() -> None:
     assert (step(scheduler).admitted, scheduler.running, scheduler.queue) == (1, 3, 1)
 
 
-def test_a_fixed_length_is_reserved_whole() -> None:
-    """With ignore_eos the rest of each output is kept free, however small the ratio became."""
-    scheduler = make(max_total_tokens=1000, conservativeness=0.01)
-    submit(scheduler, [SimulatedRequest(10, 200, ignore_eos=True) for _ in range(9)])
-    assert step(scheduler).admitted == 4  # 4 · 211 tokens, and a fifth would not fit
-    assert {s.retractions for f in run(scheduler) for s in f.finished} == {0}
-
-
 def test_a_pass_takes_no_more_than_a_chunk() -> None:
     """A long prompt is cut, one at a time, and others fill the rest of the last chunk."""
     scheduler = make(chunked_prefill_tokens=100)
@@ -113,16 +105,6 @@ def test_a_pass_takes_no_more_than_a_chunk() -> None:
     assert [f.admitted for f in found] == [1, 1, 2, 2]
     run(scheduler)
     assert scheduler.pool.used_tokens == 0
-
-
-def test_without_chunks_a_pass_has_a_limit_too() -> None:
-    """`max_prefill_tokens` bounds a pass, but never the first sample of it."""
-    scheduler = make(chunked_prefill_tokens=None, max_prefill_tokens=100)
-    submit(
-        scheduler,
-        [SimulatedRequest(250, 5), SimulatedRequest(60, 5), SimulatedRequest(30, 5), SimulatedRequest(30, 5)],
-    )
-    assert [step(scheduler).prefill_tokens for _ in range(3)] == [250, 90, 30]
 
 
 # The ratio and retraction
