@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
+from batchrunner.engines.launched.fleet import LaunchedFleet
 from tests.conftest import SMALL_MODEL, require_engine
 from tests.support.engine_site.sitecustomize import UNPINNED
 from tests.support.tiny_model import make_tiny_llama
@@ -78,6 +79,18 @@ def engine(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[b
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(UNPINNED, "1")
         with batchrunner.open_engine(spec, log_dir=tmp_path_factory.mktemp("logs")) as opened:
+            yield opened
+
+
+@pytest.fixture(scope="module")
+def scoring(engine: batchrunner.OpenEngine) -> Iterator[batchrunner.OpenEngine]:
+    """The same server, for another task."""
+    fleet = engine._engine
+    assert isinstance(fleet, LaunchedFleet)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_API_KEY", fleet._key)
+        spec = {"kind": "attach", "urls": [*fleet._replicas]}
+        with batchrunner.open_engine(spec, task="score") as opened:
             yield opened
 
 
@@ -151,7 +164,7 @@ class Reference:
         return float(sum(found[at - 1][whole[at]] for at in range(begin, len(whole))))
 
 
-def test_labels(models: Path, engine: batchrunner.OpenEngine) -> None:
+def test_labels(models: Path, scoring: batchrunner.OpenEngine) -> None:
     """The probabilities over all tokens, in lists and alone, and those among the labels."""
     reference = Reference(models / "base")
     ids = [reference.tokenizer(label).input_ids for label in LABELS]
@@ -163,20 +176,20 @@ def test_labels(models: Path, engine: batchrunner.OpenEngine) -> None:
         ]
         for text in TEXTS
     ]
-    table = batchrunner.score(TEXTS, labels=LABELS, engine=engine)
+    table = batchrunner.score(TEXTS, labels=LABELS, engine=scoring)
     assert table.column("error").null_count == len(TEXTS)
     np.testing.assert_allclose(table.column("scores").to_pylist(), wanted, rtol=2e-3)
     assert table.column("prompt_tokens").to_pylist() == [len(reference.tokenizer(t).input_ids) for t in TEXTS]
-    among = batchrunner.score(TEXTS, labels=[ids[1][0], " yes"], engine=engine, softmax=True)
+    among = batchrunner.score(TEXTS, labels=[ids[1][0], " yes"], engine=scoring, softmax=True)
     for found, (yes, no) in zip(among.column("scores").to_pylist(), wanted, strict=True):
         np.testing.assert_allclose(found, [no / (yes + no), yes / (yes + no)], rtol=2e-3)
 
 
-def test_choices(models: Path, engine: batchrunner.OpenEngine) -> None:
+def test_choices(models: Path, scoring: batchrunner.OpenEngine) -> None:
     """The log likelihoods are those of transformers; the prompt of a row is computed once."""
     reference = Reference(models / "base")
     texts = [f"{text} Then" for text in TEXTS[4:]]
-    table = batchrunner.score(texts, choices=CHOICES, engine=engine)
+    table = batchrunner.score(texts, choices=CHOICES, engine=scoring)
     assert table.column("error").null_count == len(texts)
     wanted = [[reference.likelihood(text, choice) for choice in CHOICES] for text in texts]
     np.testing.assert_allclose(table.column("scores").to_pylist(), wanted, rtol=1e-3)
@@ -185,10 +198,10 @@ def test_choices(models: Path, engine: batchrunner.OpenEngine) -> None:
         assert cached >= (len(CHOICES) - 1) * (prompt - 1)
 
 
-def test_a_label_of_several_tokens(engine: batchrunner.OpenEngine) -> None:
+def test_a_label_of_several_tokens(scoring: batchrunner.OpenEngine) -> None:
     """One line, with the tokens of the real tokenizer."""
     with pytest.raises(batchrunner.JobError, match="' yes, of course' is 4 tokens of the model"):
-        batchrunner.score(TEXTS[:1], labels=[" yes, of course", " no"], engine=engine)
+        batchrunner.score(TEXTS[:1], labels=[" yes, of course", " no"], engine=scoring)
 
 
 SAME = ("output", "finish_reason", "prompt_tokens", "completion_tokens")

@@ -57,7 +57,6 @@ class LogReader:
         self._running = 0
         self._old_death: Died | None = None
         """A death before the last restart: it counts until the server logs a batch again."""
-        self._prefills = Series(limits)
 
     def read(self, path: Path) -> Self:
         """Read a file to its end; raises InputError where it is not an SGLang log."""
@@ -75,7 +74,6 @@ class LogReader:
                 f"{path}: not a log of SGLang: no line of it is one that SGLang writes "
                 "(such as `Decode batch, #running-req: …` or `server_args=…`)"
             )
-        self.series.complete(self._prefills)  # a server that scores or embeds logs no decode batches
         self.series.settle()
         return self
 
@@ -132,9 +130,6 @@ class LogReader:
             )
             self.series.add(scheduler, sample)
         else:
-            self._prefills.add(
-                scheduler, LoadSample(at, batch.running, batch.queue, batch.usage, most, prefill=True)
-            )
             self.series.prefills.add(batch, self.facts.chunk or 0)
 
     def _speaker(self, line: str) -> tuple[str | None, float | None]:
@@ -148,16 +143,16 @@ class LogReader:
         """Drop what was read if the server restarted with other arguments: only its card is the same."""
         before = self.facts.arguments
         if before and any(before.get(name) != record.values.get(name) for name in _TUNED):
-            self._forget(self.series)
-            self._forget(self._prefills)
+            self._forget()
             self.facts = Facts(card=self.facts.card)
         self._old_death = self.facts.died
         self._speakers.clear()  # a restart may have changed the names of the ranks
         self.facts.arguments = record.values
         self._phase = "load"
 
-    def _forget(self, series: Series) -> None:
+    def _forget(self) -> None:
         """Drop this log's schedulers, and the prefill passes, which all logs share, with the last of them."""
+        series = self.series
         tracks = series.tracks.items()
         series.tracks = {name: track for name, track in tracks if not name.startswith(f"{self.source} ")}
         if not series.tracks:

@@ -5,7 +5,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from batchrunner.core.console import counted
 from batchrunner.engines.logs.lines import LoggedBatch
@@ -132,13 +132,11 @@ class LoadSample(NamedTuple):
     """Tokens generated per second."""
     unsent: int | None = None
     """Rows that the client had still to send; None where that is not known."""
-    prefill: bool = False
-    """Whether a prefill pass logged it: such a sample does not say how many requests decode."""
 
 
-def _underused(sample: LoadSample, limit: Thresholds) -> bool | None:
-    """Tell whether requests wait though the KV pool has room; a prefill pass does not show that."""
-    return None if sample.prefill else sample.queue > 0 and sample.usage < limit.usage_good
+def _underused(sample: LoadSample, limit: Thresholds) -> bool:
+    """Tell whether requests wait though the KV pool has room."""
+    return sample.queue > 0 and sample.usage < limit.usage_good
 
 
 def _far_below(sample: LoadSample, limit: Thresholds) -> bool | None:
@@ -169,7 +167,7 @@ SIGNS: dict[str, Callable[[LoadSample, Thresholds], bool | None]] = {
     "no_graph": lambda s, limit: _no_graph(s, limit.graph_batch),
     "no_graph_tp": lambda s, limit: _no_graph(s, limit.graph_batch_tp),
     "slow": lambda s, limit: None if not s.rate else s.running / s.rate > limit.latency_s,
-    "small_batch": lambda s, limit: None if s.prefill else s.running <= limit.small_batch,
+    "small_batch": lambda s, limit: s.running <= limit.small_batch,
 }
 """The test for each sign; None where the sign does not apply to the sample."""
 
@@ -243,14 +241,6 @@ class Series:
     limits: Thresholds
     tracks: dict[str, Track] = field(default_factory=dict)
     prefills: Prefills = field(default_factory=Prefills)
-
-    def complete(self, others: Self) -> None:
-        """Take over the tracks of schedulers of which this series has no samples."""
-        for name, other in others.tracks.items():
-            track = self.track(name)
-            if not track.counted:
-                other.retractions += track.retractions
-                self.tracks[name] = other
 
     def track(self, scheduler: str) -> Track:
         """Return the track of a scheduler, a new one at its first mention."""

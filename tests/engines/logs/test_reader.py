@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
@@ -160,21 +159,6 @@ def test_ranks_are_told_apart(tmp_path: Path) -> None:
         for i in range(9) for text in (GUIDES["G4"][0], RETRACTIONS["G2"]) for rank in range(4)
     )  # fmt: skip
     assert advise(str(_written(tmp_path / "tp.log", retracted.encode()))).situation.retractions == 9
-
-
-def test_prefill_alone_is_work(tmp_path: Path) -> None:
-    """Scoring and embedding have no decode lines: queue and usage are those of prefill lines then."""
-    log = LogWriter()
-    for _ in range(40):
-        log.prefill(1).now += timedelta(seconds=2)
-    found = judged(log.text(), tmp_path)
-    assert "40 samples over 78 s" in found.lines()[0]
-    assert changes(found) == {}
-    deep = judged(log.text().replace("#queue-req: 300", "#queue-req: 5000"), tmp_path)
-    assert set(changes(deep)) == {"queue-deep"}
-    mixed = judged(log.decode(40).text(), tmp_path)
-    assert mixed.situation.load.counted == 40
-    assert mixed.situation.load.share("conservative") == 0
 
 
 JUNK = (
