@@ -12,8 +12,7 @@ from batchrunner.advise.situation import Situation
 from batchrunner.core.console import counted
 from batchrunner.core.errors import InputError
 from batchrunner.engines.flags import Flags, installed, of_arguments
-from batchrunner.engines.logs.facts import KNOWN_CARDS, Facts, architecture_of
-from batchrunner.engines.logs.reader import LogReader
+from batchrunner.engines.logs.reader import KNOWN_CARDS, Facts, LogReader, architecture_of
 from batchrunner.engines.logs.series import Thresholds
 from batchrunner.engines.model_files import read_config
 from batchrunner.output.addresses import store_address

@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.core.errors import InputError
-from batchrunner.engines.logs.facts import number
-from batchrunner.engines.logs.reader import LogReader
+from batchrunner.engines.logs.reader import LogReader, number
 from batchrunner.engines.logs.series import LoadSample, Series, Thresholds, spread
 from batchrunner.output.columns import has_texts
 from batchrunner.output.counts import each_sample

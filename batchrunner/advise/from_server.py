@@ -27,8 +27,8 @@ from batchrunner.engines.http.loads import (
     from_metrics,
 )
 from batchrunner.engines.http.server_info import limit_in_effect, scheduler_states
-from batchrunner.engines.logs.facts import Facts, number
 from batchrunner.engines.logs.lines import ServerReady
+from batchrunner.engines.logs.reader import Facts, number
 from batchrunner.engines.logs.series import LoadSample, Series, Thresholds, spread
 
 KEY_VARIABLE = "SGLANG_API_KEY"

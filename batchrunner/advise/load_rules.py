@@ -14,8 +14,8 @@ from batchrunner.advise.situation import (
 from batchrunner.core.console import counted
 from batchrunner.core.engine_info import QueueBand
 from batchrunner.engines.flags import Flags, command_line
-from batchrunner.engines.logs.facts import prefill_graph_off
-from batchrunner.engines.recovery.safer_args import (
+from batchrunner.engines.logs.reader import prefill_graph_off
+from batchrunner.engines.recovery import (
     LESS_CONSERVATIVE,
     MORE_CONSERVATIVE,
     MOST_CONSERVATIVE,

@@ -6,11 +6,10 @@ from typing import Any
 
 from batchrunner.advise.situation import LONGEST_LINE, Finding, Situation, memory_band
 from batchrunner.engines.flags import Flags, command_line
-from batchrunner.engines.logs.facts import FP8, Trouble
 from batchrunner.engines.logs.lines import Phase
+from batchrunner.engines.logs.reader import FP8, Trouble
 from batchrunner.engines.model_files import kv_bytes
-from batchrunner.engines.recovery.diagnosis import Death
-from batchrunner.engines.recovery.safer_args import HIGHEST_FRACTION, in_effect, least_fraction, safer
+from batchrunner.engines.recovery import HIGHEST_FRACTION, Death, in_effect, least_fraction, safer
 
 POOL_SHARE = 4
 """One part in so many of a machine's free memory is taken for a larger KV pool at most."""

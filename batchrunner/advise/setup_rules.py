@@ -8,7 +8,7 @@ import re
 from batchrunner.advise.situation import Finding, Situation
 from batchrunner.core.console import counted
 from batchrunner.engines.flags import Flags, command_line
-from batchrunner.engines.logs.facts import FP8, Architecture, Facts
+from batchrunner.engines.logs.reader import FP8, Architecture, Facts
 
 ROOM_FOR_KV = 0.6
 """Share of a GPU's memory that all weights may take for one GPU to be enough; the rest holds the KV pool."""

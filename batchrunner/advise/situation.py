@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from batchrunner.engines.logs.facts import Facts
+from batchrunner.engines.logs.reader import Facts
 from batchrunner.engines.logs.series import Series, Thresholds
-from batchrunner.engines.recovery.safer_args import in_effect
+from batchrunner.engines.recovery import in_effect
 
 Certainty = Literal["high", "medium", "low"]
 

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 from batchrunner.advise.load_rules import LARGEST_CHUNK
-from batchrunner.engines.recovery.safer_args import LESS_CONSERVATIVE, NORMAL
+from batchrunner.engines.recovery import LESS_CONSERVATIVE, NORMAL
 from batchrunner.engines.simulation.replica import CostModel, PassWork, RowLengths, fit_spans, steady_work
 from batchrunner.engines.simulation.scheduler import CLIP_TOKENS, SchedulerConfig
 from batchrunner.tune.measurement import WORTH, PassSpan, TrialResult

@@ -15,14 +15,14 @@ from batchrunner.advise.setup_rules import best_backends
 from batchrunner.advise.situation import memory_band
 from batchrunner.engines.device import cards, free_bytes, gpus, on_cpu
 from batchrunner.engines.flags import Flags, command_line, installed, name_in
-from batchrunner.engines.logs.facts import FP8, Architecture, Facts, architecture_of
+from batchrunner.engines.logs.reader import FP8, Architecture, Facts, architecture_of
 from batchrunner.engines.model_files import (
     has_experts,
     has_latent_attention,
     kv_bytes,
     read_config,
 )
-from batchrunner.engines.recovery.safer_args import (
+from batchrunner.engines.recovery import (
     LESS_CONSERVATIVE,
     MORE_CONSERVATIVE,
     MOST_CONSERVATIVE,

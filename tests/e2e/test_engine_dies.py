@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import MOST_DEATHS, PoisonRows
-from batchrunner.engines.base import IncidentQueue
-from batchrunner.engines.launched import supervisor as guard
-from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS, ServerSupervisor, Supervised
-from tests.conftest import batchrun, events_of, eventually, job_of, report_of, results_of, write_job
+from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS
+from tests.conftest import batchrun, events_of, job_of, report_of, results_of, write_job
 from tests.support.launchable import launchable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from batchrunner.engines.launched.supervisor import LaunchedProcess
 
 FRAGILE = """
 class Handler(Server):
@@ -118,32 +112,6 @@ def test_a_poisonous_row_behind_a_gateway(tmp_path: Path) -> None:
     assert "engine_back" in events
 
 
-@pytest.mark.gateway
-@pytest.mark.usefixtures("quick_restarts")
-def test_a_replica_in_a_crash_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that cannot be started any more is left out, and the run goes on with the other."""
-    monkeypatch.setattr(guard, "MOST_QUICK_DEATHS", 1)
-    go_on = tmp_path / "go on"  # until one is lost, the other answers no row from 300 on
-    job = fragile_job(
-        tmp_path, 400, poison="row 117", BROKEN_BY_IT=str(tmp_path / "mark"), LATER="300", GO_ON=str(go_on)
-    )
-    job["engine"] |= {"kind": "gateway", "replicas": 2}
-
-    def see_it_lost() -> None:
-        log = tmp_path / "run" / "events.jsonl"
-        eventually(lambda: log.exists() and '"engine_lost"' in log.read_text())
-        go_on.touch()
-
-    with ThreadPoolExecutor() as pool:
-        seen = pool.submit(see_it_lost)
-        result = batchrun(write_job(job, tmp_path))
-        seen.result()
-    assert result.exit_code == 0, result.stderr
-    assert [row["row"] for row in results_of(job)] == list(range(400))
-    assert "no CUDA GPUs are available" in result.stderr
-    assert events_of(job).count("engine_lost") == 1
-
-
 @pytest.mark.usefixtures("quick_restarts")
 def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
     """An engine that dies whenever it is started ends the run with the cause; what is done is kept."""
@@ -154,69 +122,6 @@ def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
     assert "no CUDA GPUs are available" in last
     assert f"for the {MOST_QUICK_DEATHS + 1}th time in a row" in last
     assert 0 < report_of(job)["rows_ok"] < 300
-
-
-class MortalProcess:
-    """A process that ends whenever the test says so."""
-
-    name = "the program"
-
-    def __init__(self) -> None:
-        self.end = asyncio.Event()
-
-    async def ended(self) -> None:
-        await self.end.wait()
-        self.end.clear()
-
-    async def stop(self) -> None:
-        return
-
-    def failure_message(self, what: str) -> str:
-        return f"{what}: out of memory"
-
-
-class Mortal(Supervised):
-    """The program that a supervisor restarts."""
-
-    def __init__(self) -> None:
-        self.process: LaunchedProcess = MortalProcess()  # type: ignore[assignment]
-        self.end: asyncio.Event = self.process.end  # type: ignore[attr-defined]
-        self.starts = 0
-
-    async def start(self) -> None:
-        self.starts += 1
-
-    async def set_up(self, *, up: bool) -> None:
-        return
-
-
-async def test_a_death_now_and_then_is_borne(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only quick deaths in a row are a crash loop: one every few minutes goes on for ever."""
-    monkeypatch.setattr(TIMING, "quick_death", 0.0)
-    mortal = Mortal()
-    watched = ServerSupervisor(mortal, IncidentQueue())
-    watching = asyncio.create_task(watched.watch())
-    for death in range(1, 3 * MOST_QUICK_DEATHS):
-        mortal.end.set()
-        while mortal.starts < death:  # noqa: ASYNC110 - nothing else tells
-            await asyncio.sleep(0)
-        await watched.ready()
-    assert watched.lost is None
-    watching.cancel()
-
-
-async def test_a_crash_loop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for the program learns why there is none."""
-    monkeypatch.setattr(TIMING, "first_restart", 0.0)
-    mortal = Mortal()
-    watched = ServerSupervisor(mortal, IncidentQueue())
-    watching = asyncio.create_task(watched.watch())
-    while not watching.done():
-        mortal.end.set()
-        await asyncio.sleep(0)
-    assert mortal.starts == MOST_QUICK_DEATHS
-    with pytest.raises(EngineLostError, match=r"died: out of memory \(for the 9th time in a row\)"):
-        await watched.ready()
 
 
 @given(window=st.integers(1, 5000), poison=st.integers(0, 10**6), fresh=st.integers(0, 20_000))

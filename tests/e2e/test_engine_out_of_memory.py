@@ -11,7 +11,7 @@ import pytest
 
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import MOST_DEATHS
-from batchrunner.engines.recovery.healer import MOST_CHANGES, LearnedArgs, LearnedArgsFile
+from batchrunner.engines.recovery import MOST_CHANGES, LearnedArgs, LearnedArgsFile
 from tests.conftest import batchrun, events_of, job_of, report_of, results_of, write_job
 from tests.support.hungry_engine import HUNGRY, OOM, hungry
 from tests.support.launchable import launchable
@@ -219,16 +219,6 @@ def test_a_damaged_memory_teaches_nothing(
     file.write_bytes(damaged)
     assert memory.read() is None
     assert f"{file}: not read" in caplog.text
-
-
-def test_a_memory_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
-    """Where no cache can be kept the run is none the worse."""
-    (tmp_path / "cache").write_text("a file where a directory should be")
-    job = job_of(tmp_path, hungry(tmp_path), rows=100)
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    assert "what worked is not remembered for the next run" in result.stderr
-    assert whole(job, 100)
 
 
 RETRACTS = """

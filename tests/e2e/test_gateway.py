@@ -24,7 +24,7 @@ from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.worker_list import WorkerList
-from batchrunner.engines.launched.gateway import GatewayProcess
+from batchrunner.engines.launched.fleet import GatewayProcess
 from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine
 from batchrunner.job.sampling import SamplingSpec
 from batchrunner.job.spec import LimitsSpec

@@ -102,37 +102,6 @@ def _check_reasoning(engine: batchrunner.OpenEngine) -> None:
         assert row["completion_tokens"] == 6
 
 
-def _check_batch(engine: batchrunner.OpenEngine, directory: Path) -> None:
-    """Whole requests pass the real gateway, and their answers come back whole."""
-    say = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "ignore_eos": True}
-    bodies: dict[str, dict[str, Any]] = {
-        "two": {**say, "model": "gpt-4o", "n": 2, "logprobs": True, "top_logprobs": 2},
-        "whole": {**say, "separate_reasoning": False},
-        "text": {"prompt": "One, two,", "max_tokens": 3, "ignore_eos": True},
-        "wrong": {**say, "max_tokens": 10**6},
-    }
-    directory.mkdir()
-    with (directory / "requests.jsonl").open("w") as file:
-        for name, body in bodies.items():
-            url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-            line = {"custom_id": name, "method": "POST", "url": url, "body": body}
-            file.write(json.dumps(line) + "\n")
-    job = {
-        "input": {"path": str(directory / "requests.jsonl"), "columns": ["custom_id"]},
-        "prompt": {"batch": "strict"},
-        "output": {"path": str(directory / "run")},
-        "limits": {"max_failed_rows": 1},
-    }
-    report = batchrunner.run(job, engine=engine)
-    assert (report.rows_ok, report.rows_failed) == (3, 1), report.failures
-    two, whole, text, wrong = (json.loads(row["response"]) for row in results_of(job))
-    assert [bool(choice["message"]["reasoning_content"]) for choice in two["choices"]] == [True, True]
-    assert len(two["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
-    assert whole["choices"][0]["message"]["content"]
-    assert text["usage"]["completion_tokens"] == 3
-    assert wrong["type"] == "BadRequestError"
-
-
 def _check_bundles(engine: batchrunner.OpenEngine, directory: Path) -> None:
     """Rows share requests through the gateway, and each has its own output and counts."""
     found = []
@@ -157,7 +126,6 @@ def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None
     assert _polled(job) == fleet._replicas.keys()
     assert report.engine["max_running"] == 64
     _check_reasoning(replicas)
-    _check_batch(replicas, tmp_path / "batch")
     _check_bundles(replicas, tmp_path / "bundles")
     for log in fleet._log_dir.glob("engine-*.log"):
         assert fleet._key not in log.read_text(errors="replace")

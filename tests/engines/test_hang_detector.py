@@ -64,23 +64,6 @@ def test_what_did_nothing_since_its_last_hang_is_given_twice_as_long() -> None:
     assert silence_of(timer, now + second_s, "y") == pytest.approx(SHORTEST_S, abs=1)
 
 
-def test_a_restart_ends_the_silence() -> None:
-    """Neither the silence before it nor the time that it took is the new server's."""
-    timer, now = warm_timer()
-    timer.poll(now, "x", busy=True)
-    assert timer.poll(now + 0.9 * SHORTEST_S, "x", busy=True) is None
-    timer.restarted()
-    assert silence_of(timer, now + 3600, "x") == pytest.approx(SHORTEST_S, abs=1)
-
-
-def test_idleness_is_no_silence() -> None:
-    """Without rows there is nothing to do; the silence begins with the first one."""
-    timer, now = warm_timer()
-    for second in range(1000):
-        assert timer.poll(now + second, "x", busy=False) is None
-    assert silence_of(timer, now + 1000, "x") == pytest.approx(SHORTEST_S, abs=1)
-
-
 def load(running: int, work: float, *, queue: int = 0, at: float = 0.0) -> SchedulerLoad:
     return SchedulerLoad(URL, "loads", running, queue, 0.5, used_tokens=100, taken_at=at, work=work)
 

@@ -111,14 +111,6 @@ def test_answers_do_not_depend_on_the_process() -> None:
     assert completion.texts == ["[simulated] order text it part one"]
 
 
-def test_answers_differ_by_prompt_and_seed() -> None:
-    """A test that mixes rows up would be seen: different rows have different answers."""
-    by_prompt = {answer(make_request(f"row {i}", max_new_tokens=500), 8192).texts[0] for i in range(100)}
-    by_seed = {answer(make_request(max_new_tokens=500, sampling_seed=i), 8192).texts[0] for i in range(100)}
-    by_sample = set(answer(make_request(max_new_tokens=500, n=100), 8192).texts)
-    assert min(len(by_prompt), len(by_seed), len(by_sample)) > 95
-
-
 @given(prompt=prompts, sampling=samplings, room=st.integers(1, 300))
 def test_lengths(prompt: tuple[PromptKind, Any], sampling: dict[str, Any], room: int) -> None:
     """What is answered fits the context and max_new_tokens, says why it ended, and is marked."""

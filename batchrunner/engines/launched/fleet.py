@@ -1,9 +1,12 @@
-"""The engine of a run that starts its own servers: one, or replicas behind a Model Gateway."""
+"""The engine of a run that starts its own servers: one, or replicas behind a Model Gateway (sglang_router)."""
+
+from __future__ import annotations
 
 import asyncio
 import dataclasses
 import functools
 import logging
+import math
 import os
 import secrets
 import time
@@ -27,14 +30,13 @@ from batchrunner.engines.device import (
 from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.client import Endpoint, HttpEngine
-from batchrunner.engines.http.connections import HeldPort, raise_file_limit
+from batchrunner.engines.http.connections import HeldPort, free_port, raise_file_limit
 from batchrunner.engines.http.failures import FailureClassifier
-from batchrunner.engines.launched.gateway import GatewayProcess
+from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.launched.supervisor import LaunchedProcess, ServerSupervisor, Supervised, to_argv
 from batchrunner.engines.model_files import check_model, model_identity
 from batchrunner.engines.model_memory import cards_of, split_over, with_tp
-from batchrunner.engines.recovery.diagnosis import EndedServer
-from batchrunner.engines.recovery.healer import Healer, healer_for
+from batchrunner.engines.recovery import EndedServer, Healer, healer_for
 from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.engine import GatewayEngine, LaunchedEngine, ServerEngine
 from batchrunner.job.spec import LimitsSpec
@@ -50,6 +52,97 @@ TOKENIZERS = "tokenizer-worker-num"
 KEEP_ALIVE_S = 120
 """Seconds for which replicas keep the gateway's idle connections; the gateway drops them after 90 s. With
 SGLang's own 5 s it would send rows into connections that are just being closed."""
+
+
+GATEWAY_START_S = 120.0
+"""It imports torch where SGLang is installed: 5 s of CPU time, more on a busy machine."""
+KEEP_TOGETHER: dict[str, Any] = {
+    "policy": "manual",
+    "assignment-mode": "min_load",
+    "max-idle-secs": 300,
+    "eviction-interval-secs": 60,
+}
+"""A new affinity key goes to the replica with the fewest requests, and the same key follows it. Rows without
+a common prefix have a key each, so keys are forgotten after 300 s (the gateway's own limit is four hours)."""
+LATER_S = 60.0
+"""Seconds that the gateway waits for an answer beyond the runner's own limit, which is to end first."""
+
+
+class GatewayProcess(Supervised):
+    """A gateway that a supervisor restarts, and the list of workers that it should have.
+
+    It starts without workers, and they are added over HTTP. So there is one way to add them at the first
+    start, when a replica comes back and when the gateway does, and their key is in no command line.
+    """
+
+    def __init__(
+        self, spec: GatewayEngine, incidents: IncidentQueue, *, key: str, log_dir: Path, limits: LimitsSpec
+    ) -> None:
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.process = LaunchedProcess(
+            module="sglang_router.launch_router",
+            argv=["--host", "127.0.0.1", "--port", str(port), *to_argv(_gateway_arguments(spec, limits))],
+            key=key,
+            environ=program_environment(spec.env),
+            log_path=log_dir / "engine-gateway.log",
+            python=spec.python,
+            name="the gateway",
+            needs="sglang_router: install batchrunner[gateway], or set engine.python",
+        )
+        self.supervisor = ServerSupervisor(self, incidents)
+        self._workers = WorkerList(self.url, key)
+        self._listed: set[str] = set()
+
+    async def start(self) -> None:
+        """Start it and wait until it takes workers; raises EngineStartError where it does not."""
+        await self.process.start()
+        # not /readiness, which is 503 before there is a worker
+        await self.process.wait_until_ready(self.url + "/health", GATEWAY_START_S)
+
+    async def set_up(self, *, up: bool) -> None:
+        """Give a restarted gateway its workers again."""
+        if up:
+            await self._workers.bring_to(self._listed)
+
+    async def take_workers(self, urls: Sequence[str]) -> None:
+        """Give the gateway its first workers; raises EngineStartError where it does not take them."""
+        self._listed.update(urls)
+        if not await self._workers.bring_to(self._listed):
+            raise EngineStartError(self.process.failure_message("the gateway did not take the replicas"))
+
+    async def list_worker(self, url: str, *, listed: bool) -> None:
+        """Put a worker on the gateway's list, or take it off."""
+        (self._listed.add if listed else self._listed.discard)(url)
+        if not await self._workers.bring_to(self._listed):
+            log.warning("the gateway's list is not what it should be: %s", ", ".join(sorted(self._listed)))
+
+    async def close(self) -> None:
+        """End the gateway."""
+        await self._workers.close()
+        await self.process.stop()
+
+
+def _gateway_arguments(spec: GatewayEngine, limits: LimitsSpec) -> dict[str, Any]:
+    """Return the gateway's arguments. Bodies up to 512 MB pass by default."""
+    return {
+        **(KEEP_TOGETHER if spec.policy == "auto" else {"policy": spec.policy}),
+        # the runner retries, with pauses; the gateway would repeat a refusal five times within half a second
+        "disable-retries": True,
+        # … and after ten failures of a replica answer 503 for it for a minute
+        "disable-circuit-breaker": True,
+        "max-concurrent-requests": -1,  # no limit, and so no queue of its own
+        "request-timeout-secs": math.ceil(limits.request_timeout + LATER_S),
+        # SGLang's /health takes up to 20 s before it says no; supervisors see at once when a process ends
+        "health-check-interval-secs": 30,
+        "health-check-timeout-secs": 25,
+        "shutdown-grace-period-secs": 1,
+        "log-level": "warn",  # `info` is two lines a row
+        # its metrics cannot be turned off, and two gateways cannot share the default port
+        "prometheus-host": "127.0.0.1",
+        "prometheus-port": free_port(),
+        **spec.gateway_args,
+    }
 
 
 class SGLangServer(Supervised):

@@ -20,7 +20,7 @@ from batchrunner.core.errors import EngineLostError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.hang_detector import Hang
-from batchrunner.engines.recovery.diagnosis import cause_in, head_and_tail, last_line
+from batchrunner.engines.recovery import cause_in, head_and_tail, last_line
 
 log = logging.getLogger(__name__)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,8 +13,7 @@ from batchrunner.core.errors import (
     EngineStartError,
 )
 from batchrunner.engines.base import IncidentQueue
-from batchrunner.engines.launched.fleet import LaunchedFleet, gpu_slices
-from batchrunner.engines.launched.gateway import GatewayProcess
+from batchrunner.engines.launched.fleet import GatewayProcess, LaunchedFleet, gpu_slices
 from batchrunner.engines.model_memory import with_tp
 from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.spec import LimitsSpec
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING
 import batchrunner
 from tests.conftest import job_of
 from tests.support.launchable import launchable
+from tests.support.server_thread import PATIENCE_S
 
 
 def test_gpus_are_dealt_out() -> None:
@@ -116,3 +118,15 @@ def test_several_tokenizers_have_no_key(
     assert batchrunner.run(job_of(tmp_path, {**engine, "args": args})).rows_ok == 10
     assert ("--api-key" in json.loads((tmp_path / "seen").read_text())) == has_key
     assert ("every user of this machine can use it" in caplog.text) != has_key
+
+
+def test_interpreter_without_a_gateway(tmp_path: Path) -> None:
+    """It is told so by name, with what to install."""
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=PATIENCE_S)
+    spec = GatewayEngine(kind="gateway", model="org/model", python=f"{bare}/bin/python")
+    gateway = GatewayProcess(
+        spec, IncidentQueue(), key="x", log_dir=tmp_path, limits=LimitsSpec(request_timeout=9)
+    )
+    with pytest.raises(EngineStartError, match=r"has no sglang_router: install batchrunner\[gateway\]"):
+        asyncio.run(gateway.start())

@@ -100,25 +100,6 @@ def test_a_restart_with_other_flags_is_a_new_story(tmp_path: Path) -> None:
     assert set(changes(judged(before.text() * 2, tmp_path))) == {"conservative"}
 
 
-def test_each_replica_has_its_own_story(tmp_path: Path) -> None:
-    """One that comes back with other flags, or as it was, takes nothing away from what others told."""
-    oom = "Prefill out of memory. Try to lower your batch size."
-    healed = LogWriter().started().decode(20).say(oom).started(chunk=4096)
-    logs = [
-        LogWriter().started().decode(40).say("Scheduler hit an exception: AssertionError: page"),
-        LogWriter().started().decode(30).say(oom),
-        healed.decode(10).say("Received sigquit").started(chunk=4096).decode(10),
-    ]
-    reader = LogReader(Thresholds())
-    for number, log in enumerate(logs):
-        reader.source = f"engine-{number}"
-        reader.read(log.write(tmp_path))
-    assert [track.counted for track in reader.series.tracks.values()] == [40, 30, 20]
-    assert [trouble.what.text for trouble in reader.facts.troubles] == [logs[1].lines[-1]]
-    assert reader.facts.died
-    assert "AssertionError: page" in reader.facts.died.text
-
-
 @pytest.mark.parametrize(
     "label",
     [

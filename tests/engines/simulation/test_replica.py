@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 
 from batchrunner.engines.simulation.replica import (
     H100_8B,
     PARTS,
-    RIDGE,
     CostModel,
     PassWork,
     Replica,
     fit_spans,
-    least_squares,
 )
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 
@@ -97,25 +94,3 @@ def test_a_fit_tells_the_time_of_like_work() -> None:
     for work, seconds in spans[40:]:
         assert found.work_s(work) == pytest.approx(seconds, rel=0.1)
     assert fit_spans(spans[: PARTS - 1]) is None
-
-
-def test_no_part_is_negative_and_no_others_are_better() -> None:
-    """What is dropped may return; amounts that differ by orders of magnitude do not matter."""
-    made = random.Random(3)
-    rows = [[made.uniform(0, 10.0**place) for place in range(4)] for _ in range(60)]
-    for parts in ([0.01, 0.0, 2e-5, 3e-4], [0.3, -5e-2, -1e-2, 1e-3], [-1.0] * 4):
-        values = [sum(map(float.__mul__, parts, row)) * (1 + made.uniform(-0.2, 0.2)) for row in rows]
-
-        def left(found: Sequence[float], values: Sequence[float] = values) -> float:
-            told = zip(rows, values, strict=True)
-            apart = [sum(map(float.__mul__, found, row)) - value for row, value in told]
-            scaled = [part * 10.0**place for place, part in enumerate(found)]
-            return sum(each**2 for each in apart) / len(rows) + RIDGE * sum(each**2 for each in scaled) / 3
-
-        found = least_squares(rows, values)
-        assert min(found) >= 0
-        for place in range(4):
-            for change in (-1e-2, 1e-2):
-                other = [*found]
-                other[place] = max(0.0, other[place] + change / 10.0**place)
-                assert left(other) >= left(found) * (1 - 1e-3)

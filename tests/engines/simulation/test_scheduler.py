@@ -9,7 +9,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchrunner.engines.simulation.radix import RadixCache
 from batchrunner.engines.simulation.scheduler import Scheduler, SchedulerConfig, SimulatedRequest
 from tests.support.examples import examples
 
@@ -85,16 +84,6 @@ def test_passes_are_the_same_in_one_go_or_one_by_one() -> None:
 # Admission
 
 
-def test_no_more_run_than_may() -> None:
-    """A full batch admits nobody until somebody leaves."""
-    scheduler = make(max_running=3)
-    submit(scheduler, [SimulatedRequest(10, 5 + i) for i in range(5)])
-    assert (step(scheduler).admitted, scheduler.queue) == (3, 2)
-    first_end = step(scheduler, NO_LIMIT)
-    assert (first_end.steps, len(first_end.finished)) == (4, 1)
-    assert (step(scheduler).admitted, scheduler.running, scheduler.queue) == (1, 3, 1)
-
-
 def test_a_pass_takes_no_more_than_a_chunk() -> None:
     """A long prompt is cut, one at a time, and others fill the rest of the last chunk."""
     scheduler = make(chunked_prefill_tokens=100)
@@ -108,20 +97,6 @@ def test_a_pass_takes_no_more_than_a_chunk() -> None:
 
 
 # The ratio and retraction
-
-
-def test_the_ratio_falls_and_starts_anew_when_idle() -> None:
-    """0.7 at first, 0.14 of it after 600 decode passes, and 0.7 again after the last sample."""
-    scheduler = make()
-    submit(scheduler, [SimulatedRequest(10, 1000)])
-    assert scheduler.ratio == 0.7
-    step(scheduler)
-    step(scheduler, 300)
-    assert scheduler.ratio == pytest.approx((0.7 + 0.098) / 2)
-    step(scheduler, 690)
-    assert scheduler.ratio == pytest.approx(0.098)
-    run(scheduler)
-    assert scheduler.ratio == 0.7
 
 
 @pytest.mark.parametrize("radix_cache", [True, False])
@@ -219,34 +194,6 @@ def test_lpm_takes_the_cached_first() -> None:
     order = [sample for found in run(scheduler) for sample in found.finished][1:]
     assert order[0] is rows[3]
     assert order[1:] == [rows[0], rows[1], rows[2]]  # once one brought it in, its sibling is a cached one
-
-
-def test_the_least_recent_is_evicted() -> None:
-    """Leaves first, then what they leave behind; never what is locked."""
-    cache = RadixCache()
-    paths = [(("head", 10), (name, 5)) for name in "abc"]
-    nodes = [cache.insert(path, 15)[0] for path in paths]
-    for node in nodes:
-        cache.lock(node)
-    assert cache.evictable_tokens == 0
-    assert cache.evict(1) == 0
-    for node in nodes[:2]:
-        cache.unlock(node)
-    cache.match(paths[0], 15)
-    assert (cache.evictable_tokens, cache.evict(3)) == (10, 5)
-    assert [cache.match(path, 15)[1] for path in paths] == [15, 10, 15]
-    cache.unlock(nodes[2])
-    assert cache.evict(NO_LIMIT) == 20
-    assert cache.match(paths[0], 15) == (cache.root, 0)
-
-
-def test_a_prefix_in_part() -> None:
-    """A shorter share of the same text is found in the longer one."""
-    cache = RadixCache()
-    cache.insert((("text", 100), ("own", 20)), 120)
-    node, matched = cache.match((("text", 40), ("other", 9)), 49)
-    assert (matched, node.tokens, cache.evictable_tokens) == (40, 40, 120)
-    assert cache.match((("text", 100), ("own", 20)), 119)[1] == 119
 
 
 # Dropping

@@ -1,0 +1,501 @@
+"""Recovery: why a server died → arguments with which it lives, for its next start and for the next run.
+
+`examine` diagnoses a death from the server's log, its exit status and the kernel's count of kills. `safer`
+names arguments that need less memory, by SGLang's tuning guides. In prefill: smaller chunks. In decode: fewer
+running requests. At graph capture: smaller graphs. Anywhere, and when such a step has no smaller value left:
+a smaller fraction of the card for the KV pool. Where the place is not known and that does not help: smaller
+chunks, then fewer running requests. On a CPU the server's memory grows with the pool, whose size is a number
+of tokens. Advice proposes these arguments, and a launched engine that died gets them from its `Healer`, which
+remembers them.
+"""
+
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from batchrunner.core.engine_info import Incident
+from batchrunner.core.errors import BatchrunError
+from batchrunner.core.files import cache_directory
+from batchrunner.engines.base import IncidentQueue
+from batchrunner.engines.device import cards, memory_bytes
+from batchrunner.engines.flags import Flags, name_in, of_arguments, version_of
+from batchrunner.engines.logs.lines import Phase, clean
+from batchrunner.engines.logs.reader import Facts, LogReader, prefill_graph_off
+from batchrunner.engines.logs.series import Thresholds
+from batchrunner.engines.model_files import model_identity
+from batchrunner.engines.model_memory import split_over
+from batchrunner.job.engine import LaunchedEngine
+from batchrunner.output.files import write_json
+
+log = logging.getLogger(__name__)
+
+TAIL_BYTES = 4 << 20
+"""Bytes read of a log's end: after one rank's error the others may write thousands of tracebacks."""
+HEAD_BYTES = 1 << 20
+"""Bytes read of a log's beginning, which has a server's arguments (16 kB a process) and limits."""
+LINE_BYTES = 64 << 10
+"""Bytes read of a log's end to find its newest line, which is asked for often."""
+MOST_LINES = 3
+_PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
+# for example: torch.OutOfMemoryError: CUDA out of memory / launch_server.py: error: … / Not enough memory.
+_CAUSE = re.compile(
+    r"^(?:- )?([\w.]*(Error|Exception|Interrupt|Exit)\b: .+|[\w. ]+: error: .+|.*out of memory.*"
+    r"|Not enough memory.*|.*address already in use.*|.*Killed$|Subprocess \S+ .*crashed.*)",
+    re.IGNORECASE,
+)
+# errors that follow from another one, which they would hide
+_CONSEQUENCE = re.compile(
+    r"Scheduler or detokenizer|Received sigquit|Rank \d+ scheduler|exit ?code|EOFError|KeyboardInt"
+)
+# a killed process (most often by the kernel, for memory) logs no error: those before it are not why it died
+_KILLED = re.compile(r"^Subprocess \S+ .*crashed with exit code -9\b")
+
+
+def cause_in(log: Path, since: int = 0) -> str:
+    """Return the one to three lines after byte `since` that best explain a failure, joined by ` / `."""
+    lines = [unstamped(line) for line in head_and_tail(log, since, head_bytes=0)]
+    causes = [line for line in lines if _CAUSE.match(line)]
+    best = (
+        [line for line in lines if _KILLED.match(line)]
+        or [line for line in causes if not _CONSEQUENCE.search(line)]
+        or causes
+    )
+    chosen = list(dict.fromkeys(best))[-MOST_LINES:] or [line for line in lines if line][-MOST_LINES:]
+    return " / ".join(line[:300] for line in chosen)
+
+
+def last_line(log: Path) -> str:
+    """Return the newest line of a log; empty without one."""
+    lines = map(unstamped, reversed(head_and_tail(log, head_bytes=0, tail_bytes=LINE_BYTES)))
+    return next(filter(None, lines), "")
+
+
+def unstamped(line: str) -> str:
+    """Return a line without time stamp and colours, which sglang_router writes to files too."""
+    return _PREFIX.sub("", clean(line).strip()).strip()
+
+
+def head_and_tail(
+    log: Path, since: int = 0, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL_BYTES
+) -> list[str]:
+    """Return the lines of a log's beginning and end from the byte `since` on; empty without a log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(since)
+            head = file.read(head_bytes)
+            file.seek(max(file.tell(), log.stat().st_size - tail_bytes))
+            text = head + file.read(2 * tail_bytes)
+    except OSError:
+        return []
+    return text.decode(errors="replace").splitlines()
+
+
+Kind = Literal["killed", "crash"]
+
+NAMES: Mapping[Phase | Kind, str] = {
+    "prefill": "out of memory in prefill",
+    "decode": "out of memory in decode",
+    "requests": "out of request slots",
+    "graph": "out of memory at graph capture",
+    "prefill-graph": "out of memory at capture of prefill graphs",
+    "general": "out of memory",
+    "load": "the weights do not fit",
+    "pool": "no room for a KV pool",
+    "killed": "killed by the kernel for want of memory",
+    "crash": "a crash",
+}
+
+KILLED = 128 + 9
+"""Exit status of the launcher where SIGKILL ended its server."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndedServer:
+    """Evidence of a server's last life: from its last start to its end, or until now."""
+
+    lines: Sequence[str]
+    """Beginning and end of its log."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments that it was started with, as `engine.args` has them."""
+    exit_code: int | None = None
+    """128 + signal where a signal ended it; None while it runs."""
+    oom_kills: int = 0
+    """Processes of our cgroup that the kernel has killed since then because memory ran out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """Why a server died."""
+
+    kind: Phase | Kind
+    """Phase in which memory ran out; `killed` by the kernel because it ran out; `crash` for anything else."""
+    why: str
+    """Line of the log that says so, or a sentence."""
+    running: int = 0
+    """Requests that ran just before, `#running-req` in the log."""
+
+    @property
+    def of_memory(self) -> bool:
+        """Whether memory ran out: safer arguments may help, and no row is at fault."""
+        return self.kind != "crash"
+
+
+def examine(ended: EndedServer, facts: Facts) -> Death:
+    """Diagnose a death; `facts` are read from the server's log."""
+    if last := facts.last_trouble:
+        return Death(last.phase, unstamped(last.what.text)[:300], last.running)
+    killed = ended.exit_code == KILLED or (facts.died is not None and facts.died.killed)
+    if ended.oom_kills and killed:
+        return Death("killed", f"killed by the kernel for want of memory ({ended.oom_kills} processes)")
+    return Death("crash", f"exit {ended.exit_code}")
+
+
+CHUNKS = (4096, 2048)
+"""`--chunked-prefill-size` in tokens: the guides' two steps."""
+FRACTIONS = (0.8, 0.7, 0.6)
+"""`--mem-fraction-static`: the guides' two steps, and one more for a card that other programs use too."""
+HIGHEST_FRACTION, FRACTION_STEP = 0.95, 0.05
+"""If the weights leave no room for a pool, `--mem-fraction-static` rises by the step, up to the highest."""
+GRAPH, LEAST_GRAPH = 64, 16
+"""Largest batch of a graph where it is not known, and the least that is tried: SGLang itself proposes 16."""
+LEAST_RUNNING = 4
+"""Least `--max-running-requests` that is tried."""
+CONSERVATIVENESS = "schedule-conservativeness"
+LESS_CONSERVATIVE, NORMAL = 0.3, 1.0
+"""`--schedule-conservativeness` by the guides, where SGLang admits too few requests, and its default."""
+MORE_CONSERVATIVE = 1.3
+"""`--schedule-conservativeness` against frequent retractions."""
+MOST_CONSERVATIVE = 1 / 0.7
+"""`--schedule-conservativeness` from which a scheduler reserves all of `max_new_tokens`: the fraction that it
+reserves is min(0.7 x conservativeness, 1)."""
+LEAST_POOL = 0.05
+"""Fraction of a card that a useful KV pool needs at least."""
+DP_ATTENTION_CONSERVATIVENESS = 0.3
+"""Factor by which SGLang multiplies `--schedule-conservativeness` with DP attention (parallel_hook.py)."""
+_DIVIDED = {"chunked-prefill-size", "max-running-requests"}
+"""Flags whose values DP attention divides by the number of its ranks, each of which logs its own part."""
+_AT_READY = {
+    "chunked-prefill-size": "chunked_prefill_size",
+    "max-running-requests": "max_running_requests",
+    "max-total-tokens": "max_total_num_tokens",
+    "context-length": "context_len",
+}
+"""Flags whose value in effect the scheduler logs before it takes requests, and its name there."""
+
+Step = Callable[[Facts, Flags, Death], dict[str, Any]]
+
+
+def safer(death: Death, facts: Facts, flags: Flags) -> dict[str, Any]:
+    """Return the arguments to change, as `engine.args` has them; empty where none would help."""
+    steps = _STEPS.get(death.kind, ())
+    if death.kind == "killed" and not facts.on_cpu:  # a GPU's pool is not in the machine's memory
+        return {}
+    return next((args for step in steps if (args := step(facts, flags, death))), {})
+
+
+def in_effect(facts: Facts, flag: str) -> float | None:
+    """Return a flag's value in effect, as it would be given; None where it is not known."""
+    if flag.startswith("cuda-graph-max-bs"):
+        return facts.graph_max_bs
+    at_ready = getattr(facts.ready, _AT_READY.get(flag, ""), None)
+    value = facts.number(flag.replace("-", "_")) if at_ready is None else at_ready
+    if value is None or (at_ready is None and flag == "max-running-requests"):  # logged as it was given
+        return None if value is None else int(value)
+    value = as_flag(facts, flag, value)
+    return int(value) if value == int(value) else value
+
+
+def as_flag(facts: Facts, flag: str, value: float) -> float:
+    """Return the flag's value with which one scheduler gets `value`."""
+    if facts.attn_dp > 1 and flag in _DIVIDED:
+        return value * facts.attn_dp
+    if facts.attn_dp > 1 and flag == "schedule-conservativeness":
+        return round(value / DP_ATTENTION_CONSERVATIVENESS, 2)
+    return value
+
+
+def least_fraction(facts: Facts) -> float:
+    """Return the `--mem-fraction-static` that the weights and a useful pool take; 0 where it is not known."""
+    weights, card = facts.weights_gb, facts.card_gb
+    return weights / card + LEAST_POOL if weights and card else 0.0
+
+
+def _smaller_chunks(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
+    now = in_effect(facts, "chunked-prefill-size")
+    lower = next((chunk for chunk in CHUNKS if now is None or now <= 0 or chunk < now), None)
+    return flags.setting("chunked-prefill-size", lower) if lower else {}
+
+
+def _fewer_running(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
+    most = int(in_effect(facts, "max-running-requests") or 0)
+    ran = int(as_flag(facts, "max-running-requests", death.running))
+    lower = 3 * min(ran or most, most or ran) // 4
+    return flags.setting("max-running-requests", lower) if lower >= LEAST_RUNNING else {}
+
+
+def _smaller_graphs(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
+    """Make the graphs smaller, and the pool too: a capture that fails again costs minutes."""
+    captured = facts.graph_max_bs or 2 * GRAPH
+    lower = max(LEAST_GRAPH, captured // 2)
+    off = facts.graph_disabled or lower >= captured
+    smaller = {} if off else flags.setting("cuda-graph-max-bs-decode", lower)
+    return smaller | _smaller_pool(facts, flags, death)  # prefill may have graphs too
+
+
+def _no_graphs(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
+    if facts.graph_disabled:
+        return {}
+    off = flags.setting("cuda-graph-backend-decode", "disabled")
+    return off or flags.setting("disable-cuda-graph", value=True)
+
+
+def _no_prefill_graphs(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
+    if prefill_graph_off(facts.arguments):
+        return {}
+    off = flags.setting("cuda-graph-backend-prefill", "disabled")
+    return off or flags.setting("disable-piecewise-cuda-graph", value=True)
+
+
+def _smaller_pool(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
+    if facts.on_cpu:
+        lower = int(in_effect(facts, "max-total-tokens") or 0) // 2
+        least = in_effect(facts, "context-length") or 1
+        return flags.setting("max-total-tokens", lower) if lower >= least else {}
+    now, least = facts.number("mem_fraction_static"), least_fraction(facts)
+    share = next((share for share in FRACTIONS if now is None or share < now), 0.0)
+    return flags.setting("mem-fraction-static", share) if share > least else {}
+
+
+def _larger_share(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
+    """Raise the fraction of the card for weights and pool, above the least that SGLang names."""
+    now = facts.number("mem_fraction_static") or FRACTIONS[0]
+    least = re.search(r"above (0\.\d+)", death.why)
+    share = round(max(now, float(least[1]) if least else 0.0) + FRACTION_STEP, 3)
+    return flags.setting("mem-fraction-static", share) if share <= HIGHEST_FRACTION else {}
+
+
+_STEPS: Mapping[Phase | Kind, tuple[Step, ...]] = {
+    "prefill": (_smaller_chunks, _smaller_pool),
+    "decode": (_fewer_running, _smaller_pool),
+    "requests": (_fewer_running,),
+    "graph": (_smaller_graphs, _no_graphs),
+    "prefill-graph": (_smaller_pool, _no_prefill_graphs),
+    "pool": (_larger_share,),
+    "general": (_smaller_pool, _smaller_chunks, _fewer_running),
+    "killed": (_smaller_pool, _fewer_running),
+}
+
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LearnedArgs:
+    """Arguments with which a server ran, after it had died with others."""
+
+    args: dict[str, Any]
+    """Arguments as `engine.args` has them."""
+    why: str
+    """Why the server died before."""
+    on: str
+    """Day on which they were learned, YYYY-MM-DD."""
+
+
+class LearnedArgsFile:
+    """The file of what was learned for one model, card and version of SGLang."""
+
+    def __init__(self, model: str, card: str, version: str | None) -> None:
+        self._about = {"format": FORMAT, "model": model, "card": card, "sglang": version or "unknown"}
+        digest = hashlib.sha256(orjson.dumps(self._about, option=orjson.OPT_SORT_KEYS)).hexdigest()[:12]
+        name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2])[:60]
+        self.path = cache_directory() / "engines" / f"{name}-{digest}.json"
+
+    def read(self) -> LearnedArgs | None:
+        """Return what was learned; None without a file, and with a warning where it cannot be read."""
+        try:
+            stored = orjson.loads(self.path.read_bytes())
+            return LearnedArgs(dict(stored["args"]), str(stored["why"]), str(stored["on"]))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as failure:
+            log.warning("%s: not read (%s): delete it", self.path, failure)
+            return None
+
+    def write(self, learned: LearnedArgs) -> None:
+        """Write down what was learned for the next run; log a warning where that fails."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.path, {**self._about, **asdict(learned)})
+        except (OSError, BatchrunError) as failure:
+            log.warning("what worked is not remembered for the next run: %s", failure)
+
+
+MOST_CHANGES = 6
+"""Most changes in one run; each costs a start. It is three of the pool's share, two of the chunk, and one."""
+LEAST_SPAN_S = 300.0
+"""Seconds of work that it takes to judge how often requests are retracted."""
+_DP_ATTENTION = ("enable-dp-attention", "attn-dp-size")
+"""Arguments with which SGLang itself multiplies the conservativeness by 0.3."""
+_HOPELESS = {
+    "killed": "the machine, or our cgroup on it, has too little memory",
+    "load": "take more cards (tp-size), quantise (quantization: fp8), or take a larger card",
+}
+
+
+class Healer:
+    """Chooses the arguments of the next start after a death, and those of the next run.
+
+    The servers of one engine share a healer: what one of them dies of, the others need not die of too.
+    """
+
+    def __init__(self, given: Mapping[str, Any], file: LearnedArgsFile, incidents: IncidentQueue) -> None:
+        """Take the job's `engine.args` and what earlier runs learned."""
+        self.args: dict[str, Any] = {}
+        """Safer arguments, which replace the job's own, or add to them."""
+        self._given = given
+        self._file = file
+        self._incidents = incidents
+        self._changes = 0
+        self._pace: dict[str, Any] = {}  # the conservativeness of the next start and run, by this run
+        self._why = ""
+        self._learned = False  # whether `args` has changes that are not written down yet
+
+    @property
+    def next_args(self) -> Mapping[str, Any]:
+        """Arguments of the next start that replace the job's own, or add to them."""
+        return {**self.args, **self._pace}
+
+    def recall(self) -> None:
+        """Begin with what worked in an earlier run, where the job does not say otherwise; log what it is."""
+        learned = self._file.read()
+        if learned is None:
+            return
+        self.args = {n: v for n, v in learned.args.items() if name_in(self._given, n) not in self._given}
+        if self.args:
+            self._why = learned.why
+            why = f"learned on {learned.on} from {learned.why}"
+            log.info(
+                "starting with %s, %s; engine.args overrules it; delete %s to forget",
+                _shown(self.args), why, self._file.path,
+            )  # fmt: skip
+            self._incidents.report(Incident("recalled", "the engine", why, {"new": dict(self.args)}))
+
+    def heal(self, name: str, ended: EndedServer) -> bool:
+        """Change `args` after a server's death; return whether they help, so that no row is at fault."""
+        log_reader, flags = _read(ended)
+        facts = log_reader.facts
+        death = examine(ended, facts)
+        if not death.of_memory:
+            return False
+        if not self._had_all(ended):  # another server died before: this one did not have the changes yet
+            return True
+        args = self._safer(death, log_reader, flags)
+        if not args:
+            hint = _HOPELESS.get(death.kind, "no safer arguments are left")
+            log.warning("%s: %s: %s", name, NAMES[death.kind], hint)
+            return False
+        self._changes += 1
+        old = {name: in_effect(facts, name) for name in args}
+        self._learn(args, NAMES[death.kind])
+        log.warning(
+            "%s: %s: %s at the next start (change %d of at most %d)",
+            name, self._why, _shown(args, old), self._changes, MOST_CHANGES,
+        )  # fmt: skip
+        self._incidents.report(
+            Incident("healed", name, death.why, {"kind": death.kind, "old": old, "new": args})
+        )
+        return True
+
+    def admit_more(self) -> float | None:
+        """Let the next start, and the next run, hold fewer requests back; return their conservativeness.
+
+        None if the job sets it, if one was learned before, or if SGLang has lowered it already.
+        """
+        known = {**self._given, **self.args, **self._pace}
+        if any(name_in(known, name) in known for name in (CONSERVATIVENESS, *_DP_ATTENTION)):
+            return None
+        self._pace = {CONSERVATIVENESS: LESS_CONSERVATIVE}
+        return LESS_CONSERVATIVE
+
+    def outlived(self, server: EndedServer) -> None:
+        """Write down the arguments of a server that still runs when the run ends, for the next run."""
+        if not self._had_all(server):
+            return
+        log_reader, _ = _read(server)
+        args = self._calmer(log_reader)
+        why = f"{log_reader.series.retractions_per_min:.1f} retractions a minute"
+        if self._pace and not args:
+            args, why = self._pace, "requests that waited though the KV pool had room"
+        if args:
+            self._learn(args, why)
+            log.info("%s: the next run has %s (%s)", self._why, _shown(args), self._file.path)
+        if self._learned:
+            self._learned = False
+            self._file.write(LearnedArgs(self.args, self._why, f"{datetime.now(UTC):%Y-%m-%d}"))
+
+    def _had_all(self, server: EndedServer) -> bool:
+        return all(server.args.get(name) == value for name, value in self.args.items())
+
+    def _learn(self, args: Mapping[str, Any], why: str) -> None:
+        self.args = {**self.args, **args}
+        self._why, self._learned = why, True
+
+    def _safer(self, death: Death, log_reader: LogReader, flags: Flags) -> dict[str, Any]:
+        """Return what to change, for frequent retractions too; empty after too many changes."""
+        args = safer(death, log_reader.facts, flags)
+        return {**self._calmer(log_reader), **args} if args and self._changes < MOST_CHANGES else {}
+
+    def _calmer(self, log_reader: LogReader) -> dict[str, Any]:
+        """Return a higher `schedule-conservativeness` if retractions are frequent and the job sets none.
+
+        A low one that was learned is taken back at once. Retractions alone cause no restart: that costs the
+        load time and the whole cache, more than they do.
+        """
+        series, name = log_reader.series, CONSERVATIVENESS
+        value = in_effect(log_reader.facts, name) or NORMAL
+        if not series.retractions_cost or name in self._given:
+            return {}
+        if value < NORMAL and self.next_args.get(name) == LESS_CONSERVATIVE:
+            return {name: NORMAL}
+        calm = value >= MORE_CONSERVATIVE or series.busy_s < LEAST_SPAN_S
+        return {} if calm else {name: MORE_CONSERVATIVE}
+
+
+def healer_for(spec: LaunchedEngine, model: str, incidents: IncidentQueue, *, cpu: bool) -> Healer | None:
+    """Return the healer of a job's servers, with what earlier runs learned; None if the job wants none."""
+    if not spec.heal:
+        return None
+    found = [] if cpu else cards()
+    room = found[0].memory_bytes if found else memory_bytes() or 0
+    card = (
+        f"{split_over(spec.args)} x {'CPU' if cpu else found[0].name if found else 'GPU'}, {room >> 30} GiB"
+    )
+    file = LearnedArgsFile(model_identity(model), card, version_of(spec.python, spec.env))
+    healer = Healer(spec.args, file, incidents)
+    healer.recall()
+    return healer
+
+
+def _read(server: EndedServer) -> tuple[LogReader, Flags]:
+    """Read a server's log, whose missing arguments are as the server was started; return its flags too."""
+    reader = LogReader(Thresholds())
+    for line in server.lines:
+        reader.take(line)
+    logged = reader.facts.arguments
+    asked = {name.replace("-", "_"): value for name, value in server.args.items()}
+    in_log = {name: value for name, value in logged.items() if value is not None}
+    reader.facts.arguments = {**asked, **in_log}
+    return reader, of_arguments(None, logged)
+
+
+def _shown(args: Mapping[str, Any], old: Mapping[str, float | None] = {}) -> str:
+    """Write arguments as `chunked-prefill-size 8192 -> 4096`, or the new value alone."""
+    before = {name: f"{value} -> " for name, value in old.items() if value is not None}
+    return ", ".join(f"{name} {before.get(name, '')}{value}" for name, value in args.items())

@@ -1,0 +1,320 @@
+"""What an engine died of is told by its log, its exit status and the kernel; what follows, by the guides."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from batchrunner.engines.base import IncidentQueue
+from batchrunner.engines.flags import Flags, of_arguments
+from batchrunner.engines.logs.lines import Phase, ServerReady
+from batchrunner.engines.logs.reader import Facts, LogReader
+from batchrunner.engines.logs.series import Thresholds
+from batchrunner.engines.recovery import (
+    Death,
+    EndedServer,
+    Healer,
+    Kind,
+    LearnedArgsFile,
+    examine,
+    in_effect,
+    safer,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+READY = (
+    "[2025-08-11 17:17:03 TP0] max_total_num_tokens=665690, chunked_prefill_size=8192, "
+    "max_prefill_tokens=16384, max_running_requests=4096, context_len=65536, available_gpu_mem=13.50 GB"
+)
+CUDA = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+    "79.15 GiB of which 1.19 MiB is free."
+)
+CUDA_ERROR = "RuntimeError: CUDA error: out of memory"
+OLD_CUDA = "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 86.00 MiB. GPU 0 has 14.76 GiB"
+
+
+def traceback(*frames: str) -> str:
+    """Return the traceback of a scheduler; a frame is `file function`."""
+    lines = ["[2025-08-11 17:20:00 TP0] Scheduler hit an exception: Traceback (most recent call last):"]
+    for frame in ("managers/scheduler.py run_scheduler_process", *frames):
+        file, function = frame.split()
+        lines += [f'  File "/site-packages/sglang/srt/{file}", line 1983, in {function}', "    ret = f("]
+    return "\n".join(lines)
+
+
+def died_of(life: EndedServer) -> Death:
+    """Read a log as the healer does, and tell."""
+    reader = LogReader(Thresholds())
+    for line in life.lines:
+        reader.take(line)
+    return examine(life, reader.facts)
+
+
+@pytest.mark.parametrize(
+    ("kind", "log"),
+    [
+        ("prefill", f"{READY}\nRuntimeError: Prefill out of memory. Try to lower your batch size."),
+        ("decode", f"{READY}\n[2025-08-11 17:20:00] Decode out of memory. Try to lower your batch size."),
+        ("general", f"{READY}\nRuntimeError: Out of memory. Try to lower your batch size."),
+        ("general", f"{READY}\nRuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `create()`"),
+        ("requests", f"{READY}\nRuntimeError: Not enough space for mamba cache, try to increase it"),
+        (
+            "requests",
+            (f"{READY}\nRuntimeError: alloc_req_slots runs out of memory. Please set a smaller number for "
+            "`--max-running-requests`. req_to_token_pool.available_size()=0, num_reqs=3,"),
+        ),
+        (
+            "graph",
+            (f"[2025-08-11 17:11:00] Capture cuda graph begin. This can take up to several minutes.\n{CUDA}\n"
+            "During handling of the above exception, another exception occurred:\n"
+            "Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 672.00 MiB."),
+        ),
+        ("graph", f"Load weight end. avail mem=20 GB\nCapture decode CUDA graph begin. bs=[1]\n{CUDA}"),
+        (
+            "prefill-graph",  # 0.5.23: what it captures is a forward pass of prefill
+            ("Capture target prefill CUDA graph begin. backend=breakable, num_tokens=[4]\n"
+            "[2026-11-22 10:00:00] OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
+            f"{traceback('layers/attention/flashinfer_backend.py forward_extend')}\n{CUDA}"),
+        ),
+        (
+            "prefill-graph",
+            ("Capture piecewise CUDA graph begin. avail mem=2.30 GB\n"
+            "Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 672.00 MiB."),
+        ),
+        ("load", f"[2025-08-11 17:10:10 TP0] Load weight begin. avail mem=78.50 GB\n{CUDA}"),
+        ("general", f"Load weight begin. avail mem=78 GB\nLoad weight end. avail mem=63 GB\n{OLD_CUDA}"),
+        (
+            "pool",
+            ("Load weight end. avail mem=1 GB\n"
+            "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."),
+        ),
+        (
+            "pool",
+            ("ValueError: Loaded weights leave no GPU memory for the KV cache under --mem-fraction-static=0.7"
+            ". Raise --mem-fraction-static above 0.873 (minimum viable = 1 - available/pre = 0.8721)."),
+        ),
+        (
+            "prefill",
+            f"{READY}\n{traceback('model_executor/model_runner.py forward_extend')}\n{CUDA}",
+        ),
+        (
+            "prefill",  # 0.5.23
+            f"{READY}\n{traceback('model_executor/runner/eager_runner.py _execute_extend')}\n{CUDA}",
+        ),
+        (
+            "decode",
+            (f"{READY}\n{traceback('model_executor/model_runner.py forward_decode', 'models/q.py forward')}"
+            f"\n{OLD_CUDA}"),
+        ),
+        ("general", f"{READY}\n{traceback('layers/sampler.py forward')}\n{CUDA_ERROR}"),
+        ("decode", f'{READY}\n[rank0]:   File "m.py", line 1, in forward_decode\n[rank0]: {CUDA}'),
+        ("general", f"{READY}\nterminate called\n  what():  CUDA error: out of memory"),
+        (
+            "prefill",  # one rank is out of memory, the others only notice
+            (f"{READY}\n{traceback('model_executor/model_runner.py forward_extend')}\n{CUDA}\n"
+            f"{traceback('model_executor/model_runner.py forward_extend')}\n"
+            "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 3."),
+        ),
+        ("crash", "OSError: [Errno 98] error while attempting to bind on address: address already in use"),
+        ("crash", f"{READY}\nRuntimeError: CUDA error: an illegal memory access was encountered"),
+        (
+            "crash",  # retractions say it too, and nothing dies of them
+            (f"{READY}\n[2025-03-07 21:49:33 TP13] Decode out of memory happened. #retracted_reqs: 1, "
+            "#new_token_ratio: 0.1474 -> 0.1845\n[t] decode out of memory happened, #retracted_reqs: 1, "
+            "#new_token_ratio: 0.9998 -> 1.0000\nAssertionError: page"),
+        ),
+        (
+            "crash",
+            ("Exception: Capture cuda graph failed: CUDA error: an illegal memory access was encountered\n"
+             "[t] Not enough memory left on disk\n[t] Receive: obj=(text='Error: CUDA out of memory')"),
+        ),
+    ],
+)  # fmt: skip
+def test_a_log_tells_what_an_engine_died_of(kind: Phase | Kind, log: str) -> None:
+    """Each generation's words, the stage of a start, and the innermost frame that names a forward pass."""
+    assert died_of(EndedServer(log.splitlines(), exit_code=1)).kind == kind
+
+
+BATCH = "[2025-08-11 19:{:02} {}TP0] Decode batch, #running-req: 3, token usage: 0.5, #queue-req: 4"
+
+
+def test_memory_that_ran_out_long_ago_killed_nobody() -> None:
+    """A request may run out of memory, and the server lives on; other ranks go on while one dies of it."""
+    batches = [BATCH.format(minute, "") for minute in range(9)]
+    frames = traceback("managers/scheduler.py event_loop")
+    survived = ["ERROR: Exception in ASGI application", CUDA, *batches]
+    crash = [frames, "RuntimeError: CUDA error: an illegal memory access was encountered"]
+    assert died_of(EndedServer([*survived, *crash], exit_code=1)).kind == "crash"
+    died = "\n".join([*survived, *crash[:1], CUDA, BATCH.format(30, "DP1 ")])
+    assert died_of(EndedServer(died.splitlines(), exit_code=1)).kind == "decode"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "kills", "log"),
+    [
+        ("killed", 137, 1, READY),
+        ("killed", 1, 2, "Subprocess scheduler_0 (pid=7) crashed with exit code -9. Triggering"),
+        ("crash", 137, 0, READY),  # somebody's kill -9
+        ("crash", 1, 1, "AssertionError: the kernel killed something else"),
+        ("decode", 137, 0, f"{READY}\nRuntimeError: Decode out of memory. Try to lower your batch size."),
+    ],
+)  # fmt: skip
+def test_the_kernel_is_asked_who_killed(kind: Phase | Kind, code: int, kills: int, log: str) -> None:
+    """A SIGKILL is the kernel's only where it says so: a plain `kill -9` changes no argument."""
+    assert died_of(EndedServer(log.splitlines(), exit_code=code, oom_kills=kills)).kind == kind
+
+
+GPU = {
+    "chunked_prefill_size": 8192, "max_running_requests": 4096, "mem_fraction_static": 0.83,
+    "cuda_graph_max_bs": 256, "context_length": 4096,
+}  # fmt: skip
+CPU = {
+    "device": "cpu", "chunked_prefill_size": 4096, "max_running_requests": 32, "max_total_tokens": 20_000,
+    "context_length": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "now", "steps"),
+    [
+        ("prefill", GPU, [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048},
+                          {"mem-fraction-static": 0.8}, {"mem-fraction-static": 0.7},
+                          {"mem-fraction-static": 0.6}, {}]),
+        ("prefill", {"chunked_prefill_size": -1}, [{"chunked-prefill-size": 4096}]),  # switched off
+        ("decode", {"max_running_requests": 4096}, [{"max-running-requests": 225}]),  # 300 ran
+        ("decode", {"max_running_requests": 6}, [{"max-running-requests": 4}, {"mem-fraction-static": 0.8}]),
+        ("requests", {"max_running_requests": 100}, [{"max-running-requests": 75}]),
+        ("graph", GPU, [{"cuda-graph-max-bs-decode": 128, "mem-fraction-static": 0.8},
+                        {"cuda-graph-max-bs-decode": 64, "mem-fraction-static": 0.7},
+                        {"cuda-graph-max-bs-decode": 32, "mem-fraction-static": 0.6},
+                        {"cuda-graph-max-bs-decode": 16},
+                        {"cuda-graph-backend-decode": "disabled"}, {}]),
+        ("graph", GPU | {"cuda_graph_max_bs": 8}, [{"mem-fraction-static": 0.8}]),  # never larger graphs
+        ("prefill-graph", GPU | {"mem_fraction_static": 0.7},
+         [{"mem-fraction-static": 0.6}, {"cuda-graph-backend-prefill": "disabled"}, {}]),
+        ("graph", {}, [{"cuda-graph-max-bs-decode": 64, "mem-fraction-static": 0.8}]),
+        ("general", GPU | {"mem_fraction_static": 0.7},
+         [{"mem-fraction-static": 0.6}, {"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048},
+          {"max-running-requests": 225}]),
+        ("pool", GPU, [{"mem-fraction-static": 0.88}, {"mem-fraction-static": 0.93}, {}]),
+        ("killed", CPU, [{"max-total-tokens": 10_000}, {"max-total-tokens": 5_000},
+                         {"max-running-requests": 24}]),
+        ("killed", GPU, [{}]),  # the machine's memory, not the card's
+        ("load", GPU, [{}]),
+        ("crash", GPU, [{}]),
+    ],
+)  # fmt: skip
+def test_the_guides_order_of_steps(
+    kind: Phase | Kind, now: dict[str, Any], steps: list[dict[str, Any]]
+) -> None:
+    """Each death is followed by the next safer step, until there is none."""
+    arguments = dict(now)
+    for step in steps:
+        facts = Facts(arguments=arguments)
+        assert safer(Death(kind, "", running=300), facts, Flags()) == step
+        arguments |= {name.replace("-", "_"): value for name, value in step.items()}
+
+
+def test_what_the_server_chose_counts() -> None:
+    """The limits that it says at ready come before what it was asked for, or not asked."""
+    ready = ServerReady(20_000, 4096, 200, 4096, None)
+    facts = Facts(arguments={"device": "cpu", "max_total_tokens": None}, ready=ready)
+    assert safer(Death("prefill", ""), facts, Flags()) == {"chunked-prefill-size": 2048}
+    assert safer(Death("requests", ""), facts, Flags()) == {"max-running-requests": 150}
+    assert safer(Death("killed", ""), facts, Flags()) == {"max-total-tokens": 10_000}
+
+
+def test_weights_keep_their_place() -> None:
+    """The pool is not made smaller than the weights allow: then graphs are left away, or fewer run."""
+    facts = Facts(arguments=GPU | {"cuda_graph_max_bs": 8}, card_gb=15, weights_gb=12)
+    old = of_arguments(None, ["cuda_graph_max_bs", "disable_cuda_graph", "mem_fraction_static"])
+    assert safer(Death("graph", ""), facts, Flags()) == {"cuda-graph-backend-decode": "disabled"}
+    assert safer(Death("graph", ""), facts, old) == {"disable-cuda-graph": True}
+    assert safer(Death("general", ""), facts, Flags()) == {"chunked-prefill-size": 4096}
+
+
+def test_dp_attention_parts_the_limits() -> None:
+    """Each rank says its own share of the limits: a flag is for all of them."""
+    ready = ServerReady(20_000, 1024, 64, 4096, None)
+    for ways in ({"attn_dp_size": 8}, {"enable_dp_attention": True, "dp_size": 8}):
+        facts = Facts(arguments={"schedule_conservativeness": 0.39, **ways}, ready=ready)
+        assert safer(Death("prefill", ""), facts, Flags()) == {"chunked-prefill-size": 4096}
+        assert safer(Death("decode", "", running=60), facts, Flags()) == {"max-running-requests": 360}
+        assert in_effect(facts, "schedule-conservativeness") == 1.3
+
+
+def test_a_flag_is_changed_as_the_version_spells_it() -> None:
+    """The log of a server names its arguments: the graph's batch is called as there, or left alone."""
+    old, new = (of_arguments(None, ["mem_fraction_static", name]) for name in ("cuda_graph_max_bs", "x"))
+    facts = Facts(arguments=GPU)
+    graph = Death("graph", "")
+    assert safer(graph, facts, old) == {"cuda-graph-max-bs": 128, "mem-fraction-static": 0.8}
+    assert safer(graph, facts, new) == {"mem-fraction-static": 0.8}
+    for name, off in (("enable_piecewise_cuda_graph", None), ("disable_piecewise_cuda_graph", True)):
+        piecewise = of_arguments(None, [name])
+        assert safer(Death("prefill-graph", ""), facts, piecewise) == {name.replace("_", "-"): off}
+
+
+NAME = "schedule-conservativeness"
+LOAD = "Decode batch, #running-req: 8, #token: 890, token usage: {}, #queue-req: 9"
+RETRACTS = "KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_token_ratio"
+CALM = [f"[2026-11-22 10:{minute:02}:00] {LOAD.format(0.6)}" for minute in range(12)]
+
+
+def retracting(minutes: int) -> list[str]:
+    """Lines of a server that retracts four requests a minute."""
+    times = [f"[2026-11-22 10:{minute:02}:{s:02}]" for minute in range(minutes) for s in (0, 15, 30, 45)]
+    return [f"{at} {line}" for at in times for line in (LOAD.format(0.99), RETRACTS)]
+
+
+@pytest.fixture(name="memory")
+def _memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LearnedArgsFile:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return LearnedArgsFile("model", "1 x H100", "0.5.23")
+
+
+def next_run(memory: LearnedArgsFile, given: Mapping[str, Any] | None = None) -> Healer:
+    healer = Healer(given or {}, memory, IncidentQueue())
+    healer.recall()
+    return healer
+
+
+def test_a_server_that_holds_back_starts_less_careful_the_next_time(memory: LearnedArgsFile) -> None:
+    """The next start that comes anyway has 0.3, and so has the next run."""
+    healer = next_run(memory)
+    assert healer.next_args == {}
+    assert healer.admit_more() == 0.3
+    assert healer.next_args == {NAME: 0.3}
+    healer.outlived(EndedServer(CALM))
+    assert next_run(memory).next_args == {NAME: 0.3}
+
+
+def test_a_run_that_begins_with_it_takes_it_back_at_the_first_costs(memory: LearnedArgsFile) -> None:
+    """Two minutes of retractions are enough there; a server without it is judged by five."""
+    healer = next_run(memory)
+    healer.admit_more()
+    healer.outlived(EndedServer(CALM))
+    bold = next_run(memory)
+    bold.outlived(EndedServer(retracting(2), args=dict(bold.next_args)))
+    normal = next_run(memory)
+    assert normal.next_args == {NAME: 1.0}
+    normal.outlived(EndedServer(retracting(2), args=dict(normal.next_args)))
+    assert next_run(memory).next_args == {NAME: 1.0}
+    normal.outlived(EndedServer(retracting(10), args=dict(normal.next_args)))
+    assert next_run(memory).next_args == {NAME: 1.3}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{NAME: 0.8}, {NAME: 1}, {"enable-dp-attention": True}, {"attn-dp-size": 4}],
+)
+def test_what_the_job_sets_is_not_changed(memory: LearnedArgsFile, given: dict[str, Any]) -> None:
+    """Nor is what SGLang itself has lowered, with DP attention."""
+    healer = next_run(memory, given)
+    assert healer.admit_more() is None
+    assert healer.next_args == {}
