@@ -1,4 +1,4 @@
-"""The engine of a run that starts its own servers: one, or replicas behind a Model Gateway (sglang_router)."""
+"""The engine of a run that starts its own servers: one, or replicas behind a gateway (`sglang_router`)."""
 
 from __future__ import annotations
 
