@@ -101,7 +101,7 @@ MOST_TOKENS = {
     "core": 8_500,
     "job": 19_900,
     "output": 26_300,
-    "input": 36_900,
+    "input": 37_000,
     "engines": 48_000,
     "advise": 13_400,
     "report": 11_800,

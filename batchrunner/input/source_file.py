@@ -215,11 +215,14 @@ class SourceFile:
             raise self._unreadable(failure) from None
 
     def _unreadable(self, failure: Exception) -> InputError:
-        endings = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
+        place, hint = self.path, None
+        if isinstance(getattr(self._fs, "handler", None), pafs.FSSpecHandler):
+            place = f"hf://{without_commit(self.path)}"
+            hint = "if its page on the Hub asks for it, ask for access there, and set HF_TOKEN"
+        elif not known_format(self.path):
+            hint = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
         return InputError(
-            f"{self.path}: not a readable {self.format.kind} file: {first_line(failure)}",
-            hint=None if known_format(self.path) else endings,
-            mark=";",
+            f"{place}: not a readable {self.format.kind} file: {first_line(failure)}", hint=hint, mark=";"
         )
 
 
