@@ -106,24 +106,6 @@ def look_at_files(directory: Path) -> tuple[bytes, bytes]:
     return read_bytes(directory / OWNER), read_bytes(directory / HEARTBEAT)
 
 
-def read_holder(run_dir: RunDir) -> LockHolder | None:
-    """Return the process that `owner` of a task names; None where it names none. Raises OSError."""
-    objects = run_dir.store.objects
-    if objects is None:
-        return parse_holder(read_bytes(run_dir.task_directory / OWNER))
-    return parse_holder(objects.look(run_dir.owner)[0])
-
-
-def is_held(run_dir: RunDir) -> bool | None:
-    """Return whether a running process holds a task; None where only its heartbeat can tell.
-
-    Raises OSError where the run's store does not answer.
-    """
-    holder = read_holder(run_dir)
-    dead = True if holder is None else holder.is_dead(this_process())
-    return None if dead is None else not dead
-
-
 def holders_of(
     tasks: Sequence[tuple[RunDir, dict[str, Any] | None]], *, watch: bool = True
 ) -> list[str | None]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchrunner.core.errors import EXIT_DONE, EXIT_STOPPED, JobError, PushError
 from batchrunner.job.output import HubFolder, hub_folder
-from batchrunner.output.liveness import is_held
+from batchrunner.output.liveness import holders_of
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import read_run_json
@@ -125,4 +125,4 @@ def _pushing() -> Any:
 
 
 def _is_at_work(run_dir: RunDir) -> bool:
-    return any(is_held(task) is not False for task in run_dir.all_tasks())
+    return any(holders_of([(task, None) for task in run_dir.all_tasks()], watch=False))

@@ -148,9 +148,6 @@ def test_a_run_in_one_piece_is_joined(tmp_path: Path, server: FakeSGLang) -> Non
     assert len(server.sent) == 40
 
 
-NO_ENGINE = "engine={kind: attach, urls: ['http://127.0.0.1:9']}"
-
-
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     """One task of several may not discard what the others have done, nor do all rows without asking them."""
     file = write_job(job_of(tmp_path), tmp_path)
