@@ -85,7 +85,8 @@ def merge_run(
     path, rows = merge(run_dir, file, force=force)
     report = report_of_all(run_dir)
     place = f"{run_dir.store.uri}/{path.name}" if file is None and run_dir.store.uri else str(path)
-    merged = MergedRun(place, report, rows, _is_at_work(run_dir), push=str(target) if target else None)
+    is_at_work = any(holders_of([(task, None) for task in run_dir.all_tasks()]))
+    merged = MergedRun(place, report, rows, is_at_work, push=str(target) if target else None)
     if target is None or merged.exit_code != EXIT_DONE:
         return merged
     try:
@@ -122,7 +123,3 @@ def _pushing() -> Any:
             mark=";",
         ) from None
     return hub_push
-
-
-def _is_at_work(run_dir: RunDir) -> bool:
-    return any(holders_of([(task, None) for task in run_dir.all_tasks()], watch=False))
