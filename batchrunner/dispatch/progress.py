@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from batchrunner.core.console import counted
 from batchrunner.core.engine_info import Corner, SchedulerLoad
 from batchrunner.dispatch.bundles import BundleTotals
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
@@ -117,64 +116,44 @@ class Snapshot:
 
 def sample_line(sample: Mapping[str, Any]) -> str:
     """Return a `sample` event in one line."""
-    loads = [(s["scheduler"], s["running"], s["queue"], s["token_usage"]) for s in sample["signals"]]
-    load = load_line(loads, sample["bands"], sample["retractions"])
-    corners = corners_line([s["corner"] for s in sample["signals"] if s.get("corner")], len(loads))
-    load += f", {corners}" if corners else ""
     rate, left = sample["rows_per_s"], sample["rows_total"] - sample["rows_done"]
-    waiting = f", {sample['resting']} wait for a retry" if sample["resting"] else ""
     return (
         f"{sample['rows_done']}/{sample['rows_total']} rows, {rate:.1f} rows/s, "
-        f"{_tokens(sample)}{load}, "
-        f"{sample['in_flight']}/{sample['window']} in flight, "
-        f"{sample['rows_failed']} failed{waiting}, {duration(left / rate) if rate else '?'} left"
+        f"{', '.join(engine_parts(sample))}, {sample['rows_failed']} failed, "
+        f"{duration(left / rate) if rate else '?'} left"
     )
 
 
-def _tokens(sample: Mapping[str, Any]) -> str:
-    """Return the tokens a second that count: without decoding those of the prompts, where they are told."""
-    if sample.get("task", GENERATE) == GENERATE:
-        return f"{sample['output_tokens_per_s']:,.0f} output tok/s, "
-    prompt = sample["prompt_tokens_per_s"]
-    return f"{prompt:,.0f} input tok/s, " if prompt else ""
+def engine_parts(sample: Mapping[str, Any]) -> list[str]:
+    """Return the engine's state in a `sample` event, the most important part first.
 
-
-def load_line(
-    loads: Sequence[tuple[str, int, int, float]],
-    bands: Mapping[str, Sequence[int]],
-    retractions: int,
-) -> str:
-    """Return `#running-req`, `#queue-req` with its band, and token usage in one line.
-
-    `loads` are (scheduler, `#running-req`, `#queue-req`, token usage from 0 to 1); up to 8 schedulers are
-    shown one by one.
+    `#running-req` and `#queue-req` are sums over the schedulers; the queue's band is that of each.
     """
-    if not loads:
-        return "load unknown"
-    _, running, queue, usage = zip(*loads, strict=True)
-    band = bands.get(loads[0][0])
-    healthy = f" ({band[0]}-{band[1]})" if band else ""
-    retracted = f", {counted(retractions, 'retraction')}" if retractions else ""
-    shares = [f"{share:.2f}" for share in usage]
-    each = "/".join(shares) if len(loads) <= MOST_NAMED else f"{min(shares)}-{max(shares)}"
-    counts = f"#running-req {_counts(running)}, #queue-req {_counts(queue)}{healthy}"
-    return f"{counts}, token usage {each}{retracted}"
-
-
-def corners_line(corners: Sequence[str], schedulers: int) -> str:
-    """Return in a few words in which corners the schedulers are, the commonest first; "" if in none."""
-    counts = Counter(corner for corner in corners if corner in set(Corner))
-    each = [
-        f"{Corner(corner).words}{'' if count == schedulers else f' ({count} of {schedulers})'}"
-        for corner, count in counts.most_common()
-    ]
-    return ", ".join(each)
-
-
-def _counts(values: Sequence[int]) -> str:
-    if len(values) <= MOST_NAMED:
-        return "+".join(map(str, values))
-    return f"{sum(values)} ({min(values)}-{max(values)} each)"
+    loads = sample["signals"]
+    parts = ["load unknown"]
+    if loads:
+        band = sample["bands"].get(loads[0]["scheduler"])
+        each = " each" if len(loads) > 1 else ""
+        healthy = f" ({band[0]:,}-{band[1]:,}{each})" if band else ""
+        shares = sorted({f"{load['token_usage']:.2f}" for load in loads})
+        parts = [
+            f"#running-req {sum(load['running'] for load in loads):,}",
+            f"#queue-req {sum(load['queue'] for load in loads):,}{healthy}",
+            f"usage {'-'.join(dict.fromkeys((shares[0], shares[-1])))}",
+        ]
+        counts = Counter(load["corner"] for load in loads if load.get("corner") in set(Corner))
+        for corner, count in counts.most_common():
+            some = "" if count == len(loads) else f" ({count} of {len(loads)})"
+            parts.append(f"{Corner(corner).words}{some}")
+    if sample["prompt_tokens_per_s"] > 0:
+        parts.append(f"cache {min(1.0, sample['cached_tokens_per_s'] / sample['prompt_tokens_per_s']):.0%}")
+    if sample["resting"]:
+        parts.append(f"{sample['resting']:,} to retry")
+    parts.append(f"{sample['in_flight']:,}/{sample['window']:,} in flight")
+    if sample["retractions"]:
+        parts.append(f"{sample['retractions']:,} retracted")
+    counted = "output" if sample["task"] == GENERATE else "prompt"
+    return [*parts, f"{sample[f'{counted}_tokens_per_s']:,.0f} {counted} tok/s"]
 
 
 class LoadSummary:

@@ -13,8 +13,7 @@ from typing import Any, TextIO
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.progress import AttemptProgress, Snapshot, corners_line
-from batchrunner.job.tasks import GENERATE
+from batchrunner.dispatch.progress import AttemptProgress, Snapshot, engine_parts
 from batchrunner.output.events import EventLog
 from batchrunner.report.report import duration
 
@@ -61,53 +60,15 @@ def progress_text(snapshot: Snapshot) -> str:
 
 
 def engine_line(snapshot: Snapshot, columns: int, *, colours: bool) -> str:
-    """Return the engine's state in one line of less than `columns` characters; failed rows are not cut.
-
-    `#running-req` and `#queue-req` are sums over the schedulers, the band is that of each.
-    """
+    """Return the engine's state in one line of less than `columns` characters; failed rows are not cut."""
     failed = f"{snapshot.rows_failed:,} failed"
-    parts = [failed, *_engine_parts(snapshot)]
+    parts = [failed, *engine_parts(snapshot.as_sample())]
     while len(parts) > 1 and len(_BETWEEN.join(parts)) >= columns:
         parts.pop()
     text = _BETWEEN.join([*parts[1:], failed])[: columns - 1]
     if not (colours and snapshot.rows_failed):
         return text
     return f"{text.removesuffix(failed)}{RED}{failed}{PLAIN}" if text.endswith(failed) else text
-
-
-def _engine_parts(snapshot: Snapshot) -> list[str]:
-    """Return the parts of the line, the most important first."""
-    parts = _load_parts(snapshot) if snapshot.loads else ["load unknown"]
-    if snapshot.prompt_tokens_per_s > 0:
-        parts.append(f"cache {min(1.0, snapshot.cached_tokens_per_s / snapshot.prompt_tokens_per_s):.0%}")
-    if snapshot.waiting:
-        parts.append(f"{snapshot.waiting:,} to retry")
-    parts.append(f"{snapshot.in_flight:,}/{snapshot.window:,} in flight")
-    if snapshot.retractions:
-        parts.append(f"{snapshot.retractions:,} retracted")
-    if snapshot.task == GENERATE:
-        return [*parts, f"{snapshot.output_tokens_per_s:,.0f} tok/s"]
-    return [*parts, f"{snapshot.prompt_tokens_per_s:,.0f} input tok/s"]
-
-
-def _load_parts(snapshot: Snapshot) -> list[str]:
-    loads = snapshot.loads
-    band = snapshot.bands.get(loads[0].scheduler)
-    found = [state["corner"] for state in snapshot.by_scheduler.values() if "corner" in state]
-    corners = corners_line(found, len(loads))
-    each = " each" if len(loads) > 1 else ""
-    healthy = f" ({band[0]:,}-{band[1]:,}{each})" if band else ""
-    return [
-        f"running {sum(load.running for load in loads):,}",
-        f"waiting {sum(load.queue for load in loads):,}{healthy}",
-        f"KV {_range([load.token_usage for load in loads])}",
-        *([corners] if corners else []),
-    ]
-
-
-def _range(shares: Sequence[float]) -> str:
-    low, high = min(shares), max(shares)
-    return f"{high:.0%}" if f"{low:.0%}" == f"{high:.0%}" else f"{low * 100:.0f}-{high:.0%}"
 
 
 COLUMNS = 80

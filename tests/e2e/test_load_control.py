@@ -111,7 +111,7 @@ def test_the_corner_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         samples = [event for event in events_of(job, "sample") if event["signals"]]
         told = [sample for sample in samples if sample["signals"][0].get("corner") == "good"]
         assert told
-        assert all("token usage 0.95, KV pool well used, " in sample_line(sample) for sample in told)
+        assert all("usage 0.95, KV pool well used, " in sample_line(sample) for sample in told)
 
 
 def test_a_fixed_window_is_kept(tmp_path: Path) -> None:

@@ -103,11 +103,11 @@ def test_the_two_lines_fit(columns: int) -> None:
     (cells,) = re.findall(r"\|(.*)\|", progress)
     assert len(cells) >= 10
     assert progress.endswith("700123/1234567 rows · 123.4 rows/s · 1 h 12 min left")
-    engine = next(line for line in lines if "running" in line)
-    assert engine.startswith("running 256 · waiting 1,234 (100-2,000) · KV 87% · cache 63%")
+    engine = next(line for line in lines if "#running" in line)
+    assert engine.startswith("#running-req 256 · #queue-req 1,234 (100-2,000) · usage 0.87 · ")
     assert engine.rstrip().endswith("1,234 failed")
     assert "\x1b[31m1,234 failed\x1b[0m" in printed
-    assert ("1,350/1,356 in flight" in engine) == (columns == 120)
+    assert ("cache 63%" in engine) == (columns == 120)
 
 
 @pytest.mark.parametrize("columns", [20, 80, 200])
@@ -119,9 +119,9 @@ def test_the_line_of_the_engine(columns: int) -> None:
         assert len(line) < columns
         assert line.endswith(f"{snapshot.rows_failed:,} failed")
     several = engine_line(replace(BUSY, loads=many, bands={"0": (100, 2000)}), 120, colours=True)
-    assert "running 1,024 · waiting 4,936 (100-2,000 each) · KV 0-30%" in several
+    assert "#running-req 1,024 · #queue-req 4,936 (100-2,000 each) · usage 0.00-0.30" in several
     held = replace(BUSY, by_scheduler={LOAD.scheduler: {"window": 10, "corner": "held"}})
-    assert "KV 87% · server holds back · " in engine_line(held, 120, colours=False)
+    assert "usage 0.87 · server holds back · " in engine_line(held, 120, colours=False)
 
 
 @pytest.mark.parametrize(
