@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import subprocess
+import sys
 import tokenize
 from collections import Counter
 from graphlib import TopologicalSorter
@@ -14,8 +16,8 @@ import pytest
 
 import batchrunner
 from tests.conftest import ROOT, job_of, write_job
-from tests.support.interpreter import loaded_by
 from tests.support.scheduling import GROUPS, group_of
+from tests.support.server_thread import PATIENCE_S
 from tests.support.syntax import parsed
 
 PACKAGE = Path(batchrunner.__file__).parent
@@ -154,6 +156,15 @@ def test_tests_mirror_the_package() -> None:
     mirrored = (path for path in files if len(path.parts) > 1 and path.parts[0] != "e2e")
     modules = {path: PACKAGE / path.with_name(path.name.removeprefix("test_")) for path in mirrored}
     assert [str(path) for path, module in modules.items() if not module.exists()] == []
+
+
+def loaded_by(code: str) -> set[str]:
+    """Return the modules that are loaded after some code in a fresh interpreter."""
+    script = f"{code}\nimport sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split())
 
 
 LIGHT = {"pyarrow", "aiohttp", "pydantic", "jinja2"}
