@@ -185,22 +185,16 @@ def slurm(
     ] = 120,
     preamble: Annotated[
         str,
-        typer.Option(metavar="TEXT|FILE", help="Shell lines that come first, such as 'module load cuda'."),
+        typer.Option(metavar="TEXT", help="Shell lines that come first, such as 'module load cuda'."),
     ] = "",
     submit: Annotated[
         bool,
         typer.Option("--submit", help="Submit the script, and a job that merges and reports after it."),
     ] = False,
     merge: Annotated[bool, typer.Option(help="Whether --submit submits that job too.")] = True,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="Where to write the script; standard output unless given."
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a job as the script of a Slurm array, or submit it.
+    """Print a job as the script of a Slurm array, or submit it.
 
     Cores and memory are those of an engine on the GPUs of a task, unless OPTIONS say otherwise.
 
@@ -218,15 +212,11 @@ def slurm(
         grace_s=grace,
     )
     script = planned.script()
-    if output is not None:
-        to_slurm.save(planned, output)
-    if output is not None or submit:
-        to_slurm.make_logs(planned)
     submitted = to_slurm.submit(planned, merge=merge) if submit else []
     if as_json:
         logs = str(planned.logs)
-        show({"script": script, "file": output, "run": planned.place, "logs": logs, "submitted": submitted})
-    elif submit or output is None:
+        show({"script": script, "run": planned.place, "logs": logs, "submitted": submitted})
+    else:
         show(submitted or [script])
 
 

@@ -19,7 +19,6 @@ from batchrunner.report.report import duration
 
 log = logging.getLogger(__name__)
 
-RED, PLAIN = "\x1b[31m", "\x1b[0m"
 _BETWEEN = " · "
 
 
@@ -59,16 +58,13 @@ def progress_text(snapshot: Snapshot) -> str:
     return f"rows · {snapshot.rows_per_s:.1f} rows/s · {left} left"
 
 
-def engine_line(snapshot: Snapshot, columns: int, *, colours: bool) -> str:
+def engine_line(snapshot: Snapshot, columns: int) -> str:
     """Return the engine's state in one line of less than `columns` characters; failed rows are not cut."""
     failed = f"{snapshot.rows_failed:,} failed"
     parts = [failed, *engine_parts(snapshot.as_sample())]
     while len(parts) > 1 and len(_BETWEEN.join(parts)) >= columns:
         parts.pop()
-    text = _BETWEEN.join([*parts[1:], failed])[: columns - 1]
-    if not (colours and snapshot.rows_failed):
-        return text
-    return f"{text.removesuffix(failed)}{RED}{failed}{PLAIN}" if text.endswith(failed) else text
+    return _BETWEEN.join([*parts[1:], failed])[: columns - 1]
 
 
 COLUMNS = 80
@@ -138,9 +134,8 @@ class ProgressLines(Display):
 class ProgressBar(Display):
     """Two lines on a terminal: tqdm's bar, and below it the engine."""
 
-    def __init__(self, stream: TextIO, *, colours: bool = False) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._colours = colours
         self._bar: Any = None
         self._engine: Any = None
 
@@ -157,13 +152,12 @@ class ProgressBar(Display):
             self._bar = tqdm(
                 total=snapshot.rows_total, initial=snapshot.rows_done, file=self._stream, position=0,
                 dynamic_ncols=True, desc="simulated " if snapshot.simulated else None,
-                colour="green" if self._colours else None,
                 bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}",
                 unit=progress_text(snapshot),
             )  # fmt: skip
             self._engine = tqdm(file=self._stream, position=1, leave=False, bar_format="{desc}")
         self._bar.unit = progress_text(snapshot)
-        line = engine_line(snapshot, _columns(self._stream), colours=self._colours)
+        line = engine_line(snapshot, _columns(self._stream))
         self._engine.set_description_str(line, refresh=False)
         self._bar.n, self._bar.total = snapshot.rows_done, snapshot.rows_total  # others may add rows
         with contextlib.suppress(OSError):  # the terminal was closed
@@ -191,12 +185,7 @@ def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
     stream = stream or sys.stderr
     if quiet:
         return Display()
-    return ProgressBar(stream, colours=has_colours(stream)) if stream.isatty() else ProgressLines(stream)
-
-
-def has_colours(stream: TextIO) -> bool:
-    """Tell whether a stream is a terminal whose user wants colours, see no-color.org."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return ProgressBar(stream) if stream.isatty() else ProgressLines(stream)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """A job as a Slurm array: the script of its tasks, for a person to read and change, and its submission."""
 
-import os
-import re
 import shlex
 import subprocess
 import sys
@@ -12,7 +10,6 @@ from pathlib import Path
 from batchrunner.core.errors import EXIT_TIME_UP, JobError, OutputError, SubmitError
 from batchrunner.job.load import load_job
 from batchrunner.output.addresses import store_address
-from batchrunner.output.files import refuse_uri
 
 CLOSING_S = 20
 """Seconds of the grace period kept for the last part and the end of the engine, after the drain."""
@@ -157,7 +154,7 @@ def plan_array(
         overrides=overrides,
         launches=loaded.engine.kind in {"server", "gateway"},
         grace_s=grace_s,
-        preamble=_text_or_file(preamble),
+        preamble=preamble,
         no_python=no_python,
     )
 
@@ -175,25 +172,15 @@ def _whole_options(words: Sequence[str]) -> list[str]:
     return found
 
 
-def save(array: SlurmArray, path: str) -> None:
-    """Write the script into a file; raises OutputError."""
-    refuse_uri(path, path)
-    try:
-        Path(path).write_text(array.script(), encoding="utf-8")
-    except OSError as failure:
-        raise OutputError(f"{path}: cannot be written: {failure.strerror}") from None
+def submit(array: SlurmArray, *, merge: bool) -> list[str]:
+    """Submit the array and, with `merge`, a job after it; return lines for the user.
 
-
-def make_logs(array: SlurmArray) -> None:
-    """Make the directory of the logs; raises OutputError."""
+    Raises SubmitError, or OutputError where the directory of the logs cannot be made.
+    """
     try:
         array.logs.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
         raise OutputError(f"{array.logs}: cannot be made: {failure.strerror}") from None
-
-
-def submit(array: SlurmArray, *, merge: bool) -> list[str]:
-    """Submit the array and, with `merge`, a job after it; return lines for the user. Raises SubmitError."""
     array_id = _sbatch(array.script())
     lines = [f"array {array_id} submitted; logs: {array.logs}; see `batchrun status {array.place}`"]
     if merge:
@@ -208,7 +195,8 @@ def _sbatch(script: str) -> str:
         done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
     except OSError as failure:
         raise SubmitError(
-            f"sbatch: {failure.strerror}", hint="submit where Slurm is, or write the script with -o FILE"
+            f"sbatch: {failure.strerror}",
+            hint="submit where Slurm is; without --submit the script is printed",
         ) from None
     if done.returncode:
         told = done.stderr.replace("sbatch: error: ", "").strip().splitlines()
@@ -220,12 +208,3 @@ def _option(text: str, comment: str = "") -> str:
     """Return the line of an option of sbatch in a script."""
     line = f"#SBATCH {shlex.quote(f'--{text}')}"
     return f"{line:{COMMENT_AT}}# {comment}" if comment else line
-
-
-def _text_or_file(preamble: str) -> str:
-    if not preamble or (re.search(r"\s", preamble) and not os.path.isfile(preamble)):  # noqa: PTH113 - never raises
-        return preamble
-    try:
-        return Path(preamble).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as failure:
-        raise JobError(f"--preamble {preamble}: cannot be read: {failure}") from None

@@ -22,11 +22,10 @@ import batchrunner
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.progress import Snapshot
-from batchrunner.runner.progress import ProgressBar, engine_line, has_colours
+from batchrunner.runner.progress import ProgressBar, engine_line
 from tests.conftest import ROOT, job_of, write_job
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
@@ -67,17 +66,14 @@ def read_all(descriptor: int) -> str:
         pieces.append(piece)
 
 
-def run_on_terminal(
-    columns: int, words: list[str], directory: Path, environ: Mapping[str, str] | None = None
-) -> str:
+def run_on_terminal(columns: int, words: list[str], directory: Path) -> str:
     """Return what the command prints to a terminal of so many columns."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, columns))
-    given = {"TERM": "xterm", "PYTHONPATH": str(ROOT), **(environ or {})}
-    kept = {name: value for name, value in os.environ.items() if name != "NO_COLOR"}
+    given = {"TERM": "xterm", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, "-m", "batchrunner", *words],
-        cwd=directory, stdin=theirs, stdout=theirs, stderr=theirs, env={**kept, **given},
+        cwd=directory, stdin=theirs, stdout=theirs, stderr=theirs, env={**os.environ, **given},
     ):  # fmt: skip
         os.close(theirs)
         return read_all(ours)
@@ -91,9 +87,9 @@ def shown(printed: str) -> list[str]:
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_two_lines_fit(columns: int) -> None:
-    """The bar has room even for a long run, nothing is cut, and failed rows are red."""
+    """The bar has room even for a long run, and nothing is cut."""
     terminal = Terminal(columns)
-    bar = ProgressBar(terminal.stream, colours=True)
+    bar = ProgressBar(terminal.stream)
     bar.show(BUSY)
     bar.close()
     printed = terminal.read()
@@ -106,7 +102,6 @@ def test_the_two_lines_fit(columns: int) -> None:
     engine = next(line for line in lines if "#running" in line)
     assert engine.startswith("#running-req 256 · #queue-req 1,234 (100-2,000) · usage 0.87 · ")
     assert engine.rstrip().endswith("1,234 failed")
-    assert "\x1b[31m1,234 failed\x1b[0m" in printed
     assert ("cache 63%" in engine) == (columns == 120)
 
 
@@ -115,34 +110,19 @@ def test_the_line_of_the_engine(columns: int) -> None:
     """It never wraps, and says how many rows failed at any width, and in which corner the scheduler is."""
     many = tuple(replace(LOAD, scheduler=str(i), token_usage=i / 10) for i in range(4))
     for snapshot in (BUSY, replace(BUSY, loads=()), replace(BUSY, loads=many), replace(BUSY, rows_failed=0)):
-        line = engine_line(snapshot, columns, colours=False)
+        line = engine_line(snapshot, columns)
         assert len(line) < columns
         assert line.endswith(f"{snapshot.rows_failed:,} failed")
-    several = engine_line(replace(BUSY, loads=many, bands={"0": (100, 2000)}), 120, colours=True)
+    several = engine_line(replace(BUSY, loads=many, bands={"0": (100, 2000)}), 120)
     assert "#running-req 1,024 · #queue-req 4,936 (100-2,000 each) · usage 0.00-0.30" in several
     held = replace(BUSY, by_scheduler={LOAD.scheduler: {"window": 10, "corner": "held"}})
-    assert "usage 0.87 · server holds back · " in engine_line(held, 120, colours=False)
-
-
-@pytest.mark.parametrize(
-    ("environ", "colours"),
-    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
-)
-def test_colours(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, *, colours: bool) -> None:
-    """A terminal has them, unless its user wants none."""
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    terminal = Terminal(80)
-    assert has_colours(terminal.stream) == colours
-    terminal.read()
+    assert "usage 0.87 · server holds back · " in engine_line(held, 120)
 
 
 def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     """It opens with what, how and where in three lines; the rest needs `-v`."""
     write_job(job_of(tmp_path, output={"path": "run"}), tmp_path)
-    printed = run_on_terminal(80, ["job.yaml"], tmp_path, {"NO_COLOR": "1"})
+    printed = run_on_terminal(80, ["job.yaml"], tmp_path)
     assert not COLOUR.search(printed)
     lines = shown(printed)
     first = next(i for i, line in enumerate(lines) if line.startswith("rows:"))

@@ -35,8 +35,6 @@ READ = {
     "RAY_USE_TLS": "`1` for a Ray cluster with TLS, as Ray reads it: its address is tried less strictly.",
     "RAY_COLOR_PREFIX": "`0`, as `batchrun ray` sets it where there is no terminal, shows log lines of the "
     "cluster without colours.",
-    "NO_COLOR": "Any text turns the colours on a terminal off.",
-    "TERM": "Type of the terminal; `dumb` has no colours.",
     "SLURM_JOB_ID": "Set by Slurm: names a task in the log and in the run directory.",
     "SLURM_ARRAY_JOB_ID": "Set by Slurm: the same for a job array.",
     "SLURM_ARRAY_TASK_ID": "Set by Slurm: number of the task, for its name.",
