@@ -108,11 +108,11 @@ MOST_TOKENS = {
     "advise": 13_400,
     "report": 11_800,
     "dispatch": 27_400,
-    "runner": 29_000,
+    "runner": 28_800,
     "tune": 15_700,
     "api": 2_500,
     "ray": 5_600,
-    "cli": 4_300,
+    "cli": 4_200,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
