@@ -19,10 +19,9 @@ import pyarrow.parquet as pq
 
 from batchrunner.dispatch.checks import SEED_STEP
 from benchmarks.torture_round import LONGEST_START_S, Round, Totals, job_for, undisturbed
+from tests.support.answers import Said
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.fragile import FRAGILE
-from tests.support.launchable import launchable
-from tests.support.raw_answers import Said
+from tests.support.launchable import FRAGILE, launchable
 
 ROWS = 900
 POISON = 117

@@ -24,8 +24,7 @@ from batchrunner.tune.search import Search, TrialRequest, margin_to_stop, trial_
 from batchrunner.tune.space import CLIP
 from batchrunner.tune.tuner import run_search
 from benchmarks.measure import save
-from tests.support.tuned import Kept
-from tests.support.tuning_lab import CPU, TINY_CPU, Lab
+from tests.support.tuning_lab import CPU, TINY_CPU, Kept, Lab
 
 if TYPE_CHECKING:
     from batchrunner.tune.space import Args

@@ -30,7 +30,6 @@ from batchrunner.cli import app
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.flags import Flags
 from batchrunner.output.events import read_events
-from tests.support.examples import EXAMPLES
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.scheduling import GroupScheduling, by_group
 from tests.support.server_thread import PATIENCE_S
@@ -43,11 +42,22 @@ if TYPE_CHECKING:
 
     from tests.support.store_server import StoreBucket
 
+EXAMPLES = 50
+"""Number for a property whose examples take no time; `make torture` tries 20 times as many of each."""
+
 # a run starts threads, writes files and fsyncs: on a busy machine that takes its time
 _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("short", _PATIENT, max_examples=EXAMPLES)
 settings.register_profile("torture", _PATIENT, max_examples=20 * EXAMPLES)  # make torture
 settings.load_profile("short")
+
+
+def examples(count: int) -> settings:
+    """Return the settings for a property that is tried with so many examples."""
+    default = settings.default
+    assert default
+    return settings(max_examples=count * default.max_examples // EXAMPLES)
+
 
 ROOT = Path(__file__).parent.parent
 SMALL_MODEL = ROOT / "data" / "smollm2-135m-instruct"

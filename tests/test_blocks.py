@@ -21,9 +21,15 @@ import batchrunner
 from batchrunner.cli import app
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
-from tests.support.blocks import Block, blocks_of, commands_in, logical_lines
-from tests.support.page_reader import PageReader, without_figures
-from tests.support.syntax import parsed
+from tests.support.blocks import (
+    Block,
+    PageReader,
+    blocks_of,
+    commands_in,
+    logical_lines,
+    parsed,
+    without_figures,
+)
 from tests.test_docs import PAGES, name_of, prose, targets
 
 if TYPE_CHECKING:

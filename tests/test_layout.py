@@ -16,9 +16,9 @@ import pytest
 
 import batchrunner
 from tests.conftest import ROOT, job_of, write_job
+from tests.support.blocks import parsed
 from tests.support.scheduling import GROUPS, group_of
 from tests.support.server_thread import PATIENCE_S
-from tests.support.syntax import parsed
 
 PACKAGE = Path(batchrunner.__file__).parent
 FOLDERS = (

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.browser import new_page
+from tests.support.page import new_page
 from tests.support.server_thread import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent

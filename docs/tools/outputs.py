@@ -4,8 +4,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from tests.support.blocks import ROOT, blocks_of
-from tests.support.page_reader import PROGRESS, PageReader
+from tests.support.blocks import PROGRESS, ROOT, PageReader, blocks_of
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-from tests.support.browser import new_page
+from tests.support.page import new_page
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ROOT / "docs" / "assets"

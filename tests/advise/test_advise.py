@@ -12,8 +12,7 @@ from batchrunner.advise.advise import advise
 from batchrunner.engines.flags import CHECK_HELP, parse_help
 from batchrunner.engines.logs.series import Thresholds
 from tests.conftest import ROOT, batchrun
-from tests.support.advice import GUIDES, RETRACTIONS, changes, judged, stamped
-from tests.support.sglang_logs import GENERATIONS, LogWriter
+from tests.support.sglang_logs import GENERATIONS, GUIDES, RETRACTIONS, LogWriter, changes, judged, stamped
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -13,10 +13,9 @@ import pytest
 from batchrunner.advise.advise import advise, advise_run
 from batchrunner.api import run
 from tests.conftest import eventually, job_of, started, write_job
-from tests.support.advice import QUICK, changes
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import launchable
-from tests.support.sglang_logs import LogWriter
+from tests.support.sglang_logs import QUICK, LogWriter, changes
 
 
 def a_run(directory: Path, **changes: Any) -> Path:

@@ -23,9 +23,9 @@ from batchrunner.core.timing import TIMING
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.series import LoadSample, Series, Thresholds
 from tests.conftest import batchrun, eventually, job_of, started
-from tests.support.advice import QUICK, changes
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
+from tests.support.sglang_logs import QUICK, changes
 
 if TYPE_CHECKING:
     from pathlib import Path

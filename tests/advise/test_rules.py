@@ -12,8 +12,7 @@ from batchrunner.engines.flags import Flags, installed
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.series import Thresholds
 from tests.conftest import ROOT, require_engine
-from tests.support.advice import FLAG_LOGS, QUICK, advice_of, changes, cuda_oom, judged
-from tests.support.sglang_logs import LogWriter
+from tests.support.sglang_logs import FLAG_LOGS, QUICK, LogWriter, advice_of, changes, cuda_oom, judged
 
 if TYPE_CHECKING:
     from pathlib import Path

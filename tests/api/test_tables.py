@@ -20,8 +20,7 @@ from typing_extensions import TypedDict
 
 import batchrunner
 from batchrunner.core.errors import BatchrunError, InputError, JobError
-from tests.conftest import INSTANT
-from tests.support.examples import examples
+from tests.conftest import INSTANT, examples
 from tests.support.fake_sglang import Behaviour, FakeSGLang
 from tests.support.functions import children_of
 

@@ -13,8 +13,7 @@ from batchrunner.core.errors import AnotherModelError, ResumeError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.connections import free_port
 from tests.conftest import batchrun, eventually, job_of, results_of, write_job
-from tests.support.fake_gateway import FakeGateway
-from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.fake_sglang import Behaviour, FakeGateway, FakeSGLang, Sent
 from tests.support.server_thread import PATIENCE_S, is_free
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
-from tests.support.started_runs import held_from, rows_in, rows_sent, some_done
+from tests.support.runs import held_from, rows_in, rows_sent, some_done
 
 if TYPE_CHECKING:
     from collections.abc import Callable

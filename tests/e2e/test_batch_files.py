@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.conftest import batchrun, eventually, started
+from tests.support.answers import Body, OnWire
 from tests.support.fake_sglang import FakeSGLang, Sent
-from tests.support.raw_answers import Body, OnWire
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,12 +16,10 @@ from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import MOST_DEATHS
 from batchrunner.output.events import read_events
 from tests.conftest import batchrun, eventually, job_of, report_of, results_of, started, write_job, write_rows
-from tests.support.fake_gateway import FakeGateway
-from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.fragile import FRAGILE
-from tests.support.launchable import launchable
-from tests.support.raw_answers import Body, Endless, OnWire
-from tests.support.rows import rows_once, status_of
+from tests.support.answers import Body, Endless, OnWire
+from tests.support.fake_sglang import Behaviour, FakeGateway, FakeSGLang, Sent
+from tests.support.launchable import FRAGILE, launchable
+from tests.support.runs import rows_once, status_of
 from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
+from tests.support.answers import Body
 from tests.support.fake_sglang import FakeSGLang, Sent, answer
-from tests.support.raw_answers import Body
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import batchrun, job_of, results_of, write_job
+from tests.support.answers import logprob_for
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.scores import logprob_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,14 +21,14 @@ from tests.conftest import (
     write_rows,
 )
 from tests.e2e.test_checked_answers import says, script
-from tests.support.hooked import HOOKED, check_hooked, write_hooks
-from tests.support.rows import status_of
+from tests.support.functions import HOOKED, check_hooked, write_hooks
+from tests.support.runs import status_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from tests.support.answers import Body
     from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-    from tests.support.raw_answers import Body
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 

@@ -25,9 +25,8 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
-from tests.support.embeddings import LENGTH, vector_for
+from tests.support.answers import LENGTH, Body, vector_for
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.raw_answers import Body
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,12 +18,11 @@ from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import MOST_DEATHS
 from batchrunner.engines.recovery import MOST_CHANGES, LearnedArgs, LearnedArgsFile
 from tests.conftest import batchrun, events_of, job_of, report_of, results_of, write_job
-from tests.support.hungry_engine import HUNGRY, OOM, hungry
-from tests.support.launchable import launchable
-from tests.support.memory_cgroup import memory_cgroup
+from tests.support.launchable import HUNGRY, OOM, hungry, launchable
 from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from typer.testing import Result
@@ -242,6 +246,54 @@ def test_frequent_retractions_are_for_the_next_run(tmp_path: Path, own: dict[str
     run(job, tmp_path)
     last = starts_of(tmp_path)[-1]
     assert last[last.index("--schedule-conservativeness") + 1] == ("0.3" if own else "1.3")
+
+
+@dataclass(frozen=True)
+class MemoryCgroup:
+    """Where its files are."""
+
+    path: Path
+    limit: str
+
+    def set_limit(self, limit_bytes: int) -> None:
+        (self.path / self.limit).write_text(str(limit_bytes))
+
+    def command(self, *command: object) -> list[str]:
+        """Return a command that runs another one in it."""
+        script = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+        return ["sh", "-c", script, str(self.path), *map(str, command)]
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit_bytes: int) -> Iterator[MemoryCgroup]:
+    """Make a cgroup with this limit, empty again at the end; skips by name where that cannot be done."""
+    name = f"batchrunner-test-{os.getpid()}"
+    places = {"/sys/fs/cgroup/memory": "memory.limit_in_bytes", "/sys/fs/cgroup": "memory.max"}
+    for root, limit in places.items():
+        group = MemoryCgroup(Path(root) / name, limit)
+        with contextlib.suppress(OSError):
+            group.path.mkdir()
+            group.set_limit(limit_bytes)
+            break
+        with contextlib.suppress(OSError):
+            group.path.rmdir()
+    else:
+        pytest.skip("skipped: no memory cgroup can be made here")
+    try:
+        yield group
+    finally:
+        _remove(group.path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a cgroup; those that were killed in it leave when the kernel has freed their memory."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path}: still has {(path / 'cgroup.procs').read_text().split()}")
 
 
 GREEDY = """

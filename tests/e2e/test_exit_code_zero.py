@@ -10,8 +10,7 @@ import pytest
 from batchrunner.output.run_dir import RunDir
 from batchrunner.runner.run import give_back
 from tests.conftest import batchrun, eventually, job_of, results_of, started, write_job, write_rows
-from tests.support.rows import rows_once, status_of
-from tests.support.task import Task
+from tests.support.runs import Task, rows_once, status_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -37,7 +37,7 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
-from tests.support.embeddings import vector_for
+from tests.support.answers import vector_for
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 if TYPE_CHECKING:

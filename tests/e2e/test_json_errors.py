@@ -15,8 +15,8 @@ import pytest
 import batchrunner
 from batchrunner.core import errors
 from tests.conftest import ROOT, batchrun, job_of, write_job
+from tests.support.blocks import parsed
 from tests.support.server_thread import PATIENCE_S
-from tests.support.syntax import parsed
 
 CLASSES = [
     value

@@ -24,7 +24,7 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
-from tests.support.rows import rows_once, status_of
+from tests.support.runs import rows_once, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

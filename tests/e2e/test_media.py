@@ -21,9 +21,8 @@ from batchrunner.dispatch import queue
 from batchrunner.job.load import load_job
 from tests.conftest import INSTANT, ROOT, batchrun, job_of, results_of, write_job
 from tests.support.fake_sglang import FakeSGLang, Sent
-from tests.support.pictures import document, opened, picture
+from tests.support.media import document, opened, picture, sound, video
 from tests.support.refusals import refusal, told
-from tests.support.sounds import sound, video
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,8 +9,8 @@ import pytest
 
 import batchrunner
 from tests.conftest import job_of, results_of
+from tests.support.answers import Body, OnWire
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.raw_answers import Body, OnWire
 
 if TYPE_CHECKING:
     from pathlib import Path

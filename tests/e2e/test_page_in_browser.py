@@ -10,10 +10,9 @@ import batchrunner
 from batchrunner.output.run_dir import RunDir
 from batchrunner.report.html.page import write_page
 from tests.conftest import job_of, write_rows
-from tests.support import raw_answers
-from tests.support.browser import new_page, require_chromium
+from tests.support.answers import REFUSALS
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.page import HOSTILE
+from tests.support.page import HOSTILE, new_page, require_chromium
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,7 +68,7 @@ def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> str:
         FakeSGLang(_refuse_some, max_running=32, delay_s=0.05) as server,
         FakeSGLang(_refuse_some, max_running=32, delay_s=0.05) as other,
     ):
-        patch.setitem(raw_answers.REFUSALS, "too long", (400, HOSTILE + "x" * 100_000))
+        patch.setitem(REFUSALS, "too long", (400, HOSTILE + "x" * 100_000))
         job = job_of(directory, server, limits={"max_failed_rows": 1500})
         job["engine"]["urls"].append(other.url)
         job["input"]["columns"] = ["title"]

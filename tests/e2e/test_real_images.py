@@ -12,7 +12,7 @@ from PIL import Image
 
 import batchrunner
 from tests.conftest import SMALL_MODEL, require_engine
-from tests.support.pictures import document, picture
+from tests.support.media import document, picture
 from tests.support.tiny_vision import IMAGE_TEXT, make_tiny_qwen2_vl
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import pytest
 
 import batchrunner
 from tests.conftest import batchrun, job_of, results_of, write_job
+from tests.support.answers import HEAD, logprob_for
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.scores import HEAD, logprob_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

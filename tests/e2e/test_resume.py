@@ -18,15 +18,15 @@ from batchrunner.core.timing import TIMING
 from batchrunner.output.events import read_events
 from tests.conftest import (
     batchrun,
+    examples,
     job_of,
     report_of,
     results_of,
     write_job,
     write_rows,
 )
-from tests.support.examples import examples
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.started_runs import rows_in, rows_sent, some_done
+from tests.support.runs import rows_in, rows_sent, some_done
 
 
 def test_a_finished_run_sends_nothing(tmp_path: Path, server: FakeSGLang) -> None:

@@ -24,15 +24,14 @@ from tests.conftest import (
     INSTANT,
     batchrun,
     eventually,
+    examples,
     job_of,
     results_of,
     started,
     write_job,
 )
-from tests.support.carried import CARRIED
-from tests.support.documents import DOCUMENT, document, shuffled, write_texts
-from tests.support.examples import examples
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.inputs import CARRIED, DOCUMENT, document, shuffled, write_texts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
-from tests.conftest import batchrun, job_of, report_of, results_of, started, write_job
-from tests.support.examples import examples
+from tests.conftest import batchrun, examples, job_of, report_of, results_of, started, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
+from tests.support.answers import logprob_for
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.scores import logprob_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

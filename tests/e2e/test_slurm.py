@@ -21,7 +21,7 @@ from batchrunner.dispatch.queue import READ_AHEAD_ROWS
 from batchrunner.runner.status import status
 from tests.conftest import batchrun, job_of, results_of, write_job
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.hooked import HOOKED, check_hooked, write_hooks
+from tests.support.functions import HOOKED, check_hooked, write_hooks
 from tests.support.slurm_cluster import NODES, SlurmCluster, require_slurm, slurm_cluster
 
 if TYPE_CHECKING:

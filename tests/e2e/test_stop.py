@@ -28,7 +28,7 @@ from tests.support.engine_processes import (
     wait_while_it_runs,
 )
 from tests.support.launchable import launchable
-from tests.support.started_runs import held_from, rows_in, rows_sent
+from tests.support.runs import held_from, rows_in, rows_sent
 
 if TYPE_CHECKING:
     from pathlib import Path

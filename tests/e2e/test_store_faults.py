@@ -14,7 +14,7 @@ import pytest
 import batchrunner
 from tests.conftest import INSTANT, batchrun, job_of, write_job, write_rows
 from tests.support.fake_sglang import Behaviour, FakeSGLang
-from tests.support.store_proxy import Fault, Refusal, StoreProxy
+from tests.support.store_server import Fault, Refusal, StoreProxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

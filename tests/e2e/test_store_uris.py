@@ -11,7 +11,7 @@ import batchrunner
 from batchrunner.core.timing import TIMING
 from tests.conftest import INSTANT, batchrun, job_of, write_job, write_rows
 from tests.support.refusals import refusal, told
-from tests.support.store_proxy import Refusal, StoreProxy
+from tests.support.store_server import Refusal, StoreProxy
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,7 +9,7 @@ import pytest
 
 import batchrunner
 from tests.conftest import INSTANT
-from tests.support.embeddings import vector_for
+from tests.support.answers import vector_for
 from tests.support.fake_sglang import FakeSGLang
 
 if TYPE_CHECKING:

@@ -12,9 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.conftest import batchrun, batchrun_merge, job_of, parts_of, report_of, results_of, write_job
-from tests.support.embeddings import vector_for
+from tests.support.answers import HEAD, logprob_for, vector_for
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.scores import HEAD, logprob_for
 
 ROWS = 24
 LABELS = [12, 3, 11]

@@ -20,7 +20,7 @@ from batchrunner.output.events import read_events
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
 from tests.conftest import batchrun, eventually, job_of, results_of, started, write_job, write_rows
-from tests.support.task import Task
+from tests.support.runs import Task
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -29,7 +29,7 @@ from tests.support.fake_sglang import FakeSGLang
 from tests.support.other_machine import CLOCK_OFF_S, GONE_AFTER_S
 from tests.support.refusals import refusal, told
 from tests.support.server_thread import PATIENCE_S
-from tests.support.store_proxy import Fault, StoreProxy
+from tests.support.store_server import Fault, StoreProxy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,9 +11,9 @@ import pytest
 
 import batchrunner
 from tests.conftest import batchrun, batchrun_merge, job_of, results_of, write_job, write_rows
+from tests.support.answers import TOOL_CALL, Body
 from tests.support.fake_sglang import answer
 from tests.support.functions import write_module
-from tests.support.raw_answers import TOOL_CALL, Body
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,8 +19,7 @@ from batchrunner.output.task_lock import hold_task
 from batchrunner.tune.space import Machine
 from tests.conftest import INSTANT, batchrun, eventually, job_of, started, write_job
 from tests.support.launchable import launchable
-from tests.support.tuned import LOG
-from tests.support.tuning_lab import CPU
+from tests.support.tuning_lab import CPU, LOG
 
 if TYPE_CHECKING:
     from pathlib import Path

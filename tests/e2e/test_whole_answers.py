@@ -24,8 +24,8 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
+from tests.support.answers import TOOL_CALL, Body
 from tests.support.fake_sglang import FakeSGLang, Sent, answer
-from tests.support.raw_answers import TOOL_CALL, Body
 
 if TYPE_CHECKING:
     from pathlib import Path

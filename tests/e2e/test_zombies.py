@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tests.conftest import Started, batchrun, eventually, job_of, started, write_job
-from tests.support.rows import rows_once, status_of
+from tests.support.runs import rows_once, status_of
 
 if TYPE_CHECKING:
     from tests.support.fake_sglang import FakeSGLang

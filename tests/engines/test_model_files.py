@@ -12,9 +12,8 @@ from batchrunner.engines.model_files import (
     has_latent_attention,
     read_config,
 )
-from tests.support.advice import changes, judged
 from tests.support.model_kinds import KINDS
-from tests.support.sglang_logs import LogWriter
+from tests.support.sglang_logs import LogWriter, changes, judged
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,8 @@ from batchrunner.engines.model_memory import ModelWeights, choose_tp
 from batchrunner.job.load import load_job
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import batchrun, job_of, write_job
-from tests.support.hungry_engine import hungry
-from tests.support.model_configs import LLAMA_8B
+from tests.support.launchable import hungry
+from tests.support.model_kinds import LLAMA_8B
 
 if TYPE_CHECKING:
     from pathlib import Path

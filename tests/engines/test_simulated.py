@@ -20,7 +20,7 @@ from batchrunner.engines.simulated import (
     count_tokens,
 )
 from batchrunner.job.engine import SimulatedEngine
-from tests.support.examples import examples
+from tests.conftest import examples
 
 if TYPE_CHECKING:
     from batchrunner.engines.base import Engine

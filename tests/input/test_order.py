@@ -10,7 +10,7 @@ import pytest
 
 from batchrunner.input.order import STRETCHES, WINDOW_ROWS, decide
 from batchrunner.input.prefixes import common_length
-from tests.support.documents import document, shuffled
+from tests.support.inputs import document, shuffled
 
 
 def prompts(texts: list[str], window: int = 1024) -> list[list[bytes]]:

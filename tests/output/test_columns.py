@@ -14,6 +14,7 @@ import batchrunner
 from tests.conftest import (
     batchrun,
     batchrun_merge,
+    examples,
     job_of,
     parts_of,
     report_of,
@@ -21,9 +22,8 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
-from tests.support.carried import CARRIED
-from tests.support.examples import examples
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.inputs import CARRIED
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,8 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import batchrunner
-from tests.conftest import INSTANT, batchrun, batchrun_merge, job_of, results_of, write_job, write_rows
-from tests.support.examples import examples
+from tests.conftest import (
+    INSTANT,
+    batchrun,
+    batchrun_merge,
+    examples,
+    job_of,
+    results_of,
+    write_job,
+    write_rows,
+)
 from tests.support.fake_sglang import FakeSGLang
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 import batchrunner
 from batchrunner.output.parts import Journal, read_journal
 from tests.conftest import (
+    examples,
     job_of,
     results_of,
 )
-from tests.support.examples import examples
-from tests.support.rows import rows_once, status_of
+from tests.support.runs import rows_once, status_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,7 +13,7 @@ from tests.conftest import (
     report_of,
     write_job,
 )
-from tests.support.rows import rows_once
+from tests.support.runs import rows_once
 
 if TYPE_CHECKING:
     from pathlib import Path

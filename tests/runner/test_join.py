@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.runner.prepare import task_name
-from tests.conftest import eventually, job_of, parts_of
-from tests.support.examples import examples
-from tests.support.task import Task
+from tests.conftest import eventually, examples, job_of, parts_of
+from tests.support.runs import Task
 
 
 @examples(10)

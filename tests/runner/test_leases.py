@@ -10,7 +10,7 @@ from pyroaring import BitMap64
 
 from batchrunner.runner.leases import Leases, next_lease
 from tests.conftest import job_of
-from tests.support.task import Task
+from tests.support.runs import Task
 
 
 def test_tasks_meet_late() -> None:

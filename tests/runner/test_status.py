@@ -26,7 +26,7 @@ from tests.conftest import (
     started,
     write_job,
 )
-from tests.support.rows import status_of
+from tests.support.runs import status_of
 
 if TYPE_CHECKING:
     from pathlib import Path

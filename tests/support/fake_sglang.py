@@ -7,19 +7,36 @@ own, so that the runner under test may be blocking, asynchronous or another proc
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+import aiohttp
 from aiohttp import web
 
-from tests.support.asked_answers import add_asked
-from tests.support.embeddings import embeddings, prompts_of, vector_of
-from tests.support.event_answer import EventAnswer, is_bundle, rows_of
-from tests.support.raw_answers import ABORTS, CHATS, REFUSALS, Body, Endless, OnWire, Said
-from tests.support.scores import bodies_of, is_score, logprob_for, score_of
+from tests.support.answers import (
+    ABORTS,
+    CHATS,
+    REFUSALS,
+    Body,
+    Endless,
+    EventAnswer,
+    OnWire,
+    Said,
+    add_asked,
+    bodies_of,
+    embeddings,
+    is_bundle,
+    is_score,
+    logprob_for,
+    prompts_of,
+    rows_of,
+    score_of,
+    vector_of,
+)
 from tests.support.server_thread import PATIENCE_S, ServerThread, end, wait_until_left
 
 Behaviour: TypeAlias = Literal[
@@ -580,3 +597,41 @@ def _chat(sent: Sent, samples: list[dict[str, Any]]) -> dict[str, Any]:
         },
         "metadata": {"weight_version": "default"},
     }
+
+
+class FakeGateway(ServerThread):
+    """`with FakeGateway(urls) as gateway: ... gateway.url`; `workers` may change at any time."""
+
+    def __init__(self, workers: list[str]) -> None:
+        super().__init__()
+        self.workers = workers
+        self.url = ""
+        self._turn = itertools.count()
+
+    async def _serve(self) -> None:
+        self._begin()
+        app = web.Application()
+        app.router.add_get("/workers", self._list)
+        app.router.add_post("/generate", self._pass_on)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=True)
+        async with aiohttp.ClientSession() as self._session:
+            await runner.setup()
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            self._up.set()
+            await self._over.wait()
+            await end(runner)
+
+    async def _list(self, request: web.Request) -> web.Response:
+        return web.json_response({"workers": [{"url": url, "id": url} for url in self.workers]})
+
+    async def _pass_on(self, request: web.Request) -> web.Response:
+        url = self.workers[next(self._turn) % len(self.workers)]
+        try:
+            async with self._session.post(url + request.path, data=await request.read()) as reply:
+                return web.Response(
+                    status=reply.status, body=await reply.read(), content_type="application/json"
+                )
+        except aiohttp.ClientError as failure:
+            error = {"code": "call_upstream_request_error", "message": f"{url}/generate: {failure}"}
+            return web.json_response({"error": error}, status=500)

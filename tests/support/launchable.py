@@ -1,4 +1,4 @@
-"""A program that `engine.kind: server` launches in SGLang's place: a test says how it answers."""
+"""Programs that `engine.kind: server` launches in SGLang's place: a test says how they answer or die."""
 
 from __future__ import annotations
 
@@ -70,3 +70,76 @@ def never_ready(directory: Path) -> dict[str, Any]:
     (directory / "model").mkdir(exist_ok=True)
     (directory / "model" / "config.json").write_text("{}")
     return {"kind": "server", "model": str(directory / "model"), "python": str(slow)}
+
+
+HUNGRY = """
+def option(name, default):
+    return float(sys.argv[sys.argv.index(name) + 1]) if name in sys.argv else default
+
+chunk = option("--chunked-prefill-size", 8192)
+share = option("--mem-fraction-static", 0.88)
+with open(os.environ["STARTS"], "a") as starts:
+    print(json.dumps(sys.argv[sys.argv.index("--port") + 2:]), file=starts)
+
+class Handler(Server):
+    known = {
+        "/ready": {}, "/health": {}, "/model_info": {"model_path": "hungry"},
+        "/server_info": {"version": "0.5.23", "max_running_requests": 8},
+        "/v1/loads": {"loads": [{
+            "num_running_reqs": 4, "num_waiting_reqs": 9, "token_usage": 0.5, "max_running_requests": 8,
+            "max_total_num_tokens": 900, "num_used_tokens": 450, "dp_rank": 0, "timestamp": 1.0}]},
+    }
+    answered = 0
+    def asked(self, body):
+        time.sleep(0.02)
+        Handler.answered += 1
+        if Handler.answered > 20 or body["text"] == os.environ.get("ROW"):
+            self.dies()
+        self.answer("to " + body["text"])
+    def dies(self):
+        exec(os.environ["DEATH"])
+
+pool = int(option("--max-total-tokens", 20000))
+print(f"server_args=ServerArgs(mem_fraction_static={share}, max_running_requests=None, "
+      "max_total_tokens=None, chunked_prefill_size=None, cuda_graph_max_bs_decode=None)", flush=True)
+exec(os.environ.get("AT_START", ""))
+print(f"max_total_num_tokens={pool}, chunked_prefill_size={chunk:.0f}, max_running_requests=8, context_len=9")
+"""
+OOM = 'print("RuntimeError: Prefill out of memory. Try to lower your batch size.", flush=True); os._exit(1)'
+IN_PREFILL = f"if chunk > 2048: {OOM}"
+
+
+def hungry(directory: Path, death: str = IN_PREFILL, **environ: str) -> dict[str, Any]:
+    return launchable(directory, HUNGRY, DEATH=death, STARTS=str(directory / "starts"), **environ)
+
+
+FRAGILE = """
+class Handler(Server):
+    known = {
+        "/ready": {}, "/health": {}, "/model_info": {"model_path": "fragile"},
+        "/server_info": {"version": "0.5.23", "max_running_requests": 32},
+        "/v1/loads": {"loads": [{
+            "num_running_reqs": 4, "num_waiting_reqs": 9, "token_usage": 0.5, "max_running_requests": 32,
+            "max_total_num_tokens": 900, "num_used_tokens": 450, "dp_rank": 0, "timestamp": 1.0}]},
+    }
+    def sample(self, prompt):
+        if prompt == [117]:
+            print("RuntimeError: CUDA error: an illegal memory access was encountered", flush=True)
+            os._exit(1)
+        return {"text": f"answer 0 to {prompt}", "meta_info": {
+            "finish_reason": {"type": "stop"}, "prompt_tokens": 1, "completion_tokens": 2}}
+    def asked(self, body):
+        prompts = body["input_ids"]
+        if not isinstance(prompts[0], list):
+            self.reply(200, self.sample(prompts))
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        for index, prompt in enumerate(prompts):
+            event = json.dumps({**self.sample(prompt), "index": index})
+            self.wfile.write(f"data: {event}\\n\\n".encode())
+            self.wfile.flush()
+"""

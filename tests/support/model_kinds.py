@@ -77,3 +77,9 @@ KINDS: dict[str, tuple[dict[str, Any], bool, bool]] = {
     ),
 }  # fmt: skip
 """A model's config.json, whether it has experts, and whether its KV cache is compressed (MLA)."""
+
+
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 128256,
+}  # fmt: skip

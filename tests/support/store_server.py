@@ -1,19 +1,25 @@
-"""A store that speaks S3 (moto, in a process of its own), with buckets for the tests."""
+"""A store that speaks S3 (moto, in a process of its own), and a proxy before it that fails on demand."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import socket
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+import aiohttp
 import boto3
+from aiohttp import web
+from yarl import URL
 
 from batchrunner.engines.http.connections import free_port
-from tests.support.server_thread import PATIENCE_S
+from tests.support.server_thread import PATIENCE_S, ServerThread, end
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,3 +100,116 @@ def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
         return False
 
     eventually(answers, PATIENCE_S)
+
+
+Fault: TypeAlias = Literal[
+    "none",
+    "slow down",  # 503, as S3 says it
+    "reset",  # the connection ends before the store gets the request
+    "lost reply",  # the store does it, and the connection ends
+    "half answer",  # half of the body comes
+    "late",  # a second late
+    "held",  # the store gets it when `let_go` is called
+    "no conditions",  # the store does not get what makes a write conditional
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What the store says instead of doing it."""
+
+    status: int
+    code: str
+
+    @property
+    def body(self) -> bytes:
+        text = f"<Error><Code>{self.code}</Code><Message>This is {self.code}.</Message></Error>"
+        return f"<?xml version='1.0' encoding='UTF-8'?>{text}".encode()
+
+
+Faults: TypeAlias = Callable[[str, str, int], Fault | Refusal]
+"""What becomes of a request: of its method, its path, and how often this was asked before."""
+SLOW_DOWN = Refusal(503, "SlowDown")
+CONDITIONS = {"if-none-match", "if-match"}
+
+
+class StoreProxy(ServerThread):
+    """`with StoreProxy(address) as proxy: ... proxy.url`; `faults` says what becomes of each request."""
+
+    def __init__(self, address: str, faults: Faults = lambda *_: "none") -> None:
+        super().__init__()
+        self._address = address
+        self.faults = faults
+        self.url = ""
+        self.asked: Counter[tuple[str, str]] = Counter()
+        """How often each request came, by method and path."""
+        self.held = 0
+        """Requests that were held back."""
+        self.passed = 0
+        """Those of them that the store has answered since."""
+
+    def let_go(self) -> None:
+        """Send what was held back to the store."""
+        self._loop.call_soon_threadsafe(self._let_go.set)
+
+    async def _serve(self) -> None:
+        self._begin()
+        self._let_go = asyncio.Event()
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_route("*", "/{path:.*}", self._handle)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        async with aiohttp.ClientSession(auto_decompress=False) as session:
+            self._session = session
+            self._up.set()
+            await self._over.wait()
+            await end(runner)
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        key = request.method, request.path
+        fault = self.faults(*key, self.asked[key])
+        self.asked[key] += 1
+        if fault == "slow down":
+            fault = SLOW_DOWN
+        if isinstance(fault, Refusal):
+            return web.Response(status=fault.status, body=fault.body, content_type="application/xml")
+        if fault == "reset":
+            return self._cut(request)
+        if fault == "late":
+            await asyncio.sleep(1)
+        body = await request.read()
+        if fault == "held":
+            self.held += 1
+            await self._let_go.wait()
+        skipped = {"host", "content-length", "transfer-encoding"}
+        if fault == "no conditions":
+            skipped |= CONDITIONS
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in skipped}
+        url = f"{self._address}{request.raw_path}"
+        async with self._session.request(
+            request.method, URL(url, encoded=True), headers=headers, data=body
+        ) as reply:
+            content = await reply.read()
+            self.passed += fault == "held"
+            if fault == "lost reply":
+                return self._cut(request)
+            dropped = {"content-length", "transfer-encoding", "connection", "server", "date"}
+            kept = {name: value for name, value in reply.headers.items() if name.lower() not in dropped}
+            if request.method == "HEAD":
+                kept["Content-Length"] = reply.headers.get("Content-Length", "0")
+                return web.Response(status=reply.status, headers=kept)
+            if fault == "half answer" and content:
+                answer = web.StreamResponse(
+                    status=reply.status, headers={**kept, "Content-Length": str(len(content))}
+                )
+                await answer.prepare(request)
+                await answer.write(content[: len(content) // 2])
+                return self._cut(request, answer)
+            return web.Response(status=reply.status, headers=kept, body=content)
+
+    def _cut(self, request: web.Request, answer: web.StreamResponse | None = None) -> web.StreamResponse:
+        assert request.transport is not None
+        request.transport.abort() if answer is None else request.transport.close()
+        return answer or web.Response()

@@ -13,8 +13,7 @@ from batchrunner.tune.joint import Forecast, arguments_of, clips, config_of
 from batchrunner.tune.measurement import TrialSigns
 from batchrunner.tune.search import TrialRequest
 from batchrunner.tune.space import CLIP, Args, TuningState
-from tests.support.tuned import ROWS, tuned
-from tests.support.tuning_lab import CPU, Lab, chat_rows
+from tests.support.tuning_lab import CPU, ROWS, Lab, chat_rows, tuned
 
 LONG_ROWS = [(row[0] + 500, *row[1:]) for row in chat_rows(700)]
 """Prompts long enough for a small chunk to hold a wide batch up."""

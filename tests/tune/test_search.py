@@ -16,9 +16,8 @@ from batchrunner.tune.measurement import Incumbent, TrialResult
 from batchrunner.tune.search import Search, TrialRequest, compare, key_of, trial_noise
 from batchrunner.tune.space import TUNED_FLAGS
 from batchrunner.tune.tuner import run_search
-from tests.support.examples import examples
-from tests.support.tuned import CARD, ROWS, WRONG, Kept, tuned
-from tests.support.tuning_lab import CPU, Card, Lab, chat_rows
+from tests.conftest import examples
+from tests.support.tuning_lab import CARD, CPU, ROWS, WRONG, Card, Kept, Lab, chat_rows, tuned
 
 if TYPE_CHECKING:
     from batchrunner.tune.space import Args

@@ -20,8 +20,7 @@ from batchrunner.tune.space import (
     numbers_in,
     variables_in,
 )
-from tests.support.tuned import CARD, ROWS, tuned
-from tests.support.tuning_lab import CPU, Lab
+from tests.support.tuning_lab import CARD, CPU, ROWS, Lab, tuned
 
 if TYPE_CHECKING:
     from batchrunner.tune.space import Args

@@ -12,7 +12,7 @@ from batchrunner.job.load import load_job
 from batchrunner.tune.trial import LOG_INTERVAL, output_rate, signs_at_start, signs_of_passes, spans_of
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import job_of
-from tests.support.tuned import LOG
+from tests.support.tuning_lab import LOG
 
 if TYPE_CHECKING:
     from pathlib import Path

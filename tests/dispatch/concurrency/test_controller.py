@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from batchrunner.core.engine_info import QueueBand
 from batchrunner.dispatch.concurrency.controller import BACK_OFF, Controller, Decision
 from batchrunner.dispatch.concurrency.corners import Reading
-from tests.support.examples import examples
+from tests.conftest import examples
 
 BAND = QueueBand(100, 2000)
 

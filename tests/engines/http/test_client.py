@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from batchrunner.core.errors import BundleRefusedError
 from batchrunner.engines.http.client import EventLines
-from tests.support.json_values import ANY_JSON, json_of, some_odd
-from tests.support.reader_checks import check_bundle
+from tests.support.reader_checks import ANY_JSON, check_bundle, json_of, some_odd
 
 ROWS = 4
 META = {"finish_reason": {"type": "stop"}, "prompt_tokens": 3, "completion_tokens": 2}

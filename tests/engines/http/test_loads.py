@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.engines.http.loads import LOADS, METRICS, counters_in, from_metrics, load_in
-from tests.support.json_values import ANY_JSON, json_of, some_odd
-from tests.support.reader_checks import check_load
+from tests.support.reader_checks import ANY_JSON, check_load, json_of, some_odd
 
 URL = "http://127.0.0.1:30000"
 

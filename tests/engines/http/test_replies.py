@@ -17,8 +17,7 @@ from batchrunner.core.errors import (
 from batchrunner.core.types import RequestBody
 from batchrunner.engines.http.failures import error_of
 from batchrunner.engines.http.replies import completion_of_body
-from tests.support.json_values import ANY_JSON, json_of, some_odd
-from tests.support.reader_checks import KINDS, check_answer, check_error
+from tests.support.reader_checks import ANY_JSON, KINDS, check_answer, check_error, json_of, some_odd
 
 REASON = {"type": "stop", "matched": 2, "message": "m", "status_code": 500}
 META: dict[str, Any] = {

@@ -13,8 +13,7 @@ from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.http.model_guard import common_model
 from batchrunner.engines.http.server_info import describe, pooling_note, prefill_tokens
-from tests.support.json_values import json_of, some_odd
-from tests.support.reader_checks import check_description
+from tests.support.reader_checks import check_description, json_of, some_odd
 
 MODEL = {"model_path": "org/model"}
 SERVER: dict[str, Any] = {

@@ -16,8 +16,7 @@ from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.series import Thresholds
 from tests.conftest import batchrun
-from tests.support.advice import GUIDES, RETRACTIONS, changes, cuda_oom, judged
-from tests.support.sglang_logs import LogWriter, interleaved
+from tests.support.sglang_logs import GUIDES, RETRACTIONS, LogWriter, changes, cuda_oom, interleaved, judged
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from batchrunner.engines.simulation.scheduler import Scheduler, SchedulerConfig, SimulatedRequest
-from tests.support.examples import examples
+from tests.conftest import examples
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

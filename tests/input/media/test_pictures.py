@@ -11,7 +11,7 @@ from PIL import Image
 
 from batchrunner.core.media import BadFileError
 from batchrunner.input.media.pictures import page_images, sendable
-from tests.support.pictures import document, file_of, opened, picture
+from tests.support.media import document, file_of, opened, picture
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
 

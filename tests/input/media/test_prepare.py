@@ -9,8 +9,7 @@ import pytest
 from batchrunner.core.media import KINDS, KindName, MediaRules, PromptFile
 from batchrunner.input.media import prepare as module
 from batchrunner.input.media.prepare import media_type_of, prepare, tokens_of_file
-from tests.support.pictures import document, picture
-from tests.support.sounds import box, sound, video
+from tests.support.media import box, document, picture, sound, video
 
 RULES = MediaRules("/", confined=False, allow_urls=False, max_pixels=None)
 

@@ -14,7 +14,7 @@ from batchrunner.input.media.prompts import FileColumn
 from batchrunner.job.prompt import ImagesSpec, PdfSpec
 from batchrunner.job.sampling import FromColumn
 from batchrunner.runner.stream import ProgramColumns
-from tests.support.pictures import document, picture
+from tests.support.media import document, picture
 
 BY_ROW = PdfSpec(column="file", pages=FromColumn(column="page"))
 

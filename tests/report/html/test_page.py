@@ -12,7 +12,7 @@ import batchrunner
 from batchrunner.output.run_dir import RunDir
 from batchrunner.report.html.results import read_results
 from tests.conftest import batchrun, eventually, job_of, started, write_job, write_rows
-from tests.support import raw_answers
+from tests.support.answers import REFUSALS
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.page import HOSTILE, page_of, sample
 
@@ -48,7 +48,7 @@ def test_it_is_opened_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_hostile_texts_are_shown_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs, errors, carried columns and paths that look like HTML, or are a megabyte long, are shown."""
-    monkeypatch.setitem(raw_answers.REFUSALS, "too long", (400, HOSTILE + "x" * 1_000_000))
+    monkeypatch.setitem(REFUSALS, "too long", (400, HOSTILE + "x" * 1_000_000))
     name = "<img src=x onerror=alert(2)> & 'run'[1]*"
     write_rows(
         tmp_path / "input.parquet", 4, title=[HOSTILE, "x" * 1_000_000, None, "\U0001f600\u3000\u200d"]

@@ -1,12 +1,38 @@
-"""Columns of many types that results carry."""
+"""Inputs: texts that share long prefixes, and columns of many types."""
 
 from __future__ import annotations
 
 import datetime as dt
+import random
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DOCUMENT = 600
+
+
+def document(number: int) -> str:
+    """Return a text of 600 characters that begins unlike those of other numbers."""
+    return random.Random(number).randbytes(DOCUMENT // 2).hex()
+
+
+def shuffled(rows: int, documents: int) -> list[str]:
+    """Return questions on some documents, in no order."""
+    texts = [f"{document(row % documents)} {row}" for row in range(rows)]
+    random.Random(rows).shuffle(texts)
+    return texts
+
+
+def write_texts(path: Path, texts: list[str], row_group: int = 100, **columns: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table({"text": texts, **columns}), path, row_group_size=row_group)
+    return path
+
 
 UTC = dt.timezone.utc  # noqa: UP017 - as pyarrow returns it
 

@@ -1,15 +1,17 @@
-"""A task of a run in this process."""
+"""Tasks of a run in this process, runs of which some rows are done, and what a run has on disk."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
 from pyroaring import BitMap64
 
+import batchrunner
 from batchrunner.core.errors import TaskLockLostError
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import RowCounts
@@ -20,6 +22,50 @@ from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.control import Control
 from batchrunner.runner.join import join
 from batchrunner.runner.prepare import prepare, task_name
+from tests.conftest import (
+    batchrun,
+    job_of,
+    results_of,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+
+
+def rows_in(job: dict[str, Any]) -> list[int]:
+    return [row["row"] for row in results_of(job)]
+
+
+def rows_sent(server: FakeSGLang) -> list[int]:
+    return sorted(int(sent.prompt.split()[1]) for sent in server.sent)
+
+
+def held_from(row: int) -> Callable[[Sent], Behaviour]:
+    return lambda sent: "hold" if int(sent.prompt.split()[1]) >= row else "answer"
+
+
+def some_done(directory: Path, server: FakeSGLang, **changes: Any) -> dict[str, Any]:
+    """Do the first 4 of 10 rows of a job; return the whole job."""
+    job = job_of(directory, server, **changes)
+    batchrunner.run(job, overrides=["input.limit=4"])
+    server.forget()
+    return job
+
+
+def rows_once(job: dict[str, Any], rows: int) -> None:
+    """Every row of the input is there, once, and went well."""
+    results = results_of(job)
+    assert [row["row"] for row in results] == list(range(rows))
+    assert {row["error"] for row in results} <= {None}
+
+
+def status_of(run: Path) -> dict[str, Any]:
+    result = batchrun("status", run, "--json")
+    found: dict[str, Any] = json.loads(result.stdout) if result.exit_code == 0 else {}
+    return found
 
 
 class Task:
