@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 19_900,
     "output": 26_200,
     "input": 37_000,
-    "engines": 48_000,
+    "engines": 47_700,
     "advise": 13_400,
     "report": 11_800,
     "dispatch": 27_400,

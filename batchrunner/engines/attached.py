@@ -79,13 +79,13 @@ class AttachedServers(HttpEngine):
         log.warning(
             "%s: its rows are sent again, and it gets none for %g s or until it moves", why, self._closed_s
         )
-        self._incidents.report(Incident("hangs", url, why))
+        self._incidents.append(Incident("hangs", url, why))
         self._closed[url] = now + self._closed_s, progress_of(loads)
         endpoint.close(why)
 
     def _reopen(self, url: str) -> None:
         log.warning("%s gets rows again", url)
-        self._incidents.report(Incident("back", url))
+        self._incidents.append(Incident("back", url))
         del self._closed[url]
         self._hangs[url].restarted()
         self.endpoints[url].reopen()
@@ -131,4 +131,4 @@ class AttachedGateway(HttpEngine):
         hang = detector.poll(time.monotonic(), loads, in_flight=in_flight)
         if hang:
             log.warning("%s %s: only its gateway can take it out", url, hang.why)
-            self._incidents.report(Incident("hangs", url, hang.why))
+            self._incidents.append(Incident("hangs", url, hang.why))

@@ -1,4 +1,4 @@
-"""The protocol that every engine follows, and the queue of incidents that some of them use."""
+"""The protocol that every engine follows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -86,19 +86,3 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Release everything. May be called twice, and after a failed open."""
-
-
-class IncidentQueue:
-    """Incidents that `Engine.incidents` has not returned yet."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Incident] = []
-
-    def report(self, incident: Incident) -> None:
-        """Add an incident."""
-        self._waiting.append(incident)
-
-    def take(self) -> list[Incident]:
-        """Remove and return all incidents, oldest first."""
-        taken, self._waiting = self._waiting, []
-        return taken

@@ -148,12 +148,19 @@ def oom_kills(root: Path = _MACHINE) -> int | None:
 
 def memory_bytes(root: Path = _MACHINE) -> int | None:
     """Return the memory that we may take, in bytes: the machine's, or the limit of a cgroup."""
-    return min((*_meminfo(root, "MemTotal"), *_limits(root)), default=None)
+    return _least(root, "MemTotal")
 
 
 def free_bytes(root: Path = _MACHINE) -> int | None:
     """Return the free memory in bytes, within that limit; cached pages of files count as free."""
-    return min((*_meminfo(root, "MemAvailable"), *_limits(root)), default=None)
+    return _least(root, "MemAvailable")
+
+
+def _least(root: Path, name: str) -> int | None:
+    """Return an amount of /proc/meminfo in bytes, or the limit of a cgroup of ours that is below it."""
+    kib = _number(root / "proc/meminfo", name)
+    machine = [] if kib is None else [kib << 10]
+    return min([*machine, *_limits(root)], default=None)
 
 
 def _limits(root: Path) -> list[int]:
@@ -176,13 +183,8 @@ def _groups(root: Path) -> list[Path]:
     return found
 
 
-def _meminfo(root: Path, name: str) -> list[int]:
-    found = re.search(rf"^{name}: +(\d+) kB$", _text(root / "proc/meminfo"), re.MULTILINE)
-    return [int(found[1]) << 10] if found else []
-
-
 def _number(path: Path, name: str) -> int | None:
-    found = re.search(rf"^{name} (\d+)$", _text(path), re.MULTILINE)
+    found = re.search(rf"^{name}:? +(\d+)", _text(path), re.MULTILINE)
     return int(found[1]) if found else None
 
 

@@ -58,7 +58,11 @@ def with_tp(spec: _Spec) -> _Spec:
     args = server_args(spec.args, cpu=cpu)
     config = read_config(spec.model, args.get("revision"))
     weights = weights_of(model_directory(spec.model, args.get("revision")), config, args)
-    card = Gpu("this machine", memory_bytes() or 0) if cpu else max(cards(), key=_memory, default=None)
+    card = (
+        Gpu("this machine", memory_bytes() or 0)
+        if cpu
+        else max(cards(), key=lambda card: card.memory_bytes, default=None)
+    )
     tp = spec.tp
     if tp == "auto":
         tp = 1 if cpu else _auto(spec, weights, config, args, card)
@@ -181,10 +185,6 @@ def _number(args: Mapping[str, Any], name: str) -> int:
     """Return an argument that is a whole number, by any of its names; 0 for anything else."""
     value = args.get(name_in(args, name))
     return value if isinstance(value, int) else 0
-
-
-def _memory(card: Gpu) -> int:
-    return card.memory_bytes
 
 
 def _gib(size: float) -> str:

@@ -23,7 +23,6 @@ import orjson
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.errors import BatchrunError
 from batchrunner.core.files import cache_directory
-from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.device import cards, memory_bytes
 from batchrunner.engines.flags import Flags, name_in, of_arguments, version_of
 from batchrunner.engines.logs.lines import Phase, clean
@@ -355,7 +354,7 @@ class Healer:
     The servers of one engine share a healer: what one of them dies of, the others need not die of too.
     """
 
-    def __init__(self, given: Mapping[str, Any], file: LearnedArgsFile, incidents: IncidentQueue) -> None:
+    def __init__(self, given: Mapping[str, Any], file: LearnedArgsFile, incidents: list[Incident]) -> None:
         """Take the job's `engine.args` and what earlier runs learned."""
         self.args: dict[str, Any] = {}
         """Safer arguments, which replace the job's own, or add to them."""
@@ -385,7 +384,7 @@ class Healer:
                 "starting with %s, %s; engine.args overrules it; delete %s to forget",
                 _shown(self.args), why, self._file.path,
             )  # fmt: skip
-            self._incidents.report(Incident("recalled", "the engine", why, {"new": dict(self.args)}))
+            self._incidents.append(Incident("recalled", "the engine", why, {"new": dict(self.args)}))
 
     def heal(self, name: str, ended: EndedServer) -> bool:
         """Change `args` after a server's death; return whether they help, so that no row is at fault."""
@@ -408,7 +407,7 @@ class Healer:
             "%s: %s: %s at the next start (change %d of at most %d)",
             name, self._why, _shown(args, old), self._changes, MOST_CHANGES,
         )  # fmt: skip
-        self._incidents.report(
+        self._incidents.append(
             Incident("healed", name, death.why, {"kind": death.kind, "old": old, "new": args})
         )
         return True
@@ -468,7 +467,7 @@ class Healer:
         return {} if calm else {name: MORE_CONSERVATIVE}
 
 
-def healer_for(spec: LaunchedEngine, model: str, incidents: IncidentQueue, *, cpu: bool) -> Healer | None:
+def healer_for(spec: LaunchedEngine, model: str, incidents: list[Incident], *, cpu: bool) -> Healer | None:
     """Return the healer of a job's servers, with what earlier runs learned; None if the job wants none."""
     if not spec.heal:
         return None

@@ -20,7 +20,6 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.types import Request, RowRef
-from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.worker_list import WorkerList
@@ -63,7 +62,7 @@ class RealGateway:
         self.key = secrets.token_hex(8)
         spec = GatewayEngine(kind="gateway", model="of/fakes")
         limits = LimitsSpec(request_timeout=60)
-        self.process = GatewayProcess(spec, IncidentQueue(), key=self.key, log_dir=log_dir, limits=limits)
+        self.process = GatewayProcess(spec, [], key=self.key, log_dir=log_dir, limits=limits)
         self.url = self.process.url
 
     async def use(self, *urls: str) -> None:

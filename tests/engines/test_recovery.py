@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.flags import Flags, of_arguments
 from batchrunner.engines.logs.lines import Phase, ServerReady
 from batchrunner.engines.logs.reader import Facts, LogReader
@@ -279,7 +278,7 @@ def _memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LearnedArgsFile:
 
 
 def next_run(memory: LearnedArgsFile, given: Mapping[str, Any] | None = None) -> Healer:
-    healer = Healer(given or {}, memory, IncidentQueue())
+    healer = Healer(given or {}, memory, [])
     healer.recall()
     return healer
 

@@ -1,5 +1,5 @@
 """HTTP: requests to SGLang servers and gateways, and what their replies and failures mean.
 
-Others import `wire` (requests), `replies` (answers), `reply_errors`, `status` (ServerStatus) and
-`server_info` (how a server describes itself). The other files are for engines.
+Others import `loads` (how a server is asked, and its load) and `server_info` (how it describes itself). The
+other files are for engines: `client` sends, `wire` writes requests, `replies` and `failures` read answers.
 """

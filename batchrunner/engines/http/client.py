@@ -33,13 +33,13 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, Request
-from batchrunner.engines.base import Engine, IncidentQueue, PlacedRequest, RowAnswers
+from batchrunner.core.types import Completion, ForwardTask, Request
+from batchrunner.engines.base import Engine, PlacedRequest, RowAnswers
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
 from batchrunner.engines.http.direct import PostedAnswer, PostSender
 from batchrunner.engines.http.failures import FailureClassifier, error_of, in_words
-from batchrunner.engines.http.loads import LoadPoller, ServerStatus
+from batchrunner.engines.http.loads import LOADS, METRICS, NOT_REACHED, NOT_SGLANG, ServerStatus
 from batchrunner.engines.http.model_guard import (
     GuardedConnector,
     Model,
@@ -150,7 +150,7 @@ class HttpEngine(Engine):
         self.replicas: Sequence[str] = []
         """URLs of the servers that are polled; those behind a gateway may change."""
         self.guard = ModelGuard()
-        self._incidents = IncidentQueue()
+        self._incidents: list[Incident] = []
         self.failures = FailureClassifier(self._is_alive, excuses)
         self._task = task
         self._launched = excuses is not None
@@ -159,7 +159,8 @@ class HttpEngine(Engine):
         self._timeout_s = request_timeout_s
         self._rows: aiohttp.ClientSession | None = None
         self._questions: aiohttp.ClientSession | None = None
-        self._poller: LoadPoller | None = None
+        self._load_path: str | None = None
+        """Path at which servers report their load; None where there is none."""
         self._first = Endpoint("")
         """The first replica, which tells its tokens."""
         self._clock: asyncio.Task[None] | None = None
@@ -198,8 +199,11 @@ class HttpEngine(Engine):
                     f"{url}: runs with --skip-tokenizer-init and returns no text", hint="start it without"
                 )
         model = common_model([*map(model_in, models, servers)])
-        self._poller = LoadPoller(self._questions, GATEWAY_ROUTE if gateway else None)
-        source = await self._poller.begin(urls[0])
+        source = "the server tells no load (no /v1/loads, no /metrics)"
+        for path in (LOADS, METRICS):
+            if await self._loads_of(urls[0], path):
+                self._load_path, source = path, f"load from {path.partition('?')[0]}"
+                break
         loads = await self.loads()
         info = describe(models, servers, loads if {load.server for load in loads} >= set(urls) else [])
         self._guard_model(model, questions, workers)
@@ -222,7 +226,7 @@ class HttpEngine(Engine):
 
     async def close(self) -> None:
         """Close all connections."""
-        self._poller = None
+        self._load_path = None
         if self._clock is not None:
             self._clock.cancel()
         for session in (self._rows, self._questions):
@@ -234,9 +238,8 @@ class HttpEngine(Engine):
         request = self._checked(request)
         endpoint, headers = self.endpoints[route], self._affinity(request)
         if request.task is not None:
-            path, bodies = request.task.path, wire.bodies_of([request])
-            found = [await self._post(endpoint, path, body, headers) for body in bodies]
-            completion = replies.answer_of(request, request.task.whole(found))
+            reply = await self._post_task(endpoint, request.task, [request], headers)
+            completion = replies.answer_of(request, reply)
         elif request.kind == "body":
             body = with_model(request.prompt, self._model_name(request.prompt.model))
             reply = await self._post(endpoint, request.prompt.path, body, headers)
@@ -284,21 +287,35 @@ class HttpEngine(Engine):
 
     def incidents(self) -> list[Incident]:
         """Return what happened to the servers; see `Engine.incidents`."""
-        return self._incidents.take()
+        taken = [*self._incidents]
+        self._incidents.clear()
+        return taken
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""
-        if self._poller is None:
+        path, urls = self._load_path, self.replicas
+        if path is None:
             return []
         found: list[SchedulerLoad] = []
-        urls = self.replicas
-        for url, loads in zip(urls, await self._poller.poll(urls), strict=True):
+        polls = await asyncio.gather(*(self._loads_of(url, path) for url in urls))
+        for url, loads in zip(urls, polls, strict=True):
             if loads is None:
                 self.guard.doubt(url)
             elif loads:
                 self.failures.record(url, alive=True)
                 found += loads
+        if self._behind_gateway:
+            return [dataclasses.replace(load, route=GATEWAY_ROUTE) for load in found]
         return found
+
+    async def _loads_of(self, url: str, path: str) -> list[SchedulerLoad] | None:
+        """Return the loads that a server reports: empty where it reports none, None without an answer."""
+        assert self._questions is not None
+        try:
+            return await ServerStatus(self._questions, url).load(path, TIMING.status_timeout)
+        except (*NOT_REACHED, *NOT_SGLANG) as failure:
+            log.debug("the load of %s could not be read: %r", url, failure)
+            return None if isinstance(failure, NOT_REACHED) else []
 
     def _open_sessions(self, urls: Sequence[str]) -> None:
         """Keep the connections of rows apart from those of polls and of questions about the model."""
@@ -385,6 +402,17 @@ class HttpEngine(Engine):
             raise await self._refusal(endpoint, answer, sent_at)
         return answer.content
 
+    async def _post_task(
+        self,
+        endpoint: Endpoint,
+        task: ForwardTask,
+        requests: Sequence[Request],
+        headers: Mapping[str, str] | None,
+    ) -> bytes:
+        """Send requests of one task without decoding, and return the reply to all; raises as `_post`."""
+        bodies = [wire.bytes_of(body) for body in task.steps(requests)]
+        return task.whole([await self._post(endpoint, task.path, body, headers) for body in bodies])
+
     async def _refusal(self, endpoint: Endpoint, answer: WholeAnswer, sent_at: float) -> RequestError:
         """Return what an answer with another status than 200 means for its rows: all are judged here."""
         error = error_of(*answer)
@@ -407,9 +435,9 @@ class HttpEngine(Engine):
         requests = [row.request for row in rows]
         task = requests[0].task
         assert task is not None
-        found = [await self._post(endpoint, task.path, body, headers) for body in wire.bodies_of(requests)]
+        reply = await self._post_task(endpoint, task, requests, headers)
         try:
-            results = replies.answers_of(requests, task.whole(found))
+            results = replies.answers_of(requests, reply)
         except RequestError as failure:
             raise BundleRefusedError(str(failure)) from None
         if self._confirms_answers:

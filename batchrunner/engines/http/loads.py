@@ -1,8 +1,6 @@
-"""The load of SGLang servers: polled and parsed, from `/v1/loads` or else from `/metrics`."""
+"""The load of SGLang servers: asked for and parsed, from `/v1/loads` or else from `/metrics`."""
 
-import asyncio
 import contextlib
-import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -13,8 +11,6 @@ import orjson
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
-
-log = logging.getLogger(__name__)
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
 """Paths of the server's description of itself."""
@@ -66,10 +62,10 @@ class ServerStatus:
                 return status, found
         return status, {}
 
-    async def load(self, path: str, timeout_s: float, route: str | None = None) -> list[SchedulerLoad]:
+    async def load(self, path: str, timeout_s: float) -> list[SchedulerLoad]:
         """Return the load of each scheduler, from LOADS or METRICS; empty where the path is not there."""
         status, body = await self.get(path, timeout_s)
-        return load_in(path, body, self.url, route) if status == 200 else []  # noqa: PLR2004
+        return load_in(path, body, self.url) if status == 200 else []  # noqa: PLR2004
 
     async def is_alive(self) -> bool:
         """Tell whether the server answers within 2 s, with whatever status."""
@@ -78,38 +74,6 @@ class ServerStatus:
         except NOT_REACHED:
             return False
         return True
-
-
-class LoadPoller:
-    """Polls the loads of the replicas of one model, at the path that the first of them has."""
-
-    def __init__(self, session: aiohttp.ClientSession, route: str | None) -> None:
-        """Take the route that leads to all replicas; None where each has its own."""
-        self._session = session
-        self._route = route
-        self.path: str | None = None
-        """Path at which loads are reported; None where there is none."""
-
-    async def begin(self, url: str) -> str:
-        """Find the path at which the first replica reports its load; return a note for the log."""
-        for path in (LOADS, METRICS):
-            if await self._poll(url, path):
-                self.path = path
-                return f"load from {path.partition('?')[0]}"
-        return "the server tells no load (no /v1/loads, no /metrics)"
-
-    async def poll(self, urls: Sequence[str]) -> list[list[SchedulerLoad] | None]:
-        """Return the loads that each server tells: none, where it cannot; None without an answer in 2 s."""
-        if self.path is None:
-            return [[] for _ in urls]
-        return await asyncio.gather(*(self._poll(url, self.path) for url in urls))
-
-    async def _poll(self, url: str, path: str) -> list[SchedulerLoad] | None:
-        try:
-            return await ServerStatus(self._session, url).load(path, TIMING.status_timeout, self._route)
-        except (*NOT_REACHED, *NOT_SGLANG) as failure:
-            log.debug("the load of %s could not be read: %r", url, failure)
-            return None if isinstance(failure, NOT_REACHED) else []
 
 
 Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
@@ -141,20 +105,17 @@ class _Loads(msgspec.Struct):
 _read_loads = msgspec.json.Decoder(_Loads)
 
 
-def load_in(path: str, body: bytes, url: str, route: str | None = None) -> list[SchedulerLoad]:
-    """Read the reply of LOADS or METRICS of the server at `url`; raises ValueError for anything else.
-
-    `route` is the route to the server, if it is not the URL itself.
-    """
+def load_in(path: str, body: bytes, url: str) -> list[SchedulerLoad]:
+    """Read the reply of LOADS or METRICS of the server at `url`; raises ValueError for anything else."""
     try:
         if path == METRICS:
-            return from_metrics(body.decode(errors="replace"), url, route)
-        return _loads_of(_read_loads.decode(body).loads, "loads", url, route)
+            return from_metrics(body.decode(errors="replace"), url)
+        return _loads_of(_read_loads.decode(body).loads, "loads", url)
     except Exception as failure:
         raise ValueError(f"no load: {type(failure).__name__}: {failure}") from failure
 
 
-def from_metrics(text: str, url: str, route: str | None = None) -> list[SchedulerLoad]:
+def from_metrics(text: str, url: str) -> list[SchedulerLoad]:
     """Read `GET /metrics`, Prometheus text of a server with --enable-metrics; empty without SGLang's gauges.
 
     Raises one of NOT_SGLANG for another text.
@@ -167,11 +128,11 @@ def from_metrics(text: str, url: str, route: str | None = None) -> list[Schedule
         for rank, gauges in sorted(ranks.items())
         if "num_running_reqs" in gauges
     ]
-    return _loads_of(schedulers, "metrics", url, route)
+    return _loads_of(schedulers, "metrics", url)
 
 
 def _loads_of(
-    found: Sequence[_Scheduler], source: Literal["loads", "metrics"], url: str, route: str | None
+    found: Sequence[_Scheduler], source: Literal["loads", "metrics"], url: str
 ) -> list[SchedulerLoad]:
     """Return the load of each DP rank of a server."""
     return [
@@ -184,7 +145,7 @@ def _loads_of(
             used_tokens=load.num_used_tokens,
             max_total_tokens=load.max_total_num_tokens,
             max_running=load.max_running_requests,
-            route=route or url,
+            route=url,
             taken_at=load.timestamp if type(load.timestamp) in {int, float} else None,
             work=_work(load),
         )

@@ -86,16 +86,6 @@ def body_of(request: Request) -> dict[str, Any]:
     return chat_body(request) if request.kind == "messages" else generate_body(request)
 
 
-def bodies_of(requests: Sequence[Request]) -> list[bytes]:
-    """Return the bodies for requests of a task without decoding, as JSON.
-
-    Each is sent when the one before is answered. Raises as `bytes_of`.
-    """
-    task = requests[0].task
-    assert task is not None
-    return [bytes_of(body) for body in task.steps(requests)]
-
-
 def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = None) -> bytes:
     """Return a body as JSON; raises RowRefusedError for values that neither JSON nor `default` can write."""
     try:

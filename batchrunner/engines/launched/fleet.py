@@ -14,10 +14,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.types import Completion, Request
-from batchrunner.engines.base import IncidentQueue, RowAnswers
+from batchrunner.engines.base import RowAnswers
 from batchrunner.engines.device import (
     CPU_NOTE,
     card_name,
@@ -76,7 +76,7 @@ class GatewayProcess(Supervised):
     """
 
     def __init__(
-        self, spec: GatewayEngine, incidents: IncidentQueue, *, key: str, log_dir: Path, limits: LimitsSpec
+        self, spec: GatewayEngine, incidents: list[Incident], *, key: str, log_dir: Path, limits: LimitsSpec
     ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -165,7 +165,7 @@ class SGLangServer(Supervised):
         healer: Healer | None = None,
         gateway: GatewayProcess | None = None,
         failures: FailureClassifier,
-        incidents: IncidentQueue,
+        incidents: list[Incident],
         hang_s: float,
     ) -> None:
         """`spec` describes all servers of a job; `argv` and `environ` are those of this server alone."""
@@ -323,7 +323,7 @@ class LaunchedFleet(HttpEngine):
         cpu = on_cpu(spec.device)
         raise_file_limit()  # before they start: they inherit it, and the gateway needs two files a row
         self._healer = await asyncio.to_thread(healer_for, spec, model, self._incidents, cpu=cpu)
-        made = self._make_servers(model, cpu=cpu, healer=self._healer)
+        made = self._make_servers(model, cpu=cpu)
         self._replicas = {server.url: server for server in made}
         programs: list[SGLangServer | GatewayProcess] = [*self._replicas.values()]
         if self._gateway:
@@ -392,10 +392,10 @@ class LaunchedFleet(HttpEngine):
         stops = [replica.close() for replica in self._replicas.values()]
         await asyncio.gather(*stops, *([self._gateway.close()] if self._gateway else []))
 
-    def _make_servers(self, model: str, *, cpu: bool, healer: Healer | None = None) -> list[SGLangServer]:
+    def _make_servers(self, model: str, *, cpu: bool) -> list[SGLangServer]:
         spec = self._spec
         make = functools.partial(
-            SGLangServer, spec, model, key=self._key, cpu=cpu, healer=healer, gateway=self._gateway,
+            SGLangServer, spec, model, key=self._key, cpu=cpu, healer=self._healer, gateway=self._gateway,
             failures=self.failures, incidents=self._incidents, hang_s=self._hang_s,
         )  # fmt: skip
         if not isinstance(spec, GatewayEngine):

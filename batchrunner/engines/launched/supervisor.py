@@ -18,7 +18,6 @@ import orjson
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.errors import EngineLostError, EngineStartError
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.hang_detector import Hang
 from batchrunner.engines.recovery import cause_in, head_and_tail, last_line
 
@@ -184,7 +183,7 @@ class Supervised(ABC):
 class ServerSupervisor:
     """Watches one program; `lost` says why the program is not restarted any more, once that is so."""
 
-    def __init__(self, program: Supervised, incidents: IncidentQueue) -> None:
+    def __init__(self, program: Supervised, incidents: list[Incident]) -> None:
         self.lost: EngineLostError | None = None
         self._program = program
         self._incidents = incidents
@@ -237,7 +236,7 @@ class ServerSupervisor:
                 quick_deaths = quick_deaths + 1 if lived_s < TIMING.quick_death else 1
             if quick_deaths > MOST_QUICK_DEATHS:
                 self.lost = EngineLostError(f"{cause} (for the {quick_deaths}th time in a row)")
-                self._incidents.report(Incident("lost", name, str(self.lost)))
+                self._incidents.append(Incident("lost", name, str(self.lost)))
                 log.warning("%s: not started again", name)
                 return
             count = f" ({quick_deaths} of at most {MOST_QUICK_DEATHS} times in a row)"
@@ -255,7 +254,7 @@ class ServerSupervisor:
             began = time.monotonic()
             self._settled.set()
             await self._program.set_up(up=True)
-            self._incidents.report(Incident("back", name))
+            self._incidents.append(Incident("back", name))
             log.warning("%s is back", name)
 
     def _judge(self, *, healed: bool) -> None:
@@ -278,7 +277,7 @@ class ServerSupervisor:
         """Report why the program is of no use any more, take it out of use, and end it if it hangs."""
         process = self._program.process
         cause = f"{process.name} {hang.why}" if hang else process.failure_message(f"{process.name} died")
-        self._incidents.report(Incident("hangs" if hang else "died", process.name, cause))
+        self._incidents.append(Incident("hangs" if hang else "died", process.name, cause))
         await self._program.set_up(up=False)
         if hang:
             await process.stop()

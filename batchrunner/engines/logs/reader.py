@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -251,8 +251,9 @@ class LogReader:
         others, self._old_death = self.facts, None
         self.facts = replace(others, arguments={}, troubles=[], last_trouble=None, died=None)
         try:
-            for line in lines_of(path):
-                self.take(line)
+            with path.open(encoding="utf-8", errors="replace") as log:  # all that matters is ASCII
+                while line := log.readline(LONGEST_LINE):
+                    self.take(line)
         except OSError as failure:
             raise InputError(f"{path}: cannot be read: {failure.strerror or failure}") from None
         finally:
@@ -372,13 +373,3 @@ class LogReader:
         last = self.facts.troubles[-1] if self.facts.troubles else None
         if last is None or (last.phase, last.what.text) != (phase, record.text):
             self.facts.troubles = [*self.facts.troubles[-7:], new]
-
-
-def lines_of(path: Path) -> Iterator[str]:
-    """Return a file's lines, in bounded memory even if it has no line ends. Raises OSError.
-
-    In another encoding than UTF-8 only the ASCII is right, which is all that matters.
-    """
-    with path.open(encoding="utf-8", errors="replace") as log:
-        while line := log.readline(LONGEST_LINE):
-            yield line

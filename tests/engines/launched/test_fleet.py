@@ -12,7 +12,6 @@ import pytest
 from batchrunner.core.errors import (
     EngineStartError,
 )
-from batchrunner.engines.base import IncidentQueue
 from batchrunner.engines.launched.fleet import GatewayProcess, LaunchedFleet, gpu_slices
 from batchrunner.engines.model_memory import with_tp
 from batchrunner.job.engine import GatewayEngine
@@ -78,7 +77,7 @@ def test_command_lines(tmp_path: Path) -> None:
     assert len({server.argv[server.argv.index("--port") + 1] for server in servers}) == 2
     assert [server.log_path.name for server in servers] == ["engine-replica-0.log", "engine-replica-1.log"]
     gateway = GatewayProcess(
-        spec, IncidentQueue(), key=fleet._key, log_dir=tmp_path, limits=LimitsSpec(request_timeout=90)
+        spec, [], key=fleet._key, log_dir=tmp_path, limits=LimitsSpec(request_timeout=90)
     )
     line = " ".join(gateway.process.argv)
     assert "--request-timeout-secs 150" in line
@@ -125,8 +124,6 @@ def test_interpreter_without_a_gateway(tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=PATIENCE_S)
     spec = GatewayEngine(kind="gateway", model="org/model", python=f"{bare}/bin/python")
-    gateway = GatewayProcess(
-        spec, IncidentQueue(), key="x", log_dir=tmp_path, limits=LimitsSpec(request_timeout=9)
-    )
+    gateway = GatewayProcess(spec, [], key="x", log_dir=tmp_path, limits=LimitsSpec(request_timeout=9))
     with pytest.raises(EngineStartError, match=r"has no sglang_router: install batchrunner\[gateway\]"):
         asyncio.run(gateway.start())
