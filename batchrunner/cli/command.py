@@ -131,7 +131,7 @@ class Interrupts:
         self._is_timed = False
 
     def came(self, number: signal.Signals) -> None:
-        """Take a signal; see `SignalListener`."""
+        """Take a signal; see `SignalWatch`."""
         if number == signal.SIGINT and signal.getsignal(number) == self.handle:
             self._seen += 1
             self._act()
@@ -176,7 +176,7 @@ def start(app: Typer) -> NoReturn:
     interrupts = Interrupts()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
         signal.signal(signal.SIGINT, interrupts.handle)
-    with SignalWatch(interrupts):
+    with SignalWatch(interrupts.came):
         code = _run(app)
         if signal.getsignal(signal.SIGINT) == interrupts.handle:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # from now on a Ctrl-C has nothing to interrupt

@@ -2,6 +2,6 @@
 
 Data: types (records that pass between folders: Request, Outcome; sets of row ordinals; endpoints),
 engine_info (EngineInfo, SchedulerLoad, QueueBand), media, errors (all exceptions and exit codes). Functions:
-timing (`TIMING`, `pause_before_retry`), files, exact_json, processes (threads, signals, child processes),
+timing (`TIMING`, `pause_before_retry`), files, processes (threads, signals, child processes),
 console (the command's streams). hooks/ runs a job's Python functions.
 """

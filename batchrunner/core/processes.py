@@ -8,21 +8,14 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
-from typing import Protocol, Self
+from typing import Self
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a run. Slurm, systemd and `timeout` send them to all of its processes, but only the run
 takes them: it waits for its rows in flight, which need those processes."""
-
-
-class SignalListener(Protocol):
-    """Whoever wants to know of signals."""
-
-    def came(self, number: signal.Signals) -> None:
-        """Take a signal; called in another thread than the main one."""
 
 
 class SignalWatch:
@@ -33,8 +26,13 @@ class SignalWatch:
     reads here. Whoever had that pipe's place before, such as the event loop, gets the numbers too.
     """
 
-    def __init__(self, listener: SignalListener, caught: Collection[signal.Signals] = ()) -> None:
-        """`caught` are signals that do nothing else meanwhile; those that are ignored stay ignored."""
+    def __init__(
+        self, listener: Callable[[signal.Signals], None], caught: Collection[signal.Signals] = ()
+    ) -> None:
+        """Call `listener` with each signal, in another thread than the main one.
+
+        `caught` are signals that do nothing else meanwhile; those that are ignored stay ignored.
+        """
         self._listener = listener
         self._caught = caught
         self._handlers: dict[signal.Signals, signal.Handlers | object] = {}
@@ -70,7 +68,7 @@ class SignalWatch:
             with contextlib.suppress(OSError):  # there is nobody, or it is about to read what it has
                 os.write(self._next, numbers)
             for number in numbers:
-                self._listener.came(signal.Signals(number))
+                self._listener(signal.Signals(number))
 
 
 def _nothing(_number: int, _frame: FrameType | None) -> None:

@@ -17,7 +17,6 @@ import orjson
 
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.core.exact_json import part_at
 from batchrunner.core.types import (
     CHAT_PATH,
     EMBEDDINGS_PATH,
@@ -31,6 +30,7 @@ from batchrunner.engines.base import Engine
 from batchrunner.engines.simulation.replica import CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from batchrunner.input.request_bodies import prompt_of, prompts_in
+from batchrunner.job.arrow_types import part_at
 from batchrunner.job.engine import SimulatedEngine
 from batchrunner.job.output import CUT, RESPONSE
 from batchrunner.job.tasks import EMBEDDING, MODEL, EmbedTask, made_up_columns, reply_of

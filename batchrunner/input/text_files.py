@@ -15,7 +15,6 @@ import orjson
 import pyarrow as pa
 
 from batchrunner.core.errors import InputError
-from batchrunner.core.exact_json import has_more_levels
 from batchrunner.core.files import FileFormat
 from batchrunner.input.parquet_copy import PROBLEM, array_of, text_of
 
@@ -197,11 +196,18 @@ def _json_records(lines: Iterable[bytes]) -> Iterator[Record]:
             else:
                 if not isinstance(value, dict):
                     problem = "not a JSON object"
-                elif text.count(b"[") + text.count(b"{") > MOST_LEVELS and has_more_levels(
+                elif text.count(b"[") + text.count(b"{") > MOST_LEVELS and _has_more_levels(
                     value, MOST_LEVELS
                 ):
                     problem = f"nested deeper than {MOST_LEVELS}"
             yield number, None if problem else value, problem, len(line)
+
+
+def _has_more_levels(value: object, most: int) -> bool:
+    """Tell whether a list or mapping has more levels than `most`."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, list) and (not most or any(_has_more_levels(part, most - 1) for part in value))
 
 
 def _json_batches(lines: Iterable[bytes], path: str, types: Mapping[str, str]) -> Iterator[pa.RecordBatch]:

@@ -8,14 +8,15 @@ properties, schemas that contain themselves.
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 import pyarrow as pa
 
-from batchrunner.core.exact_json import DEEPEST, has_more_levels, part_at
 from batchrunner.core.types import ColumnKind
 
 PLAIN_TYPES: dict[str, pa.DataType] = {
@@ -99,6 +100,14 @@ class _SchemaReader:
         return kind
 
 
+def part_at(root: Any, reference: str) -> Any:
+    """Return the part of a schema that a reference such as `#/$defs/a` leads to; raises LookupError."""
+    try:
+        return functools.reduce(operator.getitem, reference.split("/")[1:], root)
+    except TypeError:  # it leads through a list or a text
+        raise LookupError(reference) from None
+
+
 def _common(kinds: Iterable[ColumnKind]) -> ColumnKind:
     """Return the kind that holds values of all these."""
     found = set(kinds)
@@ -130,9 +139,10 @@ def _instance(value: Any, name: str, *classes: type) -> Any:
 
 
 def _json_text(value: Any) -> str:
-    if has_more_levels(value, DEEPEST):
-        raise ValueError("it is nested too deeply")
-    return msgspec.json.encode(value).decode()
+    try:
+        return msgspec.json.encode(value).decode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def _whole_number(value: Any, bits: int) -> int:

@@ -13,6 +13,7 @@ from batchrunner.core.errors import InputError, JobError
 from batchrunner.core.media import KIND_OF_FIELD, PDF_FIELD
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job, read_job_file
+from batchrunner.job.prompt import BatchPrompts, LenientBatchPrompts
 from batchrunner.job.spec import Job, LimitsSpec, OnLength
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
@@ -156,7 +157,7 @@ def job_of_batch(
     output, limits = tree["output"], tree["limits"]
     tree = {part: value for part, value in tree.items() if part not in left_out} | {
         "input": {"path": requests, "columns": [CUSTOM_ID]},
-        "prompt": {"batch": "lenient" if lenient else "strict"},
+        "prompt": LenientBatchPrompts() if lenient else BatchPrompts(),
         "output": {
             **{key: value for key, value in output.items() if f"output.{key}" in _OF_BASE},
             "path": run,

@@ -184,7 +184,6 @@ def result_columns(task: ForwardTask | None) -> list[str]:
 Secret: TypeAlias = Literal[
     "access_key_id", "secret_access_key", "session_token", "account_key", "sas_token", "service_account_key"
 ]
-_VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 
 class StorageSpec(Spec):
@@ -217,13 +216,11 @@ class StorageSpec(Spec):
         """Return the credentials; raises JobError where a variable is not set."""
         found: dict[str, str] = {}
         for name, variable in self.secrets.items():
-            if not _VARIABLE.fullmatch(variable):  # most likely the secret itself, which no message shows
+            value = os.environ.get(variable)
+            if not value:  # the name, which may be the secret itself, is not shown
                 raise JobError(
-                    f"storage.secrets.{name}: this is no name of an environment variable",
+                    f"storage.secrets.{name}: no environment variable of this name is set",
                     hint="export the secret as a variable, and give the variable's name",
                 )
-            value = os.environ.get(variable)
-            if not value:
-                raise JobError(f"storage.secrets.{name}: the environment variable {variable} is not set")
             found[name] = value
         return found

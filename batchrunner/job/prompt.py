@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
-from pydantic.json_schema import SkipJsonSchema
 
 from batchrunner.core.media import AUDIO, IMAGE, KIND_OF_FIELD, PDF_FIELD, VIDEO, page_ranges
 from batchrunner.job.fields import PythonFunction, Spec, UserPath
@@ -110,6 +109,9 @@ class FieldsSpec(Spec):
 class PromptSpec(Spec):
     """A row as a prompt: `user` (and `system`), `messages`, `text`, `input_ids` or `python`."""
 
+    batch: ClassVar[Literal["strict", "lenient"] | None] = None
+    """How a batch file is read, whose requests the rows are; None for other prompts."""
+
     images: ImagesSpec | None = None
     """Columns with images, as a list of names or with options. In a template such a column stands for its
     images; if no template has it, they come before the text of the last user message."""
@@ -182,10 +184,6 @@ class PromptSpec(Spec):
     returns messages (a list of {role, content}), a text (no chat template is applied), a list of token ids,
     or None to leave the row out. It may be called more than once for a row. It runs in processes of its
     own."""
-    batch: SkipJsonSchema[Literal["strict", "lenient"] | None] = None
-    """Set by `batchrun batch`: rows are the requests of a batch file, with the columns `custom_id`, `url` and
-    `body`, and the results have a last column, `response`. `strict`: a line that is no request keeps the run
-    from beginning. `lenient`: it fails."""
     tools: str | Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     """Tools that the model may call in a chat, in OpenAI's form: a list of
     `{type: function, function: {name, description, parameters}}`, or the column with such lists, also as
@@ -228,12 +226,12 @@ class PromptSpec(Spec):
 
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSpec:
-        kinds = ("user", "messages", "text", "input_ids", "python", "batch")
+        if self.batch is not None:
+            return self
+        kinds = ("user", "messages", "text", "input_ids", "python")
         given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(
-                f"give exactly one of {', '.join(kinds[:-1])} (got {', '.join(given) or 'none'})"
-            )
+            raise ValueError(f"give exactly one of {', '.join(kinds)} (got {', '.join(given) or 'none'})")
         (kind,) = given
         in_column = isinstance(self.messages, str)
         allowed = {
@@ -254,6 +252,22 @@ class PromptSpec(Spec):
         if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
             raise ValueError("`messages` has no message that the assistant could answer")
         return self
+
+
+class BatchPrompts(PromptSpec):
+    """Rows that are the requests of a batch file; a line that is no request keeps the run from beginning.
+
+    The rows have the columns `custom_id`, `url` and `body`, and the results a last column, `response`.
+    `batchrun batch` makes it; no job file can.
+    """
+
+    batch = "strict"
+
+
+class LenientBatchPrompts(PromptSpec):
+    """Rows that are the requests of a batch file; a line that is no request fails."""
+
+    batch = "lenient"
 
 
 def tool_problem(tools: Any) -> str | None:

@@ -205,7 +205,7 @@ class RunSignals:
         self._timers: list[threading.Timer] = []
 
     def came(self, number: signal.Signals) -> None:
-        """Take a signal; see `SignalListener`."""
+        """Take a signal; see `SignalWatch`."""
         if number not in SIGNALS:
             return
         reason, exit_code = SIGNALS[number]

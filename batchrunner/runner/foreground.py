@@ -52,7 +52,7 @@ def run_in_foreground(
     async def supervised() -> Report:
         signals = RunSignals(control, asyncio.get_running_loop(), bounds_s)
         display = make_display(quiet=quiet or as_json)
-        with SignalWatch(signals, SIGNALS), contextlib.closing(signals), _log_above(display):
+        with SignalWatch(signals.came, SIGNALS), contextlib.closing(signals), _log_above(display):
             return await execute(
                 loaded,
                 fresh=fresh,

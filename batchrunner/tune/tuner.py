@@ -216,10 +216,6 @@ def tune(
     if apply and source == "-":
         raise JobError("--apply: a job from standard input cannot be changed", hint="write it into a file")
     job = load_job(source, overrides=overrides, no_python=no_python)
-    if job.prompt.batch is not None:
-        raise JobError(
-            "prompt.batch: whole requests cannot be tuned for", hint="tune with a job of prompts like them"
-        )
     if job.forward is not None:
         raise JobError(f"task: {job.task}: only generating is tuned", hint="tune with a job of task generate")
     engine = engine_to_tune(job)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.conftest import batchrun, job_of, write_job
 from tests.e2e.test_batch_files import Batch, lines_of, request_of
 
 if TYPE_CHECKING:
@@ -86,13 +85,3 @@ def test_published_again(tmp_path: Path) -> None:
     batch.results.write_bytes(whole[:100])
     assert batch.do("--skip-bad-lines", "--errors", batch.errors).exit_code == 0
     assert batch.results.read_bytes() + batch.errors.read_bytes() == whole
-
-
-def test_a_batch_job_is_not_tuned_for(tmp_path: Path) -> None:
-    """It is refused by name: each line has sampling parameters of its own."""
-    batch = Batch(tmp_path, [request_of(0)])
-    engine = {"kind": "server", "model": "some/model"}
-    job = job_of(tmp_path, engine, input={"path": str(batch.requests)}, prompt={"batch": "strict"})
-    refused = batchrun("tune", write_job(job, tmp_path))
-    assert refused.exit_code == 2
-    assert "prompt.batch: whole requests cannot be tuned for: tune with a job of prompts" in refused.stderr

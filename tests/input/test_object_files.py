@@ -110,7 +110,11 @@ def test_storage_in_the_job(
     assert "MY_SECRET" in run
     assert "of-mine" not in run
     monkeypatch.delenv("MY_SECRET")
-    told(refusal(job, tmp_path), "storage.secrets.secret_access_key", "MY_SECRET is not set")
+    told(
+        refusal(job, tmp_path),
+        "storage.secrets.secret_access_key",
+        "no environment variable of this name is set",
+    )
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def test_overrides_that_are_no_yaml(text: str) -> None:
     ("overrides", "told"),
     [
         ("windw=1", "unknown key 'windw'; did you mean 'window'?"),
+        ("prompt.batch=strict", "unknown key 'prompt.batch'"),
         ("sampling.max_tokens=1", "did you mean 'max_new_tokens'?"),
         ("sampling.top_p.colum=1", "did you mean 'column'?"),
         ("sampling.seed=1", "did you mean 'sampling_seed'?"),
