@@ -36,15 +36,11 @@ ODD: dict[str, Body | OnWire] = {
     "not UTF-8": Body(b'{"text": "caf\xe9", "meta_info": {}}'),
     "no text": Body(b'{"text": null, "meta_info": {}}'),
     "nothing": Body(b""),
-    "a list of none": Body(b"[]"),
     "chunks of garbage": OnWire(HEAD + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n"),
-    "chunks that end": OnWire(HEAD + b"Transfer-Encoding: chunked\r\n\r\nff\r\n{"),
     "a body that ends": OnWire(HEAD + b"Content-Length: 100\r\n\r\n{"),
-    "an odd length": OnWire(HEAD + b"Content-Length: \xb2\r\n\r\n{}"),
     "gzip that is none": OnWire(HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\n\r\n{}"),
     "a huge header": OnWire(HEAD + b"X-Large: " + b"x" * 100_000 + b"\r\nContent-Length: 2\r\n\r\n{}"),
     "no HTTP": OnWire(b"\x00\xff\x16\x03\x01 garbage\r\n\r\n"),
-    "an odd status": OnWire(b"HTTP/1.1 99999 What\r\nContent-Length: 0\r\n\r\n"),
     "a redirect to nowhere": OnWire(b"HTTP/1.1 302 Found\r\nLocation: http://[\r\nContent-Length: 0\r\n\r\n"),
     "a deep error": OnWire(b"HTTP/1.1 500 Odd\r\nContent-Length: 1200\r\n\r\n" + b"[" * 600 + b"]" * 600),
 }
@@ -70,13 +66,6 @@ def test_an_odd_answer_fails_its_row_alone(tmp_path: Path, server: FakeSGLang, o
     assert results[3]["attempts"] == 2
     posts_a_try = 2 if odd == "a redirect to nowhere" else 1  # aiohttp's session asks where it leads
     assert server.prompts.count(ODD_ROW) == 2 * posts_a_try
-
-
-def test_redirects_in_a_circle(tmp_path: Path, server: FakeSGLang) -> None:
-    circle = OnWire(
-        b"HTTP/1.1 307 Odd\r\nLocation: /generate\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
-    )
-    assert run_with(tmp_path, server, circle)[3]["error"] == "connection lost: its redirects lead in a circle"
 
 
 @pytest.mark.parametrize(
@@ -120,10 +109,7 @@ def chat(choices: list[dict[str, Any]]) -> Body:
 
 
 CHATS: dict[str, Body] = {
-    "two of four": chat(samples("a", "b")),
-    "five of four": chat(samples("a", "b", "c", "d", "e")),
     "a number twice": chat(samples("a", "b", "c", "d", numbers=[0, 1, 1, 3])),
-    "a number too large": chat(samples("a", "b", "c", "d", numbers=[1, 2, 3, 4])),
     "a number that is none": chat(samples("a", "b", "c", "d", numbers=[0, 1, None, 3])),
     "no text in one": chat(samples("a", "b", None, "d")),
 }
@@ -132,7 +118,6 @@ CHATS: dict[str, Body] = {
 SAMPLE = {"text": "a", "meta_info": {}}
 TEXTS: dict[str, tuple[int, Any]] = {
     "two of four": (4, [SAMPLE] * 2),
-    "five of four": (4, [SAMPLE] * 5),
     "an only one of four": (4, SAMPLE),
     "two of one": (1, [SAMPLE] * 2),
 }
@@ -195,11 +180,9 @@ def test_odd_loads(tmp_path: Path, server: FakeSGLang, value: bytes) -> None:
     "told",
     [
         {"max_running_requests": "8", "max_total_num_tokens": True, "context_length": "x"},
-        {"version": {"a": 1}, "hf_chat_template_name": 7, "model_type": ["llama"]},
         {"served_model_name": ["a"], "weight_version": {"a": 1}, "revision": 5},
         {"tokenizer_path": "no\0path"},
         {"model_path": "~nobody/model"},
-        {"model_path": "long/" * 2000},
     ],
     ids=lambda told: str(told)[:60],
 )

@@ -8,8 +8,8 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import JobError, StorageError
-from tests.conftest import INSTANT, batchrun, job_of, results_of, write_job, write_rows
-from tests.support.refusals import AS_ROOT, refusal, told
+from tests.conftest import INSTANT, job_of, write_rows
+from tests.support.refusals import refusal, told
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,35 +23,10 @@ def test_output_is_a_file(tmp_path: Path, below: str) -> None:
     told(refusal(job, tmp_path), tmp_path / "out", "is a file: give a directory")
 
 
-def test_output_is_not_writable(tmp_path: Path) -> None:
-    """An output path under a directory that may not be written is refused."""
-    if AS_ROOT:
-        pytest.skip("root may write everywhere")
-    (tmp_path / "out").mkdir(mode=0o500)
-    told(refusal(job_of(tmp_path, output={"path": f"{tmp_path}/out/run"}), tmp_path), "is not writable")
-
-
-@pytest.mark.parametrize("uri", ["s3://bucket/run?region=x", "hdfs://host/run", "file:///tmp/run"])
-def test_output_is_a_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uri: str) -> None:
-    """A URI that is none of a store is refused before anything is sent; no directory of that name is made."""
-    monkeypatch.chdir(tmp_path)
-    told(refusal(job_of(tmp_path, output={"path": uri}), tmp_path), f"output.path {uri}", "not to a URI")
-
-
 def test_output_where_nothing_can_be_made(tmp_path: Path) -> None:
     """An output path where even root cannot make a directory is refused, and not for a full disk."""
     message = refusal(job_of(tmp_path, output={"path": "/proc/run"}), tmp_path)
     told(message, "output.path /proc/run", "cannot be written")
-
-
-@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
-@pytest.mark.parametrize("section", ["input", "output"])
-def test_impossible_paths(tmp_path: Path, section: str, name: str) -> None:
-    """A path that no file system takes is refused like any other."""
-    write_rows(tmp_path / "input.parquet", 2)
-    changes: dict[str, Any] = {section: {"path": f"{tmp_path}/{name}"}}
-    job = job_of(tmp_path, **changes)
-    assert refusal(job, tmp_path)
 
 
 @pytest.mark.parametrize("section", ["input", "output"])
@@ -102,18 +77,3 @@ def test_results_of_another_run_in_the_input(tmp_path: Path, pattern: str) -> No
     told(refusal(second, tmp_path), f"names files of the run {tmp_path}/data/run1 too")
     meant = {**second, "input": {"path": f"{tmp_path}/data/run1/parts"}, "prompt": {"text": "output"}}
     assert batchrunner.run(meant).rows_ok == 10
-
-
-@pytest.mark.parametrize(
-    "name", [".run.json.main.tmp", ".report.json.tmp", "parts/.part-main-000000.parquet.tmp"]
-)
-def test_links_instead_of_temporary_files(tmp_path: Path, name: str) -> None:
-    """A link under the name of a temporary file is replaced and not followed."""
-    victim, planted = tmp_path / "victim", tmp_path / "run" / name
-    victim.write_text("mine")
-    planted.parent.mkdir(parents=True, exist_ok=True)
-    planted.symlink_to(victim)
-    job = job_of(tmp_path)
-    assert batchrun(write_job(job, tmp_path)).exit_code == 0
-    assert victim.read_text() == "mine"
-    assert len(results_of(job)) == 10

@@ -1,7 +1,8 @@
-"""Runs whose prompts, or columns of answers, are made by Python functions of the job."""
+"""Runs whose prompts, columns of answers, or judges are Python functions of the job."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from pathlib import Path
@@ -11,7 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchrunner.report.report import report_of_all
+import batchrunner
+from batchrunner.input.sorted_copy import decide_order
+from batchrunner.job.load import load_job
+from batchrunner.runner.prepare import prepare
 from tests.conftest import (
     INSTANT,
     batchrun,
@@ -28,6 +32,8 @@ from tests.support.functions import LABEL, children_of, is_alive, write_module
 if TYPE_CHECKING:
     from tests.support.fake_sglang import FakeSGLang
 
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
 PROMPT = {"python": "hooks:prompt"}
 ECHO = "def prompt(row): return row['text']\n"
 
@@ -359,43 +365,6 @@ def test_a_stop_does_not_wait_for_a_function(tmp_path: Path, server: FakeSGLang)
     assert [row["row"] for row in results_of(job)] == list(range(400))
 
 
-def test_a_report_runs_nothing(tmp_path: Path, server: FakeSGLang) -> None:
-    """Whoever reads a run of another runs no code of its author."""
-    write_module(tmp_path, "def prompt(row): raise ValueError")
-    job = job_of(tmp_path, server, rows=2, prompt=PROMPT, limits={"max_failed_rows": 2})
-    assert batchrun(write_job(job, tmp_path)).exit_code == 0
-    write_module(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')")
-    assert batchrun("report", tmp_path / "run").exit_code == 0
-    assert batchrun("status", tmp_path / "run").exit_code == 0
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_module_that_is_gone_ends_the_run(tmp_path: Path, server: FakeSGLang) -> None:
-    """A process that dies cannot be replaced any more: what is done is kept, and the run resumes."""
-    path = write_module(
-        tmp_path,
-        """
-        import os
-
-        def prompt(row):
-            if row["id"] == 5:
-                os.rename(__file__, __file__ + ".gone")
-                os._exit(1)
-            return row["text"]
-        """,
-    )
-    limits = {"python_processes": 1, "max_failed_rows": 1}
-    job = job_of(tmp_path, server, rows=50, prompt=PROMPT, limits=limits, order="input")
-    file = write_job(job, tmp_path)
-    done = batchrun(file)
-    assert done.exit_code == 1
-    assert "No module named 'hooks'" in done.stderr
-    path.with_name("hooks.py.gone").unlink()
-    write_module(tmp_path, ECHO)
-    assert batchrun(file).exit_code == 0
-    assert [row["row"] for row in results_of(job)] == list(range(50))
-
-
 def test_what_a_dead_process_leaves_behind(tmp_path: Path, server: FakeSGLang) -> None:
     """A process that dies with a living child is seen to be dead, and its children end with the run."""
     write_module(
@@ -422,25 +391,94 @@ def test_what_a_dead_process_leaves_behind(tmp_path: Path, server: FakeSGLang) -
     eventually(lambda: not is_alive(child))  # a SIGKILL takes its time
 
 
-@pytest.mark.parametrize("explode", [False, True])
-def test_a_row_that_is_left_out_among_several_samples(tmp_path: Path, explode: bool) -> None:
-    """It is one row, with a reason of the type that the others have."""
+def check_of(**given: Any) -> dict[str, Any]:
+    """Return the part `check` of a job, with the function `hooks:judge`."""
+    return {"python": "hooks:judge", "temperature": 0.5, **given}
+
+
+def test_a_function_judges_answers(tmp_path: Path, server: FakeSGLang) -> None:
+    """True is good, false is not, a text says why not, an exception too; the last answer is kept."""
     write_module(
         tmp_path,
-        "def prompt(row): return row['text'] if row['id'] else None\n" + LABEL,
+        """
+        def judge(answer):
+            number = int(answer.split()[-1])
+            if number == 1:
+                return False
+            if number == 2:
+                return "two is too few"
+            if number == 3:
+                raise KeyError("three")
+            return None if number == 4 else True
+        """,
     )
-    output = {"path": str(tmp_path / "run"), "explode": explode}
+    job = job_of(tmp_path, server, rows=8, check=check_of(tries=2), limits={"max_failed_rows": 4})
+    done = batchrun(write_job(job, tmp_path))
+    assert done.exit_code == 0, done.stderr
+    rows = results_of(job)
+    assert {row["row"]: row["error"] for row in rows if row["error"]} == {
+        1: "check.python hooks:judge does not take the answer",
+        2: "two is too few",
+        3: "check.python: hooks.py:9: KeyError: 'three'",
+        4: "check.python: hooks:judge: returned None: return True, False, or a text that says what is wrong",
+    }
+    assert all(row["output"].endswith(f"to row {row['row']}") for row in rows)
+    assert sorted(server.prompts) == sorted(f"row {n}" for n in (*range(8), 1, 2, 3, 4))
+    assert report_of(job)["rows_failed"] == 4
+
+
+def test_equal_prompts_are_judged_by_their_rows(tmp_path: Path, server: FakeSGLang) -> None:
+    """The carried columns say what the answer should be: an equal prompt may have another good answer."""
+    write_module(
+        tmp_path,
+        """
+        def judge(answer, row):
+            return row["gold"] in answer or f"{row['gold']} is wanted"
+        """,
+    )
+    table = pa.table({"text": ["same"] * 4, "gold": ["same", "other", "same", "another"]})
+    pq.write_table(table, tmp_path / "input.parquet")
     job = job_of(
-        tmp_path, INSTANT, rows=2, prompt=PROMPT, parse="hooks:label", sampling={"n": 2}, output=output
+        tmp_path,
+        server,
+        check=check_of(tries=1, temperature=None),
+        sampling={"temperature": 0},
+        input={"columns": ["gold"]},
+        limits={"max_failed_rows": 2},
     )
     assert batchrun(write_job(job, tmp_path)).exit_code == 0
-    first, *others = results_of(job)
-    assert first["finish_reason"] == ("left_out" if explode else ["left_out", "left_out"])
-    assert (first["output"], first["error"], first["length"]) == (None, None, None)
-    for row in others:
-        outputs = row["output"]
-        assert row["length"] == (len(outputs) if explode else [len(output) for output in outputs])
-    assert report_of(job)["rows_left_out"] == 1
-    sampled = report_of(job)["finish_reasons"]
-    assert sampled["left_out"] == 1
-    assert report_of_all(job["output"]["path"]).finish_reasons == sampled
+    assert [row["error"] for row in results_of(job)] == [None, "other is wanted", None, "another is wanted"]
+
+
+ROWS = 10_000
+DIFFER: dict[str, tuple[dict[str, Any], str]] = {
+    "answer": ({"check": {"python": "hooks:by_answer"}}, "prefix"),
+    "row": ({"check": {"python": "hooks:by_row"}}, "input"),
+    "differs": ({"check": {"expression": "differs"}}, "input"),
+    "sampling": ({"sampling": {"temperature": 0, "max_new_tokens": {"column": "differs"}}}, "input"),
+    "dedupe": ({"dedupe": False}, "input"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFER)
+def test_rows_that_need_unlike_answers_are_no_reason_to_sort(tmp_path: Path, name: str) -> None:
+    """Where prompts are equal, but rows do not share an answer, `order: auto` keeps the input's order."""
+    write_module(tmp_path, "def by_answer(answer): return True\ndef by_row(answer, row): return True")
+    texts = [f"{row % (ROWS // 2)} is one" for row in range(ROWS)]
+    columns = {"text": texts, "differs": [*range(1, ROWS + 1)]}
+    pq.write_table(pa.table(columns), tmp_path / "input.parquet")
+    changes, expected = DIFFER[name]
+    job = job_of(tmp_path, **{"sampling": {"temperature": 0}, "python_path": [str(tmp_path)], **changes})
+    with contextlib.closing(prepare(load_job(job))) as prepared:
+        decision = decide_order(prepared, prepared.selected())
+    assert decision.order == expected, decision.why
+
+
+def test_a_program_gives_its_judge(server: FakeSGLang) -> None:
+    """`generate` takes the function itself."""
+    table = batchrunner.generate(
+        ["Ada", "Bob"],
+        check={"python": lambda answer: "Ada" in answer or "who?", "tries": 1},
+        engine=server.url,
+    )
+    assert table.column("error").to_pylist() == [None, "who?"]

@@ -97,9 +97,3 @@ def test_lists_make_the_same_vectors(minilm: batchrunner.OpenEngine, tmp_path: P
     ).stdout  # fmt: skip
     assert "24 vectors of 384 numbers" in shown
     assert f"nearest to {title}:" in shown
-
-
-def test_dimensions_are_refused(minilm: batchrunner.OpenEngine) -> None:
-    """This model was not trained for shorter vectors: its server says so before anything is sent."""
-    with pytest.raises(batchrunner.JobError, match="makes vectors of its own length only"):
-        batchrunner.embed(["a", "b"], engine=minilm, dimensions=64, limits={"max_failed_rows": 2})

@@ -25,7 +25,7 @@ from batchrunner.tune.sample import write_sample
 from batchrunner.tune.search import TrialRequest
 from batchrunner.tune.trial import TrialRunner
 from batchrunner.tune.tuner import engine_to_tune
-from tests.conftest import ROOT, SMALL_MODEL, eventually, require_engine
+from tests.conftest import SMALL_MODEL, eventually, require_engine
 from tests.support.engine_processes import (
     START_S,
     command_line,
@@ -38,7 +38,6 @@ from tests.support.engine_processes import (
 from tests.support.engine_site.sitecustomize import SPAWN
 from tests.support.tiny_model import make_tiny_llama
 
-JOBS = ROOT / "jobs"
 ROWS, AT_ONCE = 120, 40
 OTHER_PYTHON = shutil.which("python3", path=str(Path(sys.executable).parent))
 """Another name of this interpreter: what it starts is told by its command line."""

@@ -198,12 +198,6 @@ def test_choices(models: Path, scoring: batchrunner.OpenEngine) -> None:
         assert cached >= (len(CHOICES) - 1) * (prompt - 1)
 
 
-def test_a_label_of_several_tokens(scoring: batchrunner.OpenEngine) -> None:
-    """One line, with the tokens of the real tokenizer."""
-    with pytest.raises(batchrunner.JobError, match="' yes, of course' is 4 tokens of the model"):
-        batchrunner.score(TEXTS[:1], labels=[" yes, of course", " no"], engine=scoring)
-
-
 SAME = ("output", "finish_reason", "prompt_tokens", "completion_tokens")
 
 

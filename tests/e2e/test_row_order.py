@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import shutil
 import signal
 from itertools import groupby
 from pathlib import Path
@@ -31,7 +30,7 @@ from tests.conftest import (
     write_job,
 )
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.inputs import CARRIED, DOCUMENT, document, shuffled, write_texts
+from tests.support.inputs import DOCUMENT, document, shuffled, write_texts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,52 +109,6 @@ def test_bad_text_and_long_text(tmp_path: Path, server: FakeSGLang) -> None:
     assert [row["error"] is None for row in results_of(job)] == [True, False, True, True, True]
     assert [row["n"] for row in results_of(job)] == list(range(5))
     assert sorted(map(len, sent_texts(server))) == [4, 4, 1_000_000, 1_000_000]
-
-
-def test_carried_columns_survive_the_sort(tmp_path: Path) -> None:
-    """Carried columns have the same types and values in the results, whatever the order."""
-    source = pa.table({"text": ["row 0", "row 1", "row 2"], **CARRIED})
-    pq.write_table(source, tmp_path / "input.parquet", row_group_size=2)
-    found = []
-    for order in ("input", "prefix"):
-        job = job_of(
-            tmp_path, input={"columns": [*CARRIED]}, output={"path": str(tmp_path / order)}, order=order
-        )
-        batchrunner.run(job)
-        found.append(pq.read_table(tmp_path / order / "parts").sort_by("row").select([*CARRIED]))
-    assert found[0].schema.equals(found[1].schema)
-    assert found[0].to_pylist() == found[1].to_pylist()
-
-
-def test_columns_of_views(tmp_path: Path) -> None:
-    """Texts and bytes as views, inside of others too, are sorted and carried."""
-    tags = pa.array([{"tag": b"b"}, {"tag": b"a"}], pa.struct([("tag", pa.binary_view())]))
-    pq.write_table(
-        pa.table({"text": pa.array(["b", "a"], pa.string_view()), "tag": tags}), tmp_path / "input.parquet"
-    )
-    job = sorted_job(tmp_path, input={"columns": ["tag"]})
-    assert batchrunner.run(job).rows_ok == 2
-    assert [row["tag"] for row in results_of(job)] == tags.to_pylist()
-
-
-def test_columns_of_the_path_and_names_of_ours(tmp_path: Path, server: FakeSGLang) -> None:
-    """Columns in the path, a column named row, messages and an output path that looks like a column."""
-    for day in (1, 2):
-        conversation = [[{"role": "user", "content": f"{document(n % 3)} {n}"}] for n in range(30)]
-        table = pa.table({"talk": conversation, "row": range(30)})
-        (tmp_path / "in" / f"day={day}").mkdir(parents=True)
-        pq.write_table(table, tmp_path / "in" / f"day={day}" / "x.parquet", row_group_size=7)
-    job = sorted_job(
-        tmp_path,
-        server,
-        input={"path": str(tmp_path / "in"), "columns": ["day", "row"], "rename": {"row": "n"}},
-        prompt={"messages": "talk"},
-        output={"path": str(tmp_path / "day=7" / "run")},
-    )
-    batchrunner.run(job)
-    rows = results_of(job)
-    assert [(row["day"], row["n"]) for row in rows] == [(day, n) for day in (1, 2) for n in range(30)]
-    assert stretches([sent.body["messages"][0]["content"] for sent in server.sent]) == 3
 
 
 @examples(8)
@@ -280,29 +233,6 @@ def test_three_tasks_in_prefix_order(tmp_path: Path, server: FakeSGLang) -> None
     assert sorted(sent_texts(server)) == sorted(texts)
     assert copies_in(tmp_path / "run") == []
     assert json.loads(batchrun("status", tmp_path / "run", "--json").stdout)["leases"]["free"] == 0
-
-
-def test_a_joined_run_whose_copy_is_gone(tmp_path: Path, server: FakeSGLang) -> None:
-    """A start that cannot know the rows of a lease says which file is missing, and what brings it back."""
-    write_texts(tmp_path / "input.parquet", shuffled(100, 5))
-    server.script = lambda _: "answer" if len(server.sent) < 10 else "hold"
-    file = write_job(sorted_job(tmp_path, server, output={"part_rows": 4}), tmp_path)
-    with started(file, "--join") as task:
-        eventually(lambda: list((tmp_path / "run" / "parts").glob("part-*")))
-        task.process.kill()
-        task.end()
-    (copy,) = copies_in(tmp_path / "run")
-    copy.unlink()
-    refused = batchrun(file, "--join")
-    assert refused.exit_code == 2
-    assert f"{copy}: the rows in the order of this run are missing" in refused.stderr
-    assert f"delete {copy.parent} and run --join again" in refused.stderr
-    shutil.rmtree(copy.parent)
-    server.script = lambda _: "answer"
-    server.forget()
-    assert batchrun(file, "--join").exit_code == 0
-    assert len(server.sent) <= 96
-    assert [row["row"] for row in results_of(job_of(tmp_path))] == list(range(100))
 
 
 def test_auto_sorts_where_it_pays(tmp_path: Path, server: FakeSGLang) -> None:

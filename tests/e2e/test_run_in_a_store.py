@@ -1,4 +1,4 @@
-"""A run whose output path is in an object store: parts, resume, commands, and what is lost with a machine."""
+"""A run in an object store: parts, resume, commands on URIs, refusals, and what is lost with a machine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
+from batchrunner.core.timing import TIMING
 from tests.conftest import (
     INSTANT,
     ROOT,
@@ -30,6 +31,7 @@ from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import never_ready
 from tests.support.refusals import refusal, told
 from tests.support.server_thread import PATIENCE_S
+from tests.support.store_server import Refusal, StoreProxy
 
 if TYPE_CHECKING:
     from tests.support.store_server import StoreBucket
@@ -200,10 +202,116 @@ def test_what_cannot_be_an_output_path(
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_input_above_the_results(tmp_path: Path, store_bucket: StoreBucket) -> None:
-    """Results in a directory of the input are not read as input by the next start."""
-    store_bucket.put("in/a.parquet", write_rows(tmp_path / "a.parquet", 3))
-    uri = f"{store_bucket.uri}/in"
-    job = job_of(tmp_path, input={"path": uri}, output={"path": f"{uri}/run"})
-    assert batchrunner.run(job).rows_ok == 3
-    assert batchrunner.run(job).rows_resumed == 3
+REQUEST = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [], "model": "m"}}
+
+
+@pytest.fixture
+def run(tmp_path: Path, store_bucket: StoreBucket) -> str:
+    """A run in the store that is over."""
+    uri = f"{store_bucket.uri}/run"
+    batchrunner.run(job_of(tmp_path, INSTANT, output={"path": uri}))
+    return uri
+
+
+def one_line(*arguments: object) -> str:
+    """Return the refusal of a command."""
+    result = batchrun(*arguments)
+    assert result.exit_code == 2, (result.stderr, result.exception)
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("command", ["status", "merge", "report", "advise"])
+def test_no_run(store_bucket: StoreBucket, command: str) -> None:
+    """A URI without a run is named as it was given."""
+    uri = f"{store_bucket.uri}/nothing"
+    told(one_line(command, uri), uri, "not a run's output path")
+
+
+def test_files_that_are_local(tmp_path: Path, store_bucket: StoreBucket, run: str) -> None:
+    """What is written as a plain file is refused as a URI, also in capitals, and makes no directory."""
+    data, requests = write_rows(tmp_path / "a.parquet", 3), tmp_path / "r.jsonl"
+    requests.write_text(json.dumps(REQUEST))
+    uri = store_bucket.uri.replace("s3", "S3")
+    commands: list[list[object]] = [
+        ["merge", run, f"{uri}/a.csv"],
+        ["init", data, "-o", f"{uri}/job.yaml"],
+        ["batch", requests, "-o", f"{uri}/a.jsonl", "--model", "simulated"],
+        ["batch", requests, "-o", tmp_path / "a.jsonl", "--errors", f"{uri}/a.jsonl", "--model", "simulated"],
+    ]
+    for command in commands:
+        told(one_line(*command), f"{uri}/a" if "init" not in command else uri, "is a URI")
+    assert not any(":" in path.name for path in tmp_path.iterdir())
+
+
+def test_tune(tmp_path: Path, store_bucket: StoreBucket) -> None:
+    """Trials are kept on a disk."""
+    engine = {"kind": "server", "model": "some/model"}
+    job = write_job(job_of(tmp_path, engine, output={"path": f"{store_bucket.uri}/run"}), tmp_path)
+    told(one_line("tune", job), f"{store_bucket.uri}/run", "trials are kept on a disk", "--set output.path")
+
+
+def test_requests_of_a_batch(tmp_path: Path, store_bucket: StoreBucket) -> None:
+    """A batch file is read from a store, also one that only the base job knows."""
+    line = {
+        **REQUEST,
+        "method": "POST",
+        "body": {"model": "m", "messages": [{"role": "user", "content": "a"}]},
+    }
+    store_bucket.put("r.jsonl", json.dumps(line).encode())
+    base = job_of(tmp_path, storage={"endpoint": store_bucket.endpoint})
+    base = {name: base[name] for name in ("engine", "storage")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("AWS_ENDPOINT_URL")
+        done = batchrun(
+            "batch", f"{store_bucket.uri}/r.jsonl", "-o", tmp_path / "a.jsonl",
+            "--job", write_job(base, tmp_path),
+        )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert len((tmp_path / "a.jsonl").read_text().splitlines()) == 1
+
+
+REFUSALS = [
+    (Refusal(301, "PermanentRedirect"), "the bucket is in another region: give storage.region"),
+    (Refusal(400, "AuthorizationHeaderMalformed"), "the region is wrong: give storage.region"),
+    (Refusal(403, "AccessDenied"), "the credentials do not allow it"),
+    (Refusal(403, "SignatureDoesNotMatch"), "the credentials are wrong"),
+    (Refusal(400, "ExpiredToken"), "the session token has expired"),
+    (Refusal(501, "NotImplemented"), "the store has no conditional writes"),
+    (Refusal(500, "InternalError"), "This is InternalError"),
+]
+
+
+@pytest.mark.parametrize("what", ["every request", "every write"])
+@pytest.mark.parametrize(("answer", "problem"), REFUSALS, ids=[answer.code for answer, _ in REFUSALS])
+def test_what_a_store_refuses(
+    tmp_path: Path,
+    store_bucket: StoreBucket,
+    server: FakeSGLang,
+    monkeypatch: pytest.MonkeyPatch,
+    answer: Refusal,
+    problem: str,
+    what: str,
+) -> None:
+    """A store that refuses all, or writes only, is one line with exit code 2, before a row is sent."""
+    monkeypatch.setattr(TIMING, "store_retries", 0.1)
+    uri = f"{store_bucket.uri}/run"
+    with StoreProxy(store_bucket.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        refused = {"PUT"} if what == "every write" else {"GET", "PUT", "HEAD", "POST", "DELETE"}
+        proxy.faults = lambda method, *_: answer if method in refused else "none"
+        told(refusal(job_of(tmp_path, server, output={"path": uri}), tmp_path), uri, problem)
+    assert not server.sent
+
+
+def test_slurm(tmp_path: Path, store_bucket: StoreBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tasks of an array join a run in a store; their logs lie where they are submitted."""
+    monkeypatch.chdir(tmp_path)
+    uri = f"{store_bucket.uri}/runs/mine"
+    job = write_job(job_of(tmp_path, output={"path": uri}), tmp_path)
+    made = batchrun("slurm", job, "--array", "0-3", "--json")
+    assert made.exit_code == 0, made.stderr
+    planned = json.loads(made.stdout)
+    assert (planned["run"], planned["logs"]) == (uri, str(tmp_path / "mine.slurm"))
+    assert "--join" in planned["script"]
+    assert "s3:/" not in planned["script"]

@@ -35,13 +35,6 @@ def test_closed_streams(tmp_path: Path, closed: str) -> None:
         assert shell(f"{COMMAND} status run {closed}", tmp_path).returncode == 0
 
 
-def test_closed_streams_in_the_library(tmp_path: Path) -> None:
-    """A daemon that calls the library has none of them either."""
-    file = write_job(job_of(tmp_path), tmp_path)
-    code = f"import batchrunner, os; r = batchrunner.run({str(file)!r}); os._exit(r.rows_ok)"
-    assert shell(f'{sys.executable} -c "{code}" <&- >&- 2>&-', tmp_path).returncode == 10
-
-
 def test_standard_output_that_is_full(tmp_path: Path) -> None:
     """Who asked for JSON and did not get it is told so, in one line, by exit code 1; the rows are done."""
     job = job_of(tmp_path)

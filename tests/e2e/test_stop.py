@@ -7,17 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.conftest import (
+    Started,
     batchrun,
     eventually,
     job_of,
     parts_of,
     report_of,
     started,
+    started_python,
     write_job,
 )
 from tests.support.engine_processes import (
@@ -28,11 +31,9 @@ from tests.support.engine_processes import (
     wait_while_it_runs,
 )
 from tests.support.launchable import launchable
-from tests.support.runs import held_from, rows_in, rows_sent
+from tests.support.runs import held_from, rows_in, rows_once, rows_sent, status_of
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.support.fake_sglang import FakeSGLang
 
 
@@ -204,3 +205,132 @@ def test_a_kill_takes_gateway_and_replicas_along(tmp_path: Path) -> None:
             process.kill()
     eventually(lambda: not processes_of(tmp_path) and not any(map(command_line, others)))
     assert sum(part.num_rows for part in parts_of(run)) >= 50
+
+
+BLOCKS = """
+open({mark!r}, "w").write("up")
+import time
+time.sleep(600)
+
+def prompt(row):
+    return row["text"]
+"""
+"""A module of a job's Python function whose import does not end."""
+
+
+@pytest.fixture
+def mark(tmp_path: Path) -> Path:
+    """A pipe into which what blocks says that it does."""
+    path = tmp_path / "blocks"
+    os.mkfifo(path)
+    return path
+
+
+@pytest.fixture
+def blocking_job(tmp_path: Path, mark: Path) -> Path:
+    """A job whose input cannot be prepared for ten minutes."""
+    (tmp_path / "blocking.py").write_text(BLOCKS.format(mark=str(mark)))
+    prompt = {"python": "blocking:prompt"}
+    return write_job(job_of(tmp_path, prompt=prompt, python_path=[str(tmp_path)]), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "told"),
+    [
+        (signal.SIGINT, 130, "interrupted"),
+        (signal.SIGTERM, 143, "interrupted"),
+        (signal.SIGUSR1, 1, "time is nearly up"),
+    ],
+)
+@pytest.mark.parametrize("waits_for", ["input", "version"])
+def test_a_signal_before_the_first_row(
+    tmp_path: Path,
+    mark: Path,
+    blocking_job: Path,
+    waits_for: str,
+    number: signal.Signals,
+    code: int,
+    told: str,
+) -> None:
+    """A run that prepares its input, or asks for the version of SGLang, ends with one line."""
+    when = "before the first row was sent"
+    if waits_for == "version":
+        slow = tmp_path / "slow-python"
+        slow.write_text(f'#!/bin/sh\necho up > "{mark}"\nexec sleep 600\n')
+        slow.chmod(0o755)
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "config.json").write_text("{}")
+        engine = {"kind": "server", "model": str(tmp_path / "model"), "python": str(slow)}
+        blocking_job, when = write_job(job_of(tmp_path, engine), tmp_path), "while the engine was starting"
+    with started(blocking_job) as process:
+        assert mark.read_text().strip() == "up"
+        process.process.send_signal(number)
+        assert process.end() == code
+    assert [line for line in process.lines if told in line] == [f"batchrun: {told} {when}\n"]
+
+
+def test_an_interrupt_of_a_blocked_main_thread() -> None:
+    """A call that never returns, such as one to a dead mount, does not keep the command."""
+    blocked = """
+import signal, sys, time
+from batchrunner.cli import results
+from batchrunner.cli.command import main
+from batchrunner.report import merged
+
+def merge_run(*args, **options):
+    # as in a call that does not return to Python: its handler of the signal does not run
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    print("blocked", file=sys.stderr, flush=True)
+    time.sleep(600)
+
+merged.merge_run = merge_run
+sys.argv = ["batchrun", "merge", "run"]
+main()
+"""
+    with started_python("-c", blocked) as process:
+        process.wait_for_line("blocked")
+        process.process.send_signal(signal.SIGINT)
+        assert process.end() == 130
+    assert process.lines == ["blocked\n", "batchrun: interrupted\n"]
+
+
+def test_an_interrupt_of_a_check_that_blocks(mark: Path, blocking_job: Path) -> None:
+    """The process of the job's Python functions ends too."""
+    with started("check", blocking_job) as process:
+        assert mark.read_text() == "up"
+        process.process.send_signal(signal.SIGINT)
+        assert process.end() == 130
+    assert process.lines[-1] == "batchrun: interrupted\n"
+
+
+def test_the_second_interrupt_ends_a_blocked_start(mark: Path, blocking_job: Path) -> None:
+    """Whatever the first one does, the second one waits for nothing."""
+    with started(blocking_job) as process:
+        assert mark.read_text() == "up"
+        process.process.send_signal(signal.SIGINT)
+        process.process.send_signal(signal.SIGINT)
+        assert process.end() == 130
+
+
+def leave_a_zombie(task: Started) -> None:
+    """Kill a process and do not ask for its exit status, as the first process of many containers."""
+    task.process.kill()
+    place = Path(f"/proc/{task.process.pid}")
+    state = place / "stat"
+    eventually(lambda: state.read_text().rpartition(")")[2].split()[0] == "Z")
+    eventually(lambda: len(list((place / "task").iterdir())) == 1)  # other threads keep its files open
+
+
+def test_the_next_start_goes_on(tmp_path: Path, server: FakeSGLang) -> None:
+    """A start on the output path of a zombie is not refused, and `status` does not call it running."""
+    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < 20 else "hold"
+    job = job_of(tmp_path, server, rows=60, window=8, output={"durable": 0.1})
+    file = write_job(job, tmp_path)
+    with started(file) as killed:
+        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == 20)
+        assert status_of(tmp_path / "run")["running"]
+        leave_a_zombie(killed)
+        assert status_of(tmp_path / "run")["running"] is None
+        server.answer_held()
+        assert batchrun(file).exit_code == 0
+    rows_once(job, 60)

@@ -186,10 +186,8 @@ EMBEDDED = {"task": "embed", "prompt": {"text": "text"}}
     ("fields", "changes", "message"),
     [
         (EMBEDDED, {"sampling": {"n": 2}}, "sampling.n: does not go with task: embed"),
-        (EMBEDDED, {"check": {"json": True}}, "check.json: does not go with task: embed"),
         (EMBEDDED, {"output": {"columns": ["logprobs"]}}, "output.columns: does not go with task: embed"),
         (EMBEDDED, {"prompt": {"user": "x"}}, "prompt.user: does not go with task: embed"),
-        (EMBEDDED, {"output": {"dimensions": 0}}, "output.dimensions"),
         (EMBEDDED, {"task": "generate", "output": {"dtype": "float16"}}, "goes with task: embed"),
         (
             EMBEDDED,
@@ -197,7 +195,6 @@ EMBEDDED = {"task": "embed", "prompt": {"text": "text"}}
             "a column 'embedding' of its own",
         ),
         (LABELLED, {"labels": []}, "labels"),
-        (LABELLED, {"labels": [-1]}, "labels"),
         (LABELLED, {"task": "generate"}, "labels: goes with task: score"),
         (
             LABELLED,
@@ -205,14 +202,10 @@ EMBEDDED = {"task": "embed", "prompt": {"text": "text"}}
             "task: score: the gateway does not pass it on",
         ),
         ({**LABELLED, "labels": None}, {}, "task: score: takes either labels"),
-        (CHOSEN, {"labels": ["b"]}, "takes either labels"),
-        (CHOSEN, {"prompt": {"text": "text", "choices": "id"}}, "must hold texts or lists of texts"),
         (CHOSEN, {"output": {"softmax": True}}, "output.softmax: does not go with task: score"),
-        (CHOSEN, {"task": "embed"}, "prompt.choices: goes with task: score"),
         (RERANKED, {"prompt": {"text": "text"}}, "task: rerank: prompt.documents is missing"),
         (RERANKED, {"prompt": {"text": "text", "documents": "id"}}, "must hold texts or lists of texts"),
         (RERANKED, {"tokenize": "client"}, "tokenize: does not go with task: rerank"),
-        (RERANKED, {"task": "embed"}, "prompt.documents: goes with task: rerank"),
     ],
 )
 def test_jobs_that_cannot_be(

@@ -11,8 +11,6 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import EngineStartError, JobError, RowRefusedError
-from batchrunner.core.types import Request
-from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
 from batchrunner.output.events import read_events
 from tests.conftest import job_of, results_of, write_rows
 from tests.support.fake_sglang import FakeSGLang
@@ -98,9 +96,7 @@ def test_prompts_of_several_kinds_are_sent_as_tokens(server: FakeSGLang, model: 
     [
         ({"reasoning_parser": "qwen3"}, "--reasoning-parser"),
         ({"chat_template": "llama-2"}, "--chat-template"),
-        ({"tokenizer_mode": "slow"}, "tokenizer_mode slow"),
         ({"has_image_understanding": True}, "more than text"),
-        ({"model_type": "gpt_oss"}, "chat rules of its own for gpt_oss"),
         ({"tokenizer_path": "some/model"}, "some/model is not on this machine"),
     ],
 )
@@ -158,37 +154,10 @@ def test_a_question_that_fails_is_asked_again(
             batchrunner.run({**job, "tokenize": "client"}, fresh=True)
 
 
-def test_a_template_that_only_the_server_renders(server: FakeSGLang, model: Path, tmp_path: Path) -> None:
-    """Rows that only we refuse go to the server; where it refuses them too, nothing was compared."""
-    (model / "chat_template.jinja").write_text("{{ some_new_helper(messages) }}")
-    job = job_of(tmp_path, server, prompt={"user": "{{ text }}"})
-    wrong = "chat template: 'some_new_helper' is undefined"
-    assert batchrunner.run(job).rows_ok == 10
-    assert where_of(job) == [("server", f"there was nothing to compare: {wrong}")]
-    server.tokenize = lambda _: [1, 2, 3]
-    assert batchrunner.run(job, fresh=True).rows_ok == 10
-    assert where_of(job) == [("server", f"only one of the engine and us makes tokens of row 0: {wrong}")]
-
-
-def test_rows_that_both_refuse_are_not_compared(
-    server: FakeSGLang, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They are error rows, and the log counts what was compared."""
-    caplog.set_level(logging.INFO, "batchrunner")
-    refusal = "{% if 'row 1' in messages[0].content %}{{ raise_exception('not this') }}{% endif %}"
-    (model / "chat_template.jinja").write_text(refusal + CHATML)
-    job = job_of(tmp_path, server, prompt={"user": "{{ text }}"})
-    assert batchrunner.run(job).rows_failed == 1
-    assert (
-        "tokenised here: for 4 of them the engine's tokens are the same" in caplog.text
-    )  # 3 rows and the probe
-
-
 @pytest.mark.parametrize(
     ("file", "content", "why"),
     [
         ("tokenizer.json", None, "no tokenizer.json"),
-        ("tokenizer.json", "{}", "tokenizer.json: "),
         ("chat_template.jinja", None, "no chat template"),
         ("chat_template.jinja", "{% for %}", "the chat template cannot be compiled"),
     ],
@@ -256,16 +225,6 @@ def test_rows_that_cannot_be_made_tokens_fail_alone(server: FakeSGLang, model: P
     assert "is longer than the model's context length (4096 tokens)" in errors[3]
     assert "\n" not in "".join(filter(None, errors))
     assert len(server.sent) == 1
-
-
-def test_what_nobody_expects_of_a_row_fails_that_row(tmp_path: Path) -> None:
-    """Where its template leaves bad text out, so that cutting it is the first to stumble, others go on."""
-    model = make_tokenizer(tmp_path, "{{ messages[0].content[1:] }}")
-    encoder = Encoder("messages", model, TokenBudget(50), "tail")
-    bad, good = (request(messages(("user", text)), max_new_tokens=1) for text in ("\ud800" + "é" * 99, "xy"))
-    failed, done = encoder.encode([bad, good])
-    assert "the prompt cannot be tokenized: TypeError" in str(failed.error)  # type: ignore[union-attr]
-    assert isinstance(done, Request)
 
 
 @pytest.mark.parametrize("kind", ["user", "text"])

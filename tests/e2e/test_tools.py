@@ -13,7 +13,6 @@ import batchrunner
 from tests.conftest import batchrun, batchrun_merge, job_of, results_of, write_job, write_rows
 from tests.support.answers import TOOL_CALL, Body
 from tests.support.fake_sglang import answer
-from tests.support.functions import write_module
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,28 +93,6 @@ def test_equal_prompts_with_unlike_tools_are_unlike_requests(tmp_path: Path, ser
     ]  # fmt: skip
 
 
-def test_messages_of_any_kind_take_tools(tmp_path: Path, server: FakeSGLang) -> None:
-    """A column of messages, templates and a Python function; a text that the function makes has none."""
-    write_module(
-        tmp_path,
-        """
-        def prompt(row):
-            return [{"role": "user", "content": row["text"]}] if row["id"] else row["text"]
-        """,
-    )
-    talk = [[{"role": "user", "content": f"row {row}"}] for row in range(2)]
-    write_rows(tmp_path / "input.parquet", 2, talk=talk)
-    for prompt in (
-        {"messages": "talk"}, {"messages": [{"role": "user", "content": "{{ text }}"}]},
-        {"python": "hooks:prompt"},
-    ):  # fmt: skip
-        job = job_of(tmp_path, server, prompt={**prompt, "tools": TOOLS}, python_path=[str(tmp_path)])
-        assert batchrunner.run(job, fresh=True).exit_code == 0
-    chats = [sent.body for sent in server.sent if sent.path != "/generate"]
-    assert [body["tools"] for body in chats] == [TOOLS] * 5
-    assert [sent.body.get("tools") for sent in server.sent if sent.path == "/generate"] == [None]
-
-
 def test_the_column_of_calls_in_later_starts(tmp_path: Path, server: FakeSGLang) -> None:
     """A carried column of that name keeps its place; other tools are another run."""
     server.script = lambda _: "tool call"
@@ -132,16 +109,6 @@ def test_the_column_of_calls_in_later_starts(tmp_path: Path, server: FakeSGLang)
     carried = {**job, "input": {**job["input"], "columns": ["tool_calls"]}}
     assert batchrunner.run(carried, fresh=True).exit_code == 0
     assert [row["tool_calls"] for row in results_of(job)] == ["mine", "own"]
-
-
-def test_a_chat_is_told_which_calls_were_not_good(tmp_path: Path, server: FakeSGLang) -> None:
-    """They stand in its answer as text: behind calls chat templates want their results."""
-    server.script = lambda sent: "tool call" if sent.tries == 1 else "answer"
-    check = {"expression": "finish_reason == 'stop'", "feedback": True}
-    assert batchrunner.run(job_of(tmp_path, server, rows=1, prompt=CHAT, check=check)).exit_code == 0
-    said = server.sent[1].body["messages"][1]
-    assert said["role"] == "assistant"
-    assert json.loads(said["content"]) == CALLS[0]["function"]
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
@@ -170,7 +137,7 @@ def test_a_call_that_was_cut_is_asked_for_anew(tmp_path: Path, server: FakeSGLan
 
 
 def test_several_outputs_with_calls(tmp_path: Path, server: FakeSGLang) -> None:
-    """Each has its calls, as a list or as a row."""
+    """Each has its calls, or none."""
 
     def script(sent: Sent) -> Body:
         reply = answer(sent, "words")
@@ -185,14 +152,6 @@ def test_several_outputs_with_calls(tmp_path: Path, server: FakeSGLang) -> None:
     assert batchrunner.run(job).exit_code == 0
     (row,) = results_of(job)
     assert (row["output"], row["tool_calls"]) == (["words", ""], [None, CALLS])
-    rejecting = {**job, "check": {"expression": "finish_reason == 'stop'", "tries": 1}}
-    rejecting["output"] = {**job["output"], "explode": True}
-    assert batchrunner.run(rejecting, fresh=True).exit_code == 3
-    rows = results_of(job)
-    assert [(row["sample"], row["output"], row["tool_calls"]) for row in rows] == [
-        (0, "words", None), (1, "", CALLS),
-    ]  # fmt: skip
-    assert {row["error"].partition(":")[0] for row in rows} == {"sample 1"}  # of the row
 
 
 TEXT = {"text": "text"}
@@ -200,16 +159,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no tool": ({"prompt": {**CHAT, "tools": [{"name": "x"}]}}, "tool 1 is not of the form {type: function"),
     "twice": ({"prompt": {**CHAT, "tools": [TOOLS[0]] * 2}}, "two tools have the name 'get_weather'"),
     "text": ({"prompt": {**TEXT, "tools": TOOLS}}, "`tools` has no effect beside `text`"),
-    "truncate": ({"prompt": {**CHAT, "truncate": "tail"}}, "`truncate` has no effect"),
     "tokens": ({"prompt": CHAT, "tokenize": "client"}, "the server tokenizes prompts with tools"),
     "choice": ({"prompt": TEXT, "sampling": {"tool_choice": "auto"}}, "go with chats only"),
     "grammar": (
         {"prompt": CHAT, "sampling": {"tool_choice": "required", "regex": "a"}},
         "regex does not go with a tool_choice that wants a call",
     ),
-    "logprobs": ({"prompt": CHAT, "output": {"columns": ["prompt_logprobs"]}}, "prompt_logprobs of other"),
     "column": ({"prompt": {**CHAT, "tools": "gone"}}, "prompt.tools: unknown column 'gone'"),
-    "type": ({"prompt": {**CHAT, "tools": "id"}}, "prompt.tools: column 'id' must hold lists of tools"),
 }  # fmt: skip
 
 

@@ -24,7 +24,6 @@ from tests.support.tuning_lab import CPU, LOG
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from batchrunner.job.engine import ServerEngine
     from tests.support.fake_sglang import FakeSGLang
 
 LIMITED = """
@@ -105,20 +104,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert found["applied"]
     assert found["trials"][0]["signs"]["attention_backend"] is None
     assert load_job(file).engine.model_dump()["args"] == found["args"] == block["engine"]["args"]
-
-
-def test_passes_are_counted_by_our_own_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job may have its server log less often; its trials' passes are counted all the same."""
-    launched: list[dict[str, Any]] = []
-
-    def engine(spec: ServerEngine, **_: Any) -> None:
-        launched.append(spec.args)
-        raise JobError("enough")
-
-    monkeypatch.setattr("batchrunner.tune.trial.make_engine", engine)
-    options = ["--set", "engine.args.decode-log-interval=40"]
-    assert "enough" in batchrun("tune", write_job(limited_job(tmp_path), tmp_path), *options).stderr
-    assert [args["decode-log-interval"] for args in launched] == [10]
 
 
 @pytest.mark.usefixtures("short_trials")

@@ -24,7 +24,7 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
-from tests.support.answers import TOOL_CALL, Body
+from tests.support.answers import Body
 from tests.support.fake_sglang import FakeSGLang, Sent, answer
 
 if TYPE_CHECKING:
@@ -123,32 +123,12 @@ def test_an_answer_without_what_was_asked_for(tmp_path: Path, server: FakeSGLang
     assert (row["output"], row["logprobs"], row["attempts"]) == (None, None, 2)
 
 
-def test_tool_calls(tmp_path: Path, server: FakeSGLang) -> None:
-    """They come in OpenAI's form, and go back as a message of the assistant."""
-    server.script = lambda sent: "tool call" if sent.prompt == "row 0" else "answer"
-    job = asking(tmp_path, server, ["tool_calls"], rows=2, prompt=CHAT)
-    batchrunner.run(job)
-    first, second = results_of(job)
-    assert first["tool_calls"] == [{n: v for n, v in TOOL_CALL.items() if n != "index"}]
-    assert (first["output"], first["finish_reason"], second["tool_calls"]) == ("", "tool_calls", None)
-
-
 @pytest.mark.parametrize("calls", ["x", [7], [{"function": "f"}]])
 def test_odd_tool_calls(tmp_path: Path, server: FakeSGLang, calls: Any) -> None:
     """They fail their row."""
     server.script = lambda sent: says("", tool_calls=calls) if sent.prompt == "row 0" else "answer"
     job = asking(tmp_path, server, ["tool_calls"], rows=2, prompt=CHAT, limits={"max_attempts": 1})
     assert batchrunner.run(job).rows_failed == 1
-
-
-def test_arguments_that_are_no_text(tmp_path: Path, server: FakeSGLang) -> None:
-    """They become JSON text, with all digits of whole numbers."""
-    given = {"id": 10**30, "share": 0.5, "deep": [None, {"a": "\u00e9"}]}
-    server.script = lambda _: says("", tool_calls=[{"function": {"name": "f", "arguments": given}}])
-    job = asking(tmp_path, server, ["tool_calls"], rows=1, prompt=CHAT)
-    assert batchrunner.run(job).exit_code == 0
-    (call,) = results_of(job)[0]["tool_calls"]
-    assert call["function"]["arguments"] == f'{{"id":{10**30},"share":0.5,"deep":[null,{{"a":"\u00e9"}}]}}'
 
 
 THOUGHTS = [
@@ -210,18 +190,6 @@ def test_starts_with_other_columns(tmp_path: Path, server: FakeSGLang) -> None:
     assert [line["matched_stop"] for line in lines] == [None] * 4 + ["2"] * 2
 
 
-@pytest.mark.parametrize("kind", ["text", "chat"])
-def test_samples_are_lists_of_them(tmp_path: Path, server: FakeSGLang, kind: str) -> None:
-    columns = ["output_ids", "logprobs", *(["prompt_logprobs"] if kind == "text" else [])]
-    job = asking(tmp_path, server, columns, rows=2, **KINDS[kind], sampling={"n": 3})
-    batchrunner.run(job)
-    row = results_of(job)[1]
-    assert row["output_ids"] == [[0, 1, 2, 3, 4]] * 3
-    assert [tokens[1]["token"] for tokens in row["logprobs"]] == ["0", "1", "2"]
-    if kind == "text":
-        assert [t["token"] for t in row["prompt_logprobs"]] == ["row", "1"]
-
-
 def exploded(directory: Path, server: FakeSGLang, **changes: Any) -> Any:
     """Return a job with three outputs of a row, each a row of its own; row 1 is refused."""
     server.script = lambda sent: "too long" if sent.prompt == "row 1" else "answer"
@@ -258,16 +226,6 @@ def test_one_row_a_sample(tmp_path: Path, server: FakeSGLang) -> None:
     again = json.loads(batchrun(write_job(job, tmp_path), "--json").stdout)
     assert (again["rows_resumed"], again["rows_ok"], again["rows_failed"]) == (4, 3, 1)
     assert batchrun("report", run).exit_code == 0
-
-
-def test_exploded_rows_are_retried_whole(tmp_path: Path, server: FakeSGLang) -> None:
-    job = exploded(tmp_path, server)
-    batchrunner.run(job)
-    server.script = lambda _: "answer"
-    assert batchrunner.run(job, retry_failed=True).rows_ok == 4
-    assert [(row["row"], row["sample"]) for row in results_of(job)] == [
-        (row, sample) for row in range(4) for sample in range(3)
-    ]
 
 
 def test_exploded_rows_survive_a_kill(tmp_path: Path, server: FakeSGLang) -> None:
@@ -309,17 +267,12 @@ async def test_a_stream_and_a_table_of_them(server: FakeSGLang, tmp_path: Path) 
     [
         ({"output": {"columns": ["thoughts"]}}, "output.columns"),
         ({"output": {"columns": ["tool_calls"]}}, "tool_calls go with chats"),
-        (
-            {"output": {"columns": ["tool_calls", "prompt_logprobs"]}, "prompt": CHAT},
-            "tool_calls of chats only, and prompt_logprobs",
-        ),
         ({"output": {"explode": True}, "input": {"columns": ["sample"]}}, "a column 'sample' of its own"),
-        ({"output": {"columns": ["logprobs"]}, "input": {"columns": ["logprobs"]}}, "a column 'logprobs'"),
         ({"output": {"columns": ["top_logprobs"], "top_logprobs": 0}}, "output.top_logprobs"),
     ],
 )
 def test_what_cannot_be_asked_for(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
-    write_rows(tmp_path / "input.parquet", 2, sample=[1, 2], logprobs=[1, 2])
+    write_rows(tmp_path / "input.parquet", 2, sample=[1, 2])
     refused = batchrun("check", write_job(job_of(tmp_path, **changes), tmp_path))
     assert refused.exit_code == 2
     assert told in refused.stderr

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from batchrunner.engines.flags import CHECK_HELP, Flags, installed, of_arguments, parse_help
+from batchrunner.engines.flags import installed, parse_help
 from tests.conftest import require_engine
 
 if TYPE_CHECKING:
@@ -58,20 +58,6 @@ def test_a_setting_is_what_the_version_takes() -> None:
     assert old.setting("attention-backend", "flashinfer") == {"attention-backend": "flashinfer"}
     assert old.setting("attention-backend", "trtllm_mha") == {}
     assert old.setting("cuda-graph-backend-prefill", "full") == {}
-
-
-def test_a_server_tells_its_flags_by_its_arguments() -> None:
-    """An attached server has no --help, but names all its arguments in /server_info and in its log."""
-    flags = of_arguments("0.5.2", ["cuda_graph_max_bs", "mem_fraction_static"])
-    assert flags.spelling("cuda-graph-max-bs-decode") == "cuda-graph-max-bs"
-    assert flags.spelling("enable-hierarchical-cache") is None
-    assert (flags.version, flags.note) == ("0.5.2", "")
-
-
-def test_an_unknown_version_is_said_to_be() -> None:
-    """Where nothing is known the newest spelling is given, with the warning to check it."""
-    assert Flags().spelling("cuda-graph-max-bs") == "cuda-graph-max-bs-decode"
-    assert Flags().note == CHECK_HELP
 
 
 def test_the_interpreter_is_asked_once(tmp_path: Path) -> None:

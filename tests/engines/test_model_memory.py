@@ -1,4 +1,4 @@
-"""Whether weights fit into the memory of a card or a machine, and the number of cards that `auto` is."""
+"""Memory of cards and machines, what a model takes of it, and the number of cards that `auto` is."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from batchrunner.core.errors import EngineStartError, JobError
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.device import Gpu
+from batchrunner.engines.device import Gpu, free_bytes, gpus, memory_bytes, oom_kills
 from batchrunner.engines.model_memory import ModelWeights, choose_tp
 from batchrunner.job.load import load_job
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import batchrun, job_of, write_job
 from tests.support.launchable import hungry
-from tests.support.model_kinds import LLAMA_8B
+from tests.support.model_kinds import KINDS, LLAMA_8B
+from tests.support.sglang_logs import LogWriter, changes, judged
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
+
 
 GIB = 2**30
 H100, L4 = Gpu("NVIDIA H100 80GB HBM3", 81559 << 20), Gpu("NVIDIA L4", 23034 << 20)
@@ -61,12 +64,10 @@ def give_cards(directory: Path, monkeypatch: pytest.MonkeyPatch, card: Gpu, coun
     ("args", "config", "fits"),
     [
         ({}, {}, False),
-        ({"pipeline-parallel-size": 2}, {}, True),
         ({"quantization": "fp8"}, {}, True),
         ({"quantization": "fp8"}, {"quantization_config": {"quant_method": "fp8"}}, False),  # it is already
         ({"dtype": "float32", "tp-size": 2}, {}, False),
         ({}, {"torch_dtype": "float32"}, True),  # SGLang loads it in 16 bits
-        ({"cpu-offload-gb": 100}, {}, True),
         ({"quantization": "bitsandbytes"}, {}, True),  # nobody knows: the server is asked
     ],
 )
@@ -123,8 +124,6 @@ def test_weights_are_measured_against_a_machine_without_a_card(tmp_path: Path) -
     [
         (15, LLAMA_8B, {}, H100, 1),
         (15, LLAMA_8B, {}, L4, 2),  # 15 GiB of weights and 4 GiB of pool, of 18.7 GiB
-        (15, LLAMA_8B, {"kv-cache-dtype": "fp8_e5m2"}, L4, 1),
-        (15, LLAMA_8B, {"mem-fraction-static": 0.9}, L4, 1),
         (15, LLAMA_8B, {"context-length": 1_000_000}, H100, 4),  # 122 GiB of pool
         (131, LLAMA_70B, {}, H100, 4),  # 131 GiB and 10 GiB: on two it is 70.5 of 66.1
         (131, LLAMA_70B, {"pp-size": 2}, H100, 2),
@@ -139,26 +138,6 @@ def test_the_fewest_that_have_room(
     chosen, why = choose_tp(ModelWeights(gib * GIB, "by its files"), config, args, card, 16)
     assert chosen == tp
     assert f"on each of {tp} {card.name}" in why
-
-
-@pytest.mark.parametrize(
-    ("config", "args", "told"),
-    [
-        (LLAMA_70B, {}, "need 4 cards like NVIDIA H100 80GB HBM3 (79.6 GiB), and a replica can have 2"),
-        (LLAMA_70B, {"dp-size": 4}, "need 16 cards"),
-        (
-            {**LLAMA_70B, "num_attention_heads": 30},
-            {},
-            "need more than 64 cards",
-        ),  # 30: over 2
-    ],
-)
-def test_too_few_cards(config: dict[str, Any], args: dict[str, Any], told: str) -> None:
-    """The error has the arithmetic: what is needed, of which cards, and how many there are."""
-    with pytest.raises(EngineStartError) as refused:
-        choose_tp(ModelWeights(131 * GIB, "by its files"), config, args, H100, 2)
-    assert "weights of 131.0 GiB (by its files) and a KV pool of 32,768 tokens" in str(refused.value)
-    assert told in str(refused.value)
 
 
 def test_the_server_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,9 +175,117 @@ def test_what_cannot_be_decided_is_one_line(
     assert not (tmp_path / "starts").exists()
 
 
-@pytest.mark.parametrize("kind", ["server", "gateway"])
-def test_the_number_stands_once(kind: str, tmp_path: Path) -> None:
-    """`engine.tp` and an argument of the server for the same are refused together."""
-    engine = {"kind": kind, "model": "org/name", "tp": 2, "args": {"tp_size": 2}}
-    with pytest.raises(JobError, match=r"say engine\.tp instead of --tp-size"):
-        load_job(job_of(tmp_path, engine))
+def test_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, seen in [("", []), ("-1", []), ("2, 3", ["2", "3"]), ("0,-1,1", ["0"])]:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        assert gpus() == seen
+
+
+GB = 1 << 30
+MEMINFO = f"MemTotal: {64 * GB >> 10} kB\nMemFree: 1 kB\nMemAvailable:   {40 * GB >> 10} kB\n"
+V1 = "/sys/fs/cgroup/memory"
+V2 = "/sys/fs/cgroup"
+UNLIMITED = {"v1": "9223372036854771712", "v2": "max"}
+
+
+def machine(root: Path, own_group: str, files: dict[str, str]) -> Path:
+    """Write the files that a machine's kernel would show."""
+    told = {"/proc/meminfo": MEMINFO, "/proc/vmstat": "oom_kill 7\n", "/proc/self/cgroup": own_group, **files}
+    for name, text in told.items():
+        path = root / name.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+CASES = [
+    pytest.param("", {}, 64, 40, 7, id="no cgroup"),
+    pytest.param(
+        "0::/\n",
+        {f"{V2}/memory.max": f"{8 * GB}\n",
+         f"{V2}/memory.events": "oom_kill 2\n"},
+        8, 8, 2, id="v2, a container sees its own as the root",
+    ),
+    pytest.param(
+        "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n",
+        {f"{V2}/system.slice/slurmstepd.scope/job_7/memory.max": f"{16 * GB}\n",
+         f"{V2}/system.slice/slurmstepd.scope/job_7/memory.events": "oom 3\noom_kill 5\n",
+         f"{V2}/system.slice/slurmstepd.scope/job_7/step_0/user/task_0/memory.max": "max\n",
+         f"{V2}/system.slice/slurmstepd.scope/job_7/step_0/user/task_0/memory.events": "oom 1\noom_kill 1\n"},
+        16, 16, 1, id="v2, Slurm limits the job and counts a task's kills",
+    ),
+    pytest.param(
+        "9:name=systemd:/\n4:memory:/slurm/uid_0/job_7/step_0/task_0\n0::/\n",
+        {f"{V1}/memory.limit_in_bytes": f"{UNLIMITED['v1']}\n",
+         f"{V1}/slurm/uid_0/job_7/memory.limit_in_bytes": f"{4 * GB}\n",
+         f"{V1}/slurm/uid_0/job_7/step_0/task_0/memory.limit_in_bytes": f"{UNLIMITED['v1']}\n",
+         f"{V1}/slurm/uid_0/job_7/step_0/task_0/memory.oom_control": "under_oom 0\noom_kill 4\n"},
+        4, 4, 4, id="v1, Slurm limits the job",
+    ),
+    pytest.param(
+        "4:memory:/docker/0123abcd\n0::/../../job\n",
+        {f"{V1}/memory.limit_in_bytes": f"{2 * GB}\n",
+         f"{V1}/memory.oom_control": "oom_kill 1\n"},
+        2, 2, 1, id="v1, a container whose path is the host's",
+    ),
+    pytest.param("0::/\n", {f"{V2}/memory.max": "max\n"}, 64, 40, 7, id="v2, no limit and no count"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("own_group", "files", "total", "free", "kills"), CASES)
+def test_memory_within_cgroups(
+    tmp_path: Path, own_group: str, files: dict[str, str], total: int, free: int, kills: int
+) -> None:
+    """The tightest limit around us counts, ours or an outer one's; the innermost count of kills does."""
+    root = machine(tmp_path, own_group, files)
+    assert (memory_bytes(root), free_bytes(root), oom_kills(root)) == (total * GB, free * GB, kills)
+
+
+def test_a_kernel_that_tells_nothing(tmp_path: Path) -> None:
+    """Not Linux: nothing is known, and nothing fails."""
+    assert (memory_bytes(tmp_path), free_bytes(tmp_path), oom_kills(tmp_path)) == (None, None, None)
+
+
+def a_model(directory: Path, config: dict[str, Any]) -> Path:
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_advice_goes_by_the_config(name: str, tmp_path: Path) -> None:
+    """A class that nobody has heard of gets the advice of its kind; a dense one of any name gets none."""
+    config, is_moe, is_mla = KINDS[name]
+    model = a_model(tmp_path, config)
+    log = LogWriter().started(tp_size=8, gpu_gb=7, model_path=str(model)).say(
+        "Load weight end. elapsed=90 s, type=QuiteNewForCausalLM, avail mem=1.0 GB, mem usage=75.00 GB."
+    )  # fmt: skip
+    found = changes(judged(log.decode(30).text(), tmp_path))
+    assert ("expert-parallel" in found, "dp-attention" in found) == (is_moe, is_mla)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("LongcatFlashForCausalLM", {"expert-parallel", "dp-attention"}),
+        ("MistralLarge3ForCausalLM", {"expert-parallel", "dp-attention"}),
+        ("Llama4ForConditionalGeneration", {"expert-parallel"}),
+        ("Qwen3ForCausalLM", set()),
+    ],
+)
+def test_a_log_from_elsewhere(model: str, expected: set[str], tmp_path: Path) -> None:
+    """Where the model is not on this machine, the class that the log names is all that is known."""
+    log = LogWriter().started(tp_size=8, gpu_gb=7, model_path="/not/here").say(
+        f"Load weight end. elapsed=90 s, type={model}, avail mem=1.0 GB, mem usage=75.00 GB."
+    )  # fmt: skip
+    assert set(changes(judged(log.decode(30).text(), tmp_path))) - {"tensor-parallel"} == expected
+
+
+def test_sparse_attention_has_backends_of_its_own(tmp_path: Path) -> None:
+    """SGLang chooses the backend of a model with an indexer: the guides' would be refused."""
+    log = LogWriter().started(attention_backend="triton", quantization="fp8", model_path=str(tmp_path))
+    text = log.decode(30).text()
+    plain, sparse = KINDS["DeepSeek-V3"][0], KINDS["GLM-5"][0]
+    a_model(tmp_path, plain)
+    assert "attention-backend" in changes(judged(text, tmp_path, card="H100"))
+    a_model(tmp_path, sparse)
+    assert "attention-backend" not in changes(judged(text, tmp_path, card="H100"))

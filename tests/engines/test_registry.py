@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     ("engine", "said"),
     [
         ({}, "give `model`"),
-        ({"model": "a", "url": "http://a"}, "give `model`"),
         ({"url": "http://a", "tp": 2}, "tp: goes with `model`"),
         ({"model": "a", "args": {"tp_size": 2}}, "say engine.tp"),
         ({"model": "a", "gateway_args": {"--port": 2}}, "leave it out of engine.gateway_args"),
@@ -99,12 +98,10 @@ def test_a_server_for_embeddings(
 @pytest.mark.parametrize(
     ("architecture", "tasks", "encodes"),
     [
-        ("XLMRobertaModel", ("embed",), True),
         ("SomeModelOfTomorrow", ("embed",), True),
         ("Qwen3ForCausalLM", ("embed",), False),
         ("DebertaV2ForSequenceClassification", ("rerank", "reward", "classify"), True),
         ("Qwen3ForSequenceClassification", ("embed", "rerank", "reward", "classify"), False),
-        ("InternLM2ForRewardModel", ("reward",), False),
     ],
 )
 def test_an_encoder_is_one_for_each_task(

@@ -47,30 +47,6 @@ def test_uris(tmp_path: Path, filled: StoreBucket, path: str, ids: list[int]) ->
     assert [row["id"] for row in results_of(job)] == ids
 
 
-def test_a_file_is_known_by_its_e_tag(tmp_path: Path, store_bucket: StoreBucket) -> None:
-    """No byte of a file is read to know it again; a copy of itself is the same."""
-    texts = [str(number) * 200 for number in range(20_000)]
-    big = write_rows(tmp_path / "big.parquet", len(texts), more=texts)
-    assert big.stat().st_size > 1 << 20
-    store_bucket.put("big.parquet", big)
-    (local,), (remote,) = Dataset(str(big)).files, Dataset(f"{store_bucket.uri}/big.parquet").files
-    assert (remote.path, remote.row_groups) == (f"{store_bucket.name}/big.parquet", local.row_groups)
-    store_bucket.put("big.parquet", big)
-    assert Dataset(f"{store_bucket.uri}/big.parquet").files == [remote]
-
-
-def test_files_of_two_buckets(tmp_path: Path, store_bucket: StoreBucket) -> None:
-    """One input may lie in several buckets of one store, but not partly on a disk."""
-    store_bucket.client().create_bucket(Bucket=f"{store_bucket.name}-2")
-    file = write_rows(tmp_path / "a.parquet", 2)
-    store_bucket.put("a.parquet", file)
-    store_bucket.client().upload_file(str(file), f"{store_bucket.name}-2", "a.parquet")
-    paths = [f"{store_bucket.uri}/a.parquet", f"{store_bucket.uri}-2/a.parquet"]
-    assert Dataset(paths).total_rows == 4
-    job = job_of(tmp_path, input={"path": [paths[0], str(file)]})
-    told(refusal(job, tmp_path), f"{file}: lies on another file system than {paths[0]}")
-
-
 @pytest.mark.parametrize("how", ["edited", "copied", "gone"])
 def test_a_file_that_changes(tmp_path: Path, store_bucket: StoreBucket, how: str) -> None:
     """Bytes of another object are not read under the name of the first; a copy of itself is no change."""
@@ -154,11 +130,3 @@ def test_no_credentials(tmp_path: Path, filled: StoreBucket, monkeypatch: pytest
     told(refusal(public, tmp_path), "403")
     filled.make_public()
     assert batchrunner.run(public).rows_ok == 2
-
-
-def test_a_query_is_for_pyarrow(tmp_path: Path, filled: StoreBucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A URI with pyarrow's options works as before."""
-    monkeypatch.delenv("AWS_ENDPOINT_URL")
-    host = filled.endpoint.removeprefix("http://")
-    uri = f"{filled.uri}/in?endpoint_override={host}&scheme=http&region=us-east-1"
-    assert Dataset(uri).total_rows == 2

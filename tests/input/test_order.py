@@ -1,16 +1,25 @@
-"""Whether sorting an input is worth its price, from a sample of it."""
+"""How prompts begin, whether sorting them is worth its price, and the sorted copy."""
 
 from __future__ import annotations
 
 import random
-from itertools import pairwise
+from itertools import groupby, pairwise, takewhile
 from math import exp
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from batchrunner.core.types import Request, RowRef
 from batchrunner.input.order import STRETCHES, WINDOW_ROWS, decide
-from batchrunner.input.prefixes import common_length
+from batchrunner.input.prefixes import common_length, prompt_bytes, sort_key
+from batchrunner.input.sorted_copy import cut_into_groups
 from tests.support.inputs import document, shuffled
+
+if TYPE_CHECKING:
+    from batchrunner.core.types import PromptKind
 
 
 def prompts(texts: list[str], window: int = 1024) -> list[list[bytes]]:
@@ -67,9 +76,87 @@ def test_equal_rows_are_a_reason_to_sort(rows: int, each: int) -> None:
     assert decide(prompts(texts), rows).order == "input"
 
 
-def test_a_few_common_rows_are_no_reason_to_sort() -> None:
-    """A prompt that many rows have is found equal wherever it stands."""
-    texts = [f"{row} is one" if row % 50 else "N/A" for row in range(STRETCHES * WINDOW_ROWS)]
-    choice = decide(prompts(texts), 10_000_000, dedupe=True)
-    assert choice.order == "input"
-    assert choice.sorted_equal == pytest.approx(0.02, abs=0.001)
+REF = RowRef(0, pa.RecordBatch.from_pydict({"a": [1]}), 0)
+
+
+def request(kind: PromptKind, prompt: Any, lora: str | None = None) -> Request:
+    return Request(REF, kind, prompt, {}, lora)
+
+
+@given(st.binary(max_size=600), st.binary(max_size=300), st.binary(max_size=300))
+def test_common_is_the_longest_common_beginning(start: bytes, one: bytes, other: bytes) -> None:
+    """The search by halves finds what a byte by byte comparison finds."""
+    pairs = zip(start + one, start + other, strict=False)
+    alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    assert common_length(start + one, start + other) == alike
+
+
+def test_messages_with_a_common_beginning_have_common_bytes() -> None:
+    """A conversation's next turn begins with the bytes of the turns before it."""
+    first = [{"role": "system", "content": "s" * 50}, {"role": "user", "content": "hello"}]
+    longer = [*first, {"role": "assistant", "content": "hi"}, {"role": "user", "content": "more"}]
+    assert prompt_bytes(request("messages", longer)).startswith(prompt_bytes(request("messages", first)))
+
+
+def test_another_adapter_shares_nothing() -> None:
+    """The cache of one LoRA adapter is of no use to another."""
+    one, other = (prompt_bytes(request("text", "long text" * 9, lora)) for lora in ("a", "b"))
+    assert common_length(one, other) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt"),
+    [
+        ("text", "a\ud800b"),
+        ("messages", [{"role": "user", "content": None}]),
+        ("messages", [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]),
+        ("messages", [None, {"content": "no role"}]),
+        ("input_ids", [2**40, -1]),
+        ("input_ids", [None]),
+    ],
+)
+def test_what_no_engine_takes_has_a_beginning_too(kind: PromptKind, prompt: Any) -> None:
+    """A prompt that will be refused when it is sent does not end the run before."""
+    assert prompt_bytes(request(kind, prompt))
+
+
+@given(st.data())
+def test_equal_beginnings_stand_together(data: st.DataObject) -> None:
+    """In the order of keys all prompts with the same first blocks are neighbours, whatever follows."""
+    blocks = [bytes([letter]) * 64 for letter in b"abc"]
+    prompts = data.draw(
+        st.lists(
+            st.tuples(st.lists(st.sampled_from(blocks), max_size=5), st.binary(max_size=70)).map(
+                lambda parts: b"".join(parts[0]) + parts[1]
+            ),
+            max_size=40,
+        )
+    )
+    ordered = sorted(prompts, key=sort_key)
+    for depth in range(0, 400, 64):
+        deep = (prompt[:depth] for prompt in ordered if len(prompt) >= depth)
+        beginnings = [beginning for beginning, _ in groupby(deep)]
+        assert len(beginnings) == len(set(beginnings))
+    assert [key for key, _ in groupby(ordered)] == list(dict.fromkeys(ordered))
+
+
+@given(st.lists(st.integers(0, 40), max_size=300), st.integers(1, 20))
+def test_row_groups_are_of_whole_prefix_groups(rows: list[int], wanted: int) -> None:
+    """They hold all rows in order, about as many as wanted, and part rows that begin alike if they must."""
+    keys = [b"%02d" % group * 4 for group in sorted(rows)]
+    cuts = list(cut_into_groups([(key, 1) for key in keys], wanted))
+    assert sum(count for count, _ in cuts) == len(rows)
+    start = 0
+    for count, size in cuts[:-1]:
+        assert wanted <= count == size <= 2 * wanted
+        if keys[start + count - 1] == keys[start + count]:
+            assert len(set(keys[start + wanted - 1 : start + count])) == 1
+        start += count
+
+
+@given(st.lists(st.integers(0, 20 << 20), max_size=100), st.integers(1, 50))
+def test_row_groups_fit_into_memory(sizes: list[int], wanted: int) -> None:
+    """However large rows are, those of one group have 32 MiB at most, or are one row."""
+    cuts = list(cut_into_groups([(b"", size) for size in sizes], wanted))
+    assert sum(count for count, _ in cuts) == len(sizes)
+    assert all(size <= 32 << 20 for _, size in cuts)

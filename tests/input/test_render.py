@@ -1,4 +1,4 @@
-"""What reaches the engine of a row: its prompt and its sampling values."""
+"""What reaches the engine of a row: its prompt, its conversation and its sampling values."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import pytest
 
 import batchrunner
 from tests.conftest import (
+    batchrun,
     job_of,
     results_of,
+    write_job,
     write_rows,
 )
+from tests.support.refusals import refusal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,14 +69,6 @@ def test_token_ids_of_any_type(tmp_path: Path, server: FakeSGLang, kind: Any) ->
         server.sent.clear()
         batchrunner.run(job, fresh=True)
         assert sorted(row.body["input_ids"] for row in server.sent) == sent
-
-
-def test_null_token_ids(tmp_path: Path, server: FakeSGLang) -> None:
-    ids = pa.array([[None], [7, None]], pa.list_(pa.int32()))
-    path = write_rows(tmp_path / "input.parquet", 2, ids=ids)
-    job = job_of(tmp_path, server, input={"path": str(path)}, prompt={"input_ids": "ids"})
-    batchrunner.run(job)
-    assert [row["error"] for row in results_of(job)] == ["a token id is null"] * 2
 
 
 def test_a_prompt_without_columns(tmp_path: Path, server: FakeSGLang) -> None:
@@ -140,3 +135,149 @@ def test_numbers_that_json_has_not(tmp_path: Path, server: FakeSGLang) -> None:
         "sampling.temperature: nan is not a number that can be sent",
         None,
     ]
+
+
+def sent_for(tmp_path: Path, server: FakeSGLang, talks: list[Any], **prompt: Any) -> list[dict[str, Any]]:
+    """Return the bodies that are sent for these conversations, in order."""
+    pq.write_table(pa.table({"talk": talks}), tmp_path / "input.parquet")
+    job = job_of(
+        tmp_path, server, prompt={"messages": "talk", **prompt}, window=1, order="input", dedupe=False
+    )
+    assert batchrunner.run(job, fresh=True).rows_ok == len(talks)
+    return [sent.body for sent in server.sent]
+
+
+def said(*turns: tuple[str, Any]) -> list[dict[str, Any]]:
+    return [{"role": role, "content": content} for role, content in turns]
+
+
+SHARE_GPT = [
+    {"from": "system", "value": "Be brief.", "weight": None},
+    {"from": "human", "value": "Hi", "weight": None},
+    {"from": "gpt", "value": "Hello!", "weight": 1.0},
+    {"from": "observation", "value": "42", "weight": None},
+    {"from": "Human", "value": "Why?", "weight": None},
+]
+SENT = said(
+    ("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello!"), ("tool", "42"), ("user", "Why?")
+)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("closing", [0, 2])
+def test_share_gpt(tmp_path: Path, server: FakeSGLang, as_text: bool, closing: int) -> None:
+    """ShareGPT's names become those of the endpoint; what the assistant says at the end is left out."""
+    talk = SHARE_GPT + [{"from": "gpt", "value": "Because.", "weight": 1.0}] * closing
+    (body,) = sent_for(tmp_path, server, [json.dumps(talk) if as_text else talk])
+    assert body["messages"] == SENT
+    assert "continue_final_message" not in body
+
+
+def test_parts(tmp_path: Path, server: FakeSGLang) -> None:
+    """Parts of text are joined, also beside contents that are texts; other parts stay as they are."""
+    image = {"type": "image_url", "image_url": {"url": "data:,"}}
+    talks = [
+        said(("user", [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}])),
+        said(("system", "s"), ("user", [{"type": "text", "text": "c"}, "d"])),
+        said(("user", [{"type": "text", "text": "e"}, image]), ("user", "f")),
+    ]
+    bodies = sent_for(tmp_path, server, [json.dumps(talk) for talk in talks])
+    assert [body["messages"] for body in bodies] == [
+        said(("user", "a b")),
+        said(("system", "s"), ("user", "c d")),
+        said(("user", [{"type": "text", "text": "e"}, image]), ("user", "f")),
+    ]
+
+
+def test_json_lines_of_openai(tmp_path: Path, server: FakeSGLang) -> None:
+    """Contents that are texts in one line and parts in another, and tools, as fine-tuning files have them."""
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}
+    talks = [
+        said(("user", "a"), ("assistant", "b")),
+        [
+            *said(("user", [{"type": "text", "text": "c"}])),
+            call,
+            {"role": "tool", "content": "7", "tool_call_id": "1"},
+        ],
+    ]
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
+    job = job_of(
+        tmp_path, server, input={"path": str(path)}, prompt={"messages": "messages"}, window=1, order="input"
+    )
+    assert batchrunner.run(job).rows_ok == 2
+    first, second = (sent.body["messages"] for sent in server.sent)
+    assert first == said(("user", "a"))
+    assert [message["role"] for message in second] == ["user", "assistant", "tool"]
+    assert (second[0]["content"], second[2]["tool_call_id"]) == ("c", "1")
+
+
+def test_continue(tmp_path: Path, server: FakeSGLang) -> None:
+    """With `continue` the assistant's last message is sent, and the endpoint is told to go on with it."""
+    talks = [said(("user", "a"), ("assistant", "It ")), said(("user", "b"))]
+    first, second = sent_for(tmp_path, server, talks, **{"continue": True})
+    assert (first["messages"], first["continue_final_message"]) == (talks[0], True)
+    assert second["messages"] == talks[1]
+
+
+def test_templates(tmp_path: Path, server: FakeSGLang) -> None:
+    """A list of messages is filled in for each row; an assistant's message at its end begins the answer."""
+    shots = [
+        *said(("system", "Be brief."), ("user", "1"), ("assistant", "one")),
+        *said(("user", "{{ id }}{{ text }}")),
+    ]
+    job = job_of(tmp_path, server, rows=1, prompt={"messages": shots})
+    batchrunner.run(job)
+    assert server.sent[0].body["messages"] == [*shots[:-1], *said(("user", "0row 0"))]
+    server.forget()
+    job["prompt"] = {"messages": [*shots, *said(("assistant", "{{ text[:3] }}"))]}
+    file = write_job(job, tmp_path)
+    assert batchrun(file, "--fresh").exit_code == 0
+    assert server.sent[0].body["messages"][-1] == {"role": "assistant", "content": "row"}
+    assert server.sent[0].body["continue_final_message"] is True
+    assert batchrun(file).exit_code == 0  # the run is recognised
+    assert batchrun("check", file).exit_code == 0
+
+
+BAD = [
+    ([{"role": "critic", "content": "a"}], "message 1 has the unknown role 'critic'"),
+    (said(("user", "a"), ("user", None)), "message 2 has no text as its content"),
+    (said((None, "a")), "message 1 has no role"),  # type: ignore[arg-type]
+    (said(("user", [{"text": "a"}])), "message 1 has a part without a type"),
+    (said(("assistant", "a")), "only the assistant speaks in it"),
+    ([None, "Hi"], "message 1 has no role"),
+    ([], "is empty"),
+    ({"role": "user", "content": "a"}, "its JSON is no list of messages"),
+]
+
+
+@pytest.mark.parametrize("more", [{}, {"continue": True}])
+def test_bad_conversations(tmp_path: Path, server: FakeSGLang, more: dict[str, Any]) -> None:
+    """Each is a failed row with the reason, and the others are done."""
+    problems = [*(problem for _, problem in BAD), "not JSON", "", "is null"]
+    texts = [*(json.dumps(talk) for talk, _ in BAD), "no JSON", " ", None, json.dumps(said(("user", "fine")))]
+    pq.write_table(pa.table({"talk": texts}), tmp_path / "input.parquet")
+    job = job_of(tmp_path, server, prompt={"messages": "talk", **more}, limits={"max_failed_rows": "100%"})
+    batchrunner.run(job)
+    *errors, last = (row["error"] for row in results_of(job))
+    for error, problem in zip(errors, problems, strict=True):
+        assert error.startswith("prompt: column 'talk'")
+        assert problem in error
+    assert last is None
+    assert server.prompts == ["fine"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ({"messages": []}, "prompt.messages"),
+        ({"messages": [{"role": "critic", "content": "a"}]}, "prompt.messages"),
+        ({"messages": said(("user", "{{ txt }}"))}, "prompt.messages.0.content: unknown column 'txt'"),
+        ({"messages": said(("assistant", "a"))}, "no message that the assistant could answer"),
+        ({"messages": said(("user", "a")), "continue": True}, "`continue` has no effect beside"),
+        ({"messages": "id"}, "must hold lists of {role, content} or {from, value}"),
+    ],
+)
+def test_bad_prompts(tmp_path: Path, prompt: dict[str, Any], problem: str) -> None:
+    """What is wrong in the job is refused in one line."""
+    assert problem in refusal(job_of(tmp_path, prompt=prompt), tmp_path)

@@ -43,39 +43,12 @@ def test_a_text_that_was_meant_as_a_number(tmp_path: Path, job: dict[str, Any], 
     assert batchrunner.run(job_of(tmp_path, input=typed, prompt=wanted), fresh=True).rows_failed == 0
 
 
-def test_a_field_that_a_struct_lacks_is_named(tmp_path: Path) -> None:
-    """It is not taken for a function."""
-    pq.write_table(pa.table({"meta": [{"lang": "en"}], "text": ["a"]}), tmp_path / "input.parquet")
-    job = job_of(tmp_path, prompt={"text": "{{ meta.lan }}"})
-    assert batchrunner.run(job).rows_failed == 1
-    told(results_of(job)[0]["error"], "template: UndefinedError", "has no attribute 'lan'")
-
-
-def test_a_time_beside_a_text(tmp_path: Path) -> None:
-    """The error says how they are compared, and so they are."""
-    times = pa.array([9, 9], pa.int64()).cast("timestamp[us]")
-    pq.write_table(pa.table({"at": times, "text": ["a", "b"]}), tmp_path / "input.parquet")
-    job = job_of(tmp_path, input={"filter": "at < '9'"})
-    batchrunner.run(job)
-    told(results_of(job)[0]["error"], "filter: TypeError", "a text is compared with NAME | string")
-    job = job_of(tmp_path, input={"filter": "at | string < '9'"})
-    assert batchrunner.run(job, fresh=True).rows_ok == 2
-
-
 @pytest.mark.parametrize("expression", ["id = 1", "id > 1 AND id < 3", "id IS NOT NULL"])
 def test_a_word_of_sql_is_told_what_it_is_here(tmp_path: Path, expression: str) -> None:
     """A filter is no SQL, but who writes one has often written SQL."""
     write_rows(tmp_path / "input.parquet", 2)
     message = refusal(job_of(tmp_path, input={"filter": expression}), tmp_path)
     told(message, "input.filter", "after the expression (write ==, and, or, not, in, is none)")
-
-
-def test_a_filter_that_asks_whether_a_text_equals_a_number(tmp_path: Path) -> None:
-    """It is true for no row: the refusal says why."""
-    (tmp_path / "data.csv").write_text("size,text\n7,a\n8,b\n")
-    source = {"path": str(tmp_path / "data.csv"), "filter": "size == 7"}
-    message = refusal(job_of(tmp_path, input=source), tmp_path)
-    told(message, "true for none of the 2 rows", "no text equals a number: give 'size' a type in input.types")
 
 
 @pytest.mark.parametrize("where", ["prompt", "filter"])
@@ -105,8 +78,6 @@ ODD = {
     "row": ["g", "h"],
     "self": ["i", "j"],
     "range": ["k", "l"],
-    "loop": ["m", "n"],
-    "items": ["o", "p"],
     "in": ["q", "r"],
     'a"b': ["s", "t"],
     "größe": ["u", "v"],
@@ -160,10 +131,8 @@ def test_columns_of_any_name_elsewhere_in_the_job(tmp_path: Path, server: FakeSG
         ("{{ row|tojson }}", '{"id": 0, "text": "row 0"}'),
         ("{% for name, value in row.items() %}{{ name }}={{ value }} {% endfor %}", "id=0 text=row 0 "),
         ("{{ row.text }} {{ row.get('id') }}", "row 0 0"),
-        ("{% for row in [{'text': 1}] %}{{ row['text'] }}{% endfor %}", "1"),
         ("{% set row = 'mine' %}{{ row }}", "mine"),
         ("{% if id == 0 %}{% set own %}{{ text }}{% endset %}{{ own }}{% else %}-{% endif %}", "row 0"),
-        ("{% if id == 0 %}{% macro own() %}{{ text }}{% endmacro %}{{ own() }}{% endif %}", "row 0"),
         ("{% if id %}{% set text = 'mine' %}{% endif %}{{ text }}", "row 0"),
     ],
 )
@@ -178,7 +147,6 @@ def test_row_is_a_mapping(tmp_path: Path, server: FakeSGLang, template: str, pro
     [
         ("{{ max_tok }}", ['did you mean row["max tok"]?']),
         ("{{ max tok }}", ["line 1: ", 'is written row["max tok"]']),
-        ("{{ max tok | upcase }", ["line 1: ", ", in '{{ max tok | upcase }'"]),
         ("{{ Description-en }}", ['did you mean row["Description-en"]?']),
         ('{{ row["max tk"] }}', ["unknown column 'max tk'", 'did you mean row["max tok"]?']),
         ("{{ row.rnge }}", ["unknown column 'rnge'", "did you mean 'range'?"]),
@@ -197,26 +165,6 @@ def test_the_nearest_column_is_named(tmp_path: Path, template: str, hints: list[
         )
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "recursion"),
-        ("{% for i in [1] %}" * 30 + "{% endfor %}" * 30, "nested"),
-        ("{{ 1" + " + 1" * 20000 + " }}", ""),
-        ("{{ \ud800 }}", ""),
-    ],
-)
-def test_templates_that_cannot_be_compiled(tmp_path: Path, text: str, problem: str) -> None:
-    """What jinja2 or Python cannot compile is refused in one line, in templates and in filters."""
-    with pytest.raises(batchrunner.JobError) as refused:
-        batchrunner.run(job_of(tmp_path, prompt={"text": text}))
-    told(str(refused.value), "prompt.text", problem)
-    assert len(str(refused.value).splitlines()) == 1
-    if text.startswith("{{"):
-        with pytest.raises(batchrunner.JobError, match=r"input\.filter"):
-            batchrunner.run(job_of(tmp_path, input={"filter": text[2:-2]}))
-
-
 NULLS = {"id": [1, None, 3, 4], "lang": ["en", "en", None, "de"]}
 
 
@@ -226,13 +174,10 @@ NULLS = {"id": [1, None, 3, 4], "lang": ["en", "en", None, "de"]}
         ("id > 2", [2, 3]),
         ("not id > 2", [0]),
         ("id > 2 or lang == 'en'", [0, 1, 2, 3]),
-        ("lang == 'en' or id > 2", [0, 1, 2, 3]),
         ("id > 2 and lang|length == 2", [3]),
-        ("lang.startswith('e') and id < 2", [0]),
         ("meta.score > 1", [0]),
         ("'e' in lang", [0, 1, 3]),
         ("id is none", [1]),
-        ("lang != 'en'", [2, 3]),
         ("row['id'] > 2", [2, 3]),
     ],
 )

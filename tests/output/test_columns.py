@@ -75,16 +75,6 @@ def test_samples_are_lists(tmp_path: Path, server: FakeSGLang, prompt: dict[str,
     assert report_of(job)["output_tokens"] == 15
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 9])
-def test_part_rows(tmp_path: Path, rows: int) -> None:
-    """A part has at most `part_rows` rows, whatever the number of rows."""
-    job = job_of(tmp_path, rows=rows, output={"part_rows": 4}, window=1)
-    batchrunner.run(job)
-    sizes = [part.num_rows for part in parts_of(tmp_path / "run")]
-    assert sum(sizes) == rows
-    assert max(sizes) <= 4
-
-
 @pytest.mark.parametrize("name", CARRIED)
 def test_carried_columns_keep_their_types(tmp_path: Path, name: str) -> None:
     """A carried column comes out as it went in, type and values, also through several parts and `merge`."""

@@ -119,13 +119,3 @@ def test_a_result_that_is_named_as_input(tmp_path: Path) -> None:
     for path in (part, str(parts), f"{parts}/*.parquet", [part, str(tmp_path / "input.parquet")]):
         with pytest.raises(OutputError, match=f"the input file {part} lies in it"):
             batchrunner.run({**job, "input": {"path": path}})
-
-
-def test_fresh_leaves_what_is_not_ours(tmp_path: Path) -> None:
-    """`--fresh` deletes the run's own files and no other."""
-    job = job_of(tmp_path)
-    batchrunner.run(job)
-    mine = tmp_path / "run" / "parts" / "mine.txt"
-    mine.write_text("precious")
-    assert batchrunner.run(job, fresh=True).rows_resumed == 0
-    assert mine.read_text() == "precious"

@@ -16,7 +16,7 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import OutputError, TaskLockLostError
 from batchrunner.output.holder import LockHolder, parse_holder, this_process
-from batchrunner.output.liveness import DEAD_AFTER_S, FRESH_S, LivenessMonitor, look_at_files
+from batchrunner.output.liveness import DEAD_AFTER_S
 from batchrunner.output.objects import RunObjects
 from batchrunner.output.task_lock import STORE_HEARTBEAT_S, TRUSTED_S, StoreTaskLock, TaskLock
 from tests.conftest import job_of, results_of, started, write_job
@@ -136,21 +136,6 @@ def test_the_living_are_left_alone(place: Place) -> None:
     first.verify()
 
 
-def test_a_silent_holder_is_not_known_to_run(tmp_path: Path) -> None:
-    """One that was seen to run runs for a few heartbeats more; then nobody knows, until it counts as dead."""
-    first, clock = OnDisk(tmp_path).lock(on_host("a")), Clock()
-    first.acquire()
-    monitor = LivenessMonitor(lambda: look_at_files(tmp_path), on_host("b"), clock=lambda: clock.now)
-    assert monitor.poll() is None
-    first.beat()
-    clock.sleep(5)
-    assert monitor.poll() is True
-    clock.sleep(FRESH_S + 1)
-    assert monitor.poll() is None
-    clock.sleep(DEAD_AFTER_S)
-    assert monitor.poll() is False
-
-
 @pytest.mark.parametrize("skew_s", [-3600.0, 0.0, 1e9])
 def test_the_dead_are_replaced(place: Place, skew_s: float) -> None:
     """A holder whose counter stands still for long enough is, whatever the hosts' clocks say."""
@@ -195,19 +180,6 @@ def test_an_owner_that_is_no_name(place: Place, content: bytes) -> None:
     place.lock(on_host("a"), clock).acquire()
     assert clock.now < 10
     assert place.owner() == on_host("a")
-
-
-def test_one_that_left_is_dead_everywhere(place: Place) -> None:
-    """Who could not bring a task to its end is replaced at once, anywhere, while its process lives."""
-    first, clock = place.lock(this_process()), Clock()
-    first.acquire()
-    first.abandon()
-    first.release()
-    second = place.lock(on_host("b"), clock)
-    second.acquire()
-    assert clock.now == 0.0
-    first.release()  # it is not its own any more
-    second.verify()
 
 
 def test_a_disk_that_has_gone_is_no_other_holder(tmp_path: Path) -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
-from unittest import mock
-
-from pyroaring import BitMap64
 
 from batchrunner.runner.leases import Leases, next_lease
 from tests.conftest import job_of
@@ -30,24 +26,3 @@ def test_sixteen_take_the_same(tmp_path: Path) -> None:
         board.refresh()
     taken = [board.take(5) for board in boards]
     assert [lease is not None for lease in taken] == [True] + [False] * 15
-
-
-def test_ends_with_nothing_left_are_not_opened(tmp_path: Path) -> None:
-    """A look at the leases reads those ends only that leave rows, which then are free, and no others."""
-    directory = Task(job_of(tmp_path, rows=1000), "first").run_dir.leases
-    board, late = (Leases(directory, name) for name in ("board", "late"))
-    board.refresh()
-    left = BitMap64()
-    for number in range(4):
-        lease = board.take(number)
-        assert lease is not None
-        left = BitMap64(lease.rows[:5] if number == 3 else ())
-        board.end(lease, left)
-    with mock.patch("io.open", wraps=io.open) as opened:
-        late.refresh()
-        assert late.free() == list(range(3, len(late)))
-        again = late.take(3)
-    assert again is not None
-    assert (again.turn, again.rows) == (1, left)
-    names = [Path(call.args[0]).name for call in opened.call_args_list]
-    assert [name for name in names if name.endswith(".end")] == ["000003.0.end"]

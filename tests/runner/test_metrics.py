@@ -114,16 +114,6 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "words", [("70000",), ("-1",), ("x",), ("0", "--metrics-host", "no.such.host.invalid")]
-)
-def test_no_such_address(words: tuple[str, ...], tmp_path: Path) -> None:
-    """A port or an address that cannot be is refused before the run."""
-    refused = batchrun(write_job(job_of(tmp_path), tmp_path), "--metrics-port", *words)
-    assert refused.exit_code == 2
-    assert not (tmp_path / "run").exists()
-
-
 def test_the_dashboard_asks_for_what_there_is() -> None:
     """Each query of the Grafana dashboard names metrics that exist."""
     there = {"batchrunner_running", "batchrunner_run_info"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import os
@@ -13,7 +12,6 @@ import sys
 import termios
 import threading
 import time
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +20,7 @@ import batchrunner
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.progress import Snapshot
-from batchrunner.runner.progress import ProgressBar, engine_line
+from batchrunner.runner.progress import ProgressBar
 from tests.conftest import ROOT, job_of, write_job
 
 if TYPE_CHECKING:
@@ -105,20 +103,6 @@ def test_the_two_lines_fit(columns: int) -> None:
     assert ("cache 63%" in engine) == (columns == 120)
 
 
-@pytest.mark.parametrize("columns", [20, 80, 200])
-def test_the_line_of_the_engine(columns: int) -> None:
-    """It never wraps, and says how many rows failed at any width, and in which corner the scheduler is."""
-    many = tuple(replace(LOAD, scheduler=str(i), token_usage=i / 10) for i in range(4))
-    for snapshot in (BUSY, replace(BUSY, loads=()), replace(BUSY, loads=many), replace(BUSY, rows_failed=0)):
-        line = engine_line(snapshot, columns)
-        assert len(line) < columns
-        assert line.endswith(f"{snapshot.rows_failed:,} failed")
-    several = engine_line(replace(BUSY, loads=many, bands={"0": (100, 2000)}), 120)
-    assert "#running-req 1,024 · #queue-req 4,936 (100-2,000 each) · usage 0.00-0.30" in several
-    held = replace(BUSY, by_scheduler={LOAD.scheduler: {"window": 10, "corner": "held"}})
-    assert "usage 0.87 · server holds back · " in engine_line(held, 120)
-
-
 def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     """It opens with what, how and where in three lines; the rest needs `-v`."""
     write_job(job_of(tmp_path, output={"path": "run"}), tmp_path)
@@ -136,19 +120,6 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     assert lines[-1] == "run/parts"
     verbose = run_on_terminal(80, ["job.yaml", "-v", "--fresh"], tmp_path)
     assert "order: " in verbose
-
-
-def test_the_last_call_tells_the_end(server: FakeSGLang) -> None:
-    """However short a run is, the program hears of its end."""
-    told: list[batchrunner.Progress] = []
-    server.script = lambda sent: "too long" if sent.prompt == "b" else "answer"
-    batchrunner.generate(["a", "b", "c"], engine=server.url, prompt={"text": "text"}, on_progress=told.append)
-    last = told[-1]
-    assert (last.rows_done, last.rows_total, last.rows_failed, last.rows_in_flight) == (3, 3, 1, 0)
-    assert last.eta_s in {0, None}
-    assert not last.simulated
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        last.rows_done = 4  # type: ignore[misc]
 
 
 def test_calls_are_a_second_apart(tmp_path: Path, server: FakeSGLang) -> None:

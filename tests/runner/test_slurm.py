@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-import shlex
 import signal
 import subprocess
-import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -80,18 +78,6 @@ def test_bash_reads_it_as_meant(tmp_path: Path) -> None:
     told = (tmp_path / "arguments").read_text().splitlines()
     assert told[:2] == [str(here / "job.yaml"), "--join"]
     assert told[-2:] == ["--set", value]
-
-
-def test_it_runs_the_batchrun_that_wrote_it(tmp_path: Path) -> None:
-    """Without a preamble the script needs nothing on the PATH: it names this interpreter."""
-    script = script_of(tmp_path, "--array", "0")
-    line = next(line for line in script.splitlines() if line.startswith("batchrun=("))
-    command = shlex.split(line.partition("(")[2].partition(")")[0])
-    assert command[0] == sys.executable
-    done = subprocess.run(
-        [*command, "--version"], capture_output=True, text=True, check=True, timeout=PATIENCE_S
-    )
-    assert done.stdout.startswith("batchrun ")
 
 
 @pytest.mark.parametrize(

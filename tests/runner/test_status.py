@@ -1,4 +1,4 @@
-"""`batchrun status` tells how far a run is, from its files."""
+"""`batchrun status` tells how far a run is, `batchrun check` what it would do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import re
 import socket
 import time
 from dataclasses import asdict, replace
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
@@ -17,12 +20,12 @@ from batchrunner.output import liveness
 from batchrunner.output.events import read_events
 from batchrunner.output.holder import this_process
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.status import status
 from tests.conftest import (
     batchrun,
     eventually,
     job_of,
+    results_of,
     started,
     write_job,
 )
@@ -32,19 +35,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.support.fake_sglang import FakeSGLang
-
-
-def test_an_old_sample_is_not_shown(tmp_path: Path) -> None:
-    """While a later start loads its engine nothing is said of a speed that was yesterday's."""
-    batchrunner.run(job_of(tmp_path))
-    run_dir = RunDir(tmp_path / "run")
-    with hold_task(run_dir):
-        assert status(run_dir.path)["tasks"][0]["last_sample"]["rows_done"] == 10
-        events = [{**event, "time": event["time"] - 86400} for event in read_events(run_dir.events)]
-        run_dir.events.write_text("".join(json.dumps(event) + "\n" for event in events))
-        state = status(run_dir.path)
-    assert (state["tasks"][0]["last_sample"], state["rows_per_s"]) == (None, 0)
-    assert state["running"]
 
 
 @pytest.mark.parametrize(("off_s", "beats"), [(-3600, True), (3600, False)])
@@ -130,3 +120,67 @@ def test_merge_of_a_run_at_work(tmp_path: Path, server: FakeSGLang, parts: int) 
     server.answer_held()
     assert batchrun(file).exit_code == 0
     assert batchrun("merge", tmp_path / "run").exit_code == 0
+
+
+def test_check_sends_nothing(tmp_path: Path, server: FakeSGLang) -> None:
+    """`check` shows three prompts, what is to do and what is done, and touches neither server nor disk."""
+    job = job_of(tmp_path, server, prompt={"user": "Say {{ text }}"}, input={"limit": 5})
+    result = batchrun("check", write_job(job, tmp_path), "--json")
+    found = json.loads(result.stdout)
+    assert (found["rows_total"], found["rows_done"], found["rows_to_do"]) == (5, 0, 5)
+    assert [prompt["prompt"][0]["content"] for prompt in found["prompts"]] == [
+        f"Say row {i}" for i in range(3)
+    ]
+    assert server.sent == []
+    assert not (tmp_path / "run").exists()
+    batchrunner.run(job)
+    later = json.loads(batchrun("check", write_job(job, tmp_path), "--json", "--set", "input.limit=7").stdout)
+    assert (later["rows_total"], later["rows_done"], later["rows_to_do"]) == (7, 5, 2)
+
+
+def test_check_says_what_json_cannot_hold(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows that a run would refuse before it sends them are shown with its own words."""
+    kind = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "score": pa.decimal128(5, 2)}))
+    message = {"role": "user", "content": "hi", "score": Decimal("1.50")}
+    table = pa.table({"chat": pa.array([[message], [{**message, "score": None}]], kind), "text": ["a", ""]})
+    pq.write_table(table, tmp_path / "input.parquet")
+    for prompt, bad in [({"messages": "chat"}, 0), ({"text": "{{ text }}"}, 1)]:
+        job = job_of(tmp_path, server, prompt=prompt, output={"path": str(tmp_path / f"run{bad}")})
+        file = write_job(job, tmp_path)
+        shown = batchrun("check", file)
+        assert "1 of the first 2 rows cannot be sent" in shown.stdout
+        found = json.loads(batchrun("check", file, "--json").stdout)["prompts"]
+        batchrunner.run(job)
+        errors = [row["error"] for row in results_of(job)]
+        assert [prompt["error"] for prompt in found] == errors
+        assert errors[bad] is not None
+        assert errors[bad] in shown.stdout
+
+
+def test_check_counts_what_cannot_be_sent(tmp_path: Path) -> None:
+    """Rows behind the shown ones count too: null and empty prompts, and templates that fail."""
+    texts = ["a", "b", "c", None, "", "d", None, "e", "f", "g"]
+    pq.write_table(pa.table({"text": texts, "n": range(10)}), tmp_path / "input.parquet")
+    file = write_job(job_of(tmp_path), tmp_path)
+    shown = batchrun("check", file)
+    assert shown.exit_code == 0
+    assert "3 of the first 10 rows cannot be sent; nothing was sent" in shown.stdout
+    assert "cannot be sent: 2 rows: prompt: column 'text' is null (row 3)" in shown.stdout
+    assert "cannot be sent: 1 row: prompt: column 'text' is empty (row 4)" in shown.stdout
+    found = json.loads(batchrun("check", file, "--json", "--set", "prompt.text={{ 6 // (n - 5) }}").stdout)
+    assert (found["rows_looked_at"], found["rows_not_sendable"]) == (10, 1)
+    assert found["not_sendable"][0]["example"].startswith("template: ZeroDivisionError: ")
+    assert found["prompts"][2]["error"] is None
+
+
+def test_check_counts_blank_prompts(tmp_path: Path) -> None:
+    """They are sent, since a model answers them; the user is told."""
+    (tmp_path / "input.csv").write_text("name,text\na,hello\nb,\nc,  \nd,world\n")
+    job = job_of(tmp_path, prompt={"user": "{{ text }}"}, input={"path": str(tmp_path / "input.csv")})
+    file = write_job(job, tmp_path)
+    line = "2 of the first 4 rows would be sent with a blank prompt: input.filter leaves rows out"
+    assert line in batchrun("check", file).stdout
+    found = json.loads(batchrun("check", file, "--json").stdout)
+    assert (found["rows_blank"], found["rows_not_sendable"]) == (2, 0)
+    named = batchrun("check", file, "--set", "prompt.user=Greet {{ name }}: {{ text }}").stdout
+    assert "blank" not in named

@@ -30,7 +30,6 @@ GROUPS = {
     "site": ("tests/test_site.py",),
     "transformers": (
         "test_tokens_made_here.py",
-        "tests/input/tokenize/test_chat_template.py",
         "tests/input/tokenize/test_encoder.py",
     ),
 }

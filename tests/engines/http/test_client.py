@@ -1,16 +1,42 @@
-"""The events of an answer to several rows, whatever they are."""
+"""What is posted to a server, and its answers: whatever comes is read, or is a failed attempt."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from yarl import URL
 
-from batchrunner.core.errors import BundleRefusedError
+from batchrunner.core.errors import (
+    AttemptFailedError,
+    BundleRefusedError,
+    EngineBusyError,
+    EngineDownError,
+)
+from batchrunner.core.types import RequestBody
 from batchrunner.engines.http.client import EventLines
-from tests.support.reader_checks import ANY_JSON, check_bundle, json_of, some_odd
+from batchrunner.engines.http.connections import HeldPort, free_port
+from batchrunner.engines.http.direct import PostedAnswer, PostSender
+from batchrunner.engines.http.failures import error_of
+from batchrunner.engines.http.replies import completion_of_body
+from tests.support.reader_checks import (
+    ANY_JSON,
+    KINDS,
+    check_answer,
+    check_bundle,
+    check_error,
+    json_of,
+    some_odd,
+)
 
 ROWS = 4
 META = {"finish_reason": {"type": "stop"}, "prompt_tokens": 3, "completion_tokens": 2}
@@ -50,16 +76,248 @@ def test_events_in_any_pieces(events: list[bytes], end: bytes, data: st.DataObje
     assert found == events
 
 
-@given(pieces=st.lists(st.binary(max_size=50), max_size=20))
-def test_any_bytes_can_be_cut(pieces: list[bytes]) -> None:
-    lines = EventLines()
-    found = [event for piece in pieces for event in lines.feed(piece)]
-    assert all(b"\n" not in event for event in found)
-
-
 def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("batchrunner.engines.http.client.MOST_ANSWER_BYTES", 100)
     lines = EventLines()
     lines.feed(b"data: " + b"x" * 90)
     with pytest.raises(BundleRefusedError, match="an event is larger than"):
         lines.feed(b"x" * 90)
+
+
+def test_ports_to_listen_on_are_not_for_connections() -> None:
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(free_port() < low for _ in range(20))
+
+
+def test_a_held_port_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tasks of a node that draw the same port do not both start a server on it."""
+    one, other = free_port(), free_port()
+    drawn = iter([one, one, other, one])
+    monkeypatch.setattr("batchrunner.engines.http.connections.free_port", lambda: next(drawn))
+    ours = HeldPort()
+    theirs = HeldPort()
+    ours.release()
+    later = HeldPort()
+    assert (ours.number, theirs.number, later.number) == (one, other, one)
+    theirs.release()
+    later.release()
+
+
+KEY = {"Authorization": "Bearer secret"}
+"""Headers of all requests of a session."""
+
+
+class Seen:
+    """A server that keeps what comes."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str, dict[str, str], bytes]] = []
+        self.connections: set[Any] = set()
+        self.moved = 307, "/elsewhere"
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        headers = dict(request.headers)
+        self.requests.append((request.method, request.raw_path, headers, await request.read()))
+        self.connections.add(request.transport)
+        if request.raw_path.endswith("/moved"):
+            status, location = self.moved
+            return web.Response(status=status, headers={"Location": location})
+        return web.Response(text="x" * 3_000_000 if request.raw_path.endswith("/long") else "answer")
+
+
+@asynccontextmanager
+async def serving(answer: Callable[[Any], Any]) -> AsyncIterator[URL]:
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    yield URL.build(scheme="http", host="127.0.0.1", port=runner.addresses[0][1])
+    await runner.cleanup()
+
+
+async def body_of(answer: PostedAnswer) -> bytes:
+    try:
+        return await answer.content.read()
+    finally:
+        answer.release()
+
+
+async def test_the_request_of_the_session() -> None:
+    """The server sees the same method, path, headers and body."""
+    seen = Seen()
+    async with serving(seen.answer) as url, aiohttp.ClientSession(headers=KEY) as session:
+        target = url / "generate"
+        for by_session in (False, True):
+            sender = PostSender(session, target)
+            sender.is_direct = not by_session
+            answer = await sender.post(b'{"text": "a"}', {"X-SMG-Routing-Key": "7"})
+            assert (answer.status, await body_of(answer)) == (200, b"answer")
+    direct, other = seen.requests
+    assert direct == other
+    assert direct[2]["X-SMG-Routing-Key"] == "7"
+    assert direct[2]["Authorization"] == "Bearer secret"
+
+
+async def test_connections_are_used_again() -> None:
+    """One after the other they share a connection, unless an answer was not read to its end."""
+    seen = Seen()
+    async with serving(seen.answer) as url, aiohttp.ClientSession() as session:
+        short, long = PostSender(session, url / "short"), PostSender(session, url / "long")
+        for _ in range(3):
+            assert await body_of(await short.post(b"{}", None)) == b"answer"
+        assert len(seen.connections) == 1
+        (await long.post(b"{}", None)).release()
+        assert await body_of(await short.post(b"{}", None)) == b"answer"
+        assert len(seen.connections) == 2
+        assert len(await body_of(await long.post(b"{}", None))) == 3_000_000
+        assert len(seen.connections) == 2
+
+
+async def test_redirects_are_followed() -> None:
+    """The session follows them: another server than the one that redirects does not get the key."""
+    seen, others = Seen(), Seen()
+    async with serving(others.answer) as other, serving(seen.answer) as url:
+        for location, asked in (("/elsewhere", seen), (str(other / "elsewhere"), others)):
+            for status, method in ((302, "GET"), (307, "POST")):
+                seen.moved = status, location
+                async with aiohttp.ClientSession(headers=KEY) as session:
+                    answer = await PostSender(session, url / "moved").post(b'{"text": "a"}', None)
+                    assert (answer.status, await body_of(answer)) == (200, b"answer")
+                found = asked.requests[-1]
+                assert found[:2] == (method, "/elsewhere")
+                assert found[2].get("Authorization") == ("Bearer secret" if asked is seen else None)
+                assert found[3] == (b'{"text": "a"}' if method == "POST" else b"")
+
+
+async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Seen()
+    async with serving(seen.answer) as proxy, aiohttp.ClientSession(trust_env=True) as session:
+        monkeypatch.setenv("http_proxy", str(proxy))
+        monkeypatch.delenv("no_proxy", raising=False)
+        answer = await PostSender(session, URL("http://engine.invalid:1234/generate")).post(b"{}", None)
+        assert await body_of(answer) == b"answer"
+    assert seen.requests[0][1] == "http://engine.invalid:1234/generate"
+
+
+async def test_a_cancelled_post_ends_its_connection() -> None:
+    """So the server learns that nobody waits any more."""
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"{}")
+        begun.set()
+        await reader.read()
+        ended.set()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, aiohttp.ClientSession() as session:
+        port = server.sockets[0].getsockname()[1]
+        sender = PostSender(session, URL.build(scheme="http", host="127.0.0.1", port=port))
+        post = asyncio.ensure_future(sender.post(b"{}", None))
+        await begun.wait()
+        post.cancel()
+        await ended.wait()
+        assert post.cancelled()
+
+
+REASON = {"type": "stop", "matched": 2, "message": "m", "status_code": 500}
+META_INFO: dict[str, Any] = {
+    "finish_reason": REASON, "prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 0,
+    "num_retractions": 0, "weight_version": "default",
+}  # fmt: skip
+SAMPLE = {"text": "a text", "meta_info": META_INFO}
+CHOICE = {
+    "index": 0, "message": {"role": "assistant", "content": "a text", "reasoning_content": None},
+    "finish_reason": "stop", "meta_info": META_INFO,
+}  # fmt: skip
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 0}}
+ANSWERS: list[Any] = [
+    SAMPLE, [SAMPLE], [SAMPLE, SAMPLE], {"choices": [CHOICE], "usage": USAGE},
+    {"choices": [CHOICE, {**CHOICE, "index": 1}], "usage": USAGE}, {"tokens": [1, 2]},
+]  # fmt: skip
+
+
+def test_good_answers_pass_the_check() -> None:
+    """The property below is tried with answers that are read, not only with those that are refused."""
+    assert check_answer(json_of(SAMPLE))
+    assert check_answer(json_of([SAMPLE, SAMPLE]), samples=2)
+    assert check_answer(json_of(ANSWERS[3]), "messages")
+    assert check_answer(json_of(ANSWERS[4]), "messages", 2)
+
+
+@given(
+    reply=some_odd(ANSWERS).map(json_of) | ANY_JSON.map(json_of) | st.binary(),
+    kind=st.sampled_from(KINDS),
+    samples=st.sampled_from([1, 2, 4]),
+)
+def test_any_answer_can_be_read_and_written(reply: bytes, kind: str, samples: int) -> None:
+    """Whatever comes is an answer that the results can hold, or a failed attempt."""
+    check_answer(reply, kind, samples)
+
+
+def _error_body(code: str) -> bytes:
+    message = "error sending request for url (http://127.0.0.1:1/generate)"
+    return json.dumps({"error": {"type": "Internal Server Error", "code": code, "message": message}}).encode()
+
+
+def test_what_the_gateway_says() -> None:
+    """A worker out of reach is nobody's fault and no sign of load; other errors mean what they always do."""
+    for status, code in [(500, "call_upstream_request_error"), (503, "no_available_workers")]:
+        assert type(error_of(status, _error_body(code))) is EngineDownError
+    assert type(error_of(500, _error_body("internal_error"))) is AttemptFailedError
+    assert type(error_of(503, b'{"error": {"message": "The request queue is full."}}')) is EngineBusyError
+    assert type(error_of(500, b"[]")) is AttemptFailedError
+
+
+@given(
+    code=st.integers(201, 999),
+    body=some_odd([{"error": {"code": "x", "message": "m"}, "detail": ["d"]}]).map(json_of) | st.binary(),
+    retry_after=st.none() | st.text(max_size=9),
+)
+def test_any_error_can_be_read(code: int, body: bytes, retry_after: str | None) -> None:
+    """Whatever an error's body and headers are, it is an error of the row."""
+    check_error(code, body, retry_after)
+
+
+BODY = RequestBody("/v1/chat/completions", b'{"messages": []}', "gpt-4o-mini", 16)
+REPLY: dict[str, Any] = {
+    "id": "1",
+    "model": "default",
+    "choices": [{"index": 0, "message": {"content": "yes"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 3, "completion_tokens": 1},
+}
+
+
+@given(
+    st.binary()
+    | st.builds(
+        lambda key, value: json.dumps({**REPLY, key: value}).encode(),
+        st.sampled_from(sorted(REPLY)),
+        st.recursive(st.none() | st.integers() | st.floats() | st.text(), st.lists),
+    )
+)
+def test_no_reply_breaks_the_reader(reply: bytes) -> None:
+    """Any reply is an answer, which is kept as JSON on one line, or a failed try."""
+    try:
+        completion = completion_of_body(BODY, reply)
+    except AttemptFailedError:
+        return
+    (kept,) = completion.columns["response"]
+    assert "\n" not in kept
+    assert json.loads(kept)["model"] == "gpt-4o-mini"
+
+
+@pytest.mark.parametrize(
+    ("asked", "came", "is_answer"),
+    [(b"2", 2, True), (b"2.0", 2, True), (b"null", 1, True), (b"2", 1, False)],
+)
+def test_the_number_of_choices(asked: bytes, came: int, *, is_answer: bool) -> None:
+    """A chat has as many choices as it asks for."""
+    body = BODY._replace(content=b'{"messages": [], "n": %s}' % asked)
+    reply = json.dumps({**REPLY, "choices": REPLY["choices"] * came}).encode()
+    if is_answer:
+        assert completion_of_body(body, reply).texts == ["yes"]
+    else:
+        with pytest.raises(AttemptFailedError, match="were asked for"):
+            completion_of_body(body, reply)

@@ -1,19 +1,19 @@
-"""The description of replicas, from what each says of itself."""
+"""What a server says of itself and of its load, whatever it offers."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import EngineStartError
+from batchrunner.engines.http.loads import LOADS, METRICS, counters_in, from_metrics, load_in
 from batchrunner.engines.http.model_guard import common_model
-from batchrunner.engines.http.server_info import describe, pooling_note, prefill_tokens
-from tests.support.reader_checks import check_description, json_of, some_odd
+from batchrunner.engines.http.server_info import describe
+from tests.support.reader_checks import ANY_JSON, check_description, check_load, json_of, some_odd
 
 MODEL = {"model_path": "org/model"}
 SERVER: dict[str, Any] = {
@@ -48,17 +48,6 @@ def test_replicas_that_tokenize_in_two_ways_do_it_themselves() -> None:
     assert other.own == "the replicas' arguments differ"
 
 
-def test_lpm_is_noted() -> None:
-    (note,) = describe([MODEL], [{**SERVER, "schedule_policy": "lpm"}], []).notes
-    assert "fcfs keeps it" in note
-
-
-def test_a_prefill_pass_takes_the_smaller_limit() -> None:
-    assert prefill_tokens({"chunked_prefill_size": 512, "max_prefill_tokens": 256}) == 256
-    assert prefill_tokens({"chunked_prefill_size": -1, "max_prefill_tokens": 256}) == 256
-    assert prefill_tokens({}) is None
-
-
 @given(some_odd([{**SERVER, **MODEL, "served_model_name": "m", "weight_version": "v", "workers": [
     {"url": "http://a", "connection_mode": "HTTP"}]}]))  # fmt: skip
 def test_any_description_can_be_read(found: Any) -> None:
@@ -84,15 +73,149 @@ def test_media_taken(models: list[dict[str, Any]], expected: tuple[Any, ...]) ->
     assert (info.takes_images, info.takes_audio, info.takes_videos) == expected
 
 
-@pytest.mark.parametrize(
-    ("mean", "pooling", "is_told"), [(True, "cls", True), (True, "mean", False), (False, "cls", False)]
+URL = "http://127.0.0.1:30000"
+
+
+def load(rank: int, running: int, queue: int) -> dict[str, Any]:
+    return {
+        "timestamp": 1795261003.4985807, "dp_rank": rank, "num_running_reqs": running,
+        "num_waiting_reqs": queue, "num_waiting_uncached_tokens": 0, "num_used_tokens": 1500,
+        "num_total_tokens": 1500, "max_total_num_tokens": 20000, "max_running_requests": 32,
+        "token_usage": 0.075, "gen_throughput": 0.0, "cache_hit_rate": 0.0, "utilization": 0.0,
+    }  # fmt: skip
+
+
+def test_loads_of_one_scheduler() -> None:
+    """One scheduler goes by the server's address."""
+    assert load_in(LOADS, json_of({"version": "0.5.23", "loads": [load(0, 30, 200)]}), URL) == [
+        SchedulerLoad(
+            URL,
+            "loads",
+            30,
+            200,
+            0.075,
+            used_tokens=1500,
+            max_total_tokens=20000,
+            max_running=32,
+            route=URL,
+            taken_at=1795261003.4985807,
+        )
+    ]
+
+
+def test_loads_of_dp_ranks() -> None:
+    """Each DP rank has a scheduler, and a name, of its own."""
+    found = load_in(LOADS, json_of({"loads": [load(0, 30, 200), load(1, 12, 0)]}), URL)
+    assert [(s.scheduler, s.running, s.queue) for s in found] == [
+        (f"{URL}#dp0", 30, 200),
+        (f"{URL}#dp1", 12, 0),
+    ]
+
+
+@pytest.mark.parametrize("reply", [{}, {"error": "no"}, {"loads": [{}]}, {"loads": None}, []])
+def test_something_else_is_not_a_load(reply: Any) -> None:
+    """A reply that is no load is an error, never a load of 0, which would look like a starving engine."""
+    with pytest.raises(ValueError, match="no load"):
+        load_in(LOADS, json_of(reply), URL)
+
+
+def test_a_queue_that_cannot_be_is_no_load() -> None:
+    """A broken gauge would hold the window at one request for ever."""
+    for path, reply in [
+        (LOADS, json_of({"loads": [load(0, 3, 1 << 40)]})),
+        (METRICS, metrics(0, 3, 1 << 40).encode()),
+    ]:
+        with pytest.raises(ValueError, match="no load"):
+            load_in(path, reply, URL)
+
+
+def metrics(rank: int, running: int, queue: int) -> str:
+    labels = f'engine_type="unified",model_name="m",tp_rank="0",pp_rank="0",dp_rank="{rank}"'
+    other = labels.replace('tp_rank="0"', 'tp_rank="1"')
+    stage = labels.replace('pp_rank="0"', 'pp_rank="1"')
+    return "\n".join(
+        [
+            "# HELP sglang:num_running_reqs The number of running requests.",
+            "# TYPE sglang:num_running_reqs gauge",
+            f"sglang:num_running_reqs{{{labels}}} {running}.0",
+            f"sglang:num_running_reqs{{{other}}} 99.0",
+            f"sglang:num_running_reqs{{{stage}}} 98.0",
+            "# HELP sglang:num_queue_reqs The number of requests in the waiting queue.",
+            "# TYPE sglang:num_queue_reqs gauge",
+            f"sglang:num_queue_reqs{{{labels}}} {queue}.0",
+            "# HELP sglang:token_usage The token usage.",
+            "# TYPE sglang:token_usage gauge",
+            f"sglang:token_usage{{{labels}}} 0.93",
+            "# HELP sglang:num_used_tokens The number of used tokens.",
+            "# TYPE sglang:num_used_tokens gauge",
+            f"sglang:num_used_tokens{{{labels}}} 18600.0",
+            "",
+        ]
+    )
+
+
+def test_metrics_under_dp_attention() -> None:
+    """Each DP rank is another tensor-parallel rank there, and each tells of a scheduler of its own."""
+    text = "\n".join(
+        f"# TYPE sglang:{name} {kind}\n"
+        + "\n".join(f'sglang:{name}{{tp_rank="{n}",dp_rank="{n}"}} {value + n}' for n in range(3))
+        for name, kind, value in [
+            ("num_running_reqs", "gauge", 10),
+            ("num_queue_reqs", "gauge", 100),
+            ("num_retracted_requests_total", "counter", 1),
+        ]
+    )
+    assert [(s.running, s.queue) for s in from_metrics(text + "\n", URL)] == [(10, 100), (11, 101), (12, 102)]
+    assert counters_in(text + "\n")["num_retracted_requests_total"] == 1 + 2 + 3
+
+
+def test_metrics_of_one_scheduler() -> None:
+    """The gauges of the first tensor-parallel rank of the first pipeline stage count; others repeat them."""
+    assert from_metrics(metrics(0, 30, 200), URL) == [
+        SchedulerLoad(
+            URL,
+            "metrics",
+            30,
+            200,
+            0.93,
+            used_tokens=18600,
+            max_total_tokens=None,
+            max_running=None,
+            route=URL,
+        )
+    ]
+
+
+def test_text_that_is_no_metrics() -> None:
+    """A web page is refused."""
+    with pytest.raises(ValueError, match=r"(?i)invalid|could not|expected"):
+        from_metrics("<html><body>404 not found</body></html>", URL)
+
+
+@given(
+    st.just(b"") | st.binary() | ANY_JSON.map(json_of)
+    | some_odd([{"loads": [load(0, 3, 2)]}, {"loads": [load(0, 3, 2), load(1, 0, 0)]}]).map(json_of)
+)  # fmt: skip
+def test_any_load_can_be_read(reply: bytes) -> None:
+    """Whatever comes is a load that windows can follow, or none."""
+    check_load(reply)
+
+
+VALUES = ["1", "0.5", "+Inf", "-Inf", "NaN", "1e308", "-3", "", "x", "\0", "9" * 400]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["running", "queue"]), st.text(max_size=3), st.sampled_from(VALUES)))
 )
-def test_a_server_that_makes_vectors_otherwise(
-    tmp_path: Path, mean: bool, pooling: str, is_told: bool
-) -> None:
-    """A line says so where the model's files and the server are known to differ."""
-    (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": mean}))
-    note = pooling_note({"model_path": str(tmp_path), "embedding": {"pooling": pooling}})
-    assert ("of the first token" in (note or "")) == is_told
-    assert pooling_note({"model_path": str(tmp_path), "embedding": [pooling]}) is None
+def test_any_metrics_can_be_read(samples: list[tuple[str, str, str]]) -> None:
+    """Numbers that no gauge has, and labels of all kinds."""
+    names = {"running": "num_running_reqs", "queue": "num_queue_reqs"}
+    lines = [f'sglang:{names[name]}{{dp_rank="{rank}"}} {value}' for name, rank, value in samples]
+    types = [f"# TYPE sglang:{name} gauge" for name in names.values()]
+    check_load("\n".join([*types, *lines, ""]).encode())
+
+
+def test_good_loads_pass_the_check() -> None:
+    """The properties above are tried with loads that are read, not only with those that are refused."""
+    assert check_load(json_of({"loads": [load(0, 3, 2)]}))
+    assert check_load(metrics(0, 30, 200).encode())

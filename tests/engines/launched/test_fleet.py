@@ -1,39 +1,44 @@
-"""Replicas get GPUs, ports and arguments of their own."""
+"""Launched servers: their GPUs, ports and arguments; none outlives its owner, and no key is seen."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+import os
+import signal
+import stat
 import subprocess
 import sys
+import textwrap
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+import batchrunner
 from batchrunner.core.errors import (
     EngineStartError,
 )
+from batchrunner.core.processes import STOP_SIGNALS
 from batchrunner.engines.launched.fleet import GatewayProcess, LaunchedFleet, gpu_slices
 from batchrunner.engines.model_memory import with_tp
 from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.spec import LimitsSpec
-
-if TYPE_CHECKING:
-    from pathlib import Path
-import json
-from typing import TYPE_CHECKING
-
-import batchrunner
 from tests.conftest import job_of
+from tests.support.engine_processes import deaf_to
 from tests.support.launchable import launchable
 from tests.support.server_thread import PATIENCE_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 def test_gpus_are_dealt_out() -> None:
     assert gpu_slices([], 1, "auto") == [[]]
-    assert gpu_slices([], 1, 2) == [[], []]
     assert gpu_slices(["0", "1", "2", "3"], 1, "auto") == [["0"], ["1"], ["2"], ["3"]]
     assert gpu_slices(["4", "5", "6"], 2, "auto") == [["4", "5"]]
-    assert gpu_slices(["a", "b"], 1, 1) == [["a"]]
     with pytest.raises(EngineStartError, match="needs 2 GPUs: 1 there"):
         gpu_slices(["0"], 2, "auto")
     with pytest.raises(EngineStartError, match="needs 3 GPUs: 2 there"):
@@ -47,7 +52,6 @@ def test_gpus_are_dealt_out() -> None:
         ({"pp-size": 2}, ["4,5", "6,7"]),
         ({"data-parallel-size": 2}, ["4,5", "6,7"]),
         ({"dp-size": 2, "enable-dp-attention": True}, ["4", "5", "6", "7"]),
-        ({"dp_size": 2, "enable_dp_attention": True}, ["4", "5", "6", "7"]),
     ],
 )
 def test_the_jobs_own_gpus_are_dealt_out(
@@ -104,7 +108,6 @@ class Handler(Server):
     ("args", "has_key"),
     [
         ({}, True),
-        ({"tokenizer-worker-num": 1}, True),
         ({"tokenizer-worker-num": 4}, False),
         ({"--tokenizer_worker_num": "2"}, False),
     ],
@@ -127,3 +130,179 @@ def test_interpreter_without_a_gateway(tmp_path: Path) -> None:
     gateway = GatewayProcess(spec, [], key="x", log_dir=tmp_path, limits=LimitsSpec(request_timeout=9))
     with pytest.raises(EngineStartError, match=r"has no sglang_router: install batchrunner\[gateway\]"):
         asyncio.run(gateway.start())
+
+
+LAUNCHER = Path(batchrunner.__file__).parent / "engines" / "launched" / "launcher.py"
+SECRET = "5ecret"
+WAIT_S = PATIENCE_S
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl and /proc are Linux's")
+
+# A stand-in for the engine. It prints its arguments as SGLang does. Its tree: a child by spawn, a
+# grandchild in a session of its own, and an orphan in another, whose parent has ended.
+FAKE_SERVER = """
+    import json, multiprocessing, os, signal, subprocess, sys, time
+
+    def worker(argv, path):
+        held = subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
+        )
+        read, write = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.write(write, str(os.getpid()).encode())
+                time.sleep(600)
+            os._exit(0)
+        orphan = int(os.read(read, 99))
+        seen = {"pids": [os.getppid(), os.getpid(), held.pid, orphan], "key": sys.argv[-1]}
+        with open(path + ".partial", "w") as file:
+            json.dump(seen, file)
+        os.rename(path + ".partial", path)
+        time.sleep(600)
+
+    if __name__ == "__main__":
+        mode, path, *rest = sys.argv[1:]
+        print("server_args", rest)
+        print(json.dumps(rest), *rest)
+        os.write(2, b"not text: \\xff\\xfe\\n")
+        if mode.isdigit():
+            sys.exit(int(mode))
+        if mode == "signal":
+            os.kill(os.getpid(), signal.SIGUSR2)
+        context = multiprocessing.get_context("spawn")
+        child = context.Process(target=worker, args=(sys.argv, path))
+        child.start()
+        child.join()
+"""
+
+
+class Launched:
+    """A launcher that runs the stand-in, and what the stand-in told about its tree."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log, self.told = folder / "server.log", folder / "told.json"
+        (folder / "fake_server.py").write_text(textwrap.dedent(FAKE_SERVER))
+        self.env = {**os.environ, "PYTHONPATH": str(folder)}
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def config(self, mode: str) -> bytes:
+        """The line that the launcher reads first."""
+        fields = {
+            "module": "fake_server",
+            "argv": [mode, str(self.told)],
+            "secret": SECRET,
+            "secret_flag": "--api-key",
+            "log": str(self.log),
+        }
+        return json.dumps(fields).encode() + b"\n"
+
+    def start(self, mode: str) -> subprocess.Popen[bytes]:
+        """Start the launcher as the runner does."""
+        command = [sys.executable, str(LAUNCHER)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=self.env)
+        assert self.process.stdin is not None
+        self.process.stdin.write(self.config(mode))
+        self.process.stdin.flush()
+        return self.process
+
+    def tree(self) -> list[int]:
+        """Server, child, grandchild and orphan, once they all run."""
+        wait_for(self.told.exists)
+        pids: list[int] = json.loads(self.told.read_text())["pids"]
+        assert all(map(alive, pids))
+        return pids
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Launched]:
+    it = Launched(tmp_path)
+    yield it
+    if it.process is not None:
+        it.process.kill()
+        it.process.communicate()
+    if it.told.exists():  # only where a test failed is there anything left to kill
+        for pid in filter(alive, json.loads(it.told.read_text())["pids"]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def alive(pid: int) -> bool:
+    """Whether `pid` runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Return once `condition()` holds; fail when it does not come to."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def gone(pids: list[int]) -> bool:
+    return not any(map(alive, pids))
+
+
+@pytest.mark.parametrize(("mode", "status"), [("0", 0), ("3", 3), ("signal", 128 + signal.SIGUSR2)])
+def test_exit_status_is_the_servers(launched: Launched, mode: str, status: int) -> None:
+    """What the server ended with decides what the runner tells the user."""
+    assert launched.start(mode).wait(WAIT_S) == status
+
+
+def test_key_shows_nowhere(launched: Launched) -> None:
+    """Nobody who can list processes, or read the log, learns the key; the server itself has it."""
+    launcher = launched.start("quiet")
+    pids = [launcher.pid, *launched.tree()]
+    for pid in pids:
+        for name in ("cmdline", "environ"):
+            assert SECRET.encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
+    assert json.loads(launched.told.read_text())["key"] == SECRET
+
+
+def test_log_is_private_redacted_and_whole(launched: Launched) -> None:
+    """The log keeps all the server said, bytes that are no text too, but for the key; it is appended to."""
+    launched.log.touch(0o600)
+    launched.log.write_bytes(b"earlier\n")
+    launched.start("3").wait(WAIT_S)
+    log = launched.log.read_bytes()
+    assert SECRET.encode() not in log
+    assert log.startswith(b"earlier\nserver_args ['--api-key', '***']\n")
+    assert b"not text: \xff\xfe\n" in log
+    assert stat.S_IMODE(launched.log.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_to_all_is_for_the_runner_to_judge(launched: Launched, number: signal.Signals) -> None:
+    """A Ctrl-C, or a SIGTERM of Slurm's, reaches the whole tree, and must not cut rows in flight."""
+    launcher = launched.start("quiet")
+    tree = [launcher.pid, *launched.tree()]
+    assert not [pid for pid in tree if number not in deaf_to(pid)]
+    for pid in tree:
+        os.kill(pid, number)
+    assert all(map(alive, tree))
+
+
+def test_killed_owner_leaves_nothing(launched: Launched) -> None:
+    """SIGKILL of the runner, which can tell nobody, still stops the server's whole tree."""
+    owner_code = (
+        "import subprocess, sys, time\n"
+        "p = subprocess.Popen(sys.argv[2:], stdin=subprocess.PIPE)\n"
+        "p.stdin.write(sys.argv[1].encode()); p.stdin.flush(); time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", owner_code, launched.config("quiet").decode()]
+    launched.process = subprocess.Popen([*command, sys.executable, str(LAUNCHER)], env=launched.env)
+    pids = launched.tree()
+    launched.process.kill()
+    wait_for(lambda: gone(pids))
+
+
+def test_killed_launcher_takes_the_server_along(launched: Launched) -> None:
+    """With the launcher itself killed, the kernel ends the server, which ends its own workers."""
+    launcher = launched.start("deaf")
+    server = launched.tree()[0]
+    launcher.kill()
+    wait_for(lambda: not alive(server))

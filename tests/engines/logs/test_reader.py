@@ -13,12 +13,14 @@ from batchrunner.advise.advise import advise
 from batchrunner.advise.rules import apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.engines.flags import Flags
+from batchrunner.engines.logs.lines import LoggedBatch, ServerReady, origin_of, record_in
 from batchrunner.engines.logs.reader import LogReader
-from batchrunner.engines.logs.series import Thresholds
+from batchrunner.engines.logs.series import LoadSample, Series, Thresholds
 from tests.conftest import batchrun
 from tests.support.sglang_logs import GUIDES, RETRACTIONS, LogWriter, changes, cuda_oom, interleaved, judged
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
 
@@ -89,14 +91,6 @@ def test_words_alone_are_no_sign(line: str, tmp_path: Path) -> None:
     found = judged(log.text(), tmp_path)
     assert found.healthy
     assert found.situation.load.counted == 40
-
-
-def test_a_restart_with_other_flags_is_a_new_story(tmp_path: Path) -> None:
-    """What was wrong before the flags changed is not held against the new ones."""
-    before = LogWriter().started().decode(40, u=0.5)
-    after = LogWriter().started(schedule_conservativeness=0.3).decode(40)
-    assert changes(judged(before.text() + after.text(), tmp_path)) == {}
-    assert set(changes(judged(before.text() * 2, tmp_path))) == {"conservative"}
 
 
 @pytest.mark.parametrize(
@@ -211,3 +205,62 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert found.situation.load.counted == 20_000
     assert found.situation.load.share("empty") == 0.007
+
+
+@pytest.mark.parametrize(
+    ("line", "running", "queue", "usage", "tokens"),
+    [
+        (
+            ("[2026-11-21 12:00:00 TP0] Decode batch, #running-req: 233, #token: 370959, token usage: 0.82, "
+            "cuda graph: True, gen throughput (token/s): 4594.01, #queue-req: 317"),
+            233, 317, 0.82, 370959,
+        ),
+        (
+            ("[2026-11-21 12:00:00] Prefill batch, #new-seq: 1, #new-token: 16, #cached-token: 0, "
+            "token usage: 0.00, #running-req: 7, #queue-req: 0, #pending-token: 0, cuda graph: False, "
+            "input throughput (token/s): 0.84"),
+            7, 0, 0.0, None,
+        ),
+        (
+            ("[2026-11-21 12:00:00] Decode batch, #running-req: 9, #full token: 100, full token usage: 0.31, "
+            "#swa token: 90, swa token usage: 0.97, mamba num: 9, mamba usage: 0.20, accept len: 2.31, "
+            "cpu graph: False, gen throughput (token/s): 44.10, #queue-req: 5"),
+            9, 5, 0.97, None,
+        ),
+    ],
+)  # fmt: skip
+def test_the_pairs_of_a_batch_line(
+    line: str, running: int, queue: int, usage: float, tokens: int | None
+) -> None:
+    """Pairs come and go and change places; those that matter are found."""
+    found = record_in(line)
+    assert isinstance(found, LoggedBatch)
+    assert (found.running, found.queue, found.usage, found.tokens) == (running, queue, usage, tokens)
+
+
+@pytest.mark.parametrize("others", ["TP0", "PP0 ATTN_CP0 MOE_DP1 TP0 EP0"])
+def test_limits_and_ranks(others: str) -> None:
+    """The limits stand in a line at the start; the DP rank is told from the other ranks."""
+    line = (
+        f"[2026-11-21 11:59:00 DP1 {others}] max_total_num_tokens=665690, chunked_prefill_size=8192, "
+        "max_prefill_tokens=16384, max_running_requests=4096, context_len=65536, available_gpu_mem=13.50 GB"
+    )
+    assert record_in(line) == ServerReady(665690, 8192, 4096, 65536, gpu_gb=13.5)
+    assert origin_of(line).dp == "1"
+
+
+def series_of(queues: Iterable[int], limits: Thresholds | None = None) -> Series:
+    """Return the load of one scheduler that had these queues, a second apart."""
+    series = Series(limits or Thresholds())
+    for at, queue in enumerate(queues):
+        series.add("s", LoadSample(float(at), running=8, queue=queue, usage=0.5))
+    return series
+
+
+@pytest.mark.parametrize(("low", "share"), [(100, 0.0), (0, 1.0)])
+def test_the_drain_is_neither_empty_nor_in_the_band(low: int, share: float) -> None:
+    """What ran dry at the end counts nowhere, also where an empty queue is healthy."""
+    series = series_of([30] * 10 + [0] * 10, Thresholds(queue_low=low))
+    series.settle()
+    assert series.share("in_band") == share
+    assert series.share("empty") == 0

@@ -1,4 +1,4 @@
-"""The simulated scheduler: who is admitted, cached, sent back, and that every sample ends exactly once."""
+"""The simulated scheduler, and its clock: every sample ends exactly once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from batchrunner.engines.simulation.replica import (
+    H100_8B,
+    PARTS,
+    CostModel,
+    PassWork,
+    Replica,
+    fit_spans,
+)
 from batchrunner.engines.simulation.scheduler import Scheduler, SchedulerConfig, SimulatedRequest
 from tests.conftest import examples
 
@@ -16,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from batchrunner.engines.simulation.scheduler import StepResult
+
 
 NO_LIMIT = 1_000_000
 
@@ -51,49 +60,7 @@ def step(scheduler: Scheduler, limit: int = 1) -> StepResult:
 # One sample, and a few
 
 
-def test_one_sample_is_prefilled_and_then_decodes_the_rest() -> None:
-    """The prefill puts out the first token, each decode pass one more."""
-    scheduler = make()
-    [sample] = submit(scheduler, [SimulatedRequest(10, 5)])
-    prefill, decode = run(scheduler)
-    assert (prefill.kind, prefill.prefill_tokens, prefill.admitted, prefill.running) == ("prefill", 10, 1, 0)
-    assert (decode.kind, decode.steps, decode.running, decode.finished) == ("decode", 4, 1, [sample])
-    assert decode.used_tokens == 10 + 4
-    assert decode.kv_tokens == 10 + (1 + 2 + 3 + 4) / 4
-    assert (sample.state, sample.outputs) == ("finished", 5)
-    assert (scheduler.pool.used_tokens, scheduler.in_flight) == (0, 0)
-
-
-def test_passes_are_the_same_in_one_go_or_one_by_one() -> None:
-    """Skipping over passes in which nothing happens changes nothing."""
-
-    def totals(limit: int) -> tuple[Any, ...]:
-        made = random.Random(7)
-        scheduler = make(20, 3000)
-        rows = [SimulatedRequest(made.randint(5, 60), made.randint(1, 90), 100) for _ in range(150)]
-        submit(scheduler, rows)
-        kv_tokens = 0.0
-        while (found := scheduler.step(limit)) is not None:
-            kv_tokens += found.kv_tokens * found.steps
-        ended = [(row.state, row.outputs, row.retractions) for row in rows]
-        return (scheduler.decode_passes, scheduler.prefill_passes, scheduler.retractions, kv_tokens, ended)
-
-    assert totals(1) == totals(NO_LIMIT) == totals(3)
-
-
 # Admission
-
-
-def test_a_pass_takes_no_more_than_a_chunk() -> None:
-    """A long prompt is cut, one at a time, and others fill the rest of the last chunk."""
-    scheduler = make(chunked_prefill_tokens=100)
-    submit(scheduler, [SimulatedRequest(250, 5), SimulatedRequest(120, 5), SimulatedRequest(10, 5)])
-    found = [step(scheduler) for _ in range(4)]
-    assert [f.kind for f in found] == ["prefill"] * 4
-    assert [f.prefill_tokens for f in found] == [100, 100, 100, 80]
-    assert [f.admitted for f in found] == [1, 1, 2, 2]
-    run(scheduler)
-    assert scheduler.pool.used_tokens == 0
 
 
 # The ratio and retraction
@@ -135,19 +102,6 @@ def shared(
     ]
 
 
-def test_a_prefix_is_computed_once() -> None:
-    """A sibling that comes later finds it; one that is admitted in the same pass does not."""
-    scheduler = make()
-    first, second, third = (SimulatedRequest(100, 5, prefix=(("head", 80),)) for _ in range(3))
-    submit(scheduler, [first, second])
-    assert step(scheduler).prefill_tokens == 200
-    assert scheduler.pool.used_tokens == 80 + 20 + 20  # what both brought in is kept once
-    submit(scheduler, [third])
-    assert (step(scheduler).prefill_tokens, third.cached_tokens) == (20, 80)
-    run(scheduler)
-    assert (scheduler.pool.used_tokens, scheduler.pool.cache.evictable_tokens) == (0, 80 + 3 * (20 + 4))
-
-
 def test_the_order_decides_what_is_cached() -> None:
     """Sorted by prefix siblings enter one pass together; shuffled is better; leaders first is best.
 
@@ -177,43 +131,7 @@ def test_the_order_decides_what_is_cached() -> None:
     assert shares == pytest.approx([0.28, 0.556, 0.80], abs=0.06)
 
 
-def test_lpm_takes_the_cached_first() -> None:
-    """The longest cached prefix goes first, and one of those that share an uncached one."""
-    scheduler = make(max_running=1, policy="lpm")
-    submit(scheduler, [SimulatedRequest(100, 5, prefix=(("known", 80),))])
-    step(scheduler)
-    rows = submit(
-        scheduler,
-        [
-            SimulatedRequest(100, 5, prefix=(("new", 80),)),
-            SimulatedRequest(100, 5, prefix=(("new", 80),)),
-            SimulatedRequest(100, 5),
-            SimulatedRequest(100, 5, prefix=(("known", 80),)),
-        ],
-    )
-    order = [sample for found in run(scheduler) for sample in found.finished][1:]
-    assert order[0] is rows[3]
-    assert order[1:] == [rows[0], rows[1], rows[2]]  # once one brought it in, its sibling is a cached one
-
-
 # Dropping
-
-
-def test_dropped_samples_go() -> None:
-    """At once while they wait or are prefilled in chunks, with the next pass while they decode."""
-    scheduler = make(max_running=2, chunked_prefill_tokens=50)
-    decoding, chunked, waiting = submit(
-        scheduler, [SimulatedRequest(10, 50), SimulatedRequest(300, 50), SimulatedRequest(10, 50)]
-    )
-    step(scheduler)
-    for sample in (decoding, chunked, waiting):
-        scheduler.drop(sample)
-        scheduler.drop(sample)
-    assert (chunked.state, waiting.state, scheduler.in_flight) == ("dropped", "dropped", 1)
-    [last] = run(scheduler)
-    assert (last.finished, decoding.state, last.steps) == ([decoding], "dropped", 1)
-    assert (scheduler.in_flight, scheduler.pool.used_tokens) == (0, 0)
-    scheduler.drop(decoding)
 
 
 # Invariants
@@ -292,36 +210,7 @@ def test_every_sample_ends_once_and_no_token_is_lost(
     assert scheduler.pool.used_tokens == 0
 
 
-def test_a_smaller_clip_admits_more() -> None:
-    """Rows that ask for far more than they put out are expected to take no more than the clip."""
-
-    def first_pass(**config: Any) -> int:
-        scheduler = make(max_total_tokens=10_000, **config)
-        submit(scheduler, [SimulatedRequest(100, 50, 3000) for _ in range(60)])
-        return step(scheduler).admitted
-
-    assert first_pass() == 3
-    assert first_pass(clip_tokens=100) == 49  # 201 tokens each, and strictly less than the pool
-
-
 # Mixed chunks
-
-
-def test_a_prefill_pass_decodes_too() -> None:
-    """With mixed chunks running samples get a token in each prefill pass, which takes that much less."""
-    scheduler = make(chunked_prefill_tokens=100, mixed_chunk=True)
-    first, second = submit(scheduler, [SimulatedRequest(50, 3), SimulatedRequest(30, 9)])
-    found = step(scheduler)
-    assert (found.prefill_tokens, found.admitted, found.decoded) == (80, 2, 0)
-    submit(scheduler, [SimulatedRequest(150, 2)])
-    found = step(scheduler)
-    assert (found.kind, found.prefill_tokens, found.decoded, found.running) == ("prefill", 98, 2, 2)
-    assert found.kv_tokens == 98 + (50 + 30) + 2
-    found = step(scheduler)
-    assert (found.prefill_tokens, found.decoded, found.finished) == (52, 2, [first])
-    run(scheduler)
-    assert second.outputs == 9
-    assert scheduler.pool.used_tokens == 0
 
 
 def passes(limit: int, rows: list[tuple[int, int]], **config: Any) -> str:
@@ -348,3 +237,70 @@ def test_a_prefill_waits_for_the_decodes_owed(limit: int, config: dict[str, int]
     """Rows that end meanwhile are replaced together; a batch below the least size fills at once."""
     rows = [(10, 2), (10, 3), (10, 4), (10, 5), (10, 5), (10, 5)]
     assert passes(limit, rows, **config)[: len(wanted)] == wanted
+
+
+UNIT = CostModel(1.0, 0.0, 0.0, 0.0)
+"""Every pass takes a second."""
+
+
+def replica(max_running: int = 256) -> Replica:
+    return Replica(SchedulerConfig(max_running, 100_000), UNIT)
+
+
+def test_small_and_large_ticks_agree() -> None:
+    """However the caller moves the clock, the same samples end at the same moments."""
+
+    def ends(tick_s: float) -> list[tuple[float, int]]:
+        made = random.Random(4)
+        server = Replica(SchedulerConfig(16, 5000), H100_8B)
+        for number in range(100):
+            server.scheduler.submit(
+                SimulatedRequest(made.randint(5, 200), made.randint(1, 200), payload=number)
+            )
+        found: list[tuple[float, int]] = []
+        now_s = 0.0
+        while len(found) < 100:
+            now_s += tick_s
+            found += [(round(ended.at_s, 9), ended.sample.payload) for ended in server.advance(now_s)]
+        return found
+
+    assert ends(0.004) == ends(0.1) == ends(1000.0)
+
+
+def test_gauges_are_as_stale_as_the_real_ones() -> None:
+    """Written at each prefill, without those that are prefilled, and then every so many decode passes."""
+    server, interval = replica(max_running=1), 15
+    for _ in range(3):
+        server.scheduler.submit(SimulatedRequest(10, 100))
+    seen = {}
+    for now_s in range(1, 100):
+        server.advance(float(now_s))
+        seen[now_s] = (server.load.taken_at, server.load.running, server.load.queue)
+    assert seen[1] == (1.0, 0, 2)
+    assert seen[interval] == seen[1]
+    assert seen[interval + 1] == (interval + 1.0, 1, 2)
+    assert seen[2 * interval] == seen[interval + 1]
+    assert (seen[99][0], server.load.used_tokens) == (91.0, 10 + 90)
+    server.advance(1000.0)
+    assert (server.load.running, server.load.queue) == (0, 0)
+
+
+def test_a_fit_tells_the_time_of_like_work() -> None:
+    """Stretches of passes of a known model say how long others take; too few say nothing."""
+    made = random.Random(2)
+    works = [
+        PassWork(
+            decodes=made.randint(10, 100),
+            prefills=made.randint(0, 20),
+            samples=made.randint(1_000, 30_000),
+            kv_tokens=made.randint(10**5, 10**8),
+            prefill_tokens=made.randint(0, 10**5),
+        )
+        for _ in range(60)
+    ]
+    spans = [(work, H100_8B.work_s(work)) for work in works]
+    found = fit_spans(spans[:40])
+    assert found is not None
+    for work, seconds in spans[40:]:
+        assert found.work_s(work) == pytest.approx(seconds, rel=0.1)
+    assert fit_spans(spans[: PARTS - 1]) is None

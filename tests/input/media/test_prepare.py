@@ -1,15 +1,25 @@
-"""What the processes of the pool make of a row's files: those of another kind, or cut, are told."""
+"""A row's files: images and pages as every model takes them, their tokens, and what is wrong with them."""
 
 from __future__ import annotations
 
 import struct
+import zlib
+from typing import Any
 
+import pyarrow as pa
 import pytest
+from PIL import Image
 
-from batchrunner.core.media import KINDS, KindName, MediaRules, PromptFile
+from batchrunner.core.errors import RowRefusedError
+from batchrunner.core.media import KINDS, BadFileError, KindName, MediaRules, PromptFile
 from batchrunner.input.media import prepare as module
+from batchrunner.input.media.pictures import page_images, sendable
 from batchrunner.input.media.prepare import media_type_of, prepare, tokens_of_file
-from tests.support.media import box, document, picture, sound, video
+from batchrunner.input.media.prompts import FileColumn
+from batchrunner.job.prompt import ImagesSpec, PdfSpec
+from batchrunner.job.sampling import FromColumn
+from batchrunner.runner.stream import ProgramColumns
+from tests.support.media import box, document, file_of, opened, picture, sound, video
 
 RULES = MediaRules("/", confined=False, allow_urls=False, max_pixels=None)
 
@@ -40,20 +50,14 @@ def test_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     ("content", "audio", "as_video"),
     [
         (sound(), "audio/wav", None),
-        (b"RF64\xff\xff\xff\xffWAVEds64", "audio/wav", None),
         (b"ID3\x04\0\0\0\0\0\0", "audio/mpeg", None),
-        (b"\xff\xfb\x90\x64", "audio/mpeg", None),
-        (b"\xff\xf1\x50\x80", "audio/aac", None),
         (b"\0\0\0\x20ftypM4A ", "audio/mp4", None),
         (b"OggS\0\x02", "audio/ogg", "video/ogg"),
         (video(), "audio/mp4", "video/mp4"),
-        (b"RIFF\0\0\0\0AVI LIST", "audio/x-msvideo", "video/x-msvideo"),
         ((b"\x47" + bytes(187)) * 3, None, "video/mp2t"),
-        (b"GIF89a", None, "image/gif"),
         (picture(kind="JPEG"), None, None),
         (b"<html>404 not found</html>", None, None),
         (b"\xff\xfe<\0?\0", None, None),  # text in UTF-16
-        (b"", None, None),
     ],
 )
 def test_known_files(content: bytes, audio: str | None, as_video: str | None) -> None:
@@ -86,10 +90,8 @@ PIPED = sound()[:40] + struct.pack("<I", 0xFFFFFFFF) + sound()[44:]
     [
         (sound(), "audio"),
         (PIPED, "audio"),
-        (sound()[:30], "audio"),
         (video(), "video"),
         (video() + struct.pack(">I4s", 0, b"mdat") + b"more, without a size", "video"),
-        (video() + struct.pack(">I4sQ", 1, b"mdat", 20) + b"long", "video"),
         (box(b"ftyp", b"isom") + box(b"moof") + box(b"mdat", b"x"), "video"),
     ],
 )
@@ -98,7 +100,182 @@ def test_whole_files_are_sent_as_they_are(content: bytes, kind: KindName) -> Non
     assert prepare((_file(content, kind),)) == [((content,), tokens_of_file(content, kind))]
 
 
-def test_tokens_of_sound() -> None:
-    """A WAV file says how long it plays, other files play as long as most of their size."""
-    assert tokens_of_file(sound(2), "audio") == pytest.approx(50, abs=1)
-    assert tokens_of_file(b"ID3" + bytes(31_997), "audio") == 50
+RED, WHITE = (255, 0, 0), (255, 255, 255)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_good_file_stays(kind: str) -> None:
+    """A file that every model takes is sent as it is."""
+    content = picture(kind=kind)
+    assert sendable(content, None) is content
+    assert sendable(content, 64 * 48) is content
+
+
+def _near(one: Any, other: tuple[int, ...]) -> bool:
+    return all(abs(a - b) < 12 for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_larger_image_is_made_smaller(kind: str) -> None:
+    """It keeps its proportions and its format, and has max_pixels at most."""
+    small = opened(sendable(picture(size=(4000, 1000), kind=kind), 100_000))
+    assert small.format == kind
+    assert 90_000 < small.width * small.height <= 100_000
+    assert small.width == pytest.approx(4 * small.height, rel=0.02)
+    assert _near(small.getpixel((5, 5)), RED)
+    assert opened(sendable(picture(size=(3000, 1), kind=kind), 784)).size[1] == 1
+
+
+@pytest.mark.parametrize("most", [None, 784])
+def test_exif_orientation(most: int | None) -> None:
+    """A photo that says it lies on its side is turned upright."""
+    photo = Image.new("RGB", (40, 20), "blue")
+    photo.paste("red", (0, 0, 20, 20))  # the left half; it is the top when turned clockwise
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    found = opened(sendable(file_of(photo, "JPEG", exif=exif, quality=95), most))
+    assert found.size[0] < found.size[1]
+    assert _near(found.getpixel((found.width // 2, 3)), RED)
+    assert found.getexif().get(0x0112, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (file_of(Image.new("CMYK", (30, 30), (0, 255, 255, 0)), "JPEG", quality=95), RED),
+        (file_of(Image.new("I;16", (30, 30), 0x8000)), (127, 127, 127)),
+        (file_of(Image.new("RGBA", (30, 30), (255, 0, 0, 0))), WHITE),
+        (file_of(Image.new("RGB", (30, 30), "red"), "TIFF"), RED),
+        (file_of(Image.new("RGB", (30, 30), "red"), "PNG", transparency=RED), WHITE),
+    ],
+    ids=["cmyk", "16 bits", "clear", "tiff", "one clear"],
+)
+def test_other_modes(content: bytes, expected: tuple[int, ...]) -> None:
+    """What models do not take becomes RGB or grey of 8 bits, on white where it is transparent."""
+    found = opened(sendable(content, None))
+    assert found.mode in {"RGB", "L"}
+    assert _near(found.convert("RGB").getpixel((9, 9)), expected)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "WEBP"])
+def test_first_frame_of_animation(kind: str) -> None:
+    """An animated file is its first frame."""
+    frames = [Image.new("RGB", (30, 30), colour) for colour in ("red", "blue")]
+    found = opened(sendable(file_of(frames[0], kind, save_all=True, append_images=frames[1:]), None))
+    assert getattr(found, "n_frames", 1) == 1
+    assert _near(found.convert("RGB").getpixel((9, 9)), RED)
+
+
+def _huge(width: int, height: int) -> bytes:
+    """Return a PNG file of a few bytes that says it has so many pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(b"\0" * 99)) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"hello", "is no image that can be read (5 bytes)"),
+        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no image"),
+        (picture(size=(300, 300))[:-40], "is a broken image"),
+        (picture(size=(300, 300), kind="JPEG")[:400], "is a broken image"),
+        (_huge(10_000, 9_000), "pixels) exceeds limit"),
+        (_huge(10, 9_000), "is a broken image"),
+        (file_of(Image.new("F", (9, 9), 0.5), "TIFF"), "32-bit numbers"),
+    ],
+    ids=["text", "svg", "cut png", "cut jpeg", "bomb", "short", "floats"],
+)
+def test_bad_files(content: bytes, problem: str) -> None:
+    """A file that is no good image says what it is; none is decoded that would fill the memory."""
+    for most in (None, 1000):
+        with pytest.raises(BadFileError) as failure:
+            sendable(content, most)
+        assert problem in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("pages", "tones"),
+    [("all", [40, 80, 120]), ("2", [80]), ("3,1", [120, 40]), ("2-99", [80, 120])],
+)
+def test_pages(pages: str, tones: list[int]) -> None:
+    """All pages, one, or ranges in the order asked for; a range ends where the document does."""
+    found = [opened(page).convert("L") for page in page_images(document(3), pages, 72, None)]
+    assert [page.getpixel((50, 50)) for page in found] == pytest.approx(tones, abs=3)
+
+
+def test_sizes_of_pages() -> None:
+    """The dots an inch say how large an image is, and max_pixels how large at most, also of a huge page."""
+    small, large, bounded, huge = (
+        opened(next(page_images(content, "1", dpi, most))).size
+        for content, dpi, most in (
+            (document(1), 72, None), (document(1), 144, None), (document(1), 720, 20_000),
+            (document(1, (100, 100), dpi=0.5), 150, 10_000),
+        )
+    )  # fmt: skip
+    assert (small, large) == ((200, 100), (400, 200))
+    assert bounded == pytest.approx((200, 100), abs=3)
+    assert huge == pytest.approx((100, 100), abs=3)
+
+
+ENCRYPTED = (
+    b"%PDF-1.4\n1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj\n"
+    b"2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj\n"
+    b"3 0 obj<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]>>endobj\n"
+    b"4 0 obj<</Filter/Standard/V 1/R 2/P -4/O<" + b"41" * 32 + b">/U<" + b"42" * 32 + b">>>endobj\n"
+    b"trailer<</Root 1 0 R/Encrypt 4 0 R/ID[<41><41>]/Size 5>>\n%%EOF\n"
+)
+"""A document whose password is not empty."""
+
+
+@pytest.mark.parametrize(
+    ("content", "pages", "problem"),
+    [
+        (picture(), "1", "is no PDF document that can be read"),
+        (document(2)[:200], "1", "is no PDF document that can be read"),
+        (ENCRYPTED, "all", "Incorrect password"),
+        (document(2), "1,5-9", "has no page 5: it has 2"),
+    ],
+    ids=["picture", "cut", "encrypted", "range"],
+)
+def test_bad_documents(content: bytes, pages: str, problem: str) -> None:
+    """A broken document, or a page that it lacks, is said."""
+    with pytest.raises(BadFileError) as failure:
+        list(page_images(content, pages, 72, None))
+    assert problem in str(failure.value)
+
+
+BY_ROW = PdfSpec(column="file", pages=FromColumn(column="page"))
+
+
+def _files(value: Any, spec: ImagesSpec | PdfSpec | None = None, pages: Any = None) -> list[PromptFile]:
+    source = ProgramColumns(pa.table({"file": [value]}).schema)
+    field = "pdf" if isinstance(spec, PdfSpec) else "images"
+    return FileColumn("file", field, spec or ImagesSpec(columns=["file"]), source).files(0, value, pages)
+
+
+def test_equal_files_have_equal_keys() -> None:
+    """The key is of the content, or of the path; pages are part of it."""
+    red = picture("red")
+    same: list[list[Any]] = [[red, {"bytes": red, "path": "a.png"}], ["a.png", {"path": "a.png"}], ["b.png"]]
+    keys = [{_files(value)[0].key for value in values} for values in same]
+    keys += [{_files("a.pdf", BY_ROW, page)[0].key} for page in (1, 2)]
+    assert [len(some) for some in keys] == [1] * 5
+    assert len(set().union(*keys)) == 5
+
+
+@pytest.mark.parametrize("pages", [None, 0, -1, 1.5, "", "one", "2-1", "1-", float("nan")])
+def test_bad_pages_of_a_row(pages: Any) -> None:
+    """What is no page fails the row."""
+    with pytest.raises(RowRefusedError, match=r"prompt\.pdf: "):
+        _files("a.pdf", BY_ROW, pages)
+
+
+def test_lists() -> None:
+    """A list is several images, and says which of them is wrong."""
+    assert [image.place for image in _files(["a.png", "b.png"])] == ["a.png", "b.png"]
+    with pytest.raises(RowRefusedError, match="item 2 is null"):
+        _files(["a.png", None])

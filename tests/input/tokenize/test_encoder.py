@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from batchrunner.core.errors import CannotTokenizeError, RowRefusedError
 from batchrunner.core.types import Request
 from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, truncate_tokens
-from tests.conftest import require_engine
+from tests.conftest import SMALL_MODEL, require_engine
+from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 from tests.support.tokenizers import ids_of, messages, request
 
 if TYPE_CHECKING:
@@ -86,3 +90,110 @@ def test_cut_tokens(tokens: list[int], keep: int) -> None:
     kept = truncate_tokens(tokens, keep, "middle")
     assert len(kept) == min(keep, len(tokens))
     assert kept[: keep // 2] == tokens[: keep // 2]
+
+
+TEMPLATES = {
+    "chatml": CHATML,
+    "llama 3": (
+        "{{- bos_token }}\n{%- for message in messages %}\n"
+        "    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}\n"
+        "    {{- message['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n"
+        "{%- if add_generation_prompt %}\n"
+        "    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
+    ),
+    "mistral": (
+        "{{ bos_token }}{% for message in messages %}"
+        "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('Roles must alternate user/assistant') }}{% endif %}"
+        "{% if message['role'] == 'user' %}{{ ' [INST] ' + message['content'] + ' [/INST]' }}"
+        "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}{% endfor %}"
+    ),
+    "gemma": (
+        "{{ bos_token }}{% if messages[0].role == 'system' %}"
+        "{{ raise_exception('System role not supported') }}{% endif %}\n"
+        "{% for message in messages %}\n"
+        "    {% set role = 'model' if message.role == 'assistant' else message.role %}\n"
+        "<start_of_turn>{{ role }}\n{{ message.content | trim }}<end_of_turn>\n{% endfor %}\n"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+    ),
+    "qwen": (
+        "{%- for message in messages %}\n{{- '<|im_start|>' + message.role + '\\n' }}\n"
+        "{%- generation %}{{- message.content }}{%- endgeneration %}{{- '<|im_end|>\\n' }}\n{%- endfor %}\n"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}\n"
+        "{%- if enable_thinking is defined and enable_thinking is false %}\n"
+        "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
+    ),
+    "deepseek": (
+        "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
+        "{% set ns.system = ns.system + m.content %}{% continue %}{% endif %}{% endfor %}"
+        "{{ bos_token }}{{ ns.system }}{% for m in messages %}{% if m.role == 'user' %}"
+        "{{ '<\uff5cUser\uff5c>' ~ m.content }}{% elif m.role == 'assistant' %}"
+        "{{ '<\uff5cAssistant\uff5c>' ~ m.content.split('</think>')[-1] ~ eos_token }}{% endif %}{% endfor %}"
+        "{{ '<\uff5cAssistant\uff5c>' if add_generation_prompt }}{{ messages[:1] | tojson(indent=1) }}"
+    ),
+}
+CHATS = {
+    "one": [("user", " What's <b>up</b> & 'why'? ")],
+    "system": [("system", "Be brief."), ("user", "Grüezi 👩\u200d👧")],
+    "turns": [("user", "a"), ("assistant", "<think>b</think>c"), ("user", "d\n\n  e")],
+    "wrong": [("user", "a"), ("user", "b")],
+}
+
+
+@pytest.mark.parametrize("arguments", [None, {"enable_thinking": False}], ids=["", "no thinking"])
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("family", [*TEMPLATES, "smollm2's own"])
+def test_a_chat_becomes_the_tokens_that_transformers_makes(
+    family: str, chat: str, arguments: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """Templates of all families give token for token what the server's library gives, or refuse alike."""
+    require_engine("transformers")
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
+
+    model = make_tokenizer(tmp_path, TEMPLATES[family]) if family in TEMPLATES else SMALL_MODEL
+    prompt = messages(*CHATS[chat])
+    theirs: Any
+    try:
+        theirs = AutoTokenizer.from_pretrained(model).apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=False, **(arguments or {})
+        )
+    except Exception as failure:  # noqa: BLE001 - jinja2's, whichever it is
+        theirs = str(failure)
+    ours = ids_of(model, request(prompt, arguments=arguments))
+    assert (ours if isinstance(ours, list) else str(ours).removeprefix("chat template: ")) == theirs
+
+
+def test_one_of_several_named_templates(tmp_path: Path) -> None:
+    """The first template in tokenizer_config.json is taken, or the one that the server names."""
+    model = make_tokenizer(tmp_path, None)
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    config["chat_template"] = [
+        {"name": "plain", "template": "{{ messages[0].content }}"},
+        {"name": "loud", "template": "{{ messages[0].content | upper }}"},
+    ]
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    one = request(messages(("user", "hello")))
+    for name, text in ((None, "hello"), ("loud", "HELLO")):
+        assert Encoder("messages", model, TokenBudget(None), template=name).prompt_text(one) == text
+    with pytest.raises(CannotTokenizeError, match="no chat template of the name 'quiet'"):
+        Encoder("messages", model, TokenBudget(None), template="quiet")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ raise_exception.__globals__['json'].codecs.open('/etc/hostname').read() }}",
+        "{% set x = messages.append(1) %}",
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    ],
+)
+def test_a_template_cannot_leave_its_sandbox(template: str, tmp_path: Path) -> None:
+    """What comes with a model of unknown origin computes a text, and reaches no Python, file or command."""
+    found = ids_of(make_tokenizer(tmp_path, template), request(messages(("user", "x"))))
+    assert isinstance(found, RowRefusedError)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer") / "model")
