@@ -18,6 +18,7 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
+from tests.support.refusals import told
 from tests.support.runs import held_from, rows_in, rows_sent, some_done
 
 if TYPE_CHECKING:
@@ -43,9 +44,7 @@ def put_a_file_before(directory: Path) -> list[str]:
         (change_the_input, "the input file"),
         (put_a_file_before, "input.parquet: name it to come last"),
         (["prompt.text='Say {{ text }}'"], "prompt.text was 'text' and is 'Say {{ text }}'"),
-        (["prompt={user: '{{ text }}'}"], "prompt.text was 'text' and is unset"),
         (["sampling.temperature=0.5"], "sampling.temperature was unset and is 0.5"),
-        (["sampling.n=2"], "sampling.n was 1 and is 2"),
         (["input.filter=id > 2"], "input.filter was unset and is 'id > 2'"),
         (["input.columns=[id]"], "input.columns was [] and is ['id']"),
         (["input.limit=2"], "input.limit was 4 and is 2: it can only grow"),
@@ -146,3 +145,15 @@ async def test_a_second_writer_in_the_same_process(tmp_path: Path, server: FakeS
         await batchrunner.arun(job)
     server.answer_held()
     assert (await first).rows_ok == 10
+
+
+def test_report_names_the_damaged_part(tmp_path: Path) -> None:
+    """The line has the file and the reason, whichever of its columns is damaged."""
+    batchrunner.run(job_of(tmp_path))
+    (part,) = (tmp_path / "run" / "parts").iterdir()
+    content = bytearray(part.read_bytes())
+    content[8 : len(content) // 3] = b"\xff" * (len(content) // 3 - 8)
+    part.write_bytes(content)
+    result = batchrun("report", tmp_path / "run")
+    assert result.exit_code == 2
+    told(result.stderr, f"{part}: is damaged", "(")

@@ -1,7 +1,8 @@
-"""What a user did wrong is one clear line and exit code 2: nothing is sent and nothing is written."""
+"""What a user did wrong is one clear line and exit code 2; a bad record of a text file fails its row."""
 
 from __future__ import annotations
 
+import gzip
 import os
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,8 @@ import batchrunner
 from batchrunner.core.errors import InputError
 from batchrunner.job.spec import Job
 from batchrunner.runner.prepare import prepare
-from tests.conftest import INSTANT, batchrun, job_of, write_job, write_rows
-from tests.support.refusals import AS_ROOT, refusal, told
+from tests.conftest import INSTANT, batchrun, job_of, results_of, write_job, write_rows
+from tests.support.refusals import refusal, told
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,17 +92,6 @@ def test_reading_the_filter_can_be_stopped(tmp_path: Path) -> None:
         prepare(job).selected(look)
 
 
-def test_unreadable_file(tmp_path: Path) -> None:
-    """A file that may not be read is named."""
-    if AS_ROOT:
-        pytest.skip("root may read everything")
-    path = write_rows(tmp_path / "input.parquet", 3)
-    path.chmod(0)
-    result = batchrun(write_job(job_of(tmp_path), tmp_path))
-    assert result.exit_code == 2
-    told(result.stderr, path, "Permission denied")
-
-
 def test_damage_inside_a_file(tmp_path: Path, server: FakeSGLang) -> None:
     """Damage that only reading the data shows ends the run in one line with the file's name."""
     path = write_rows(tmp_path / "input.parquet", 3000)
@@ -117,21 +107,15 @@ def test_damage_inside_a_file(tmp_path: Path, server: FakeSGLang) -> None:
 UNKNOWN = "unknown column 'txt'; did you mean 'text'? (the input has: id, text)"
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {"text": "txt"}}, f"prompt.text: {UNKNOWN}"),
-    ({"prompt": {"messages": "txt"}}, f"prompt.messages: {UNKNOWN}"),
     ({"prompt": {"system": "{% if txt %}x{% endif %}", "user": "x"}}, f"prompt.system: {UNKNOWN}"),
-    ({"input": {"columns": ["txt"]}}, f"input.columns: {UNKNOWN}"),
     ({"input": {"filter": "txt == 'x'"}}, f"input.filter: {UNKNOWN}"),
     ({"sampling": {"stop": {"column": "txt"}}}, f"sampling.stop: {UNKNOWN}"),
     ({"input": {"filter": "id > 50"}}, "input.filter: true for none of the 10 rows: id > 50"),
-    ({"input": {"filter": "id >"}}, "input.filter"),
     ({"prompt": {"text": "id"}}, "prompt.text: column 'id' must hold texts (got int64)"),
     ({"prompt": {"messages": "id"}}, "must hold lists of {role, content}"),
-    ({"prompt": {"input_ids": "text"}}, "prompt.input_ids: column 'text' must hold lists of integers"),
     ({"sampling": {"temperature": {"column": "text"}}}, "must hold numbers (got string)"),
-    ({"sampling": {"json_schema": {"column": "id"}}}, "sampling.json_schema: column 'id'"),
     ({"input": {"columns": ["id"], "rename": {"id": "row"}}}, "input.rename: {id: input_row}"),
     ({"prompt": {"user": "Say\n\n{% if text %}"}}, "prompt.user: line 3"),
-    ({"prompt": {"system": "{{ text | nonsense }}", "user": "x"}}, "prompt.system: line 1"),
     ({"limits": {"deadline": "5 parsecs"}}, "limits.deadline: a duration is seconds or a text"),
 ]
 
@@ -179,3 +163,127 @@ def test_check_refuses_the_same(tmp_path: Path) -> None:
         refused = batchrun(*words)
         assert refused.exit_code == 2
         assert batchrun("check", *words).stderr == refused.stderr
+
+
+def job_on(directory: Path, name: str, content: bytes, **source: Any) -> dict[str, Any]:
+    path = directory / name
+    path.write_bytes(content)
+    source = {"path": str(path), "columns": ["id"], **source}
+    return job_of(directory, INSTANT, input=source, limits={"max_failed_rows": 9, "abort_failed_share": 1})
+
+
+RECORDS = [
+    ("a.csv", b"9,a,b", "line 3: 3 value(s), but the header has 2"),
+    ("a.csv", b"9,caf\xe9", "line 3: is not UTF-8: write the file as UTF-8"),
+    ("a.tsv", b"9", "line 3: 1 value(s), but the header has 2"),
+    ("a.jsonl", b'{"id": 9', "line 2: not valid JSON: unexpected end of data"),
+    ("a.jsonl", b"[9]", "line 2: not a JSON object"),
+    ("a.jsonl", b'{"text": "caf\xe9"}', "line 2: not valid JSON: "),
+    ("a.jsonl", b'{"text": "\\ud800"}', "line 2: not valid JSON: "),
+    ("a.jsonl", b'{"x": ' + b'{"a":[' * 400 + b"1" + b"]}" * 400 + b"}", "line 2: nested deeper than 48"),
+]
+"""A record that cannot be read, in its file, and what its row says."""
+
+
+@pytest.mark.parametrize(("name", "record", "problem"), RECORDS)
+def test_a_bad_record(tmp_path: Path, name: str, record: bytes, problem: str) -> None:
+    """It fails with the line and the reason; the rows around it are done, and no filter hides it."""
+    lines = [b'{"id": "7", "text": "a"}', record, b'{"id": "8", "text": "b"}']
+    if name != "a.jsonl":
+        lines = [b"id,text", b"7,a", record, b"8,b"]
+    content = b"\n".join(lines) + b"\n"
+    if name == "a.tsv":
+        content = content.replace(b",", b"\t")
+    for order, chosen in (("input", None), ("prefix", "id == '7' or text == 'none'")):
+        report = batchrunner.run(
+            {**job_on(tmp_path, name, content, filter=chosen), "order": order}, fresh=True
+        )
+        assert report.rows_failed == 1
+        rows = {row["row"]: row for row in results_of(job_on(tmp_path, name, content))}
+        assert rows[1]["error"].startswith(f"{tmp_path / name}: {problem}")
+        assert {rows[number]["id"] for number in rows if number != 1} == ({"7"} if chosen else {"7", "8"})
+
+
+def test_types(tmp_path: Path) -> None:
+    """CSV keeps texts as they stand; a type makes values of them, and one that does not fit fails its row."""
+    content = b"id,text,n,x,b,d\n007,a,5,0.5,true,2024-02-29\n008,b,,,,\n009,c,1.5,nan,no,2024-13-01\n"
+    types = {"n": "int64", "x": "float64", "b": "bool", "d": "date"}
+    job = job_on(tmp_path, "a.csv", content, types=types, columns=["id", "n", "x", "b"])
+    job["prompt"] = {"text": "{{ text }}{% if n is not none %} {{ n + 1 }} {{ d.year }}{% endif %}"}
+    batchrunner.run(job)
+    one, two, three = results_of(job)
+    assert (one["id"], one["n"], one["x"], one["b"], one["error"]) == ("007", 5, 0.5, True, None)
+    assert (two["id"], two["n"], two["x"], two["b"], two["error"]) == ("008", None, None, None, None)
+    assert "line 4: column 'n': '1.5' is not int64" in three["error"]
+
+
+def refusal_of(job: dict[str, Any], directory: Path, *arguments: str) -> str:
+    result = batchrun(write_job(job, directory), *arguments)
+    assert result.exit_code == 2, result.output
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def test_json_lines_files_have_one_schema(tmp_path: Path) -> None:
+    """A key, or a wider type, that only one file has is known in all; an added file may not change it."""
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "a.jsonl").write_text('{"text": "a", "n": 1}\n')
+    (source / "b.jsonl").write_text('{"text": "b", "n": 1.5, "more": "m"}\n')
+    job = job_of(tmp_path, INSTANT, input={"path": str(source), "columns": ["n", "more"]})
+    batchrunner.run(job)
+    assert [(row["n"], row["more"]) for row in results_of(job)] == [(1.0, None), (1.5, "m")]
+    (source / "c.jsonl").write_text('{"text": "c", "n": "many"}\n')
+    line = refusal_of(job, tmp_path)
+    assert "'n'" in line
+    assert "was double" in line
+    assert "input.types" in line
+
+
+FILES = [
+    ("a.csv", b"", "the header is missing"),
+    ("a.csv", b"id,text\n", "no rows in 1 file(s)"),
+    ("a.csv", "id,text\n1,a\n".encode("utf-16"), "line 1: the header is not UTF-8"),
+    ("a.csv", gzip.compress(b"id,text\n1,a\n", mtime=0), "line 1: the header is not UTF-8"),
+    ("a.csv", b"id;text\n1;a\n", "unknown column 'text'; write the file with commas"),
+    ("a.csv", b'id,"text\n1,a\n', "the record at line 1: unexpected end of data"),
+    ("a.csv", b'id,text\n9,"a"b\n8,b\n', "the record at line 2: ',' expected after '\"'"),
+    ("a.csv", b"id,text\n9,a\rb\n", "the record at line 2: new-line character seen"),
+    ("a.csv", b"id,text,text\n1,a,b\n", "line 1: the header has 'text' twice"),
+    (
+        "a.csv.gz",
+        gzip.compress(b"id,text\n" + b"1,a\n" * 99, mtime=0)[:-9],
+        "not a readable CSV file: Truncated",
+    ),
+    ("a.csv.gz", b"id,text\n1,a\n", "not a readable CSV file: zlib"),
+    ("a.json", b'[{"id": 1,\n"text": "a"}]', "no line is a JSON object (line 1: "),
+    ("a.jsonl", b'\n{"id": NaN}\n', "no line is a JSON object (line 2: not valid JSON: "),
+    ("a.arrow", b"ARROW1\0\0abc", "not a readable Arrow file"),
+    ("a.feather", b"FEA1....FEA1", "not a readable Arrow file"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "problem"), FILES)
+def test_a_bad_file(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    """It is refused in one line, before anything is sent."""
+    line = refusal(job_on(tmp_path, name, content), tmp_path)
+    assert str(tmp_path / name) in line or "column" in line
+    assert problem in line
+
+
+@pytest.mark.parametrize(
+    ("types", "problem"),
+    [
+        ({"txt": "int64"}, "input.types: unknown column 'txt'; did you mean 'text'?"),
+        ({"id": "integer"}, "input.types.id: "),
+    ],
+)
+def test_bad_types(tmp_path: Path, types: dict[str, str], problem: str) -> None:
+    """A type is one of the list, of a column that is there."""
+    assert problem in refusal(job_on(tmp_path, "a.csv", b"id,text\n1,a\n", types=types), tmp_path)
+
+
+def test_types_of_parquet(tmp_path: Path) -> None:
+    """Parquet has types of its own."""
+    job = job_of(tmp_path, INSTANT, input={"types": {"id": "string"}})
+    assert "input.types: is for CSV and JSON Lines" in refusal(job, tmp_path)

@@ -288,15 +288,3 @@ def test_tuning_is_for_texts(tmp_path: Path) -> None:
     result = batchrun("tune", write_job(job_of(tmp_path, **EMBED), tmp_path))
     assert result.exit_code == 2
     assert "task: embed: only generating is tuned" in result.stderr
-
-
-def test_no_command_tells_output_tokens(tmp_path: Path, embedder: FakeSGLang) -> None:
-    """A vector has none: the end of the run, `merge` and `status` tell the tokens of the prompts, or none."""
-    job = ids_job(tmp_path, embedder, rows=8)
-    told = [run(job, tmp_path).stderr]
-    for command in ("merge", "status"):
-        done = batchrun(command, job["output"]["path"])
-        told.append(done.stdout + done.stderr)
-    for text in told:
-        assert "output tokens" not in text
-    assert "input tokens/s (24 in all)" in told[1]

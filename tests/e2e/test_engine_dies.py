@@ -1,23 +1,32 @@
-"""An engine that dies is started again; a row that kills it is found, and nothing else is lost."""
+"""An engine that dies is started again, after a want of memory with safer arguments; nothing is lost."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.queue import MOST_DEATHS, PoisonRows
+from batchrunner.dispatch.queue import MOST_DEATHS
 from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS
+from batchrunner.engines.recovery import MOST_CHANGES, LearnedArgs, LearnedArgsFile
 from tests.conftest import batchrun, events_of, job_of, report_of, results_of, write_job
-from tests.support.launchable import launchable
+from tests.support.launchable import HUNGRY, OOM, hungry, launchable
+from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from typer.testing import Result
 
 FRAGILE = """
 class Handler(Server):
@@ -46,15 +55,6 @@ if os.path.exists(os.environ.get("BROKEN_BY_IT", "/no")):
 """
 
 
-@pytest.fixture
-def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restarts and retries without the pauses that are for real engines."""
-    monkeypatch.setattr(TIMING, "first_restart", 0.01)
-    monkeypatch.setattr(TIMING, "first_retry", 0.01)
-    monkeypatch.setattr(TIMING, "launch_poll", 0.02)
-    monkeypatch.setattr(TIMING, "quick_death", 3600.0)  # a slow machine starts a server for minutes
-
-
 def fragile_job(
     directory: Path, rows: int, *, poison: str, limits: Mapping[str, Any] = {}, **environ: str
 ) -> dict[str, Any]:
@@ -62,7 +62,6 @@ def fragile_job(
     return job_of(directory, engine, rows=rows, limits=limits)
 
 
-@pytest.mark.usefixtures("quick_restarts")
 def test_a_poisonous_row_is_found(tmp_path: Path) -> None:
     """The row that kills the engine ends as a failed row that says so; all others are answered."""
     job = fragile_job(tmp_path, 300, poison="row 117")
@@ -77,7 +76,6 @@ def test_a_poisonous_row_is_found(tmp_path: Path) -> None:
     assert "an illegal memory access was encountered" in result.stderr
 
 
-@pytest.mark.usefixtures("quick_restarts")
 def test_a_server_that_finds_no_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not started for ever, and the start after does not take the old log for its own."""
     monkeypatch.setattr(TIMING, "launch_word", 0.01)
@@ -96,7 +94,6 @@ time.sleep(0.2)
 
 
 @pytest.mark.gateway
-@pytest.mark.usefixtures("quick_restarts")
 def test_a_poisonous_row_behind_a_gateway(tmp_path: Path) -> None:
     """It kills replicas here and there; the row is found as with one server, and no other row is blamed."""
     job = fragile_job(tmp_path, 400, poison="row 117", limits={"max_attempts": 1})
@@ -112,7 +109,6 @@ def test_a_poisonous_row_behind_a_gateway(tmp_path: Path) -> None:
     assert "engine_back" in events
 
 
-@pytest.mark.usefixtures("quick_restarts")
 def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
     """An engine that dies whenever it is started ends the run with the cause; what is done is kept."""
     job = fragile_job(tmp_path, 300, poison="row 117", BROKEN_BY_IT=str(tmp_path / "mark"))
@@ -124,34 +120,299 @@ def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
     assert 0 < report_of(job)["rows_ok"] < 300
 
 
-@given(window=st.integers(1, 5000), poison=st.integers(0, 10**6), fresh=st.integers(0, 20_000))
-def test_one_row_is_given_up_at_last(window: int, poison: int, fresh: int) -> None:
-    """However many were in flight, it takes four deaths, and the row that is given up is the right one."""
-    suspects: PoisonRows[int] = PoisonRows()
-    poison %= window
-    rows = iter(range(window + fresh))
-    saw: dict[int, int] = {}
-    deaths = 0
-    given_up: list[int] = []
-    while not given_up:
-        flying: list[int] = []
-        while len(flying) < window:
-            degree = suspects.next_degree(window)
-            row = suspects.take(degree) if degree is not None else next(rows, None)
-            if row is None:
-                break
-            flying.append(row)
-        assert flying, "nothing can be sent"
-        died = poison in flying
-        deaths += died
-        for row in flying:
-            if saw.get(row):
-                suspects.came_back(saw[row])
-            if died:
-                saw[row] = saw.get(row, 0) + 1
-                if saw[row] >= MOST_DEATHS:
-                    given_up.append(row)
-                else:
-                    suspects.add(row, saw[row])
-    assert given_up == [poison]
-    assert deaths == MOST_DEATHS
+@pytest.fixture(autouse=True)
+def _quick_restarts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Restarts without the pauses that are for real engines; nothing learned from another test."""
+    monkeypatch.setattr(TIMING, "first_restart", 0.01)
+    monkeypatch.setattr(TIMING, "first_retry", 0.01)
+    monkeypatch.setattr(TIMING, "launch_poll", 0.02)
+    monkeypatch.setattr(TIMING, "quick_death", 3600.0)  # a slow machine starts a server for minutes
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def starts_of(directory: Path) -> list[list[str]]:
+    """Return the arguments of each start."""
+    return [json.loads(line) for line in (directory / "starts").read_text().splitlines()]
+
+
+def run(job: dict[str, Any], directory: Path) -> Result:
+    return batchrun(write_job(job, directory), "--fresh")
+
+
+def whole(job: dict[str, Any], rows: int) -> bool:
+    """Tell whether every row is there once, and answered."""
+    results = results_of(job)
+    return [row["row"] for row in results] == list(range(rows)) and not any(row["error"] for row in results)
+
+
+def learned(directory: Path) -> list[Path]:
+    return sorted((directory / "cache").rglob("*.json"))
+
+
+def test_an_engine_out_of_memory_comes_back_safer(tmp_path: Path) -> None:
+    """It gets the guides' next step at each death; every row ends once; log, events and report tell it."""
+    job = job_of(tmp_path, hungry(tmp_path), rows=300)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert whole(job, 300)
+    chunks = [start[start.index("--chunked-prefill-size") + 1] for start in starts_of(tmp_path)[1:]]
+    assert chunks == ["4096", "2048"]
+    assert "out of memory in prefill: chunked-prefill-size 8192 -> 4096 at the next start" in result.stderr
+    assert events_of(job).count("engine_healed") == events_of(job).count("engine_died") == 2
+    assert [told["new"] for told in report_of(job)["incidents"] if told["what"] == "healed"] == [
+        {"chunked-prefill-size": 4096},
+        {"chunked-prefill-size": 2048},
+    ]
+    assert "the engine died or hung 2 times" in result.stderr
+    assert "the engine was given chunked-prefill-size 4096" in result.stderr
+
+
+def test_no_row_is_blamed_for_memory(tmp_path: Path) -> None:
+    """However often an engine dies of memory with a row, the row is answered once there is enough."""
+    job = job_of(tmp_path, hungry(tmp_path, f"if share > 0.6: {OOM}", ROW="row 3"), rows=100, window=8)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert whole(job, 100)
+    assert events_of(job).count("engine_died") == 5 > MOST_DEATHS
+
+
+def test_the_next_run_starts_with_what_worked(tmp_path: Path) -> None:
+    """It says so in a line, with the file to delete; without the file it learns again."""
+    job = job_of(tmp_path, hungry(tmp_path), rows=100)
+    run(job, tmp_path)
+    (file,) = learned(tmp_path)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert "starting with chunked-prefill-size 2048, learned on 2" in result.stderr
+    assert f"from out of memory in prefill; engine.args overrules it; delete {file}" in result.stderr
+    assert events_of(job) == ["engine_recalled"]
+    file.unlink()
+    run(job, tmp_path)
+    assert events_of(job).count("engine_healed") == 2
+
+
+def test_the_jobs_own_arguments_win(tmp_path: Path) -> None:
+    """What the job says is not replaced by what was learned; it is changed for safety only, which is said."""
+    job = job_of(tmp_path, hungry(tmp_path), rows=100)
+    run(job, tmp_path)
+    job["engine"]["args"] = {"chunked-prefill-size": 4096}
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert "starting with" not in result.stderr
+    assert "4096 -> 2048 at the next start" in result.stderr
+
+
+CHILD = """[
+    print("ConnectionResetError: [Errno 104] Connection reset by peer"),  # an older, harmless error
+    print("[2026-11-22 04:46:38] Subprocess scheduler_0 (pid=7) crashed with exit code -9. Cleanup"),
+    print("[2026-11-22 04:46:39] Sleeping 5 seconds before crash diagnostics", flush=True), os._exit(137)]"""
+
+
+@pytest.mark.parametrize("death", [CHILD, "os._exit(3)", "os.kill(os.getpid(), 9)"])
+def test_a_crash_changes_nothing(tmp_path: Path, death: str) -> None:
+    """Only a want of memory is healed: after a crash or somebody's kill -9 the arguments are the same."""
+    once = f'if not os.path.exists(os.environ["ONCE"]): open(os.environ["ONCE"], "w").close(); {death}'
+    job = job_of(tmp_path, hungry(tmp_path, once, ONCE=str(tmp_path / "once")), rows=100)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert whole(job, 100)
+    first, *others = starts_of(tmp_path)
+    assert others == [first] * len(others)
+    assert "engine_healed" not in events_of(job)
+    assert not learned(tmp_path)
+    if death == CHILD:  # the cause is told, not what was done then
+        assert "the engine died (exit 137): Subprocess scheduler_0 (pid=7) crashed" in result.stderr
+
+
+def test_healing_can_be_switched_off(tmp_path: Path) -> None:
+    """With `engine.heal: false` a server is started again as it was, and nothing is remembered."""
+    job = job_of(tmp_path, {**hungry(tmp_path), "heal": False}, rows=100)
+    run(job, tmp_path)
+    first, *others = starts_of(tmp_path)
+    assert others == [first] * len(others)
+    assert not learned(tmp_path)
+
+
+def test_tries_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that no argument saves is given up, with the cause; every change was another one."""
+    monkeypatch.setattr("batchrunner.engines.launched.supervisor.MOST_QUICK_DEATHS", 1)
+    job = job_of(tmp_path, hungry(tmp_path, OOM), rows=300)
+    result = run(job, tmp_path)
+    assert result.exit_code == 1
+    assert "Prefill out of memory" in result.stderr.splitlines()[-1]
+    assert "out of memory in prefill: no safer arguments are left" in result.stderr
+    changed = [told["new"] for told in report_of(job)["incidents"] if told["what"] == "healed"]
+    assert 1 < len(changed) <= MOST_CHANGES
+    assert all(change not in changed[:n] for n, change in enumerate(changed))
+    assert not learned(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("death", "name", "worked"),
+    [
+        (
+            (
+                "if option('--cuda-graph-max-bs-decode', 160) > 40: "
+                'print("Exception: Capture cuda graph failed: CUDA out of memory.", flush=True); os._exit(1)'
+            ),
+            "--cuda-graph-max-bs-decode",
+            "32",
+        ),
+        (
+            (
+                "if share < 0.9: print('RuntimeError: Not enough memory. Please try to increase "
+                "--mem-fraction-static.', flush=True); os._exit(1)"
+            ),
+            "--mem-fraction-static",
+            "0.93",
+        ),
+    ],
+)
+def test_a_start_is_healed_too(tmp_path: Path, death: str, name: str, worked: str) -> None:
+    """What goes wrong before the engine is ready is tried again, before the run gives up."""
+    at_start = f'print("Capture cuda graph bs [1, 2, 160]", flush=True)\n{death}'
+    job = job_of(tmp_path, hungry(tmp_path, "", AT_START=at_start), rows=20)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    last = starts_of(tmp_path)[-1]
+    assert last[last.index(name) + 1] == worked
+    assert report_of(job)["incidents"][0]["what"] == "healed"
+
+
+def test_a_start_that_nothing_heals(tmp_path: Path) -> None:
+    """Weights that leave no memory end the run at once, with what would help."""
+    at_start = """
+print("Load weight begin. avail mem=14.2 GB")
+print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", flush=True); os._exit(1)"""
+    job = job_of(tmp_path, hungry(tmp_path, "", AT_START=at_start), rows=20)
+    result = run(job, tmp_path)
+    assert result.exit_code == 2
+    assert "the weights do not fit: take more cards (tp-size), quantise" in result.stderr
+    assert len(starts_of(tmp_path)) == 1
+
+
+@pytest.mark.gateway
+def test_replicas_share_what_was_learned(tmp_path: Path) -> None:
+    """Behind a gateway the change that one replica's death led to reaches the other at its next start."""
+    engine = {**hungry(tmp_path), "kind": "gateway", "replicas": 2}
+    job = job_of(tmp_path, engine, rows=400)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert whole(job, 400)
+    healed = [told["new"] for told in report_of(job)["incidents"] if told["what"] == "healed"]
+    assert healed == [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048}]
+    assert len(learned(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("damaged", [b"{", b"[]", b"{}"], ids=repr)
+def test_a_damaged_memory_teaches_nothing(
+    tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that is not ours, or not whole, is named in a warning."""
+    memory = LearnedArgsFile("model", "1 x H100", "0.5.23")
+    memory.write(LearnedArgs({"chunked-prefill-size": 2048}, "memory", "2026-11-22"))
+    (file,) = learned(tmp_path)
+    file.write_bytes(damaged)
+    assert memory.read() is None
+    assert f"{file}: not read" in caplog.text
+
+
+RETRACTS = """
+for half in range(48):
+    at = f"[2026-11-22 10:{half // 4:02}:{half % 4 * 15:02}]"
+    print(f"{at} Decode batch, #running-req: 8, #token: 890, token usage: 0.99, #queue-req: 9")
+    if half % 2:
+        print(f"{at} KV cache pool is full. Retract requests. #retracted_reqs: 2, #new_token_ratio")
+"""
+
+
+@pytest.mark.parametrize("own", [{}, {"schedule-conservativeness": 0.3}])
+def test_frequent_retractions_are_for_the_next_run(tmp_path: Path, own: dict[str, float]) -> None:
+    """They are no reason for a restart; the next start is more conservative, unless the job says how much."""
+    engine = {**hungry(tmp_path, "", AT_START=RETRACTS), "args": own}
+    job = job_of(tmp_path, engine, rows=20)
+    result = run(job, tmp_path)
+    assert result.exit_code == 0, result.stderr
+    assert len(starts_of(tmp_path)) == 1
+    assert ("retractions a minute: the next run has schedule-conservativeness" in result.stderr) == (not own)
+    run(job, tmp_path)
+    last = starts_of(tmp_path)[-1]
+    assert last[last.index("--schedule-conservativeness") + 1] == ("0.3" if own else "1.3")
+
+
+@dataclass(frozen=True)
+class MemoryCgroup:
+    """Where its files are."""
+
+    path: Path
+    limit: str
+
+    def set_limit(self, limit_bytes: int) -> None:
+        (self.path / self.limit).write_text(str(limit_bytes))
+
+    def command(self, *command: object) -> list[str]:
+        """Return a command that runs another one in it."""
+        script = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
+        return ["sh", "-c", script, str(self.path), *map(str, command)]
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit_bytes: int) -> Iterator[MemoryCgroup]:
+    """Make a cgroup with this limit, empty again at the end; skips by name where that cannot be done."""
+    name = f"batchrunner-test-{os.getpid()}"
+    places = {"/sys/fs/cgroup/memory": "memory.limit_in_bytes", "/sys/fs/cgroup": "memory.max"}
+    for root, limit in places.items():
+        group = MemoryCgroup(Path(root) / name, limit)
+        with contextlib.suppress(OSError):
+            group.path.mkdir()
+            group.set_limit(limit_bytes)
+            break
+        with contextlib.suppress(OSError):
+            group.path.rmdir()
+    else:
+        pytest.skip("skipped: no memory cgroup can be made here")
+    try:
+        yield group
+    finally:
+        _remove(group.path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a cgroup; those that were killed in it leave when the kernel has freed their memory."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{path}: still has {(path / 'cgroup.procs').read_text().split()}")
+
+
+GREEDY = """
+hoard = bytearray()
+class Handler(Handler):
+    def asked(self, body):
+        if len(hoard) < pool * 20_000:
+            hoard.extend(b"x" * 40_000_000)
+        self.answer("to " + body["text"])
+"""
+
+
+def test_an_engine_killed_by_the_kernel_comes_back_smaller(tmp_path: Path) -> None:
+    """In a memory cgroup whose limit it exceeds: the kernel's kill is told from others, the pool halved."""
+    engine = {
+        **launchable(tmp_path, HUNGRY + GREEDY, DEATH="", STARTS=str(tmp_path / "starts")),
+        "device": "cpu",
+    }
+    job = job_of(tmp_path, engine, rows=100)
+    command = [sys.executable, "-m", "batchrunner", write_job(job, tmp_path)]
+    with memory_cgroup(450 << 20) as group:
+        done = subprocess.run(
+            group.command(*command), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert whole(job, 100)
+    assert "killed by the kernel for want of memory: max-total-tokens 20000 -> 10000" in done.stderr
+    assert next(told["kind"] for told in report_of(job)["incidents"] if told["what"] == "healed") == (
+        "killed"
+    )

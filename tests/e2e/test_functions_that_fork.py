@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from typing import TYPE_CHECKING
 
 import pytest
@@ -40,30 +39,3 @@ def test_a_child_that_comes_back_from_the_function(tmp_path: Path, end: str) -> 
     report = batchrunner.run(job)
     assert (report.rows_ok, report.rows_failed) == (60, 0), report.failures
     assert [row["number"] for row in results_of(job)] == list(range(60))
-
-
-def test_a_process_that_the_function_terminates(tmp_path: Path) -> None:
-    """It ends by SIGTERM, which the function's own process does not take."""
-    write_module(
-        tmp_path,
-        """
-        import multiprocessing, time
-        from typing import TypedDict
-
-        class Number(TypedDict):
-            number: int
-
-        def parse(answer, row) -> Number:
-            slow = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
-            slow.start()
-            slow.terminate()
-            slow.join()
-            return {"number": slow.exitcode}
-        """,
-    )
-    job = job_of(
-        tmp_path, rows=1, parse="hooks:parse", python_path=[str(tmp_path)],
-        limits={"python_processes": 1, "python": 20},
-    )  # fmt: skip
-    batchrunner.run(job)
-    assert [row["number"] for row in results_of(job)] == [-signal.SIGTERM]

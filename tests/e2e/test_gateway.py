@@ -187,23 +187,6 @@ def bundled_job(directory: Path, engine: Any, ids: list[list[int]], **changes: A
 
 @pytest.mark.gateway
 @pytest.mark.usefixtures("full_requests")
-def test_rows_share_requests(tmp_path: Path, behind: Any) -> None:
-    """Each row has its own answer, and both workers have some of the requests."""
-    with behind(**BUNDLED) as (engine, one, two):
-        job = bundled_job(tmp_path, engine, [[row] for row in range(200)])
-        hold_until((one, two), lambda: len(one.sent) + len(two.sent) >= 64)
-        report = batchrunner.run(job)
-        sent = [*one.sent, *two.sent]
-    assert (report.exit_code, report.rows_ok, report.retries) == (0, 200, 0)
-    assert [row["output"] for row in results_of(job)] == [f"answer 0 to [{row}]" for row in range(200)]
-    assert max(each.together for each in sent) == report.bundles["most_rows"] == 8
-    assert report.bundles["requests"] < 100
-    assert report.bundles["rows_resent"] == 0
-    assert min(len(one.sent), len(two.sent)) >= 20
-
-
-@pytest.mark.gateway
-@pytest.mark.usefixtures("full_requests")
 def test_rows_of_a_request_have_one_prefix_and_one_set_of_parameters(tmp_path: Path, behind: Any) -> None:
     """A request goes to one worker whole, and the gateway refuses one with several sets."""
     ids = [[document] * 300 + [row] for row in range(240) for document in [row % 12]]
@@ -218,6 +201,7 @@ def test_rows_of_a_request_have_one_prefix_and_one_set_of_parameters(tmp_path: P
         at = [{sent.body["input_ids"][0] for sent in worker.sent} for worker in (one, two)]
         sent = [*one.sent, *two.sent]
     assert (report.exit_code, report.rows_ok, report.retries) == (0, 240, 0)
+    assert [row["output"] for row in results_of(job)] == [f"answer 0 to {row}" for row in ids]
     assert report.bundles["most_rows"] > 1
     assert report.bundles["rows_resent"] == 0
     assert at[0] | at[1] == set(range(12))

@@ -319,25 +319,6 @@ def test_tasks_that_join(tmp_path: Path, store: CloudStore) -> None:
     assert rows_in(store) == list(range(30))
 
 
-def test_what_is_here_is_not_fetched_again(
-    tmp_path: Path, store: CloudStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The e_tags of what was written are those of the listing, so a second start fetches no part."""
-    file = job_in(tmp_path, store, output={"part_rows": 5})
-    assert batchrun(file).exit_code == 0
-    asked: list[str] = []
-    real = store._get
-
-    def noting(request: Any, key: str) -> Any:
-        asked.append(key)
-        return real(request, key)
-
-    monkeypatch.setattr(store, "_get", noting)
-    assert batchrun(file).exit_code == 0
-    assert "run/tasks/main/owner" in asked
-    assert not [key for key in asked if "/parts/" in key]
-
-
 def test_what_is_wrong(tmp_path: Path, store: CloudStore) -> None:
     """A bucket that is not there is one line, with exit code 2."""
     job = job_of(tmp_path, output={"path": f"{store.scheme}://nobody/run"}, storage=store.storage)

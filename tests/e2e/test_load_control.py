@@ -15,8 +15,6 @@ import pytest
 
 import batchrunner
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.concurrency import corners
-from batchrunner.dispatch.progress import sample_line
 from batchrunner.engines.http.connections import free_port
 from tests.conftest import batchrun, eventually, job_of, report_of, results_of
 from tests.support.fake_sglang import FakeSGLang, Sent
@@ -95,23 +93,6 @@ def test_the_queue_is_held_and_reported(tmp_path: Path) -> None:
         assert load["empty_queue_share"] == 0
         assert 10 < load["mean_queue"] < 250
         assert load["window_over_time"]
-
-
-def test_the_corner_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A well used pool and a queue: an event, a word on the status line, and a share in the report."""
-    monkeypatch.setattr(corners, "TOLD_AFTER_S", 0.0)
-    with FakeSGLang(max_running=32) as server:
-        server.used_tokens = 19_000
-        server.script = Steady(server, 160)
-        job = job_of(tmp_path, server, rows=160)
-        batchrunner.run(job)
-        good = next(event for event in events_of(job, "corner") if event["corner"] == "good")
-        assert (good["scheduler"], good["token_usage"]) == (server.url, 0.95)
-        assert report_of(job)["load"]["corner_shares"]["good"] > 0.5
-        samples = [event for event in events_of(job, "sample") if event["signals"]]
-        told = [sample for sample in samples if sample["signals"][0].get("corner") == "good"]
-        assert told
-        assert all("usage 0.95, KV pool well used, " in sample_line(sample) for sample in told)
 
 
 def test_a_fixed_window_is_kept(tmp_path: Path) -> None:

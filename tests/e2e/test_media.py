@@ -220,27 +220,6 @@ def test_bad_files_fail_their_rows(tmp_path: Path, senses: FakeSGLang) -> None:
     assert len(senses.sent) == 3
 
 
-def test_structs_and_cut_videos(tmp_path: Path, senses: FakeSGLang) -> None:
-    """Structs of Hugging Face are read; a video that was cut fails its row, with what is missing."""
-    contents = {"a.mp4": CLIP, "b.mp4": CLIP[:-3], "c": LOW}
-    clips = [{"bytes": content, "path": path} for path, content in contents.items()]
-    rows = _run(
-        _job(tmp_path, senses, {"user": "What?", "videos": "clip"}, {"clip": clips}), tmp_path, code=3
-    )
-    assert rows[0]["error"] is None
-    assert "is a broken video file: it ends after" in rows[1]["error"]
-    assert "is no video file that is known here" in rows[2]["error"]
-    assert _shape(senses.sent[0]) == [[("video", CLIP), "What?"]]
-
-
-def test_private_addresses(tmp_path: Path, senses: FakeSGLang) -> None:
-    """Addresses that are not public are refused even where URLs are allowed."""
-    prompt = {"user": "What?", "images": {"columns": ["photo"], "allow_urls": True}}
-    places = [f"{senses.url}/a.png", "http://169.254.169.254/latest"]
-    rows = _run(_job(tmp_path, senses, prompt, {"photo": places}), tmp_path, code=3)
-    assert all("is not public" in row["error"] for row in rows)
-
-
 def test_equal_images_are_sent_once(tmp_path: Path, senses: FakeSGLang) -> None:
     """At temperature 0 equal prompts with equal images share an answer; another image is another prompt."""
     photos = [{"bytes": RED, "path": None}, {"bytes": BLUE, "path": "b"}, {"bytes": RED, "path": "c"}]
@@ -276,16 +255,12 @@ def test_models_without(tmp_path: Path, field: str, lacks: str) -> None:
     ("prompt", "column", "words"),
     [
         ({"user": "x", "images": []}, [RED], ["prompt.images", "at least 1 item"]),
-        ({"user": "x", "videos": "nowhere"}, [RED], ["prompt.videos", "'nowhere'"]),
         ({"user": "x", "audio": "file"}, [1], ["prompt.audio", "'file'", "int64"]),
-        ({"user": "x", "pdf": "file"}, [[RED]], ["prompt.pdf", "list"]),
         ({"user": "x", "pdf": {"column": "file", "pages": "3-1"}}, [RED], ["prompt.pdf.pages", "3-1"]),
         ({"text": "{{ file }}", "images": "file"}, [RED], ["prompt.text", "images.placeholder"]),
-        ({"text": "x", "pdf": "file"}, [RED], ["`pdf`", "`text`"]),
         ({"input_ids": "file", "images": "file"}, [RED], ["`images`", "`input_ids`"]),
         ({"user": "x", "images": "file", "truncate": "head"}, [RED], ["truncate"]),
         ({"user": "x", "images": {"columns": ["file"], "max_pixels": 10}}, [RED], ["max_pixels", "784"]),
-        ({"user": "x", "videos": {"columns": ["file"], "max_pixels": 1000}}, [CLIP], ["max_pixels"]),
     ],
 )  # fmt: skip
 def test_refused_jobs(tmp_path: Path, prompt: dict[str, Any], column: list[Any], words: list[str]) -> None:

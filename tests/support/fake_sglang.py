@@ -173,10 +173,6 @@ class FakeSGLang(ServerThread):
         self._asked_again.set()  # it wakes those who wait now, and nobody later
         self._asked_again.clear()
 
-    def stop_listening(self) -> None:
-        """Take no new connection; those that are open are served on, as a server does that is to end."""
-        asyncio.run_coroutine_threadsafe(self._site.stop(), self._loop)
-
     def wait_until_left(self) -> None:
         """Return when no client is connected: all that a killed one had sent has arrived by then."""
         wait_until_left(self.url, self._runner)

@@ -21,16 +21,6 @@ KINDS: dict[str, tuple[dict[str, Any], bool, bool]] = {
         },
         True, False,
     ),
-    "LongCat-Flash-Chat": (
-        {
-            "architectures": ["LongcatFlashForCausalLM"], "hidden_size": 6144, "ffn_hidden_size": 12288,
-            "expert_ffn_hidden_size": 2048, "num_layers": 28, "num_attention_heads": 64,
-            "vocab_size": 131072, "n_routed_experts": 512, "moe_topk": 12, "zero_expert_num": 256,
-            "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-            "v_head_dim": 128,
-        },
-        True, True,
-    ),
     "GLM-5": (
         {
             "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "hidden_size": 6144,
