@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import BatchrunError, JobError, OutputError
-from batchrunner.core.types import MetricsAddress
 from batchrunner.job.call import job_of_batch
 from batchrunner.job.spec import Job
 from batchrunner.output.merge import publish, results_path
@@ -100,15 +99,12 @@ def prepare_batch(
     return files, job
 
 
-def run_batch(
-    files: BatchFiles, job: Job, *, fresh: bool, retry_failed: bool, join: bool, quiet: bool, as_json: bool,
-    metrics: MetricsAddress | None = None,
-) -> BatchRun:  # fmt: skip
-    """Run or resume a batch, and write its results once all lines are done; raises BatchrunError."""
-    report = run_in_foreground(
-        job, (), fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet, as_json=as_json,
-        metrics=metrics,
-    )  # fmt: skip
+def run_batch(files: BatchFiles, job: Job, **options: Any) -> BatchRun:
+    """Run or resume a batch, and write its results once all lines are done; raises BatchrunError.
+
+    `options` are those of `run_in_foreground`.
+    """
+    report = run_in_foreground(job, (), **options)
     try:
         is_done = not report.rows_left and publish(RunDir(files.run), files.results, files.errors)
     except BatchrunError as failure:

@@ -7,11 +7,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Literal, TypeVar
 
 from batchrunner.core.console import tell_failure, wants_json
-from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
@@ -152,28 +151,6 @@ class FailureLimit:
                 f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
                 "correct what the errors below name, and start with --retry-failed"
             )
-
-
-class StopRules:
-    """Checks at every load sample whether the run has to end before its last row."""
-
-    def __init__(
-        self, check: Callable[[], None], control: Control, deadline_s: float | None, *, now: float
-    ) -> None:
-        """Allow `deadline_s` seconds from `now` on (`limits.deadline`); None for no limit.
-
-        `check` raises the StorageError of a write that failed in the background.
-        """
-        self._check = check
-        self._control = control
-        self._ends_at = None if deadline_s is None else now + deadline_s
-
-    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
-        """Raise the StorageError of a write that failed in the background; drain after the deadline."""
-        del loads
-        self._check()
-        if self._ends_at is not None and now > self._ends_at:
-            self._control.drain("the deadline passed (limits.deadline)")
 
 
 SIGNALS = {

@@ -60,22 +60,24 @@ class Takeover:
         watch = self._watches.get(task) or self._watch(task)
         return watch.poll() is False
 
-    def settle(self) -> bool | None:
-        """Take over from the tasks that were dead at the last poll.
+    def all_live(self) -> bool:
+        """Tell whether every other task that held leases at the last poll is known to live."""
+        return all(self._lives.values())
 
-        Returns True if rows are free now, None if it is not known yet of some task whether it lives, else
-        False. Raises OSError, or OutputError if a dead task's results cannot be written.
+    def take_over(self) -> bool:
+        """Take over from the tasks that were dead at the last poll; tell whether there were any.
+
+        Raises OSError, or OutputError if a dead task's results cannot be written.
         """
         dead = [task for task, lives in self._lives.items() if lives is False]
-        taken = [task for task in dead if self._take_over(task)]
-        if taken:
-            return True
-        return None if dead or None in self._lives.values() else False
+        for task in dead:
+            self._take_over(task)
+        return bool(dead)
 
     def _watch(self, task: str) -> LivenessMonitor:
         return monitor_of(self._run_dir.of_task(task))
 
-    def _take_over(self, task: str) -> bool:
+    def _take_over(self, task: str) -> None:
         dead = self._run_dir.of_task(task)
         try:
             with hold_task(dead, _at_once, dead_owner=self._watches[task].owner_content) as lock:
@@ -87,14 +89,13 @@ class Takeover:
                 for lease, rows in left:
                     self._leases.end(lease, rows)
         except (TaskHeldError, TaskLockLostError):  # another task takes over
-            return False
+            return
         dead.store.discard_copy(task)
         if left:
             rows_left = sum(len(rows) for _, rows in left)
             log.warning("took over from %s, which died: %d rows were left", task, rows_left)
             numbers = [lease.number for lease, _ in left]
             self._events.write("takeover", task=task, leases=numbers, rows_left=rows_left)
-        return True
 
 
 def _at_once(_: float) -> None:
@@ -137,7 +138,6 @@ class LeasedRows(TaskRows):
         self._first: Lease | None = None
         self._last: int | None = None
         self._taken = 0
-        self._to_read = 0
         self._rows_free = 0
 
     @property
@@ -166,10 +166,6 @@ class LeasedRows(TaskRows):
             return None if self._stopped.is_set() else self._try_take()
         except (OSError, OutputError):  # the next call waits for the disk
             return None
-
-    def record_read(self, rows: int) -> None:
-        """Record that so many rows were read."""
-        self._to_read -= rows
 
     def committed(self, rows: BitMap64) -> None:
         """End the leases whose last rows are in parts now."""
@@ -220,7 +216,7 @@ class LeasedRows(TaskRows):
         failed_at: float | None = None
         while not self._stopped.is_set():
             try:
-                lease, is_over = self._take_or_settle()
+                lease, is_over = self._look_for_lease()
             except (OSError, OutputError) as failure:  # the disk may come back
                 if failed_at is None:
                     failed_at = self._clock()
@@ -236,15 +232,17 @@ class LeasedRows(TaskRows):
             sleep(SHORT_POLL_S if self._rows_free else POLL_S)
         return None
 
-    def _take_or_settle(self) -> tuple[Lease | None, bool]:
-        """Return a lease, and whether there will be none."""
+    def _look_for_lease(self) -> tuple[Lease | None, bool]:
+        """Return a lease, after a look at what other tasks do, and whether there will be none."""
         lease = self._try_take()
-        if lease is None and not self._has_its_share():
-            settled = self._settle()
-            if settled:
-                return self._try_take(), False
-            return None, settled is False and self._unfinished() == 0
-        return lease, False
+        if lease is not None or self._has_its_share():
+            return lease, False
+        self._refresh()
+        if not self._rows_free and self._takeover.take_over():
+            self._refresh()
+        lease = self._try_take()
+        is_over = not self._rows_free and self._takeover.all_live() and not self._unfinished()
+        return lease, is_over
 
     def _try_take(self) -> Lease | None:
         """Take a lease that is free as far as is known."""
@@ -278,16 +276,6 @@ class LeasedRows(TaskRows):
         self._leases.end(lease, left)
         del self._uncommitted[number]
         self._events.write("lease_end", lease=number, rows_left=len(left))
-
-    def _settle(self) -> bool | None:
-        """Look again; tell whether something is free now, or None while that is not known."""
-        self._refresh()
-        if self._rows_free:
-            return True
-        settled = self._takeover.settle()
-        if settled:
-            self._refresh()
-        return settled
 
     def _refresh(self) -> None:
         self._leases.refresh()

@@ -9,7 +9,7 @@ import re
 import secrets
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +18,7 @@ import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, OutputError, ResumeError
-from batchrunner.core.types import EMBEDDINGS_PATH, ColumnKind
+from batchrunner.core.types import EMBEDDINGS_PATH
 from batchrunner.input.dataset import ColumnSource, Dataset, rows_of
 from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
@@ -49,16 +49,12 @@ log = logging.getLogger(__name__)
 
 
 def new_task() -> str:
-    """Return a new name for a task that joins a run, in this process."""
-    return task_name(socket.gethostname(), secrets.token_hex(3), os.environ)
-
-
-def task_name(host: str, token: str, environ: Mapping[str, str]) -> str:
-    """Name a task by its host and, under Slurm, by job, array task and restart; `token` makes it unique."""
-    job = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID")
-    index = environ.get("SLURM_ARRAY_TASK_ID")
-    restart = environ.get("SLURM_RESTART_COUNT")
-    parts = ["join", host, job, index and f"t{index}", restart and f"r{restart}", token]
+    """Name a task that joins a run by host and, under Slurm, job, array task and restart, and a number."""
+    job = os.environ.get("SLURM_ARRAY_JOB_ID") or os.environ.get("SLURM_JOB_ID")
+    index = os.environ.get("SLURM_ARRAY_TASK_ID")
+    restart = os.environ.get("SLURM_RESTART_COUNT")
+    parts = ["join", socket.gethostname(), job, index and f"t{index}", restart and f"r{restart}"]
+    parts.append(secrets.token_hex(3))
     return "-".join(re.sub(r"[^A-Za-z0-9.]+", "_", part) for part in parts if part)
 
 
@@ -262,8 +258,8 @@ def find_done(prepared: PreparedJob, model: str | None, *, without_failed: bool 
     return read_done(prepared.run_dir, without_failed=without_failed)
 
 
-def check_resumes(prepared: PreparedJob, model: str | None) -> bool:
-    """Tell whether there were earlier attempts; with `model` None the model is not compared.
+def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None = None) -> bool:
+    """Tell whether there were earlier attempts; the model and its weights' version are compared if known.
 
     Raises ResumeError if the output path holds another run, or parts without a run.json.
     """
@@ -282,6 +278,13 @@ def check_resumes(prepared: PreparedJob, model: str | None) -> bool:
         return False
     new = fingerprint(prepared.job, prepared.dataset.files, model or "")
     check_same_run(old["fingerprint"], new, run_dir.name, model_known=model is not None)
+    before = old["engine"].get("weights")
+    if None not in {before, weights} and before != weights:
+        raise ResumeError(
+            f"{run_dir.name} holds another run: weight_version was {before!r} and is {weights!r}",
+            hint=f"take another output.path, or discard what is there with {DISCARD}",
+            mark=";",
+        )
     _check_carried_types(prepared)
     _check_functions(old, prepared)
     return True
@@ -291,14 +294,14 @@ def facts_of_functions(functions: HookPool | None) -> dict[str, Any]:
     """Return what run.json keeps of a job's Python functions: by place, the file's hash and the columns."""
     known = functions.facts.values() if functions is not None else ()
     return {
-        facts.where: {"name": facts.name, "digest": facts.digest, "columns": _types_of(facts.columns)}
+        facts.where: {
+            "name": facts.name,
+            "digest": facts.digest,
+            "columns": {name: str(arrow_type(kind)) for name, kind in facts.columns},
+        }
         for facts in known
         if facts.where != MEDIA  # no function of the job's
     }
-
-
-def _types_of(columns: Sequence[tuple[str, ColumnKind]]) -> dict[str, str]:
-    return {name: str(arrow_type(kind)) for name, kind in columns}
 
 
 def _check_functions(old: Mapping[str, Any], prepared: PreparedJob) -> None:
@@ -325,18 +328,6 @@ def _check_functions(old: Mapping[str, Any], prepared: PreparedJob) -> None:
                 where,
                 facts["name"],
             )
-
-
-def check_same_weights(prepared: PreparedJob, weights: str | None) -> None:
-    """Raise ResumeError if earlier attempts had other weights of the model, where both versions are known."""
-    old = read_run_json(prepared.run_dir)
-    before = old["engine"].get("weights") if old else None
-    if None not in {before, weights} and before != weights:
-        raise ResumeError(
-            f"{prepared.run_dir.name} holds another run: weight_version was {before!r} and is {weights!r}",
-            hint=f"take another output.path, or discard what is there with {DISCARD}",
-            mark=";",
-        )
 
 
 def _check_carried_types(prepared: PreparedJob) -> None:

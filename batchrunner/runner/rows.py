@@ -38,6 +38,8 @@ class TaskRows(ABC):
         """Read rows of this input."""
         self._prepared = prepared
         self._stopped = threading.Event()
+        self._to_read = 0
+        """Rows of the leases that were taken, still to be read."""
         self.kind = prepared.renderer.kind
         """The kind of all prompts; None where they may be of any."""
         self.names: Sequence[str] = prepared.dataset.schema.names
@@ -46,10 +48,6 @@ class TaskRows(ABC):
     @abstractmethod
     def take(self, *, wait: bool) -> Lease | None:
         """Take the next lease; None if there is none, or none at once without `wait`. Blocks."""
-
-    @abstractmethod
-    def record_read(self, rows: int) -> None:
-        """Record that so many rows of the last lease were read."""
 
     def stop(self) -> None:
         """End `batches` soon, also while it waits."""
@@ -68,7 +66,7 @@ class TaskRows(ABC):
             while lease is not None:
                 for batch in reader.read(lease):
                     yield self._prepared.renderer.render(batch, self._stopped.is_set)
-                    self.record_read(len(batch.rows))
+                    self._to_read -= len(batch.rows)
                 lease = self.take(wait=False)
                 if lease is None:
                     yield []
@@ -91,18 +89,18 @@ class FixedRows(TaskRows):
         self._uncommitted = rows
         self.total = total
         """Number of rows, those that earlier attempts ended included."""
-        self.unread = len(rows)
+        self._to_read = len(rows)
+
+    @property
+    def unread(self) -> int:
         """Number of rows still to be read."""
+        return self._to_read
 
     def take(self, *, wait: bool) -> Lease | None:
         """Take all rows, once."""
         del wait
         lease, self._lease = self._lease, None
         return lease
-
-    def record_read(self, rows: int) -> None:
-        """Record that so many rows were read."""
-        self.unread -= rows
 
     def committed(self, rows: BitMap64) -> None:
         """Record rows that are in a part now."""

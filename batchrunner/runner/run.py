@@ -50,7 +50,6 @@ from batchrunner.runner.control import Control, FailureLimit
 from batchrunner.runner.prepare import (
     PreparedJob,
     check_resumes,
-    check_same_weights,
     drop_copies,
     facts_of_functions,
     find_done,
@@ -194,10 +193,8 @@ async def execute(
             with engine_starting(run_dir):
                 engine, info = await open_engine_of(job, task_of_model, run_dir.log_directory, control, stack)
         check_engine(job, info)
-        if model is None and not fresh:
-            await asyncio.to_thread(check_resumes, prepared, info.model)
         if model_of(job.engine) is None and not fresh:
-            await asyncio.to_thread(check_same_weights, prepared, info.weights)
+            await asyncio.to_thread(check_resumes, prepared, info.model, info.weights)
         if fresh:
             await control.run(lambda: check_nobody_works(run_dir, control))
             with writing(run_dir.path):

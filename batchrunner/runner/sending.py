@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from batchrunner.core.engine_info import EngineInfo, QueueBand
+from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.types import PromptKind
 from batchrunner.dispatch.bundles import BundleTotals, bundle_senders
 from batchrunner.dispatch.concurrency.controller import Decision
@@ -38,7 +38,7 @@ from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
-from batchrunner.runner.control import Control, StopRules
+from batchrunner.runner.control import Control
 from batchrunner.runner.progress import Display, ProgressLog
 from batchrunner.runner.results import OutcomeSink
 
@@ -166,7 +166,7 @@ class Sending:
 
             checker = AnswerChecker(job, results.plan, rows.names, tokenizer, functions)
 
-        # load samples: engine → windows → slots → progress: display and event log, stop rules
+        # load samples: engine → windows → slots → progress: display and event log, `polled`
         self._load_control = LoadControl(
             engine, limits, slots, self._backlog, events, may_admit_more=job.sampling.ignore_eos is not True
         )
@@ -175,7 +175,7 @@ class Sending:
             task=job.task,
         )  # fmt: skip
         self.shown = ProgressLog(self.progress, display, events, now=began)
-        self._stop_rules = StopRules(results.check, control, job.limits.deadline, now=began)
+        self._results, self._deadline_s, self._began = results, job.limits.deadline, began
         self._dispatcher = Dispatcher(
             self._backlog, slots, senders, checker, self.reorderer, limits, self._load_control, self.progress,
             events, job.limits, by_affinity=info.keeps_together,
@@ -187,7 +187,7 @@ class Sending:
         A gentle stop lets the rows in flight end; one at once, or a cancellation, cancels them.
         """
         sending = asyncio.ensure_future(self._dispatcher.run(self._feeder))
-        polling = asyncio.ensure_future(self._load_control.run([self.shown, self._stop_rules]))
+        polling = asyncio.ensure_future(self._load_control.run([self.shown, self]))
         self._control.listen(functools.partial(self._stop, sending))
         try:
             await asyncio.wait((sending, polling), return_when=asyncio.FIRST_COMPLETED)
@@ -199,6 +199,13 @@ class Sending:
             for task in (sending, polling):
                 task.cancel()
             await asyncio.gather(sending, polling, return_exceptions=True)
+
+    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
+        """Raise the StorageError of a write that failed in the background; drain after `limits.deadline`."""
+        del loads
+        self._results.check()
+        if self._deadline_s is not None and now > self._began + self._deadline_s:
+            self._control.drain("the deadline passed (limits.deadline)")
 
     def _stop(self, sending: asyncio.Future[None]) -> None:
         if self._control.reason is not None:

@@ -21,7 +21,7 @@ from batchrunner.output.parts import Journal, write_part
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.control import Control
 from batchrunner.runner.join import join
-from batchrunner.runner.prepare import prepare, task_name
+from batchrunner.runner.prepare import prepare
 from tests.conftest import (
     batchrun,
     job_of,
@@ -72,7 +72,7 @@ class Task:
     """One task of a run in this process, that does its rows when it is told to."""
 
     def __init__(self, job: dict[str, Any], name: str) -> None:
-        self.prepared = prepare(load_job(job), task_name("host", name, {}))
+        self.prepared = prepare(load_job(job), f"join-host-{name}")
         self.run_dir = self.prepared.run_dir
         self.run_dir.task_directory.mkdir(parents=True)
         self.lock = TaskLock(self.run_dir.task_directory)
