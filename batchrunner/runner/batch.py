@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,26 +76,18 @@ class BatchRun:
 
 
 def prepare_batch(
-    requests: str,
-    output: str,
-    errors: str | None,
-    *,
-    model: str | None,
-    urls: Sequence[str],
-    base: str | None,
-    lenient: bool,
-    overrides: Sequence[str],
-    fresh: bool,
+    requests: str, output: str, errors: str | None, *, fresh: bool, **options: Any
 ) -> tuple[BatchFiles, Job]:
-    """Return the files and the job of a batch; raises JobError or OutputError."""
+    """Return the files and the job of a batch; raises JobError or OutputError.
+
+    `options` are those of `job_of_batch`.
+    """
     if requests == "-":
         raise JobError("requests: standard input cannot be read again to resume", hint="save it to a file")
     results = results_path(output, "--output")
     files = BatchFiles(requests, results, results_path(errors, "--errors") if errors else None)
     files.check(fresh=fresh)
-    run = str(files.run)
-    job = job_of_batch(requests, run, model=model, urls=urls, base=base, lenient=lenient, overrides=overrides)
-    return files, job
+    return files, job_of_batch(requests, str(files.run), **options)
 
 
 def run_batch(files: BatchFiles, job: Job, **options: Any) -> BatchRun:

@@ -63,8 +63,6 @@ class Check:
     """Rows of these that cannot be sent: a null or empty prompt, a template that fails, a broken image."""
     not_sendable: list[dict[str, Any]]
     """Why they cannot be sent, largest group first: `rows`, `example_row`, `example`."""
-    rows_blank: int
-    """Rows of these whose last message has nothing but white space: they are sent all the same."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
@@ -85,9 +83,6 @@ class Check:
             label = "cannot be sent" if prompt["error"] else prompt["kind"] or "left out by prompt.python"
             lines += [f"--- row {prompt['row']} ({label})", text[:CHARACTERS_SHOWN]]
         lines += cause_lines(self.not_sendable, "cannot be sent")
-        if self.rows_blank:
-            first = f"{self.rows_blank} of the first {counted(self.rows_looked_at, 'row')}"
-            lines.append(f"{first} would be sent with a blank prompt: input.filter leaves rows out")
         return [*lines, f"{self._verdict()}; nothing was sent"]
 
     @property
@@ -124,7 +119,7 @@ def _check(prepared: PreparedJob) -> Check:
     selected = prepared.selected()
     todo = selected - done.rows
     items = (item for batch in prepared.batches(todo or selected) for item in batch)
-    failures, shown, looked_at, blank = Failures(), list[dict[str, Any]](), 0, 0
+    failures, shown, looked_at = Failures(), list[dict[str, Any]](), 0
     for item in islice(items, ROWS_LOOKED_AT):
         prompt = _shown(item, loaded.engine.kind)
         looked_at += 1
@@ -132,7 +127,6 @@ def _check(prepared: PreparedJob) -> Check:
             prompt = _with_files_opened(prompt, item, prepared.functions)
         if prompt["error"] is not None:
             failures.add(item.ref.row, prompt["error"])
-        blank += _is_blank(prompt["prompt"])
         if len(shown) < PROMPTS_SHOWN:
             shown.append(prompt)
     return Check(
@@ -147,7 +141,6 @@ def _check(prepared: PreparedJob) -> Check:
         rows_looked_at=looked_at,
         rows_not_sendable=sum(failures.rows.values()),
         not_sendable=failures.summary(),
-        rows_blank=blank,
     )
 
 
@@ -158,13 +151,6 @@ def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:
         prompt = orjson.loads(item.prompt.content) if body else item.shown
         return {"row": item.ref.row, "kind": item.kind, "prompt": prompt, "error": None}
     return {"row": item.ref.row, "kind": None, "prompt": None, "error": error}
-
-
-def _is_blank(prompt: Any) -> bool:
-    """Tell whether a prompt, or the last message of one, is an empty text or white space."""
-    last = prompt[-1] if isinstance(prompt, list) and prompt else prompt
-    text = last.get("content") if isinstance(last, dict) else last
-    return isinstance(text, str) and not text.strip()
 
 
 def _with_files_opened(prompt: dict[str, Any], row: Request, functions: HookPool | None) -> dict[str, Any]:

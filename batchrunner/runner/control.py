@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from batchrunner.core.console import tell_failure, wants_json
@@ -120,6 +121,7 @@ FEWEST_ROWS = 100
 """Rows that must have been sent and ended before `limits.abort_failed_share` stops a run."""
 
 
+@dataclass(slots=True)
 class FailureLimit:
     """Counts outcomes, and stops the run if too large a share of the rows that were sent failed.
 
@@ -127,28 +129,29 @@ class FailureLimit:
     that were not sent (a null prompt, for example) say nothing about the engine or the other rows.
     """
 
-    def __init__(self, counts: RowCounts, control: Control, slots: Slots, most_failed_share: float) -> None:
-        """Stop the run above `most_failed_share` (`limits.abort_failed_share`), from 0 to 1."""
-        self._counts = counts
-        self._control = control
-        self._slots = slots
-        self._most_failed_share = most_failed_share
-        self._sent = 0
-        self._failed = 0
+    counts: RowCounts
+    control: Control
+    slots: Slots
+    most_failed_share: float
+    """`limits.abort_failed_share`, from 0 to 1."""
+    sent: int = 0
+    """Rows that were sent and have ended."""
+    failed: int = 0
+    """Those of them that failed."""
 
     def add(self, outcome: Outcome) -> None:
         """Count one outcome."""
-        self._counts.add(outcome)
+        self.counts.add(outcome)
         if not outcome.attempts:
             return
-        self._sent += 1
+        self.sent += 1
         if outcome.error is None:
             return
-        self._failed += 1
-        all_sent = self._sent + max(0, self._slots.in_flight - 1)  # the slot of this row is still taken
-        if self._sent >= FEWEST_ROWS and self._failed / all_sent > self._most_failed_share:
-            self._control.drain(
-                f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
+        self.failed += 1
+        all_sent = self.sent + max(0, self.slots.in_flight - 1)  # the slot of this row is still taken
+        if self.sent >= FEWEST_ROWS and self.failed / all_sent > self.most_failed_share:
+            self.control.drain(
+                f"{self.failed / self.sent:.0%} of the rows failed (limits.abort_failed_share): "
                 "correct what the errors below name, and start with --retry-failed"
             )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -147,10 +146,6 @@ def metrics_server(address: MetricsAddress) -> Iterator[MetricsPage]:
         log.info("metrics: http://%s:%d/metrics", host, server.server_port)
         yield page
     finally:
-        _stop(server, thread)
-
-
-def _stop(server: Any, thread: threading.Thread) -> None:
-    server.shutdown()
-    server.server_close()
-    thread.join()
+        server.shutdown()
+        server.server_close()
+        thread.join()

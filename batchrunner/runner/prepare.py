@@ -112,8 +112,6 @@ class PreparedJob(JobInput):
 
 RESULT_DIRECTORIES = {"parts", "merged"}
 """Directories of a run that may be the input of another one."""
-RUN_DIRECTORIES = {*RESULT_DIRECTORIES, "tasks", "leases", "merged.tmp"}
-"""Directories of a run in which Parquet files may lie."""
 
 
 def prepare(
@@ -241,13 +239,11 @@ def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
     given = [path] if isinstance(path, str) else path
     if any({*Path(each).absolute().parts} & RESULT_DIRECTORIES for each in given):
         return
-    places = {Path(file.path).parent for file in dataset.files}
-    for place in sorted(places):
-        inside = next((each for each in (place, *place.parents) if each.name in RUN_DIRECTORIES), None)
-        if inside and holds_run(inside.parent):
+    for place in sorted({Path(file.path).parent for file in dataset.files}):
+        if place.name in RESULT_DIRECTORIES and holds_run(place.parent):
             raise InputError(
-                f"{join_paths(path)}: names files of the run {inside.parent} too, such as those in {place}",
-                hint=f"name the input more closely, or {inside.parent}/parts if its results are meant",
+                f"{join_paths(path)}: names files of the run {place.parent} too, those in {place}",
+                hint=f"name the input more closely, or {place.parent}/parts if its results are meant",
             )
 
 

@@ -146,8 +146,8 @@ class Handover:
 
     async def give(self, outcome: Outcome, plan: AnswerPlan) -> None:
         """Add the rows that an outcome becomes, as `plan` says, each once there is room."""
-        for row in rows_given(outcome, plan):
-            await self.put({**row, **self._further})
+        for row in result_rows([outcome], plan):
+            await self.put({**_row_given(row, plan), **self._further})
 
     async def take(self) -> list[dict[str, Any]]:
         """Take all rows that are there; waits for the first. Empty at the end."""
@@ -195,14 +195,8 @@ def _columns_of(parts: Sequence[Path]) -> dict[str, None]:
     return found
 
 
-def rows_given(outcome: Outcome, plan: AnswerPlan) -> list[dict[str, Any]]:
-    """Return the rows of the results that an outcome becomes, as their columns have them."""
-    carried = carried_of(outcome.ref)
-    rows = result_rows([outcome], plan)
-    return [_row_given(row, carried, plan) for row in rows]
-
-
-def _row_given(row: ResultRow, carried: dict[str, Any], plan: AnswerPlan) -> dict[str, Any]:
+def _row_given(row: ResultRow, plan: AnswerPlan) -> dict[str, Any]:
+    """Return a row of the results as its columns have it."""
     outcome, sample = row
     completion = outcome.completion
     decodes = plan.task is None
@@ -213,7 +207,8 @@ def _row_given(row: ResultRow, carried: dict[str, Any], plan: AnswerPlan) -> dic
     def each(values: list[Any]) -> Any:
         return values if sample is None else values[sample]
 
-    given = {"row": outcome.ref.row, **({SAMPLE: sample} if plan.explode else {}), **carried}
+    given: dict[str, Any] = {"row": outcome.ref.row, **({SAMPLE: sample} if plan.explode else {})}
+    given |= carried_of(outcome.ref)
     if decodes:
         given["output"] = each(completion.texts) if completion else None
         given["finish_reason"] = each(completion.finish_reasons) if completion else reason

@@ -262,10 +262,7 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
     if not prepared.joins:
         last = read_json(prepared.run_dir.report_json)  # it says more than these zeros
         verdict = {"exit_code": exit_code, "reason": reason}
-        if not last:
-            report.save(prepared.run_dir)
-        elif not (report.rows_left or verdict.items() <= last.items()):  # by other limits
-            save_report(prepared.run_dir, {**last, **verdict})
+        save_report(prepared.run_dir, {**report.as_dict(), **last, **verdict})
     return report
 
 

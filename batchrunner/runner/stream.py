@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -408,23 +409,17 @@ async def send_stream(
         outlet.end()
 
 
+@dataclass(frozen=True, slots=True)
 class StreamCall:
     """A call of `stream` under way, in the program's event loop."""
 
-    def __init__(
-        self,
-        data: object,
-        paths: list[str] | None,
-        call: LibraryCall,
-        loop: EngineLoop | None,
-        display: Display,
-    ) -> None:
-        """Take the arguments; `paths` are the files that the data names, `loop` is that of an open engine."""
-        self._data = data
-        self._paths = paths
-        self._call = call
-        self._loop = loop
-        self._display = display
+    data: object
+    paths: list[str] | None
+    """The files that the data names; None where it is the rows."""
+    call: LibraryCall
+    loop: EngineLoop | None
+    """The loop of an open engine; None where the call opens one."""
+    display: Display
 
     async def rows(self, output: Path | None) -> AsyncGenerator[dict[str, Any]]:
         """Yield rows as they end.
@@ -436,10 +431,10 @@ class StreamCall:
             buffer, handover = RowBuffer(), Handover()
             if output is None:
                 scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
-            if output is not None or self._paths:
+            if output is not None or self.paths:
                 work = await self._run(output or scratch / "run", buffer, handover, stack)
             else:
-                stack.push_async_callback(ProgramReader(self._data, buffer).close)
+                stack.push_async_callback(ProgramReader(self.data, buffer).close)
                 work = await asyncio.to_thread(self._stream, buffer, scratch, handover, stack)
             if work is not None:
                 loop = await self._open_loop(stack)
@@ -453,8 +448,8 @@ class StreamCall:
                 raise buffer.failure
 
     async def _open_loop(self, stack: contextlib.AsyncExitStack) -> EngineLoop:
-        if self._loop is not None:
-            return self._loop
+        if self.loop is not None:
+            return self.loop
         opening = open_portal()  # its end waits for threads: not in the program's event loop
         portal = await asyncio.to_thread(opening.__enter__)
         stack.push_async_callback(asyncio.to_thread, opening.__exit__, None, None, None)
@@ -464,13 +459,13 @@ class StreamCall:
         self, output: Path, buffer: RowBuffer, handover: Handover, stack: contextlib.AsyncExitStack
     ) -> Callable[..., Any] | None:
         """Return the run of all rows in a run directory; None without rows."""
-        paths = self._paths or [await self._keep_rows(output, buffer, stack)]
+        paths = self.paths or [await self._keep_rows(output, buffer, stack)]
         run_dir = RunDir(output)
         dataset = await asyncio.to_thread(Dataset, paths, run_dir.path.resolve(), copies=run_dir.copies)
-        job = self._call.job(dataset.schema, paths, output)
+        job = self.call.job(dataset.schema, paths, output)
         if not dataset.total_rows:
             return None
-        return functools.partial(_execute_and_give, job, handover, self._display)
+        return functools.partial(_execute_and_give, job, handover, self.display)
 
     def _stream(
         self, buffer: RowBuffer, scratch: Path, handover: Handover, stack: contextlib.AsyncExitStack
@@ -482,19 +477,17 @@ class StreamCall:
             raise InputError(str(first[0]))
         if known is None:
             return None
-        job = self._call.job(known.schema, [str(scratch)], scratch)
+        job = self.call.job(known.schema, [str(scratch)], scratch)
         if not known.num_rows:  # a table's columns, before its first rows
             first = take_batches(buffer, 0)
         functions = open_functions(job)
         if functions is not None:
             stack.callback(functions.close)
-        total = rows_known(self._data)
+        total = rows_known(self.data)
         rows = ProgramRows(job, known.schema, buffer, first=first, total=total, functions=functions)
         if first is None:
             return None
-        return functools.partial(
-            send_stream, job, rows, handover, self._display, scratch, functions=functions
-        )
+        return functools.partial(send_stream, job, rows, handover, self.display, scratch, functions=functions)
 
     async def _keep_rows(self, output: Path, buffer: RowBuffer, stack: contextlib.AsyncExitStack) -> str:
         """Write the rows into the run directory, from where every start reads them; return their path.
@@ -505,7 +498,7 @@ class StreamCall:
         run_dir.check_writable()
         with writing(run_dir.given):
             make_directory(run_dir.given.parent)
-        data = self._data
+        data = self.data
         if isinstance(data, AsyncIterable):
             stack.push_async_callback(ProgramReader(data, buffer).close)
             data = _rows_in(buffer)

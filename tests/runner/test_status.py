@@ -171,16 +171,3 @@ def test_check_counts_what_cannot_be_sent(tmp_path: Path) -> None:
     assert (found["rows_looked_at"], found["rows_not_sendable"]) == (10, 1)
     assert found["not_sendable"][0]["example"].startswith("template: ZeroDivisionError: ")
     assert found["prompts"][2]["error"] is None
-
-
-def test_check_counts_blank_prompts(tmp_path: Path) -> None:
-    """They are sent, since a model answers them; the user is told."""
-    (tmp_path / "input.csv").write_text("name,text\na,hello\nb,\nc,  \nd,world\n")
-    job = job_of(tmp_path, prompt={"user": "{{ text }}"}, input={"path": str(tmp_path / "input.csv")})
-    file = write_job(job, tmp_path)
-    line = "2 of the first 4 rows would be sent with a blank prompt: input.filter leaves rows out"
-    assert line in batchrun("check", file).stdout
-    found = json.loads(batchrun("check", file, "--json").stdout)
-    assert (found["rows_blank"], found["rows_not_sendable"]) == (2, 0)
-    named = batchrun("check", file, "--set", "prompt.user=Greet {{ name }}: {{ text }}").stdout
-    assert "blank" not in named
