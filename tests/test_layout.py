@@ -108,7 +108,7 @@ MOST_TOKENS = {
     "advise": 13_400,
     "report": 11_800,
     "dispatch": 27_400,
-    "runner": 28_800,
+    "runner": 28_200,
     "tune": 15_700,
     "api": 2_500,
     "ray": 5_600,
