@@ -95,7 +95,7 @@ class SchedulerLoad:
 
     scheduler: str
     """URL of the replica, with `#dpN` where it has several data-parallel ranks."""
-    source: Literal["loads", "metrics", "log", "engine", "simulated"]
+    source: Literal["loads", "metrics", "engine", "simulated"]
     """Where the numbers were read."""
     running: int
     """Requests that decode, SGLang's `#running-req`."""

@@ -100,8 +100,3 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 def is_uri(given: str) -> bool:
     """Tell whether a text is a URI and no path on this machine."""
     return _URI.match(given) is not None
-
-
-def uri_of(path: Path) -> str:
-    """Return the URI that a `Path` was made of, with both slashes."""
-    return str(path).replace(":/", "://", 1)

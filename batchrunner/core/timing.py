@@ -52,8 +52,6 @@ class Timing:
     """Shortest pause between two uploads of a run's logs to an object store."""
     stop_start: float = 1.0
     """Longest time from a first Ctrl-C, before any row is sent, until a command begins to end by itself."""
-    stop_poll: float = 0.05
-    """Pause between two looks whether an engine that is stopped while it loads has ended its processes."""
     stop_at_once: float = 10.0
     """Longest time in which a command ends by itself that has nothing to wait for, such as after a second
     Ctrl-C; then its process is ended, whatever its threads do."""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from batchrunner.job.fields import Spec
 
@@ -26,6 +26,20 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 ToolChoice: TypeAlias = Literal["auto", "none", "required"] | dict[str, Any]
+
+
+def check_regex(pattern: Any) -> Any:
+    r"""Return a pattern; raises ValueError for an invalid one, but not for `\p{…}` and `(?<name>…)`.
+
+    These two are valid in the engine's dialect, and unknown to Python.
+    """
+    try:
+        if isinstance(pattern, str):
+            re.compile(pattern)
+    except re.error as failure:
+        if not failure.msg.startswith(("bad escape", "unknown extension")):
+            raise ValueError(f"not a regular expression: {failure}") from None
+    return pattern
 
 
 class SamplingSpec(Spec):
@@ -69,7 +83,7 @@ class SamplingSpec(Spec):
     """Seed of the sampler. SGLang uses it only with --enable-deterministic-inference."""
     json_schema: PerRow[dict[str, Any] | str] | None = None
     """JSON Schema that the output must satisfy, as a mapping or as JSON text."""
-    regex: PerRow[str] | None = None
+    regex: Annotated[PerRow[str] | None, AfterValidator(check_regex)] = None
     """Regular expression that the output must match."""
     ebnf: PerRow[str] | None = None
     """EBNF grammar that the output must follow."""
@@ -96,13 +110,6 @@ class SamplingSpec(Spec):
             _check_json_schema(value)
         return value
 
-    @field_validator("regex")
-    @classmethod
-    def _compiles(cls, value: str | FromColumn | None) -> str | FromColumn | None:
-        if isinstance(value, str):
-            check_regex(value)
-        return value
-
     @model_validator(mode="after")
     def _one_grammar(self) -> SamplingSpec:
         given = [name for name in GRAMMARS if getattr(self, name) is not None]
@@ -120,15 +127,3 @@ def _check_json_schema(text: str) -> None:
         raise ValueError(f"not JSON: {failure}") from None
     if not isinstance(schema, dict):
         raise ValueError("a JSON Schema is a JSON object")  # noqa: TRY004 - pydantic takes ValueError only
-
-
-def check_regex(pattern: str) -> None:
-    r"""Raise ValueError for an invalid regular expression, but not for `\p{…}` and `(?<name>…)`.
-
-    These two are valid in the engine's dialect, and unknown to Python.
-    """
-    try:
-        re.compile(pattern)
-    except re.error as failure:
-        if not failure.msg.startswith(("bad escape", "unknown extension")):
-            raise ValueError(f"not a regular expression: {failure}") from None

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, field_validator, model_validator
 
 from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.types import ForwardTask
@@ -85,7 +85,7 @@ class CheckSpec(Spec):
     json_: Annotated[bool | dict[str, Any] | None, Field(alias="json")] = None
     """Whether an answer must be JSON: `true`, or a JSON Schema that it must satisfy. Where
     `sampling.json_schema` is set, an answer must satisfy that by itself; `false` lets any answer pass."""
-    regex: str | None = None
+    regex: Annotated[str | None, AfterValidator(check_regex)] = None
     """Regular expression that an answer must contain; `^` and `$` stand for its beginning and end."""
     expression: str | None = None
     """Jinja2 expression that must be true, over `output` (the text), `parsed` (its JSON, else null),
@@ -105,13 +105,6 @@ class CheckSpec(Spec):
     feedback: bool = False
     """Whether a chat is told what was wrong: the answer and the complaint stand in the next try's
     conversation."""
-
-    @field_validator("regex")
-    @classmethod
-    def _compiles(cls, value: str | None) -> str | None:
-        if value is not None:
-            check_regex(value)
-        return value
 
     @property
     def has_condition(self) -> bool:
