@@ -17,7 +17,7 @@ from batchrunner.core.files import cache_directory, is_uri, read_json
 from batchrunner.job.output import StorageSpec
 from batchrunner.output.addresses import NEEDS_EXTRA, StoreAddress, endpoint_of, has_client, store_address
 from batchrunner.output.files import make_directory
-from batchrunner.output.holder import HEARTBEAT, OWNER, parse_holder, this_process
+from batchrunner.output.holder import OWNER, parse_holder, this_process
 from batchrunner.output.store import LOCAL, ObjectStore, Store
 
 LEAST_FREE_BYTES = 16 << 20
@@ -169,16 +169,23 @@ class RunDir:
         self.store.clear(_MERGED)
 
     def discard(self) -> None:
-        """Delete what earlier attempts wrote, and no file of another origin; the lock of this task stays."""
+        """Delete what earlier attempts wrote, and no file of another origin.
+
+        What this attempt has by then stays: its lock, its order and the log of its engine.
+        """
         self.discard_merged()
-        own_lock = {self.task_directory / OWNER, self.task_directory / HEARTBEAT}
         for path in sorted(self.path.rglob("*"), reverse=True):  # a directory comes after what is in it
             name = path.relative_to(self.path).as_posix()
             if path.is_dir():
                 if _DIRECTORIES.fullmatch(name):
                     with contextlib.suppress(OSError):  # it holds files of another origin
                         path.rmdir()
-            elif _OURS.fullmatch(name) and path not in own_lock:
+            elif self.task_directory in path.parents:
+                if path.name.startswith("journal-"):
+                    path.unlink(missing_ok=True)
+            elif path.parent == self.log_directory and path.suffix == ".log":
+                continue
+            elif _OURS.fullmatch(name):
                 path.unlink(missing_ok=True)
         self.store.clear(_OURS)
 
