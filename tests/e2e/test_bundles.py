@@ -362,26 +362,6 @@ def test_a_late_answer(tmp_path: Path, server: FakeSGLang) -> None:
 
 
 @pytest.mark.usefixtures("full_requests")
-def test_a_server_that_hangs_with_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rows in flight go to the other server."""
-    monkeypatch.setattr(TIMING, "load_poll", 0.02)
-    with FakeSGLang() as good, FakeSGLang() as stuck:
-        stuck.script = lambda _: "hold"
-        still = {
-            "dp_rank": 0, "num_running_reqs": 4, "num_waiting_reqs": 4, "num_used_tokens": 9,
-            "timestamp": 1.0, "max_total_num_tokens": 900, "max_running_requests": 8, "token_usage": 0.5,
-        }  # fmt: skip
-        stuck.load = lambda: json.dumps({"loads": [still]}).encode()
-        engine = {"kind": "attach", "urls": [good.url, stuck.url]}
-        job = bundled_job(tmp_path, engine, limits={"hang": 0.3, "max_attempts": 1})
-        report = batchrunner.run(job)
-        assert (report.exit_code, report.rows_ok) == (0, ROWS)
-        assert max(sent.together for sent in stuck.sent) > 1
-    assert "hangs" in [incident["what"] for incident in report.incidents]
-    check_answers(job)
-
-
-@pytest.mark.usefixtures("full_requests")
 def test_a_poisonous_row_in_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The row that kills the engine is found; all others of its request are answered."""
     monkeypatch.setattr(TIMING, "first_restart", 0.01)

@@ -265,7 +265,7 @@ def test_equal_rows_are_told_apart_by_what_the_check_reads(tmp_path: Path, serve
 
 @pytest.mark.parametrize("kind", ["text", "chat", "ids"])
 def test_a_cut_answer_goes_on(tmp_path: Path, server: FakeSGLang, kind: str) -> None:
-    """The answer so far is the beginning of the next, with twice the tokens; the result is all of it."""
+    """The answer so far is the beginning of the next, with twice the tokens and no least length."""
     write_rows(tmp_path / "input.parquet", 1, ids=[[7, 8]])
     prompt: Any = {"text": {"text": "text"}, "chat": CHAT, "ids": {"input_ids": "ids"}}[kind]
     parts = ["one ", "two ", "three"]
@@ -276,12 +276,15 @@ def test_a_cut_answer_goes_on(tmp_path: Path, server: FakeSGLang, kind: str) -> 
         return says(sent, parts[number], "stop" if number == 2 else "length", **ids)
 
     server.script = script
-    job = job_of(tmp_path, server, prompt=prompt, on_length="continue", sampling={"max_new_tokens": 4})
+    sampling = {"max_new_tokens": 4, "min_new_tokens": 3}
+    job = job_of(tmp_path, server, prompt=prompt, on_length="continue", sampling=sampling)
     assert batchrunner.run(job).exit_code == 0
     (row,) = results_of(job)
     assert (row["output"], row["finish_reason"], row["completion_tokens"]) == ("one two three", "stop", 3)
     name = "max_completion_tokens" if kind == "chat" else "max_new_tokens"
     assert [sampling_of(sent)[name] for sent in server.sent] == [4, 8, 16]
+    least = "min_tokens" if kind == "chat" else "min_new_tokens"
+    assert [sampling_of(sent).get(least) for sent in server.sent] == [3, None, None]
     if kind == "chat":
         assert [sent.body["messages"][-1] for sent in server.sent[1:]] == [
             {"role": "assistant", "content": text} for text in ("one ", "one two ")
@@ -293,14 +296,6 @@ def test_a_cut_answer_goes_on(tmp_path: Path, server: FakeSGLang, kind: str) -> 
             key, begun = ("input_ids", [[7, 8], [7, 8, 0], [7, 8, 0, 1]])  # type: ignore[list-item]
         assert [sent.body[key] for sent in server.sent] == begun
     assert report_of(job)["checks"]["continued"] == 2
-
-
-def test_the_rest_of_an_answer_has_no_least_length(tmp_path: Path, server: FakeSGLang) -> None:
-    """The answer so far is as long as `min_new_tokens` says."""
-    server.script = lambda sent: says(sent, "x ", "length" if len(server.sent) < 3 else "stop")
-    sampling = {"max_new_tokens": 4, "min_new_tokens": 3}
-    batchrunner.run(job_of(tmp_path, server, rows=1, on_length="continue", sampling=sampling))
-    assert [sampling_of(sent).get("min_new_tokens") for sent in server.sent] == [3, None, None]
 
 
 def test_reasoning_that_was_cut_goes_on(tmp_path: Path, server: FakeSGLang) -> None:

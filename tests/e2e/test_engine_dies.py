@@ -191,17 +191,6 @@ def test_the_next_run_starts_with_what_worked(tmp_path: Path) -> None:
     assert events_of(job).count("engine_healed") == 2
 
 
-def test_the_jobs_own_arguments_win(tmp_path: Path) -> None:
-    """What the job says is not replaced by what was learned; it is changed for safety only, which is said."""
-    job = job_of(tmp_path, hungry(tmp_path), rows=100)
-    run(job, tmp_path)
-    job["engine"]["args"] = {"chunked-prefill-size": 4096}
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    assert "starting with" not in result.stderr
-    assert "4096 -> 2048 at the next start" in result.stderr
-
-
 CHILD = """[
     print("ConnectionResetError: [Errno 104] Connection reset by peer"),  # an older, harmless error
     print("[2026-11-22 04:46:38] Subprocess scheduler_0 (pid=7) crashed with exit code -9. Cleanup"),

@@ -316,16 +316,6 @@ def test_check_opens_files(tmp_path: Path) -> None:
     assert batchrun("check", write_job(job, tmp_path)).exit_code == 3
 
 
-def test_resume(tmp_path: Path) -> None:
-    """A run with images resumes, in prefix order too; the order by prefix finds equal images."""
-    images = [picture((number % 50, 0, 0), (28, 28)) for number in range(300)]
-    columns = {"q": [f"{number % 3}" for number in range(300)], "photo": images}
-    prompt = {"user": "{{ photo }} {{ q }}", "images": "photo"}
-    job = _job(tmp_path, INSTANT, prompt, columns, order="prefix", dedupe=False)
-    assert len(_run({**job, "input": {**job["input"], "limit": 100}}, tmp_path)) == 100
-    assert [(row["row"], row["error"]) for row in _run(job, tmp_path)] == [(row, None) for row in range(300)]
-
-
 def test_bytes_in_flight_are_bounded(
     tmp_path: Path, senses: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import shutil
 import subprocess
@@ -137,46 +136,10 @@ main()
 """
 
 
-def batch_of(directory: Path, *, bad: int = 0) -> Path:
-    """Write a batch file of 200 requests, and of lines that are none."""
-    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
-    lines: list[dict[str, Any]] = [
-        {"custom_id": f"r{i}", "method": "POST", "url": "/v1/chat/completions", "body": body}
-        for i in range(200)
-    ]
-    lines += [{"custom_id": f"bad {i}", "method": "GET"} for i in range(bad)]
-    path = directory / "requests.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return path
-
-
 def limited(size: int, *args: object) -> subprocess.CompletedProcess[str]:
     """Run the command where no file may become larger."""
     command = [sys.executable, "-c", LIMITED, str(size), *map(str, args)]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
-
-
-ENGINE = ("--model", "simulated", "--set", "engine.step_s=0")
-
-
-def test_errors_of_a_batch_on_a_disk_that_is_full(tmp_path: Path) -> None:
-    """Results and errors may lie on unlike disks: the full one is named; both appear in the next call."""
-    requests, results = batch_of(tmp_path, bad=2000), tmp_path / "results.jsonl"
-    with tiny_disk("100k") as disk:
-        errors = disk / "errors.jsonl"
-        command = ("batch", requests, "-o", results, "--errors", errors, *ENGINE, "--skip-bad-lines")
-        ended = batchrun(*command)
-        assert ended.exit_code == 1, ended.stderr
-        line = next(line for line in ended.stderr.splitlines() if line.startswith("batchrun: "))
-        told(line, f"{errors}: cannot be written: No space left", "make room and run the same command again")
-        assert "Traceback" not in ended.stderr
-        assert not results.exists()
-        assert list(disk.iterdir()) == []
-        again = [*command]
-        again[again.index(errors)] = tmp_path / "errors.jsonl"
-        assert batchrun(*again).exit_code == 0
-    assert len(results.read_text().splitlines()) == 200
-    assert len((tmp_path / "errors.jsonl").read_text().splitlines()) == 2000
 
 
 @pytest.mark.parametrize("file", [None, "x.csv", "x.parquet"])
