@@ -63,8 +63,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_a_page_begins_with_what_it_is_for(page: Path) -> None:
     """Below its only title is a paragraph: no code, table, list, heading or remark."""
     assert len(re.findall(r"^# ", prose(page), re.MULTILINE)) == 1
-    text = page.read_text().partition("\n# ")[2] if page.parent.name == "reference" else page.read_text()
-    below_title = text.partition("\n")[2].lstrip("\n")
+    below_title = f"\n{page.read_text()}".partition("\n# ")[2].partition("\n")[2].lstrip("\n")
     assert re.match(r"(\*\*|\[|`(?!``))?\w", below_title), below_title[:80]
 
 
