@@ -20,6 +20,8 @@ _SAFE = "/?%:@!$&'()*+,;=~-._[]|#"
 """Characters of a URL that stay as they are."""
 _OF_IPV4 = (ip_network("::ffff:0:0/96"), ip_network("64:ff9b::/96"))
 """Networks whose addresses stand for those of IPv4."""
+_TUNNEL = ip_network("2002::/16")
+"""6to4, whose addresses lead to any of IPv4; Python calls them public."""
 _HEADERS = {"User-Agent": "batchrunner", "Accept": "image/*, audio/*, video/*, application/pdf, */*;q=0.5"}
 
 
@@ -28,7 +30,7 @@ def is_public(text: str) -> bool:
     address = ip_address(text.partition("%")[0])
     if any(address in network for network in _OF_IPV4):
         address = ip_address(int(address) & 0xFFFFFFFF)
-    return address.is_global and not address.is_multicast
+    return address.is_global and not address.is_multicast and address not in _TUNNEL
 
 
 class _PublicConnection(http.client.HTTPConnection):
