@@ -71,7 +71,8 @@ class ServerQuestions:
             model = await self._model_info(url, TIMING.server_open)
             server = await self._ask(url, SERVER_INFO, TIMING.server_open)
         except EngineDownError as failure:
-            raise EngineStartError(str(failure)) from None
+            hint = self._remedy if self._remedy in str(failure) else None
+            raise EngineStartError(str(failure), hint=hint) from None
         who = f"{url}: serves {model['model_path']}"
         check_does(task, model.get("is_generation"), who, model.get("architectures"))
         return model, server
