@@ -24,7 +24,7 @@ FEW, MANY = 200, 600
 
 
 def calls_by_file(directory: Path, server: FakeSGLang, rows: int) -> Counter[str]:
-    """Return how often the functions of each file are called in a run of so many rows, the commonest one's."""
+    """Return the calls of the commonest function of each file in a run of so many rows."""
     calls: Counter[tuple[str, str]] = Counter()
 
     def count(frame: FrameType, event: str, _: Any) -> None:
