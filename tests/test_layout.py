@@ -107,7 +107,7 @@ MOST_TOKENS = {
     "engines": 47_700,
     "advise": 13_400,
     "report": 11_800,
-    "dispatch": 27_400,
+    "dispatch": 27_300,
     "runner": 28_200,
     "tune": 15_700,
     "api": 2_500,

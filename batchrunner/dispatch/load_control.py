@@ -3,9 +3,8 @@
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import Protocol
 
 from batchrunner.core.engine_info import Corner, SchedulerLoad
 from batchrunner.core.timing import TIMING
@@ -16,13 +15,6 @@ from batchrunner.engines.base import Engine
 from batchrunner.output.events import EventLog
 
 log = logging.getLogger(__name__)
-
-
-class LoadObserver(Protocol):
-    """What looks at every load sample, such as the progress and the rules that stop a run."""
-
-    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
-        """Take a sample, empty if there is none; `now` is seconds of the monotonic clock."""
 
 
 class LoadControl:
@@ -49,15 +41,17 @@ class LoadControl:
         self._events = events
         self._may_admit_more = may_admit_more
 
-    async def run(self, observers: Sequence[LoadObserver]) -> None:
-        """Poll until cancelled; the observers are called after the slots were resized, and may raise."""
+    async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
+        """Poll until cancelled; call `polled` with each sample once the slots are resized. It may raise.
+
+        A sample is empty where the load is unknown; its time is in seconds of the monotonic clock.
+        """
         while True:
             loads = await self._engine.loads()
             now = time.monotonic()
             self.observe(loads, now, unsent=self._backlog.unsent)
             self._backlog.wake_dispatcher()
-            for observer in observers:
-                observer.polled(loads, now)
+            polled(loads, now)
             await asyncio.sleep(TIMING.load_poll)
 
     def observe(self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int) -> None:

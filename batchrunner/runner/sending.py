@@ -187,7 +187,7 @@ class Sending:
         A gentle stop lets the rows in flight end; one at once, or a cancellation, cancels them.
         """
         sending = asyncio.ensure_future(self._dispatcher.run(self._feeder))
-        polling = asyncio.ensure_future(self._load_control.run([self.shown, self]))
+        polling = asyncio.ensure_future(self._load_control.run(self._polled))
         self._control.listen(functools.partial(self._stop, sending))
         try:
             await asyncio.wait((sending, polling), return_when=asyncio.FIRST_COMPLETED)
@@ -200,9 +200,12 @@ class Sending:
                 task.cancel()
             await asyncio.gather(sending, polling, return_exceptions=True)
 
-    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
-        """Raise the StorageError of a write that failed in the background; drain after `limits.deadline`."""
-        del loads
+    def _polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
+        """Show a load sample; drain after `limits.deadline`.
+
+        Raises the StorageError of a write that failed in the background.
+        """
+        self.shown.polled(loads, now)
         self._results.check()
         if self._deadline_s is not None and now > self._began + self._deadline_s:
             self._control.drain("the deadline passed (limits.deadline)")

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
 from batchrunner.core.errors import (
@@ -245,17 +245,10 @@ class TrialRunner:
         )
 
 
-class RowCounter(Protocol):
-    """Counts answers."""
-
-    def ended(self, completion: Completion, request: Request) -> None:
-        """Count an answer."""
-
-
 class CountedAnswers:
     """Counts the answers to a bundle on their way."""
 
-    def __init__(self, counter: RowCounter, answers: RowAnswers, requests: Sequence[Request]) -> None:
+    def __init__(self, counter: "MeasuringEngine", answers: RowAnswers, requests: Sequence[Request]) -> None:
         self._counter = counter
         self._requests = requests
         self._answers = answers
