@@ -99,18 +99,6 @@ CASES = {
         {"chunked-prefill-size": 2048, "max-running-requests": 128},
         prompt=(60, 60), outputs=(20, 20), rows=400, rounds=3,
     ),
-    "prefill as soon as one row ends, outputs of 5 to 100": FlagCase(
-        "prefill-decode-interval", {"max-running-requests": 64}, {"prefill-decode-interval": 8},
-        outputs=(5, 100),
-    ),
-    "64 decode steps after each prefill pass, outputs of 20": FlagCase(
-        "prefill-decode-interval", {"prefill-decode-interval": 64, "max-running-requests": 64},
-        {"prefill-decode-interval": None}, outputs=(5, 35), rows=3000,
-    ),
-    "prefill and decode apart, prompts of 60, outputs of 10 to 50": FlagCase(
-        "enable-mixed-chunk", {"max-running-requests": 64}, {"enable-mixed-chunk": True},
-        prompt=(60, 60), outputs=(10, 50),
-    ),
     "pages of 256 tokens, rows of 64": FlagCase(
         "page-size", {"page-size": 256}, {"page-size": 1}, outputs=(40, 40)
     ),

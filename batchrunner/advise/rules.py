@@ -87,12 +87,12 @@ class Rule:
         )  # fmt: skip
 
 
-_TAKES_MEMORY = ("running-low", "long-prompts", "prefill-full", "cuda-graph")
+_TAKES_MEMORY = ("long-prompts", "prefill-full", "cuda-graph")
 _LOAD_RULES = (
     *_TAKES_MEMORY, "conservative", "running-capped", "retractions", "memory-left", "memory-tight",
-    "latency-high", "pool-small", "pages-large",
+    "pool-small", "pages-large",
 )  # fmt: skip
-_CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile")
+_CARD_RULES = (*_LOAD_RULES, "tensor-parallel")
 SILENCES: dict[str, tuple[str, ...]] = {
     "oom-weights": ("oom-graph", "oom-prefill", "oom-decode", "oom-general", *_CARD_RULES),
     "oom-graph": ("oom-general", *_CARD_RULES),
@@ -100,18 +100,15 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "oom-decode": ("oom-general", *_CARD_RULES),
     "oom-general": _CARD_RULES,
     "killed": (*_LOAD_RULES, "host-cache"),
-    "pages-large": ("pool-small", "conservative", "running-low"),
-    "pool-small": ("conservative", "running-low"),
-    "prefill-seldom": ("conservative", "running-low", "pool-small", "pages-large"),
+    "pages-large": ("pool-small", "conservative"),
+    "pool-small": ("conservative",),
     "queue-deep": ("queue-empty",),
-    "retractions": (*_TAKES_MEMORY, "running-capped", "latency-high"),
-    "running-capped": ("latency-high", "conservative", "mixed-chunk"),
+    "retractions": (*_TAKES_MEMORY, "running-capped"),
+    "running-capped": ("conservative",),
     "memory-tight": _TAKES_MEMORY,
-    "cuda-graph": ("long-prompts", "running-low", "prefill-full"),
+    "cuda-graph": ("long-prompts", "prefill-full"),
     "long-prompts": ("memory-left", "prefill-full"),
-    "running-low": ("memory-left", "prefill-full"),
-    "prefill-full": ("memory-left", "small-prefills", "mixed-chunk"),
-    "small-prefills": ("mixed-chunk",),
+    "prefill-full": ("memory-left",),
     "cache-off": ("order-of-server", "shared-prefixes", "host-cache"),
     "order-of-server": ("shared-prefixes", "host-cache"),
     "tensor-parallel": ("expert-parallel", "dp-attention"),
@@ -255,16 +252,6 @@ RULES: tuple[Rule, ...] = (
         "some attention kernels are faster with pages",
     ),
     Rule(
-        "prefill-seldom",
-        f"`--prefill-decode-interval` N, half of which is ≥ 10% of an output; `#queue-req` > 0, token usage "
-        f"< 0.9, running below the limit {OFTEN}",
-        "the N that `small-prefills` gives, where prefill passes have ≤ 512 tokens on average; else none",
-        "SGLang's scheduler; its gain is not measured yet",
-        load_rules.prefill_seldom,
-        "a request that ended is followed sooner",
-        "decoding is interrupted more often",
-    ),
-    Rule(
         "conservative",
         f"token usage < 0.9 and `#queue-req` > 0 {OFTEN}, running below the limit, the pool full in < 10%",
         "`--schedule-conservativeness 0.3`, or a smaller `max_new_tokens` (in a run, with the "
@@ -284,17 +271,6 @@ RULES: tuple[Rule, ...] = (
         "a larger batch",
         "each request decodes more slowly",
         "high",
-    ),
-    Rule(
-        "running-low",
-        f"running < 50% of max_running_requests, `#queue-req` > 0, token usage < 0.9 {OFTEN}, "
-        "conservativeness ≤ 0.3 already, the pool full in < 10%, and ≥ 25% of the prefill passes full",
-        "`--chunked-prefill-size` doubled, up to 16384",
-        "G1",
-        load_rules.running_low,
-        "more prompts in a prefill pass, hence a larger batch",
-        "longer pauses in decoding; more memory",
-        "low",
     ),
     Rule(
         "retractions",
@@ -349,28 +325,6 @@ RULES: tuple[Rule, ...] = (
         load_rules.long_prompts,
         "fewer, larger passes over the weights",
         "1.5 MB of memory a token of the chunk; longer pauses in decoding",
-    ),
-    Rule(
-        "small-prefills",
-        "prefill passes of ≤ 25% of a chunk and ≤ 512 tokens on average, so many that with fewer of them all "
-        "passes would be 1.25 times fewer; `#queue-req` not often 0",
-        "`--prefill-decode-interval` √(2 · output tokens)",
-        "SGLang's pull request 23189",
-        load_rules.small_prefills,
-        "decoding is interrupted less often",
-        "a request that ended leaves its place empty for some steps; not tried on a GPU here",
-        "low",
-    ),
-    Rule(
-        "mixed-chunk",
-        "prefill passes of ≤ 512 tokens on average, so many that passes would be 1.25 times fewer if they "
-        "decoded as well; `#queue-req` not often 0; the chunk has room for twice the running requests",
-        "`--enable-mixed-chunk`",
-        "SGLang's scheduler; its gain is not measured yet",
-        load_rules.mixed_chunk,
-        "requests decode during prefill passes",
-        "attention of the two kinds is computed in one pass: some models are slower; not with logprobs",
-        "low",
     ),
     Rule(
         "pool-small",
@@ -437,17 +391,6 @@ RULES: tuple[Rule, ...] = (
         option=True,
     ),
     Rule(
-        "latency-high",
-        f"> 0.2 s between two tokens {OFTEN}, not in a run",
-        "`--max-running-requests` to half",
-        "G1",
-        load_rules.latency_high,
-        "each answer comes sooner",
-        "fewer tokens a second in total: not for a batch",
-        "low",
-        option=True,
-    ),
-    Rule(
         "expert-parallel",
         "a mixture of experts, tp > 1, ep 1",
         "`--ep-size` = tp",
@@ -466,17 +409,6 @@ RULES: tuple[Rule, ...] = (
         setup_rules.dp_attention,
         "each GPU keeps the KV cache of its own requests: a pool many times as large",
         "single answers are slower",
-        option=True,
-    ),
-    Rule(
-        "torch-compile",
-        f"weights ≤ 10 GB; ≤ 32 running {OFTEN}",
-        "`--enable-torch-compile`",
-        "G1, G2, G4",
-        setup_rules.torch_compile,
-        "fewer, fused kernels",
-        "minutes at the start",
-        "low",
         option=True,
     ),
     Rule(
