@@ -1,6 +1,7 @@
 """The page on the command line, from the command itself."""
 
 import inspect
+from collections import Counter
 from typing import Any
 
 import typer
@@ -12,7 +13,40 @@ HEAD = """# Command line
 
 `batchrun JOB.yaml` is short for `batchrun run JOB.yaml`, and `python -m batchrunner` is the same command.
 `batchrun COMMAND --help` shows what this page has. The [exit codes](exit-codes.md) have a page of their
-own, and so does what [`--json`](json-output.md) prints."""
+own. `batchrun --version` shows the version.
+
+## Standard output
+
+A run prints the path of its results, `RUN/parts`, and nothing else; all that a person reads while it works
+goes to standard error. `--json` prints the result of a command as JSON ([keys](json-output.md)); an error
+is then JSON too:
+
+```json
+{
+  "error": {
+    "type": "JobError", "message": "job.yaml: unknown key 'smapling'", "hint": "did you mean 'sampling'?"
+  },
+  "exit_code": 2
+}
+```
+
+An error that nobody foresaw is one line and exit code 1. The line names a file in the directory for
+temporary files that has the traceback: report the error with that file.
+
+## On a terminal
+
+A run begins with what it does (rows and model), how (engine and requests in flight) and where (results).
+Then come a bar with the time left, and below it the engine: running and waiting requests with the range in
+which the queue is kept, used share of the KV pool, share of prompt tokens from the prefix cache, and failed
+rows. Where standard error is no terminal, there is a line of progress every 5 s."""
+
+COLUMNS = ["argument or option", "default", "meaning"]
+
+SHARED = """## Options of several commands
+
+The commands below name those that they take; the table says what they do."""
+COMMANDS_THAT_SHARE = 3
+"""Commands from which on an option stands in the table of shared ones."""
 
 
 def commands() -> dict[str, Any]:
@@ -23,19 +57,25 @@ def commands() -> dict[str, Any]:
 
 def page() -> str:
     """Return the page."""
-    return "\n\n".join([HEAD, *(_command(name, command) for name, command in commands().items())])
+    rows = Counter(tuple(_parameter(one)) for command in commands().values() for one in command.params)
+    shared = {row for row, times in rows.items() if times >= COMMANDS_THAT_SHARE}
+    known = table(COLUMNS, [list(row) for row in rows if row in shared])
+    texts = [_command(name, command, shared) for name, command in commands().items() if name]
+    return "\n\n".join([HEAD, SHARED, known, *texts])
 
 
-def _command(name: str, command: Any) -> str:
-    full = f"batchrun {name}".strip()
-    context = command.context_class(command, info_name=full)
+def _command(name: str, command: Any, shared: set[tuple[str, ...]]) -> str:
     text, _, example = inspect.cleandoc(command.help or "").partition("Example: ")
-    usage = " ".join([full, *command.collect_usage_pieces(context)])
-    parts = [f"## {full}", paragraphs(text), fenced(usage, "text")]
-    if example and name:
-        parts += ["Example:", f"<!-- not run: an example of the form -->\n{fenced(example, 'sh')}"]
+    parts = [f"## batchrun {name}", paragraphs(text)]
+    if example:
+        parts += [f"<!-- not run: an example of the form -->\n{fenced(example, 'sh')}"]
     rows = [_parameter(parameter) for parameter in command.params]
-    return "\n\n".join([*parts, table(["argument or option", "default", "meaning"], rows)] if rows else parts)
+    own = [row for row in rows if tuple(row) not in shared]
+    if own:
+        parts.append(table(COLUMNS, own))
+    names = [row[0].split("`")[1] for row in rows if tuple(row) in shared]
+    also = "Also " if own else "Takes "
+    return "\n\n".join([*parts, also + ", ".join(f"`{one}`" for one in names) + "."])
 
 
 def _parameter(parameter: Any) -> list[str]:

@@ -132,7 +132,7 @@ def type_of(node: dict[str, Any]) -> str:
     match node:
         case {"$ref": name}:
             words = "`{column: NAME}`" if name.endswith("/FromColumn") else "mapping"
-        case {"anyOf": members} if {"type": "string", "minLength": 1} in members:
+        case {"anyOf": [{"type": "number"}, {"type": "string", "minLength": 1}, *_]}:
             words = "duration"
         case {"anyOf": members}:
             words = " or ".join(dict.fromkeys(type_of(m) for m in members if m.get("type") != "null"))
@@ -141,11 +141,18 @@ def type_of(node: dict[str, Any]) -> str:
         case {"const": value}:
             words = f"`{value}`"
         case {"pattern": pattern}:
-            words = "percentage such as `1%`" if "%" in pattern else "`module:function`"
+            words = (
+                "percentage such as `1%`"
+                if "%" in pattern
+                else "`module:function`"
+                if "://" not in pattern
+                else "address"
+            )
         case {"prefixItems": _}:
             words = "list of two integers"
         case {"items": items}:
-            words = f"list of {type_of(items)}s"
+            kinds = [type_of(kind) for kind in items.get("anyOf", [items])]
+            words = f"list of {' or '.join(kind.split(' from')[0] + 's' for kind in kinds)}"
         case _:
             words = _NAMES[node.get("type", "")] + _range(node)
     return words

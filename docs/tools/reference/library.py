@@ -54,12 +54,8 @@ def _class(name: str, kind: type) -> str:
         parts += [
             "Its fields are those of a [job file](job-file.md). `Job.model_validate(mapping)` makes one."
         ]
-    for method, function in vars(kind).items():
-        if name in {"OpenEngine", "Report"} and not method.startswith("_") and callable(function):
-            head = fenced(f"{method}{_signature(function)}", "text")
-            parts += [f"### {name}.{method}", head, paragraphs(function.__doc__)]
-        if name == "Report" and isinstance(function, property):
-            parts += [f"### {name}.{method}", paragraphs(function.__doc__)]
+    for method in ("results", "rows_left") if kind is Report else ():
+        parts += [f"### {name}.{method}", paragraphs(getattr(kind, method).__doc__)]
     return "\n\n".join(parts)
 
 
