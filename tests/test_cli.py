@@ -93,7 +93,7 @@ def test_a_job_from_standard_input(tmp_path: Path) -> None:
     ("text", "command", "told"),
     [
         ("a: [", ["-"], "standard input: line 1: not valid YAML"),
-        ("inptu: {}", ["-"], "unknown key 'inptu'; did you mean 'input'?"),
+        ("inptu: {}", ["-"], "unknown key 'inptu': did you mean 'input'?"),
         ("window: 5", ["slurm", "-", "--array", "0-1"], "write it into a file"),
         ("window: 5", ["tune", "-", "--apply"], "write it into a file"),
     ],
@@ -128,7 +128,7 @@ def test_a_misspelt_command(words: list[str], near: str) -> None:
     """It is not taken for a job file."""
     refused = batchrun(*words)
     assert refused.exit_code == 2
-    assert f"no such command or job file; did you mean '{near}'?" in refused.stderr
+    assert f"no such command or job file: did you mean '{near}'?" in refused.stderr
 
 
 def test_a_job_named_like_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

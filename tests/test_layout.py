@@ -100,18 +100,18 @@ def test_class_names_are_unique() -> None:
 
 
 MOST_TOKENS = {
-    "core": 8_300,
-    "job": 19_900,
-    "output": 26_200,
+    "core": 8_100,
+    "job": 19_700,
+    "output": 25_600,
     "input": 37_000,
     "engines": 47_500,
     "advise": 12_200,
-    "report": 11_800,
+    "report": 11_500,
     "dispatch": 27_300,
-    "runner": 28_200,
+    "runner": 28_100,
     "tune": 15_700,
     "api": 2_500,
-    "ray": 5_600,
+    "ray": 5_500,
     "cli": 4_200,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""

@@ -139,7 +139,6 @@ def _read(source: str, limits: Thresholds, span_s: float) -> Situation:
         raise InputError(
             f"{source}: no such file or directory",
             hint="give a log, a run's output path or an http:// URL",
-            mark=";",
         )
     log = LogReader(limits).read(path)
     return Situation(log.series, log.series, log.facts)

@@ -103,9 +103,7 @@ class CommandGroup(TyperGroup):
         """Raise JobError where a word is no file and looks like the name of a command."""
         near = difflib.get_close_matches(word.lower(), self.commands, n=1)
         if near and not Path(word).suffix and not _is_there(word):
-            raise JobError(
-                f"{word}: no such command or job file", hint=f"did you mean {near[0]!r}?", mark=";"
-            )
+            raise JobError(f"{word}: no such command or job file", hint=f"did you mean {near[0]!r}?")
 
 
 def _help_of(error: Any) -> str:

@@ -30,27 +30,19 @@ def merge(
         typer.Argument(metavar="FILE", help="The file to write instead of RUN/merged, such as answers.csv."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
-    push: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Push it to this data set of the Hugging Face Hub, hf://datasets/OWNER/NAME; "
-            "the job's output.push unless given.",
-        ),
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write a run's results in input order: RUN/merged, or one file.
 
     RUN/merged is a dataset of Parquet files. FILE is CSV, JSON Lines, Parquet or Arrow, by its ending, also
-    compressed. The exit code is 1 while rows are missing; then nothing is pushed.
+    compressed. The exit code is 1 while rows are missing.
 
     Example: batchrun merge out/summarize answers.csv
     """
     from batchrunner.report.merged import merge_run  # noqa: PLC0415
 
     with telling_report(quiet=as_json):
-        merged = merge_run(run, file, push=push, force=force)
+        merged = merge_run(run, file, force=force)
     if not as_json:
         tell("\n".join(merged.lines()))
     show(merged.as_dict() if as_json else [merged.path])

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import BatchrunError
-from batchrunner.core.processes import RAISE_LIMIT, too_many_files
 
 DETAIL = {"detail": True}
 """`extra` of a log line that a terminal shows with `--verbose` only."""
@@ -162,12 +161,7 @@ def version_line() -> str:
 
 
 def unforeseen(failure: BaseException) -> BatchrunError:
-    """Write the traceback of an error to a new file; return the error for the user, which says where.
-
-    The limit on open files, which may end a command anywhere, is named without one.
-    """
-    if limit := too_many_files(failure):
-        return BatchrunError(limit, hint=RAISE_LIMIT)
+    """Write the traceback of an error to a new file; return the error for the user, which says where."""
     what = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
     path = _write_traceback(failure)
     return BatchrunError(

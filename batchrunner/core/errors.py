@@ -4,7 +4,7 @@ There are two kinds. A `BatchrunError` ends a run or keeps it from beginning, an
 command. A `RequestError` concerns one try of one row and never ends a run: `backoff` decides what follows.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 EXIT_DONE, EXIT_STOPPED, EXIT_WRONG, EXIT_FAILED_ROWS = 0, 1, 2, 3
 EXIT_INTERRUPTED, EXIT_TIME_UP, EXIT_TERMINATED = 130, 138, 143
@@ -25,11 +25,6 @@ EXIT_MEANINGS = {
 """Meanings of the exit codes of `batchrun`; those above 128 are 128 + the signal."""
 
 
-def _one_line(message: str, hint: str | None, mark: Literal[":", ";"]) -> str:
-    """Return what is printed of an error: its message, and its hint if the message does not say it."""
-    return message if hint is None or hint in message else f"{message}{mark} {hint}"
-
-
 class BatchrunError(Exception):
     """Base class of all errors that end a run; its text is one line for the user."""
 
@@ -39,9 +34,9 @@ class BatchrunError(Exception):
     report: Any = None
     """Report of the rows done until then; None where the run had not begun."""
 
-    def __init__(self, message: str = "", *, hint: str | None = None, mark: Literal[":", ";"] = ":") -> None:
-        """`hint` is what to do, or what the user may have meant; `mark` stands before it in the text."""
-        super().__init__(_one_line(message, hint, mark))
+    def __init__(self, message: str = "", *, hint: str | None = None) -> None:
+        """`hint` is what to do, or what the user may have meant; the text has it where `message` has not."""
+        super().__init__(message if hint is None or hint in message else f"{message}: {hint}")
         self.message = message
         self.hint = hint or self.advice
 
@@ -143,12 +138,6 @@ class StorageError(BatchrunError):
     """Results could not be written during a run (a full disk, for example); the run can be resumed."""
 
     advice = "make room and run the same command again: it resumes"
-
-
-class PushError(BatchrunError):
-    """The merged results could not be pushed to the Hub; they are kept on this machine."""
-
-    advice = "run `batchrun merge` again once the Hub takes it: what is there already is not sent twice"
 
 
 class TaskLockLostError(StorageError):

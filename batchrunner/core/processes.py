@@ -1,11 +1,9 @@
-"""Processes, threads, signals and open files of this process."""
+"""Threads and signals of this process."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import resource
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -88,22 +86,3 @@ def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(cancel_futures=True)
         raise
     pool.shutdown()
-
-
-RAISE_LIMIT = "raise the limit, such as with `ulimit -n 1024`, and run the same command again"
-
-
-def too_many_files(failure: BaseException) -> str | None:
-    """Return what is wrong if an error comes from the limit on open files; else None.
-
-    Errors that were raised while another one was handled count as that one.
-    """
-    at: BaseException | None = failure
-    seen: set[int] = set()  # the chain may be a circle
-    while at is not None and id(at) not in seen:
-        if isinstance(at, OSError) and at.errno == errno.EMFILE:
-            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            return f"too many open files: this process may open {most}"
-        seen.add(id(at))
-        at = at.__cause__ or at.__context__
-    return None

@@ -98,7 +98,6 @@ def check_model(model: str) -> None:
         raise EngineStartError(
             f"engine.model: {model}: no such model directory",
             hint="give a folder that is there, or a name on the Hub (OWNER/NAME)",
-            mark=";",
         )
     if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
         raise EngineStartError(f"engine.model: {model}: not a model directory (no config.json)")

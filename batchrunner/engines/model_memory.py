@@ -136,7 +136,6 @@ def choose_tp(
         f"engine.tp auto: {needed} need {wanted} cards like {card.name} ({_gib(card.memory_bytes)}), and a "
         f"replica can have {count}",
         hint="take a smaller or a quantised model, or larger cards",
-        mark=";",
     )
 
 

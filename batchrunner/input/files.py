@@ -14,7 +14,6 @@ import pyarrow.fs as pafs
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.files import ENDINGS, is_special, known_format
-from batchrunner.core.processes import RAISE_LIMIT, too_many_files
 from batchrunner.job.output import StorageSpec
 from batchrunner.output.addresses import NEEDS_EXTRA, has_client, store_address
 
@@ -125,7 +124,7 @@ def _local_files(given: str, path: Path, run: Path | None) -> dict[str, str]:
         files = [p for p in map(Path, glob.glob(given, recursive=True)) if p.is_file()]  # noqa: PTH207 - `given` may be absolute
     else:
         begins = None if path.is_absolute() else f"relative paths begin in {Path.cwd()}"
-        raise InputError(f"{given}: no such file or directory", hint=begins, mark=";")
+        raise InputError(f"{given}: no such file or directory", hint=begins)
     for file in files:
         if is_special(file):
             raise InputError(
@@ -207,8 +206,6 @@ def partition_types(partitions: Sequence[dict[str, str | None]]) -> dict[str, pa
 
 def first_line(failure: BaseException) -> str:
     """Return the first line of an error's text; Arrow may add a stack trace below it."""
-    if limit := too_many_files(failure):
-        return f"{limit}: {RAISE_LIMIT}"
     return str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
 
 

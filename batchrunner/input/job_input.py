@@ -75,7 +75,7 @@ class JobInput:
                         return selected
         if not selected:
             told = f"input.filter: true for none of the {total} rows: {self.job.input.filter}"
-            raise InputError(told, hint=self._text_columns(predicate), mark=";")
+            raise InputError(told, hint=self._text_columns(predicate))
         return selected
 
     def _text_columns(self, predicate: Predicate) -> str | None:

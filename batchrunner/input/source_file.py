@@ -222,7 +222,7 @@ class SourceFile:
         elif not known_format(self.path):
             hint = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
         return InputError(
-            f"{place}: not a readable {self.format.kind} file: {first_line(failure)}", hint=hint, mark=";"
+            f"{place}: not a readable {self.format.kind} file: {first_line(failure)}", hint=hint
         )
 
 

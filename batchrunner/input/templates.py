@@ -269,4 +269,4 @@ def _compiled(
         line = failure.lineno if isinstance(failure, jinja2.TemplateSyntaxError) else 1
         for text in source.splitlines()[line - 1 : line]:
             problem += f", in {text.strip()[:LINE_SHOWN]!r}"
-        raise JobError(f"{where}: line {line}: {problem}", hint=odd_names(available), mark=";") from None
+        raise JobError(f"{where}: line {line}: {problem}", hint=odd_names(available)) from None

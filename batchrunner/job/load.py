@@ -159,7 +159,7 @@ def parse(text: str, where: str) -> Any:
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
         hint = None if "given twice" in problem else _YAML_HINT
-        raise JobError(f"{where}: {line}not valid YAML: {problem}", hint=hint, mark=";") from None
+        raise JobError(f"{where}: {line}not valid YAML: {problem}", hint=hint) from None
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as failure:
         # errors of PyYAML's constructors: a date with month 13, `!!int x`
         raise JobError(f"{where}: not valid YAML: {str(failure).partition(';')[0]}") from None
@@ -251,7 +251,7 @@ def _validated(kind: Any, tree: dict[str, Any], name: str) -> Any:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as failure:
         problem, hint = _explain(failure, kind, tree)
-        raise JobError(f"{name}: {problem}", hint=hint, mark=";") from None
+        raise JobError(f"{name}: {problem}", hint=hint) from None
 
 
 def _explain(failure: ValidationError, kind: Any, tree: object) -> tuple[str, str | None]:

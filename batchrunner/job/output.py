@@ -3,66 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
-from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from batchrunner.core.errors import JobError
 from batchrunner.core.types import ForwardTask
 from batchrunner.job.fields import Duration, Spec, UserPath
 from batchrunner.job.tasks import Dtype
-
-_NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
-"""A part of the name of a data set, by the rules of the Hub: at most 96 characters."""
-_ADDRESS = re.compile(
-    rf"hf://datasets/(?P<repo>{_NAME}/{_NAME})(?:@(?P<revision>[^/@\s]+))?(?:/(?P<folder>[^\s].*?))?/*",
-    re.ASCII,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class HubFolder:
-    """A folder of a data set on the Hub."""
-
-    repo: str
-    """OWNER/NAME."""
-    revision: str | None
-    """Branch; None for `main`."""
-    folder: str
-    """Path in the data set; "" for its root."""
-
-    def __str__(self) -> str:
-        branch = f"@{self.revision}" if self.revision else ""
-        return f"hf://datasets/{self.repo}{branch}/{self.folder}".rstrip("/")
-
-    def file(self, name: str) -> str:
-        """Return the path in the data set of a file of the folder."""
-        return f"{self.folder}/{name}" if self.folder else name
-
-
-def hub_folder(given: str) -> HubFolder:
-    """Return the folder that an address names; raises ValueError. A slash in a branch's name is `%2F`."""
-    found = _ADDRESS.fullmatch(given)
-    folder = (found["folder"] or "").split("/") if found else []
-    if found is None or (folder != [""] and {"", ".", ".."} & {*folder}):
-        raise ValueError(
-            f"{given!r} is no data set of the Hugging Face Hub: write it as hf://datasets/OWNER/NAME or "
-            "hf://datasets/OWNER/NAME/FOLDER"
-        )
-    revision = found["revision"]
-    return HubFolder(found["repo"], revision and revision.replace("%2F", "/"), found["folder"] or "")
-
-
-def _checked(given: str) -> str:
-    hub_folder(given)
-    return given
-
-
-HubAddress: TypeAlias = Annotated[str, AfterValidator(_checked)]
-"""`hf://datasets/OWNER/NAME[@BRANCH][/FOLDER]`."""
-
 
 RESULT_COLUMNS = {
     "row": "Position of the row in the input, from 0.",
@@ -146,9 +94,6 @@ class OutputSpec(Spec):
     durable: Duration = 1.0
     """Time within which a finished row is safe on disk, in a journal or in a part; in an object store it is
     10 s by default."""
-    push: HubAddress | None = None
-    """Data set of the Hugging Face Hub that `batchrun merge` pushes the merged results to, once all rows are
-    done: `hf://datasets/OWNER/NAME`, also with a folder behind it, or with a branch, `OWNER/NAME@BRANCH`."""
     dtype: Dtype = "float32"
     """With `task: embed`: type of the numbers of a vector."""
     normalize: bool = False

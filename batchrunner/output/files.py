@@ -11,7 +11,6 @@ import orjson
 
 from batchrunner.core.errors import BatchrunError, OutputError, StorageError, StoreRequestError
 from batchrunner.core.files import is_uri
-from batchrunner.core.processes import RAISE_LIMIT, too_many_files
 from batchrunner.job.fields import user_path
 
 TEMPORARY = ".tmp"
@@ -133,9 +132,7 @@ def writing(path: Path, kind: type[BatchrunError] = StorageError) -> Iterator[No
 
 def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = StorageError) -> BatchrunError:
     """Return the error for a failed write of `path`."""
-    if limit := too_many_files(failure):
-        error = StorageError(f"{path}: cannot be written: {limit}; what is on disk is kept", hint=RAISE_LIMIT)
-    elif isinstance(failure, StoreRequestError):
+    if isinstance(failure, StoreRequestError):
         error = StorageError(
             f"{failure.filename}: cannot be written: {failure}; what is stored is kept",
             hint="run the same command again when the store takes requests",

@@ -136,7 +136,6 @@ def finished_parts(run_dir: RunDir) -> list[Path]:
         raise OutputError(
             f"{run_dir.name}: no parts to merge: not a run's output path, or nothing has finished yet",
             hint="give the job's output.path, without /parts",
-            mark=";",
         )
     return parts
 

@@ -87,7 +87,6 @@ def check_same_run(
         raise ResumeError(
             f"{where} holds another run: {difference}",
             hint=f"take another output.path, or discard what is there with {DISCARD}",
-            mark=";",
         )
 
 
@@ -149,7 +148,6 @@ def require_run_json(run_dir: RunDir) -> dict[str, Any]:
         raise OutputError(
             f"{run_dir.name}: not a run's output path (no run.json)",
             hint="give the job's output.path, without /parts",
-            mark=";",
         )
     return found
 

@@ -143,7 +143,6 @@ class TaskLock:
                 raise TaskHeldError(
                     f"{self._directory}: {monitor.holder or 'another process'} is writing this run",
                     hint="wait for it or use another path",
-                    mark=";",
                 )
             if monitor.holder and not has_warned:
                 has_warned = True

@@ -61,7 +61,6 @@ def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
         raise JobError(
             f"engine: it takes {counted(asked, 'GPU')}, and no node of the Ray cluster has more than {most}",
             hint="set engine.tp to fewer, or add a node with as many",
-            mark=";",
         )
     return asked
 
@@ -118,7 +117,6 @@ class StageCall:
             raise JobError(
                 f"the data set has a column {both[0]!r}, and so do the results",
                 hint='give a prefix for the names of the results, such as prefix="answer_"',
-                mark=";",
             )
 
 

@@ -74,13 +74,11 @@ class SharedPath:
                 raise JobError(
                     f"{self.directory}: the node {host} has no such directory ({failure.strerror})",
                     hint="start the command in a directory that all nodes share",
-                    mark=";",
                 ) from None
         if self.mark is not None and not Path(self.mark).exists():
             raise JobError(
                 f"output.path: the node {host} does not share {Path(self.mark).parent} with the command",
                 hint="give a path on a file system that all nodes share, or a URI of an object store",
-                mark=";",
             )
 
 
@@ -171,7 +169,6 @@ def _connected(address: str | None, *, quiet: bool) -> Iterator[None]:
         raise JobError(
             f"--address {found}: Ray cannot connect: {_first_line(failure)}",
             hint="give host:port of the head node, or --address local for a cluster of this machine alone",
-            mark=";",
         ) from None
     try:
         with contextlib.redirect_stdout(sys.stderr):  # where Ray's own lines go; a result is on stdout
@@ -196,7 +193,6 @@ def _shared_path(output: str) -> Iterator[SharedPath]:
         raise JobError(
             f"output.path {output}: Ray deletes its copy of the working directory after the job",
             hint="give an absolute path on a file system that all nodes share, or a URI of an object store",
-            mark=";",
         )
     path = path.absolute()
     mark = path.with_name(f".{path.name}-{secrets.token_hex(4)}.ray")
@@ -293,7 +289,6 @@ class Workers:
             cause = BatchrunError(
                 f"a worker failed: {type(cause).__name__}: {_first_line(cause)}",
                 hint="look at its log (`ray logs`), and run the same command again: it resumes",
-                mark=";",
             )
         if self._actors and cause.exit_code != EXIT_WRONG:  # else it is what the command ends with
             log.warning("a worker ended: %s", cause)

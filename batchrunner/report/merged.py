@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchrunner.core.errors import EXIT_DONE, EXIT_STOPPED, JobError, PushError
-from batchrunner.job.output import HubFolder, hub_folder
+from batchrunner.core.errors import EXIT_DONE, EXIT_STOPPED
 from batchrunner.output.liveness import holders_of
 from batchrunner.output.merge import merge
-from batchrunner.output.run_dir import RunDir, look_at_run
-from batchrunner.output.run_json import read_run_json
+from batchrunner.output.run_dir import look_at_run
 from batchrunner.report.report import Report, report_of_all
 
 
@@ -27,12 +25,6 @@ class MergedRun:
     """Rows in these files."""
     is_at_work: bool
     """Whether a task of the run is at work."""
-    push: str | None = None
-    """The data set of the Hub that the run is to be pushed to."""
-    pushed: str | None = None
-    """URL of its commit with these files; None where there is none, as while rows are missing."""
-    told: str | None = None
-    """What the push did, for a person."""
 
     @property
     def exit_code(self) -> int:
@@ -46,7 +38,6 @@ class MergedRun:
             "rows": self.rows,
             "rows_missing": max(0, self.report.rows_total - self.rows),
             "is_at_work": self.is_at_work,
-            "pushed": self.pushed,
             "exit_code": self.exit_code,
             "report": self.report.as_dict(),
         }
@@ -65,61 +56,14 @@ class MergedRun:
                 f"merged: {self.rows} of {self.report.rows_total} rows, {missing} are missing"
                 f"{journals}: {then}, then merge again"
             )
-            if self.push is not None:
-                lines.append(f"not pushed to {self.push}: rows are missing")
-        return [*lines, *([self.told] if self.told else [])]
+        return lines
 
 
-def merge_run(
-    run: str | Path, file: str | None = None, *, push: str | None = None, force: bool = False
-) -> MergedRun:
-    """Merge a run, write its report, and push it once it has all rows.
-
-    What goes to a `file` is not pushed. `push` is the address on the Hub, by default that of the job. Raises
-    what `merge` does, JobError for a wrong address, or PushError with the report of the run.
-    """
+def merge_run(run: str | Path, file: str | None = None, *, force: bool = False) -> MergedRun:
+    """Merge a run, and write its report; raises what `merge` does."""
     run_dir = look_at_run(run)
-    if file is not None and push is not None:
-        raise JobError("--push: the dataset RUN/merged is pushed", hint="leave FILE out")
-    target = _push_target(run_dir, push) if file is None else None
     path, rows = merge(run_dir, file, force=force)
     report = report_of_all(run_dir)
     place = f"{run_dir.store.uri}/{path.name}" if file is None and run_dir.store.uri else str(path)
     is_at_work = any(holders_of([(task, None) for task in run_dir.all_tasks()]))
-    merged = MergedRun(place, report, rows, is_at_work, push=str(target) if target else None)
-    if target is None or merged.exit_code != EXIT_DONE:
-        return merged
-    try:
-        commit = _pushing().push_merged(path, target)
-    except PushError as error:
-        error.report = report
-        raise
-    return replace(merged, pushed=commit, told=f"pushed to {target}: {commit}")
-
-
-def _push_target(run_dir: RunDir, given: str | None) -> HubFolder | None:
-    """Return where a run is to be pushed to; raises JobError for a wrong address, or without the package."""
-    where, address = "--push", given
-    if given is None:
-        output = (read_run_json(run_dir) or {}).get("job", {}).get("output")
-        where, address = "output.push", output.get("push") if isinstance(output, dict) else None
-    if address is None:
-        return None
-    try:
-        target = hub_folder(str(address))
-    except ValueError as failure:
-        raise JobError(f"{where}: {failure}") from None
-    _pushing()
-    return target
-
-
-def _pushing() -> Any:
-    try:
-        from batchrunner.output import hub_push  # noqa: PLC0415 - its package may be missing
-    except ImportError as missing:
-        raise JobError(
-            f"a push to the Hub needs huggingface_hub from 1.0 on ({missing})",
-            hint="pip install 'batchrunner[hub]'",
-            mark=";",
-        ) from None
-    return hub_push
+    return MergedRun(place, report, rows, is_at_work)

@@ -279,7 +279,6 @@ def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None 
         raise ResumeError(
             f"{run_dir.name} holds another run: weight_version was {before!r} and is {weights!r}",
             hint=f"take another output.path, or discard what is there with {DISCARD}",
-            mark=";",
         )
     _check_carried_types(prepared)
     _check_functions(old, prepared)
@@ -316,7 +315,6 @@ def _check_functions(old: Mapping[str, Any], prepared: PreparedJob) -> None:
                 f"{prepared.run_dir.name} holds another run: the columns of {where} ({facts['name']}) were "
                 f"{before.get('columns')} and are {facts['columns']}",
                 hint=f"take another output.path, or discard what is there with {DISCARD}",
-                mark=";",
             )
         if before.get("digest") != facts["digest"]:
             log.warning(

@@ -512,7 +512,6 @@ class StreamCall:
                 raise ResumeError(
                     f"{run_dir.path} holds another run: it began with other rows",
                     hint="give the same rows, or take another output",
-                    mark=";",
                 )
         return str(run_dir.given)
 

@@ -1,26 +1,17 @@
-"""Input from the Hugging Face Hub, here a stand-in on this machine; `batchrun merge` pushes to it."""
+"""Input from the Hugging Face Hub, here a stand-in on this machine."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
-import io
-import json
 import secrets
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 
-import batchrunner
 from tests.conftest import (
-    INSTANT,
-    batchrun,
     job_of,
     results_of,
     started,
@@ -29,8 +20,8 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.refusals import refusal, told
-from tests.support.server_thread import PATIENCE_S, ServerThread, end
+from tests.support.refusals import told
+from tests.support.server_thread import ServerThread, end
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -40,9 +31,6 @@ if TYPE_CHECKING:
 
 pytest.importorskip("huggingface_hub")
 REPO = "owner/rows"
-TOKEN = "hf_of_the_tests"
-BIG = 20_000
-"""Bytes from which on a file goes to the storage for large files, before the commit."""
 
 
 @dataclass
@@ -62,12 +50,9 @@ class HubServer(ServerThread):
     def __init__(self, files: dict[str, bytes] | None = None) -> None:
         super().__init__()
         self.branches = {"main": Branch(files or {})}
-        self.commits = 0
-        """Commits that were made."""
         self.closed: tuple[int, str] | None = None
-        """Status and code with which the data set is refused: it is gated, or its token may not write."""
+        """Status and code with which the data set is refused: it is gated, or not there."""
         self.url = ""
-        self._large: dict[str, bytes] = {}
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -81,17 +66,13 @@ class HubServer(ServerThread):
     async def _serve(self) -> None:
         self._begin()
         app = web.Application(middlewares=[self._guard], client_max_size=1 << 30)
-        api, git = f"/api/datasets/{REPO}", f"/datasets/{REPO}"
+        api = f"/api/datasets/{REPO}"
         app.router.add_get(api, self._repo)
         app.router.add_get(f"{api}/revision/{{revision}}", self._repo)
         app.router.add_get(f"{api}/tree/{{revision}}", self._tree)
         app.router.add_get(f"{api}/tree/{{revision}}/{{path:.*}}", self._tree)
         app.router.add_post(f"{api}/paths-info/{{revision}}", self._paths)
-        app.router.add_post(f"{api}/preupload/{{revision}}", self._modes)
-        app.router.add_post(f"{api}/commit/{{revision}}", self._commit)
-        app.router.add_get(f"{git}/resolve/{{revision}}/{{path:.*}}", self._file)
-        app.router.add_post(f"{git}.git/info/lfs/objects/batch", self._batch)
-        app.router.add_put("/large/{oid}", self._upload)
+        app.router.add_get(f"/datasets/{REPO}/resolve/{{revision}}/{{path:.*}}", self._file)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -109,14 +90,11 @@ class HubServer(ServerThread):
         is_gated = self.closed is not None and self.closed[1] == "GatedRepo"
         if self.closed is not None and (not is_gated or "/resolve/" in request.path):  # its names are public
             return _refuse(*self.closed)
-        if f"datasets/{REPO}" not in request.path and not request.path.startswith("/large/"):
+        if f"datasets/{REPO}" not in request.path:
             return _refuse(404, "RepoNotFound")
         revision = request.match_info.get("revision")
         if revision is not None and self._branch(revision) is None:
             return _refuse(404, "RevisionNotFound")
-        is_write = request.method == "POST" and "paths-info" not in request.path
-        if is_write and request.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return _refuse(401, "", "Invalid username or password.")
         return await handler(request)
 
     def _branch(self, revision: str) -> Branch | None:
@@ -168,51 +146,9 @@ class HubServer(ServerThread):
         status = 206 if request.headers.get("Range") else 200
         return web.Response(body=content[begin:end_], status=status, headers=headers)
 
-    async def _modes(self, request: web.Request) -> web.Response:
-        files, asked = self._of(request).files, (await request.json())["files"]
-        return web.json_response({"files": [self._mode(files, each["path"], each["size"]) for each in asked]})
 
-    def _mode(self, files: dict[str, bytes], path: str, size: int) -> dict[str, object]:
-        is_big, content = size >= BIG, files.get(path)
-        oid = None if content is None else (_sha256(content) if is_big else _oid(content))
-        mode = "lfs" if is_big else "regular"
-        return {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid}
-
-    async def _batch(self, request: web.Request) -> web.Response:
-        objects: list[dict[str, object]] = []
-        for each in (await request.json())["objects"]:
-            actions = {"upload": {"href": f"{self.url}/large/{each['oid']}", "header": {}}}
-            objects.append(each if each["oid"] in self._large else {**each, "actions": actions})
-        return web.json_response({"transfer": "basic", "objects": objects})
-
-    async def _upload(self, request: web.Request) -> web.Response:
-        content = await request.read()
-        assert _sha256(content) == request.match_info["oid"]
-        self._large[request.match_info["oid"]] = content
-        return web.Response()
-
-    async def _commit(self, request: web.Request) -> web.StreamResponse:
-        branch = self._of(request)
-        changes = [json.loads(line) for line in (await request.text()).splitlines()]
-        if changes[0]["value"].get("parentCommit", branch.sha) != branch.sha:
-            return _refuse(412, "", "A commit has happened since. Please refresh and try again.")
-        for change in changes[1:]:
-            path = change["value"]["path"]
-            if change["key"] == "deletedFile":
-                del branch.files[path]
-            elif change["key"] == "lfsFile":
-                branch.files[path] = self._large[change["value"]["oid"]]
-            else:
-                branch.files[path] = base64.b64decode(change["value"]["content"])
-        branch.commit()
-        self.commits += 1
-        url = f"{self.url}/datasets/{REPO}/commit/{branch.sha}"
-        return web.json_response({"success": True, "commitOid": branch.sha, "commitUrl": url})
-
-
-def _refuse(status: int, code: str, message: str = "") -> web.Response:
-    headers = {"X-Error-Code": code} if code else {}
-    return web.json_response({"error": message or code}, status=status, headers=headers)
+def _refuse(status: int, code: str) -> web.Response:
+    return web.json_response({"error": code}, status=status, headers={"X-Error-Code": code})
 
 
 def _entry(files: dict[str, bytes], path: str) -> dict[str, object]:
@@ -225,10 +161,6 @@ def _entry(files: dict[str, bytes], path: str) -> dict[str, object]:
 def _oid(content: bytes) -> str:
     """Return the name that git has for a file."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
 
 
 def rows(directory: Path, first: int, count: int = 5) -> bytes:
@@ -327,125 +259,3 @@ def test_a_commit_during_the_run(tmp_path: Path, data_set: HubServer) -> None:
                 assert run.end() == code
         told(run.lines[-1], "en/train/0.parquet changed")
     assert [row["id"] for row in results_of(job)] == list(range(60))
-
-
-ADDRESS = f"hf://datasets/{REPO}"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")  # the stand-in has the older storage for large files
-    with HubServer({"README.md": b"of mine"}) as running:
-        monkeypatch.setenv("HF_ENDPOINT", running.url)
-        yield running
-
-
-def run_of(directory: Path, push: str | None = ADDRESS, rows: int = 10) -> Path:
-    """Do a run; return its directory."""
-    output = {"path": str(directory / "run"), **({"push": push} if push else {})}
-    assert batchrunner.run(job_of(directory, INSTANT, rows=rows, output=output)).exit_code == 0
-    return directory / "run"
-
-
-def pushed_rows(content: bytes) -> list[int]:
-    rows: list[int] = pq.read_table(io.BytesIO(content))["row"].to_pylist()
-    return rows
-
-
-def test_a_push(tmp_path: Path, hub: HubServer) -> None:
-    """The merged files are one commit; the same again is none; what is there beside them stays."""
-    run = run_of(tmp_path, f"{ADDRESS}/data")
-    hub.files["data/merged-000007.parquet"] = b"of a longer run of before"
-    hub.files["data/mine.parquet"] = b"mine"
-    done = batchrun("merge", run)
-    assert done.exit_code == 0, done.stderr
-    told(done.stderr, f"pushed to {ADDRESS}/data: {hub.url}/datasets/{REPO}/commit/")
-    assert sorted(hub.files) == ["README.md", "data/merged-000000.parquet", "data/mine.parquet"]
-    assert pushed_rows(hub.files["data/merged-000000.parquet"]) == list(range(10))
-    again = batchrun("merge", run, "--json")
-    assert json.loads(again.stdout)["pushed"].endswith(hub.branches["main"].sha)
-    assert hub.commits == 1
-
-
-def test_large_files_and_a_branch(tmp_path: Path, hub: HubServer) -> None:
-    """Large files are uploaded before the commit, once; `--push` counts before the job's field."""
-    hub.branches["next"] = Branch({})
-    run = run_of(tmp_path, rows=3000)
-    command = [sys.executable, "-m", "batchrunner", "merge", str(run), "--push", f"{ADDRESS}@next"]
-    for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-        assert done.returncode == 0, done.stderr
-        assert "HTTP" not in done.stderr
-    content = hub.branches["next"].files["merged-000000.parquet"]
-    assert len(content) > BIG
-    assert pushed_rows(content) == list(range(3000))
-    assert (hub.commits, [*hub.files]) == (1, ["README.md"])
-
-
-@pytest.mark.parametrize(
-    ("closed", "address", "words"),
-    [
-        ((401, ""), ADDRESS, ["the token may not write", "HF_TOKEN"]),
-        ((403, ""), ADDRESS, ["the token may not write", "right to write owner/rows"]),
-        ((400, ""), ADDRESS, ["it answered 400", "merge again once it works"]),
-        (
-            None,
-            "hf://datasets/owner/nothing",
-            ["there is no data set owner/nothing", "hf repo create"],
-        ),
-        (None, f"{ADDRESS}@nothing", ["there is no branch nothing"]),
-    ],
-)
-def test_a_push_that_is_refused(
-    tmp_path: Path, hub: HubServer, closed: tuple[int, str] | None, address: str, words: list[str]
-) -> None:
-    """One line says why, with exit code 1; the merged files are here, and the next merge pushes them."""
-    run = run_of(tmp_path)
-    hub.closed = closed
-    done = batchrun("merge", run, "--push", address)
-    assert (done.exit_code, done.stdout) == (1, "")
-    told(done.stderr.splitlines()[-1], f"batchrun: {address}: not pushed: ", *words)
-    told(done.stderr, "done: 10 of 10 rows ok")
-    assert len(pq.read_table(run / "merged")) == 10
-    hub.closed = None
-    assert batchrun("merge", run).exit_code == 0
-    assert hub.commits == 1
-
-
-def test_without_a_token(tmp_path: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is said without asking the Hub."""
-    run = run_of(tmp_path)
-    monkeypatch.delenv("HF_TOKEN")
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
-    done = batchrun("merge", run)
-    assert done.exit_code == 1
-    told(done.stderr, f"{ADDRESS}: not pushed: there is no token; export HF_TOKEN")
-    assert (run / "merged").is_dir()
-
-
-def test_rows_are_missing(tmp_path: Path, hub: HubServer) -> None:
-    """Half a data set is not pushed."""
-    output = {"path": str(tmp_path / "run"), "push": ADDRESS, "part_rows": 5}
-    run = tmp_path / "run"
-    assert batchrunner.run(job_of(tmp_path, INSTANT, rows=10, output=output)).exit_code == 0
-    next((run / "parts").iterdir()).unlink()
-    done = batchrun("merge", run)
-    assert done.exit_code == 1
-    told(done.stderr, f"not pushed to {ADDRESS}: rows are missing")
-    assert hub.commits == 0
-
-
-@pytest.mark.parametrize(
-    "address", ["owner/rows", "hf://owner/rows", "hf://datasets/rows", f"{ADDRESS}/../x", "s3://bucket/x", ""]
-)
-def test_what_is_no_data_set(tmp_path: Path, address: str) -> None:
-    """It is refused before the run, and by `merge` before anything is merged."""
-    job = job_of(tmp_path, INSTANT, output={"path": str(tmp_path / "run"), "push": address})
-    words = f"{address!r} is no data set of the Hugging Face Hub", "hf://datasets/OWNER/NAME"
-    told(refusal(job, tmp_path), "output.push", *words)
-    run = run_of(tmp_path, None)
-    done = batchrun("merge", run, "--push", address)
-    assert done.exit_code == 2
-    told(done.stderr, "--push", *words)
-    assert not (run / "merged").exists()

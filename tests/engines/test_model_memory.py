@@ -170,7 +170,7 @@ def test_what_cannot_be_decided_is_one_line(
     assert [result.exit_code for result in (none, few, unknown)] == [2, 2, 2]
     assert "engine.tp auto: nvidia-smi tells of no GPU here: give a number" in none.stderr
     have = 2 if kind == "server" else 1
-    assert f"need 8 cards like NVIDIA L4 (22.5 GiB), and a replica can have {have}; take" in few.stderr
+    assert f"need 8 cards like NVIDIA L4 (22.5 GiB), and a replica can have {have}: take" in few.stderr
     assert "how much memory the weights of org/none take is not known here: give" in unknown.stderr
     assert not (tmp_path / "starts").exists()
 

@@ -88,7 +88,7 @@ def test_an_existing_file_stays() -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nothing.csv"], "no such file or directory; relative paths begin in /"),
+        (["nothing.csv"], "no such file or directory: relative paths begin in /"),
         (["empty.parquet"], "no rows"),
         (["d.parquet", "-o", "no/such/job.yaml"], "cannot be written"),
         (["d.parquet", "--engine", "gpu"], "--engine gpu: give server or simulated"),

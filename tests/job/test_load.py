@@ -119,7 +119,7 @@ def test_overrides_that_are_no_yaml(text: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        ("windw=1", "unknown key 'windw'; did you mean 'window'?"),
+        ("windw=1", "unknown key 'windw': did you mean 'window'?"),
         ("prompt.batch=strict", "unknown key 'prompt.batch'"),
         ("sampling.max_tokens=1", "did you mean 'max_new_tokens'?"),
         ("sampling.top_p.colum=1", "did you mean 'column'?"),
@@ -169,7 +169,7 @@ def test_wrong_jobs_are_explained(overrides: str, told: str) -> None:
         ("- input", "(got a list)"),
         (EXAMPLE + "input: {path: x}\n", "line 7: not valid YAML: the key 'input' is given twice"),
         ("input: 2024-13-45", "not valid YAML: month must be in 1..12"),
-        ("prompt:\n  user: {{ text }}", "; put quotes around a text that begins with {{"),
+        ("prompt:\n  user: {{ text }}", ": put quotes around a text that begins with {{"),
         (b"\xff\xfe\xfa", "cannot be read as a job file"),
     ],
 )

@@ -206,7 +206,6 @@ REFUSALS: list[tuple[list[Any], str]] = [
     (["answers.parquet.gz"], "its ending names no format"),
     (["nowhere/answers.csv"], "there is no directory"),
     (["in.csv"], "is a directory: give a file"),
-    (["a.csv", "--push", "hf://datasets/o/n"], "leave FILE out"),
 ]
 
 

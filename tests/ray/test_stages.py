@@ -104,7 +104,7 @@ def test_what_is_wrong_is_told_before_the_pipeline_runs(nodes: RayNodes, server:
         batchrunner.ray.generate(ds, engine=server.url, prompt={"text": "nothing"})
     with pytest.raises(InputError, match=r"columns: .*'texts'"):
         batchrunner.ray.generate(ds, columns=["texts"], **engine)
-    with pytest.raises(JobError, match="has a column 'output', and so do the results; give a prefix"):
+    with pytest.raises(JobError, match="has a column 'output', and so do the results: give a prefix"):
         batchrunner.ray.generate(ds.rename_columns({"id": "output"}), **engine)
     with pytest.raises(JobError, match="sampling"):
         batchrunner.ray.generate(ds, sampling={"temprature": 0}, **engine)

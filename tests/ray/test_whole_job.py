@@ -182,7 +182,7 @@ def refused(tmp_path: Path, *options: object) -> str:
     [
         (["--workers", 0], "--workers 0: give a number from 1 on"),
         (["--cpus", 0], "--cpus 0: give a number above 0"),
-        (["--address", "nowhere"], "--address nowhere: Ray cannot connect: .*; give host:port"),
+        (["--address", "nowhere"], "--address nowhere: Ray cannot connect: .*: give host:port"),
         (
             ["--address", "ray://localhost:10001"],
             "a Ray client cannot start a job: give host:port",

@@ -101,8 +101,6 @@ MERGE = {
     "rows": "Rows in these files.",
     "rows_missing": "Rows of the run that are not in them.",
     "is_at_work": "Whether a task of the run is at work.",
-    "pushed": "URL of the commit on the Hugging Face Hub that has the files; null without `output.push`, "
-    "while rows are missing, and with FILE.",
     "exit_code": "Exit code of the command: 1 while rows are missing.",
     "report": "Report of the whole run, as report.json has it.",
 }
