@@ -31,8 +31,6 @@ class TokenizerInfo:
     """Whether the engine truncates a prompt that is too long instead of refusing it."""
     longest_prompt: int | None = None
     """Tokens that a prompt must stay below; None for no such limit."""
-    absent: bool = False
-    """Whether the engine runs without a tokenizer: prompts and answers are token ids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,8 @@ from batchrunner.core.types import Outcome, PromptKind, Request
 from batchrunner.engines.base import Engine
 from batchrunner.engines.model_files import class_names, vocabulary_of
 from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
-from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
-from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine, ServerEngine
-from batchrunner.job.output import OF_TOKENS
-from batchrunner.job.sampling import GRAMMARS
+from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine
 from batchrunner.job.scores import ChoiceTask, ClassifyTask, RerankTask, ScoreTask
 from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog
@@ -54,47 +51,6 @@ _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 (`get_default_sampling_params`)."""
 
 
-_NEEDS_TOKENIZER = ("stop", "stop_regex", "min_new_tokens", "spaces_between_special_tokens", *GRAMMARS)
-"""Sampling parameters for which a server needs its tokenizer (`raise_if_tokenizer_required`, grammars)."""
-
-
-def detokenizer_for(job: Job) -> Detokenizer | None:
-    """Return the detokenizer for a job whose engine can do without a tokenizer; None for any other job.
-
-    With `tokenize: client` such a server neither tokenises nor detokenises. Its tokenizer and detokenizer are
-    one process each, for all requests of however many GPUs; with 1,024 requests running they were the limit
-    (SGLang issue 23393).
-    """
-    engine = job.engine
-    if job.forward is not None:  # its answers are no tokens
-        return None
-    if job.tokenize != "client" or not isinstance(engine, (ServerEngine, GatewayEngine)) or not engine.model:
-        return None
-    why = _why_engine_needs_one(job)
-    try:
-        if why is None:
-            detokenizer = Detokenizer(Path(engine.args.get("tokenizer-path") or engine.model).expanduser())
-            log.info("the engine runs without a tokenizer: answers are detokenised here", extra=DETAIL)
-            return detokenizer
-    except CannotTokenizeError as failure:
-        why = str(failure)
-    log.info("the engine keeps its tokenizer: %s", why, extra=DETAIL)
-    return None
-
-
-def _why_engine_needs_one(job: Job) -> str | None:
-    """Return the field of a job for which a server needs its tokenizer; None where it needs none."""
-    for name in _NEEDS_TOKENIZER:
-        if getattr(job.sampling, name) is not None:
-            return f"sampling.{name} needs it"
-    for name in job.output.asked:
-        if name in OF_TOKENS:
-            return f"output.columns: {name} needs it, for the texts of tokens"
-    if job.prompt.batch or job.prompt.python or isinstance(job.prompt.messages, str):
-        return "the prompts may hold what only the server can tokenise"
-    return None
-
-
 class PromptTokenizer:
     """Tokenises rendered rows; the first time it compares a few with the engine's own tokens."""
 
@@ -105,7 +61,6 @@ class PromptTokenizer:
         self._engine = engine
         self._events = events
         self._kind = kind
-        self._engine_has_tokenizer = not (info.tokenizing and info.tokenizing.absent)
         self._compared = False
         self._needed = _why_needed(job, kind, info)
         self._encoder: Encoder | None = None
@@ -134,7 +89,7 @@ class PromptTokenizer:
         if not taken:
             return
         self._compared = True
-        if self._kind != "input_ids" and self._engine_has_tokenizer:
+        if self._kind != "input_ids":
             try:
                 prompts = await _compare_tokens(self._engine, encoder, taken)
             except CannotTokenizeError as why:
@@ -145,7 +100,7 @@ class PromptTokenizer:
                 prompts,
                 extra=DETAIL,
             )
-        self._events.write("tokenize", where="client", engine_has_tokenizer=self._engine_has_tokenizer)
+        self._events.write("tokenize", where="client")
 
     def _leave_to_engine(self, why: CannotTokenizeError) -> None:
         if self._needed is not None:
@@ -196,6 +151,9 @@ def _own_chat(job: Job, known: TokenizerInfo) -> str | None:
         return "output.columns: tool_calls are found by the server"
     if job.prompt.tools is not None or job.sampling.tool_choice is not None:
         return "prompt.tools are written into the prompt by the server"
+    messages = job.prompt.messages
+    if job.prompt.continue_ or (isinstance(messages, list) and messages[-1].role == "assistant"):
+        return "the beginning of an answer is put into the prompt by the server"
     ours = sorted(RESERVED_ARGUMENTS & set(job.prompt.chat_template_kwargs or {}))
     if ours:
         return f"prompt.chat_template_kwargs.{ours[0]} is the server's"
@@ -219,8 +177,6 @@ async def _compare_tokens(engine: Engine, encoder: Encoder, taken: Sequence[Requ
     probe: Any = PROBE
     if taken[0].kind == "messages":
         probe = [{"role": "user", "content": PROBE}]
-        if taken[0].continues:
-            probe.append({"role": "assistant", "content": PROBE})
     asked = [*rows, taken[0]._replace(prompt=probe)]
     names = [*(f"row {request.ref.row}" for request in rows), "a text made to compare"]
     ours = await asyncio.to_thread(encoder.token_ids, asked)

@@ -9,7 +9,6 @@ from batchrunner.engines.base import Engine
 from batchrunner.engines.device import MEAN_POOLING, on_cpu
 from batchrunner.engines.http.server_info import check_architecture
 from batchrunner.engines.model_files import model_identity, read_config, takes_mean
-from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.engine import (
     AttachEngine,
     EngineSpec,
@@ -22,21 +21,11 @@ from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
 
-def make_engine(
-    spec: EngineSpec,
-    *,
-    log_dir: Path,
-    limits: LimitsSpec,
-    detokenizer: Detokenizer | None = None,
-    task: TaskName = GENERATE,
-) -> Engine:
+def make_engine(spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec, task: TaskName = GENERATE) -> Engine:
     """Make the engine that the spec describes, not yet open; a launched one logs into `log_dir`.
 
-    An engine that loads the model does so for the `task`; any other must have a model for it. With a
-    `detokenizer` launched servers run without a tokenizer; other engines ignore it.
+    An engine that loads the model does so for the `task`; any other must have a model for it.
     """
-    if detokenizer is not None and isinstance(spec, LaunchedEngine):
-        spec = spec.model_copy(update={"args": {**spec.args, "skip-tokenizer-init": True}})
     spec = for_task(spec, task)
     match spec:
         case AttachEngine():
@@ -50,7 +39,7 @@ def make_engine(
         case ServerEngine() | GatewayEngine():
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
-            return LaunchedFleet(spec, log_dir=log_dir, limits=limits, detokenizer=detokenizer, task=task)
+            return LaunchedFleet(spec, log_dir=log_dir, limits=limits, task=task)
         case SimulatedEngine():
             from batchrunner.engines.simulated import Simulator  # noqa: PLC0415
 

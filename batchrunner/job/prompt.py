@@ -197,7 +197,7 @@ class PromptSpec(Spec):
     truncate: Literal["head", "tail", "middle"] | None = None
     """Which part of a prompt is cut off where it leaves no space for `max_new_tokens`: its head, tail or
     middle. In messages only the last user message is truncated. Unset: such a row fails. Messages that have
-    tools, names, other roles or a `structural_tag` are not truncated."""
+    tools, names, other roles, a `structural_tag` or the beginning of an answer are not truncated."""
     choices: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     """With `task: score`: texts that may go on after `text`, whose log likelihoods are the column `scores`: a
     list for all rows, or the column with the list of each row."""

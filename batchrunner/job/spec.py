@@ -273,9 +273,7 @@ class Job(Spec):
     tokenize: Literal["auto", "client", "server"] = "auto"
     """Where prompts are tokenized. `auto`: by batchrunner if the engine makes the same tokens of the first
     rows and no other behaviour would differ; else by the engine, and the log gives the reason. `client`: by
-    batchrunner, or the run does not begin; a server that the run starts then gets no tokenizer
-    (`--skip-tokenizer-init`) unless it needs one for stop texts, grammars, `min_new_tokens` or
-    `prompt.messages`. `server`: by the engine."""
+    batchrunner, or the run does not begin. `server`: by the engine."""
     queue: Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=4)]], Field()] = (100, 2000)
     """Range [low, high] in which the number of waiting requests of each scheduler (SGLang's `#queue-req`) is
     kept. It is scaled down for a scheduler that runs few requests at once."""

@@ -21,7 +21,6 @@ from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, JobError, Stora
 from batchrunner.core.files import read_json
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.load_control import write_decisions
-from batchrunner.dispatch.tokenize import detokenizer_for
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import check_dimensions, make_engine, model_of
 from batchrunner.input.order import OrderDecision
@@ -271,9 +270,7 @@ async def open_engine_of(
 ) -> tuple[Engine, EngineInfo]:
     """Open the engine of a job for a task of a model; `stack` closes it. Raises BatchrunError."""
     await asyncio.to_thread(check_dimensions, job)
-    engine = make_engine(
-        job.engine, log_dir=log_directory, limits=job.limits, detokenizer=detokenizer_for(job), task=task
-    )
+    engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=task)
     stack.push_async_callback(engine.close)
     return engine, await control.wait_for(engine.open(), "while the engine was starting")
 

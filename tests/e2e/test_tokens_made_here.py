@@ -14,7 +14,6 @@ from batchrunner.core.errors import EngineStartError, JobError, RowRefusedError
 from batchrunner.output.events import read_events
 from tests.conftest import job_of, results_of, write_rows
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.launchable import launchable
 from tests.support.tiny_tokenizer import CHATML, END, START, make_tokenizer
 from tests.support.tokenizers import ids_of, messages, request
 
@@ -187,21 +186,14 @@ def test_what_only_the_server_can_do_is_left_to_it(server: FakeSGLang, tmp_path:
 
 
 def test_an_answer_that_is_begun(server: FakeSGLang, model: Path, tmp_path: Path) -> None:
-    """The beginning of an answer follows the template as tokens, with `continue` and after templates."""
+    """It is left to the server where a model goes on with it; else the row's last answer is left out."""
     path = write_rows(tmp_path / "input.parquet", 2, chat=[messages(("user", "a"), ("assistant", "It "))] * 2)
-    job = job_of(tmp_path, server, input={"path": str(path)}, tokenize="client")
-    column = {"messages": "chat", "continue": True}
-    templates = {
-        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "It {{ '' }}"}]
-    }
-    for prompt in (column, templates):
-        server.forget()
-        assert batchrunner.run({**job, "prompt": prompt, "dedupe": False}, fresh=True).rows_ok == 2
-        (text,) = {sent_text(model, sent.body) for sent in server.sent}
-        assert text == f"{START}user\na{END}\n{START}assistant\nIt "
+    job = job_of(tmp_path, server, input={"path": str(path)}, prompt={"messages": "chat", "continue": True})
+    batchrunner.run(job)
+    assert where_of(job) == [("server", "the beginning of an answer is put into the prompt by the server")]
     server.forget()
-    job["prompt"] = {"messages": "chat"}
-    assert batchrunner.run({**job, "dedupe": False}, fresh=True).rows_ok == 2
+    job |= {"prompt": {"messages": "chat"}, "tokenize": "client", "dedupe": False}
+    assert batchrunner.run(job, fresh=True).rows_ok == 2
     (text,) = {sent_text(model, sent.body) for sent in server.sent}
     assert text == f"{START}user\na{END}\n{START}assistant\n"
 
@@ -267,65 +259,6 @@ def test_truncate_token_ids(tmp_path: Path, server: FakeSGLang) -> None:
     batchrunner.run(job)
     bodies = sorted((sent.body["input_ids"] for sent in server.sent), key=len)
     assert bodies[-1] == many[5000 - 3072 :]
-
-
-WITHOUT_TOKENIZER = """
-class Handler(Server):
-    own = {"model_path": sys.argv[sys.argv.index("--model-path") + 1], "model_type": "llama"}
-    bare = "--skip-tokenizer-init" in sys.argv
-    known = {
-        "/ready": {}, "/model_info": {**own, "is_generation": True},
-        "/server_info": {
-            "version": "0.5.23", "sampling_defaults": "model", "context_length": 4096,
-            "skip_tokenizer_init": bare,
-        },
-    }
-
-    def asked(self, body):
-        ids = [*body.get("input_ids", []), 1]  # what it was asked, and </s>
-        stops = body.get("sampling_params", body).get("stop_token_ids")
-        reason = {"type": "stop", "matched": 1}
-        meta = {"finish_reason": reason, "prompt_tokens": 3, "completion_tokens": len(ids)}
-        if self.path == "/v1/tokenize":
-            self.reply(404, {})
-        elif self.bare:
-            assert stops == [1], stops
-            self.reply(200, {"output_ids": ids, "meta_info": meta})
-        else:
-            self.reply(200, {"text": "its own", "meta_info": meta})
-"""
-
-
-def test_an_engine_without_a_tokenizer(tmp_path: Path) -> None:
-    """A launched server then gets ids, is told which token ends an answer, and its ids are read here."""
-    engine = launchable(tmp_path, WITHOUT_TOKENIZER)
-    make_tokenizer(Path(engine["model"]))
-    texts = ["Zürich is", " 日本の首都は", "👩\u200d👧 <|im_end|> &amp;"]
-    path = write_rows(tmp_path / "input.parquet", 3, kind=texts)
-    job = job_of(tmp_path, engine, input={"path": str(path)}, prompt={"text": "kind"}, tokenize="client")
-    assert batchrunner.run(job).exit_code == 0
-    # a special token is left out, as the server would
-    assert [row["output"] for row in results_of(job)] == [text.replace(END, "") for text in texts]
-    (event,) = [e for e in read_events(tmp_path / "run" / "events.jsonl") if e["event"] == "tokenize"]
-    assert event["engine_has_tokenizer"] is False
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"sampling": {"stop": "."}}, "sampling.stop needs it"),
-        ({"sampling": {"json_schema": {"type": "object"}}}, "sampling.json_schema needs it"),
-    ],
-)
-def test_an_engine_that_needs_its_tokenizer(
-    changes: dict[str, Any], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Stop texts and grammars keep the server's tokenizer, and the log says so."""
-    engine = launchable(tmp_path, WITHOUT_TOKENIZER)
-    make_tokenizer(Path(engine["model"]))
-    with caplog.at_level(logging.INFO), pytest.raises(EngineStartError, match="does not tell its tokens"):
-        batchrunner.run(job_of(tmp_path, engine, tokenize="client", **changes))
-    assert f"the engine keeps its tokenizer: {why}" in caplog.text
 
 
 def test_truncate_needs_tokens_here(tmp_path: Path) -> None:

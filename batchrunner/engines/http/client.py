@@ -56,7 +56,6 @@ from batchrunner.engines.http.server_info import (
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.model_files import vocabulary_of
 from batchrunner.input.request_bodies import with_model
-from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 
 log = logging.getLogger(__name__)
@@ -136,14 +135,12 @@ class HttpEngine(Engine):
         *,
         api_key: str | None,
         request_timeout_s: float,
-        detokenizer: Detokenizer | None = None,
         excuses: Callable[[str, float], Awaitable[bool]] | None = None,
         task: TaskName = GENERATE,
     ) -> None:
-        """Take a `detokenizer` if the replicas have no tokenizer, and `excuses` if we started them.
+        """Take `excuses` if we started the replicas, which must have a model for the `task`.
 
-        The latter tells whether a server that ended after a time did so for a reason that is no row's fault.
-        The replicas must have a model for the `task`.
+        It tells whether a server that ended after a time did so for a reason that is no row's fault.
         """
         self.endpoints: dict[str, Endpoint] = {}
         """Where requests are sent, by route."""
@@ -154,7 +151,6 @@ class HttpEngine(Engine):
         self.failures = FailureClassifier(self._is_alive, excuses)
         self._task = task
         self._launched = excuses is not None
-        self._detokenizer = detokenizer
         self._api_key = api_key
         self._timeout_s = request_timeout_s
         self._rows: aiohttp.ClientSession | None = None
@@ -194,7 +190,7 @@ class HttpEngine(Engine):
         told = [await questions.at_start(url, self._task) for url in urls]
         models, servers = [model for model, _ in told], [server for _, server in told]
         for url, server in zip(urls, servers, strict=True):
-            if server.get("skip_tokenizer_init") and self._detokenizer is None:
+            if server.get("skip_tokenizer_init"):
                 raise EngineStartError(
                     f"{url}: runs with --skip-tokenizer-init and returns no text", hint="start it without"
                 )
@@ -247,7 +243,7 @@ class HttpEngine(Engine):
         else:
             body = wire.bytes_of(wire.body_of(request))
             reply = await self._post(endpoint, wire.path_of(request), body, headers)
-            completion = replies.completion_of(request, reply, self._detokenizer)
+            completion = replies.completion_of(request, reply)
         if self._confirms_answers:
             await self.guard.confirm(endpoint.url)
         await self.guard.check_answer(endpoint.url, completion.weights)
@@ -371,11 +367,7 @@ class HttpEngine(Engine):
         wire.refuse_deadly(request, self._vocabulary)
         if self._behind_gateway:
             wire.refuse_dropped(request)
-        if self._detokenizer is None:
-            return request
-        if request.kind == "body":
-            raise RowRefusedError("the server has no tokenizer: a whole request needs one")
-        return self._detokenizer.with_stop_ids(request)
+        return request
 
     def _affinity(self, request: Request) -> dict[str, str] | None:
         """Return the header by which a gateway chooses a replica."""
@@ -456,7 +448,7 @@ class HttpEngine(Engine):
         """Send prompts in one body, and pass on the answer of each when it comes."""
         body = wire.bytes_of(wire.bundle_body([row.request for row in rows]))
         confirms = self._confirms_answers
-        bundle = BundleAnswer(rows, answers, endpoint, self.guard, self._detokenizer, confirms)
+        bundle = BundleAnswer(rows, answers, endpoint, self.guard, confirms)
         sent_at = time.monotonic()
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, headers, bundle.read)
         if bundle.events > EVENTS_A_ROW * len(rows):
@@ -572,7 +564,6 @@ class BundleAnswer:
     answers: RowAnswers
     endpoint: Endpoint
     guard: ModelGuard
-    detokenizer: Detokenizer | None = None
     confirms: bool = False
     """Whether no answer counts before its servers have said again which model they serve."""
     ended: set[int] = field(default_factory=set)
@@ -636,7 +627,7 @@ class BundleAnswer:
         self.endpoint.answers += 1
         place, request = self.rows[index]
         try:
-            completion = replies.completion_of_samples(request, (event,), self.detokenizer)
+            completion = replies.completion_of_samples(request, (event,))
             await self.guard.check_answer(self.endpoint.url, completion.weights)
         except RequestError as failure:
             self.answers.ended(place, failure)

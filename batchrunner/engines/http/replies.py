@@ -23,7 +23,6 @@ from batchrunner.core.types import (
 )
 from batchrunner.engines.http.failures import error_of, known_status, short
 from batchrunner.input.request_bodies import fields_of, prompts_in
-from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.output import IDS_TO_CONTINUE, RESPONSE
 from batchrunner.job.tasks import check_embeddings
 
@@ -215,34 +214,29 @@ def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
 
 
 @_reads_anything
-def completion_of(request: Request, reply: bytes, detokenizer: Detokenizer | None = None) -> Completion:
+def completion_of(request: Request, reply: bytes) -> Completion:
     """Read a reply with status 200.
 
-    Take the `detokenizer` of a server without a tokenizer, whose answers are token ids. Raises RequestError
-    where the reply is an abort, no answer, one with fewer or more samples than were asked for, or an empty
-    one that the model did not end.
+    Raises RequestError where the reply is an abort, no answer, one with fewer or more samples than were asked
+    for, or an empty one that the model did not end.
     """
     if request.kind == "messages":
         return _from_chat(request, _decoded(_read_choices, reply))
     found = _decoded(_read_generate, reply)
-    return completion_of_samples(request, found if isinstance(found, list) else (found,), detokenizer)
+    return completion_of_samples(request, found if isinstance(found, list) else (found,))
 
 
 @_reads_anything
-def completion_of_samples(
-    request: Request, samples: Sequence[Sample], detokenizer: Detokenizer | None = None
-) -> Completion:
+def completion_of_samples(request: Request, samples: Sequence[Sample]) -> Completion:
     """Return the answer that samples of `/generate` are; raises as `completion_of`."""
     asks = request.asks
-    has_ids = detokenizer is not None or (asks is not None and asks.of_tokens)
+    has_ids = asks is not None and asks.of_tokens
     answers = []
     for sample in samples:
-        meta, text = sample.meta_info, sample.text
+        meta = sample.meta_info
         reason, matched = _word_and_match(meta)
         ids = _read_ids.decode(sample.output_ids) if has_ids and sample.output_ids else None
-        if detokenizer is not None and ids is not None:
-            text = detokenizer.text(request, ids, matched)
-        answers.append(Answer(text, reason, meta, matched, ids))
+        answers.append(Answer(sample.text, reason, meta, matched, ids))
     first = samples[0].meta_info
     return _completion(request, answers, first.prompt_tokens, first.cached_tokens)
 

@@ -204,7 +204,6 @@ def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> Token
         template=template if isinstance(template, str) else None,
         cuts=bool(server.get("allow_auto_truncate")),
         longest_prompt=limit_of(server.get("max_req_input_len")),
-        absent=bool(server.get("skip_tokenizer_init")),
     )
 
 

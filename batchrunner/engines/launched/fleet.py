@@ -37,7 +37,6 @@ from batchrunner.engines.launched.supervisor import LaunchedProcess, ServerSuper
 from batchrunner.engines.model_files import check_model, model_identity
 from batchrunner.engines.model_memory import cards_of, split_over, with_tp
 from batchrunner.engines.recovery import EndedServer, Healer, healer_for
-from batchrunner.input.tokenize.detokenizer import Detokenizer
 from batchrunner.job.engine import GatewayEngine, LaunchedEngine, ServerEngine
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TaskName, goes_past_gateways
@@ -291,14 +290,12 @@ class LaunchedFleet(HttpEngine):
         *,
         log_dir: Path,
         limits: LimitsSpec,
-        detokenizer: Detokenizer | None = None,
         task: TaskName = GENERATE,
     ) -> None:
         self._key = secrets.token_hex(24)  # a - at its head would read as an option
         super().__init__(
             api_key=self._key,
             request_timeout_s=limits.request_timeout,
-            detokenizer=detokenizer,
             excuses=self.excuses,
             task=task,
         )

@@ -41,8 +41,6 @@ class ChatTemplate:
         except jinja2.TemplateError as failure:
             raise CannotTokenizeError(f"the chat template cannot be compiled: {failure}") from None
         self._special_tokens = dict(special_tokens)
-        self.bos_token = self._special_tokens.get("bos_token")
-        """Text of the token that begins a prompt; None where the model has none."""
 
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None) -> str:
         """Return the prompt's text up to the assistant's answer; raises RowRefusedError where that fails."""
@@ -88,9 +86,16 @@ def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of the special tokens in a configuration, by name."""
-    texts = {name: token_text(value) for name, value in config.items() if name.endswith("_token")}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    """Return the texts of the special tokens in a configuration, by name.
+
+    It gives them as texts or as `{"content": …}`.
+    """
+    texts = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            texts[name] = text
+    return texts
 
 
 class _Generation(Extension):
@@ -150,8 +155,3 @@ def load_tokenizer(directory: Path) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
-
-
-def token_text(token: Any) -> Any:
-    """Return the text of a special token, which a configuration gives as a text or as `{"content": …}`."""
-    return token.get("content") if isinstance(token, dict) else token

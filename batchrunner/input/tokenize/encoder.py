@@ -61,9 +61,8 @@ class Encoder:
             return False
         if self._kind != "messages":
             return bool(request.prompt)
-        plain = all(map(_is_plain, request.prompt))
-        answerable = plain and (request.continues or request.prompt[-1]["role"] != "assistant")
-        return answerable and "structural_tag" not in request.sampling
+        plain = all(map(_is_plain, request.prompt)) and "structural_tag" not in request.sampling
+        return plain and request.prompt[-1]["role"] != "assistant"
 
     def encode(self, requests: Sequence[Request]) -> list[Request | Outcome]:
         """Return the requests with token ids as prompts; a row that cannot be sent becomes an Outcome."""
@@ -87,37 +86,17 @@ class Encoder:
         texts = [self.prompt_text(request) for request in requests]
         # a chat template writes the tokens that begin and end a prompt itself
         encoded = iter(self._encoded([t for t in texts if isinstance(t, str)], special=self._chat is None))
-        found = [next(encoded) if isinstance(text, str) else text for text in texts]
-        for at, request in enumerate(requests):
-            if request.continues:
-                found[at] = self._with_answer(request, found[at])
-        return found
+        return [next(encoded) if isinstance(text, str) else text for text in texts]
 
     def prompt_text(self, request: Request) -> str | RowRefusedError:
         """Return the text to tokenize, or why the chat template makes none."""
         if self._chat is None:
             return str(request.prompt)
-        begun = answer_begun(request)
-        given = request.prompt if begun is None else request.prompt[:-1]
         try:
-            messages = [{"role": message["role"], "content": message["content"]} for message in given]
+            messages = [{name: message[name] for name in ("role", "content")} for message in request.prompt]
             return self._chat.render(messages, request.chat_template_kwargs)
         except Exception as failure:  # noqa: BLE001 - as above
             return _refusal(failure)
-
-    def _with_answer(self, request: Request, ids: Ids) -> Ids:
-        """Return token ids with those of the beginning of the answer.
-
-        SGLang 0.5.23 tokenizes it on its own, as a prompt of plain text without the token that begins one.
-        """
-        begun = answer_begun(request)
-        if isinstance(ids, RowRefusedError) or self._chat is None or not begun:
-            return ids
-        (more,) = self._encoded([begun], special=True)
-        if isinstance(more, RowRefusedError):
-            return more
-        first = self._backend.token_to_id(self._chat.bos_token) if self._chat.bos_token else None
-        return ids + (more[1:] if first is not None and more[:1] == [first] else more)
 
     def _encoded(self, texts: Sequence[str], *, special: bool) -> list[Ids]:
         """Return the token ids of each text, or an error where it cannot be encoded (unpaired surrogate)."""
@@ -206,12 +185,6 @@ def _with_text(request: Request, text: str) -> Request:
     last = max(n for n, message in enumerate(request.prompt) if message["role"] == "user")
     messages = [*request.prompt[:last], {"role": "user", "content": text}, *request.prompt[last + 1 :]]
     return request._replace(prompt=messages)
-
-
-def answer_begun(request: Request) -> str | None:
-    """Return the beginning of the answer, the assistant's last message; None where there is none."""
-    last = request.prompt[-1] if request.kind == "messages" and request.continues else None
-    return str(last["content"]) if last and last["role"] == "assistant" else None
 
 
 def _refusal(failure: Exception, text: str = "") -> RowRefusedError:

@@ -39,24 +39,6 @@ def test_any_text_becomes_the_tokens_that_transformers_makes(text: str, director
     assert ids_of(directory, request(chat)) == expected
 
 
-@given(begun=st.text(max_size=60))
-@example(begun="")
-@example(begun="<s></s> It is")
-def test_the_beginning_of_an_answer_becomes_the_tokens_that_sglang_makes(begun: str, directory: Path) -> None:
-    """They follow those of the template, without the token that begins a prompt, as SGLang has it."""
-    require_engine("transformers")
-    from transformers import AutoTokenizer  # noqa: PLC0415 - takes seconds
-
-    theirs = AutoTokenizer.from_pretrained(directory)
-    chat = messages(("user", "Why?"))
-    rendered = theirs.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    expected = theirs.encode(rendered, add_special_tokens=False)
-    encoded = theirs.encode(begun) if begun else []
-    expected += encoded[1:] if encoded[:1] == [theirs.bos_token_id] else encoded
-    one = request([*chat, *messages(("assistant", begun))])._replace(continues=True)
-    assert ids_of(directory, one) == expected
-
-
 @given(
     text=st.text(min_size=1, max_size=300),
     room=st.integers(-5, 120),
