@@ -18,10 +18,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.advise.load_rules import CLIP
 from batchrunner.engines.simulation.replica import RowLengths, steady_work
 from batchrunner.tune.measurement import Incumbent
 from batchrunner.tune.search import Search, TrialRequest, margin_to_stop, trial_noise
-from batchrunner.tune.space import CLIP
 from batchrunner.tune.tuner import run_search
 from benchmarks.measure import save
 from tests.support.tuning_lab import CPU, TINY_CPU, Kept, Lab
@@ -138,13 +138,13 @@ def dropped(pairs: int = 120) -> dict[str, Any]:
         if truth[1] < truth[0]:
             best, other, truth = other, best, truth[::-1]
         incumbent = lab(rows, NOISE, number).measure(TrialRequest(best, "", 0))
-        rival = Incumbent(incumbent.curve, margin)
+        rival = Incumbent(incumbent.tokens_per_s, margin)
         ended = lab(rows, NOISE, number + 1).measure(TrialRequest(other, "", 0, rival)).ended
         not_slower += 1
         wrong += ended == "behind"
         if truth[0] < 0.5 * truth[1]:  # and the other way round: is a hopeless one stopped?
             winner = lab(rows, NOISE, number).measure(TrialRequest(other, "", 0))
-            hopeless = TrialRequest(best, "", 0, Incumbent(winner.curve, margin))
+            hopeless = TrialRequest(best, "", 0, Incumbent(winner.tokens_per_s, margin))
             slower += 1
             right += lab(rows, NOISE, number + 1).measure(hopeless).ended == "behind"
     return {

@@ -95,7 +95,6 @@ def test_a_job_from_standard_input(tmp_path: Path) -> None:
         ("a: [", ["-"], "standard input: line 1: not valid YAML"),
         ("inptu: {}", ["-"], "unknown key 'inptu': did you mean 'input'?"),
         ("window: 5", ["slurm", "-", "--array", "0-1"], "write it into a file"),
-        ("window: 5", ["tune", "-", "--apply"], "write it into a file"),
     ],
 )
 def test_a_bad_job_from_standard_input(text: str, command: list[str], told: str, tmp_path: Path) -> None:

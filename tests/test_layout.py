@@ -109,10 +109,10 @@ MOST_TOKENS = {
     "report": 11_500,
     "dispatch": 27_100,
     "runner": 28_100,
-    "tune": 15_700,
+    "tune": 13_700,
     "api": 2_500,
     "ray": 5_500,
-    "cli": 4_200,
+    "cli": 4_100,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}

@@ -77,17 +77,6 @@ def tune(
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="Time for all trials together, such as 90s, 30m or 2h.")
     ] = "30m",
-    allow: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES",
-            help="Try these too: quantization (changes answers), torch-compile or both, with a comma.",
-        ),
-    ] = "",
-    apply: Annotated[
-        bool,
-        typer.Option("--apply", help="Write the best flags into the job file, which is else left as it is."),
-    ] = False,
     no_python: NoPythonOption = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
@@ -110,8 +99,6 @@ def tune(
         job,
         overrides=with_limit(overrides, limit),
         budget_s=parse_budget(budget),
-        allow=[name.strip() for name in allow.split(",") if name.strip()],
-        apply=apply,
         no_python=no_python,
     )
     show(found.as_dict() if as_json else found.lines())

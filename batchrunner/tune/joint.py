@@ -11,13 +11,12 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from batchrunner.advise.load_rules import LARGEST_CHUNK
+from batchrunner.advise.load_rules import CLIP, LARGEST_CHUNK
 from batchrunner.engines.recovery import LESS_CONSERVATIVE, NORMAL
 from batchrunner.engines.simulation.replica import CostModel, PassWork, RowLengths, fit_spans, steady_work
 from batchrunner.engines.simulation.scheduler import CLIP_TOKENS, SchedulerConfig
 from batchrunner.tune.measurement import WORTH, PassSpan, TrialResult
 from batchrunner.tune.space import (
-    CLIP,
     LEAST_CONSERVATIVE,
     MOST_RAISE,
     Args,
@@ -176,15 +175,6 @@ class JointMoves:
             return None
         why = f"half as far as before: the simulated scheduler expects {gain:.2f} x"
         return FlagChange(arguments_of(config, now), why)
-
-    def gain_of(self, state: TuningState, name: str) -> float | None:
-        """Return the largest gain expected of changing one part alone; None where that is not known."""
-        now = config_of(state)
-        if now is None or not self._forecast.is_ready:
-            return None
-        others = [config for config in self._around(now, (name,)) if config != now]
-        speeds = [self._forecast.speed(config) for config in others]
-        return max(speeds, default=0.0) / max(self._forecast.speed(now), 1e-9)
 
     def _climb(self, now: SchedulerConfig) -> SchedulerConfig:
         speed = self._forecast.speed

@@ -3,10 +3,8 @@
 Pure: it takes finished rows and load readings with their times, from a real or a simulated engine.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from batchrunner.core.console import counted
@@ -24,8 +22,6 @@ WAVE = 0.5
 """Generations by which the rows that ended may lag behind: rows that began together end together."""
 WORTH = 0.02
 """A smaller gain, as a share, is not worth a further trial."""
-MOST_POINTS = 240
-"""Points of a curve that are kept."""
 MOST_ROWS = 600
 """Rows of a trial whose lengths are kept."""
 GUIDES = Thresholds()
@@ -38,8 +34,6 @@ EMPTY_OFTEN = 0.5
 Ended = Literal["measured", "behind", "died", "cut"]
 End = tuple[Ended, str]
 """How a trial ended, and why, in a sentence."""
-Curve = tuple[tuple[float, int], ...]
-"""Points (seconds of steady time, output tokens since it began)."""
 
 
 class PassSpan(NamedTuple):
@@ -118,7 +112,6 @@ class TrialResult:
     failed_share: float = 0.0
     """Share of the finished rows that failed."""
     signs: TrialSigns = field(default_factory=TrialSigns)
-    curve: Curve = ()
     rows: tuple[RowLengths, ...] = ()
     """Lengths of some of the rows that ended in steady time."""
     spans: tuple[PassSpan, ...] = ()
@@ -134,9 +127,9 @@ class TrialResult:
 class Incumbent:
     """The best trial so far, which a challenger has to beat."""
 
-    curve: Curve
+    tokens_per_s: float
     margin: float
-    """Share by which a challenger is behind at the same time when it is stopped; above the noise."""
+    """Share by which a challenger is behind when it is stopped; above the noise."""
 
 
 class TrialProgress(NamedTuple):
@@ -162,7 +155,6 @@ class TrialWatch:
     """The last reading in which a request waited."""
     _peak: int = 0
     _readings: list[SchedulerLoad] = field(default_factory=list)
-    _curve: list[tuple[float, int]] = field(default_factory=list)
     _rows: list[RowLengths] = field(default_factory=list)
     _retractions: int = 0
     _prompt_tokens: int = 0
@@ -198,26 +190,22 @@ class TrialWatch:
                 self._warm = now
                 self._rows.clear()  # the first to end are the shortest
             return None
-        self._curve.append((at_s - self._warm.at_s, self._progress(self._warm)))
         self._readings += signals
         if any(signal.queue for signal in signals):
             self._busy = now
         return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)
 
-    def _progress(self, warm: TrialProgress) -> int:
-        """Return the output tokens of steady time so far: of as many mean rows as ended in it.
-
-        The rows that end first are short, in any trial; how many end says more than what they put out.
-        """
-        return round((self.rows - warm.rows) * self.tokens / max(self.rows, 1))
-
     def _behind(self, at_s: float, warm: TrialProgress) -> End | None:
-        """Compare with the incumbent's steady time, of the same length; neither's beginning counts."""
+        """Compare with the incumbent's speed; the beginning does not count.
+
+        The rows that end first are short, in any trial: how many end in steady time says more than what they
+        put out.
+        """
         steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
         if self.incumbent is None or steady_s < TIMING.trial_judged or rows < self._peak:
             return None
-        theirs = max(tokens_at(self.incumbent.curve, steady_s), 1.0)
-        share = self._curve[-1][1] / theirs
+        tokens = rows * self.tokens / max(self.rows, 1)
+        share = tokens / max(steady_s * self.incumbent.tokens_per_s, 1.0)
         if share * (1 + WAVE * self._peak / rows) >= 1 - self.incumbent.margin:
             return None
         return "behind", f"{share:.2f} x the best's output in {steady_s:.0f} s of steady time"
@@ -247,7 +235,7 @@ class TrialWatch:
         return TrialResult(
             ended, why, round(cost_s, 1),
             tokens_per_s=round((until.tokens - begin.tokens) / span_s, 2),
-            steady_s=round(span_s, 1), signs=self._signs(span_s), curve=thinned([(0.0, 0), *self._curve]),
+            steady_s=round(span_s, 1), signs=self._signs(span_s),
             rows=tuple(self._rows[:: len(self._rows) // MOST_ROWS + 1]),
         )  # fmt: skip
 
@@ -270,23 +258,3 @@ class TrialWatch:
             retractions_per_min=round(60 * self._retractions / span_s, 1),
             cached_share=round(self._cached_tokens / max(self._prompt_tokens, 1), 3),
         )
-
-
-def tokens_at(curve: Curve, at_s: float) -> float:
-    """Return the output tokens at a time; beyond its end the curve continues with its second half's slope."""
-    if len(curve) < 2:  # noqa: PLR2004
-        return 0.0
-    place = bisect_right(curve, at_s, key=lambda point: point[0])
-    if place == len(curve):
-        (from_s, from_tokens), (to_s, to_tokens) = curve[len(curve) // 2 - 1], curve[-1]
-    else:
-        (from_s, from_tokens), (to_s, to_tokens) = curve[max(place, 1) - 1], curve[max(place, 1)]
-    slope = (to_tokens - from_tokens) / max(to_s - from_s, 1e-9)
-    return max(0.0, to_tokens + slope * (at_s - to_s))
-
-
-def thinned(curve: Sequence[tuple[float, int]]) -> Curve:
-    """Return at most MOST_POINTS points of a curve, in order, with the last, and no two at the same time."""
-    apart = [point for point, after in pairwise(curve) if point[0] < after[0]]
-    kept = [*apart[:: len(apart) // MOST_POINTS + 1], curve[-1]]
-    return tuple((round(at_s, 2), tokens) for at_s, tokens in kept)

@@ -6,6 +6,7 @@ stopped early has rows from the end of the input too.
 """
 
 import contextlib
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,7 @@ import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.core.console import counted
-from batchrunner.input.dataset import RowBatch
 from batchrunner.input.sorted_copy import decide_order, open_order, prepare_order, remove_sorted_copies
-from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.files import whole_file, writing
 from batchrunner.runner.prepare import PreparedJob
 
@@ -49,36 +48,31 @@ def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
 
     Reads the columns that the job needs at most once, and sorts where the job's order is by prefix.
     """
-    rows = prepared.selected()
+    rows, path = prepared.selected(), directory / "sample.parquet"
     schema = pa.schema([prepared.dataset.schema.field(name) for name in prepared.renderer.columns])
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
         wanted = min(MOST_ROWS, _affordable(prepared))
         if not schema.names:  # a table without columns would have no rows
-            schema = pa.schema({"row": pa.int64()})
-            data = [pa.record_batch([arrow_array(list(rows[:wanted]), pa.int64())], schema=schema)]
+            table = pa.table({"row": pa.array(list(rows[:wanted]), pa.int64())})
         elif len(rows) > wanted:
-            blocks = _blocks(prepared, rows, places(len(rows), wanted // BLOCK_ROWS), directory)
-            data = [blocks[at] for at in van_der_corput(range(len(blocks)))]
+            blocks = wanted // BLOCK_ROWS
+            found = _table(_blocks(prepared, rows, blocks, directory), schema)
+            table = pa.concat_tables(
+                found.slice(at * BLOCK_ROWS, BLOCK_ROWS) for at in _van_der_corput(blocks)
+            )
         else:
-            data = [batch.data for batch in prepared.dataset.read(rows, schema.names)]
-        table = pa.concat_tables(_table(batch, schema) for batch in data)
-        path = directory / "sample.parquet"
+            table = _table((batch.data for batch in prepared.dataset.read(rows, schema.names)), schema)
         with whole_file(path) as temporary:
             pq.write_table(table, temporary, row_group_size=1024)
     return TuningSample(path, table.num_rows, len(rows))
 
 
-def places(rows: int, blocks: int) -> list[int]:
-    """Return where the blocks begin: evenly spread, without overlap."""
-    return [(rows - BLOCK_ROWS) * at // max(blocks - 1, 1) for at in range(blocks)]
-
-
-def van_der_corput(items: Sequence[int]) -> list[int]:
-    """Return items in van der Corput's order: any first few are spread evenly over all."""
-    bits = max(1, (len(items) - 1).bit_length())
+def _van_der_corput(count: int) -> list[int]:
+    """Return the numbers below `count` in van der Corput's order: any first few are spread over all."""
+    bits = max(1, (count - 1).bit_length())
     places = (int(f"{at:0{bits}b}"[::-1], 2) for at in range(1 << bits))
-    return [items[place] for place in places if place < len(items)]
+    return [place for place in places if place < count]
 
 
 def _affordable(prepared: PreparedJob) -> int:
@@ -88,40 +82,29 @@ def _affordable(prepared: PreparedJob) -> int:
     return max(BLOCK_ROWS, MOST_BYTES // row_bytes // BLOCK_ROWS * BLOCK_ROWS)
 
 
-def _blocks(
-    prepared: PreparedJob, rows: BitMap64, begins: Sequence[int], directory: Path
-) -> list[pa.RecordBatch]:
-    """Return the blocks that begin at these positions of the job's order of rows."""
+def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of so many blocks, which are evenly spread over the job's order of rows."""
+    begins = [(len(rows) - BLOCK_ROWS) * at // max(blocks - 1, 1) for at in range(blocks)]
+    places: Sequence[int] = [begin + row for begin in begins for row in range(BLOCK_ROWS)]
     path = None
     if decide_order(prepared, rows).order == "prefix":
         path, _ = prepare_order(prepared, rows, directory, "tune", lambda: None)
-    wanted = rows
     if path is None:  # input order: only these rows are read
-        wanted = BitMap64().union(*(rows[place : place + BLOCK_ROWS] for place in begins))
-        begins = range(0, len(wanted), BLOCK_ROWS)
+        rows = BitMap64().union(*(rows[begin : begin + BLOCK_ROWS] for begin in begins))
+        places = range(len(rows))
+    begin = 0
     with contextlib.closing(open_order(prepared, path)) as order:
-        blocks = list(_cut(order.read(wanted), begins))
+        for batch in order.read(rows):
+            end = begin + batch.data.num_rows
+            here = places[bisect_left(places, begin) : bisect_left(places, end)]
+            yield batch.data.take(pa.array([place - begin for place in here], pa.int64()))
+            begin = end
     remove_sorted_copies(directory)
-    return blocks
 
 
-def _cut(batches: Iterable[RowBatch], begins: Sequence[int]) -> Iterator[pa.RecordBatch]:
-    """Yield a block from each of these positions, in order; blocks may span batches."""
-    waiting = iter(begins)
-    place, begin = next(waiting, None), 0
-    kept: list[pa.RecordBatch] = []
-    for batch in batches:
-        while place is not None and place < begin + batch.data.num_rows:
-            gathered = sum(piece.num_rows for piece in kept)
-            from_row = place + gathered - begin
-            kept.append(batch.data.slice(from_row, BLOCK_ROWS - gathered))
-            if gathered + kept[-1].num_rows < BLOCK_ROWS:
-                break
-            yield pa.concat_batches(kept)
-            place, kept = next(waiting, None), []
-        begin += batch.data.num_rows
-
-
-def _table(data: pa.RecordBatch, schema: pa.Schema) -> pa.Table:
+def _table(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> pa.Table:
     """Return rows as a table with this schema; the metadata of columns may differ between files."""
-    return pa.Table.from_arrays([data.column(name) for name in schema.names], schema=schema)
+    return pa.concat_tables(
+        pa.Table.from_arrays([batch.column(name) for name in schema.names], schema=schema)
+        for batch in batches
+    )

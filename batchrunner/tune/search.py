@@ -14,10 +14,9 @@ import orjson
 
 from batchrunner.core.console import counted
 from batchrunner.engines.flags import name_in
-from batchrunner.tune.joint import FLAGS, Forecast, JointMoves
+from batchrunner.tune.joint import Forecast, JointMoves
 from batchrunner.tune.measurement import WORTH, Incumbent, TrialResult, TrialSigns
 from batchrunner.tune.space import (
-    LEVERS,
     TUNED_FLAGS,
     VARIABLES,
     Args,
@@ -122,8 +121,6 @@ MOST_HALVES = 2
 """Times that a joint change of which the server died is tried half as far: memory may be the reason."""
 TOGETHER = TunedFlag("together", lambda _: "the forecast chooses")
 """Several flags at once."""
-ONLY_TOGETHER = ("decode_interval", "mixed_chunk", "clip_tokens")
-"""Parts of a setting that are changed only where the forecast says so, alone or with others."""
 
 
 @dataclass(slots=True)
@@ -159,9 +156,7 @@ class TrialRequest:
 class Search:
     """The search; `best` is the best setting so far."""
 
-    def __init__(
-        self, args: Args, machine: Machine, tuned_flags: Sequence[TunedFlag] = (*TUNED_FLAGS, *LEVERS)
-    ) -> None:
+    def __init__(self, args: Args, machine: Machine, tuned_flags: Sequence[TunedFlag] = TUNED_FLAGS) -> None:
         """`args` are the job's own flags, which are tried first."""
         self.best = FlagSetting(args)
         self.settings = {key_of(args): self.best}
@@ -186,7 +181,6 @@ class Search:
             improved = yield from self._tune_together()
             for tuned_flag in self._tuned_flags:
                 improved |= yield from self._tune_flag(tuned_flag)
-        self._note_forecasts()
         self.reason = "no flag brings more"
 
     def _tune_together(self) -> Generator[TrialRequest, TrialResult, bool]:
@@ -249,13 +243,6 @@ class Search:
     def _state(self) -> TuningState:
         return TuningState(self.best.args, self.best.newest.signs, self._machine)
 
-    def _note_forecasts(self) -> None:
-        """Say what is expected of the flags that only the forecast changes."""
-        for part in ONLY_TOGETHER:
-            gain = self._joint.gain_of(self._state(), part)
-            known = f"alone the simulated scheduler expects {gain:.2f} x of it" if gain is not None else ""
-            self.notes.setdefault(FLAGS[part], known or "the log does not tell what passes cost")
-
     def _changed_to(self, change: FlagChange) -> Args:
         """Return the best flags with a change, under the job's names or else the version's."""
         args = dict(self.best.args)
@@ -296,7 +283,7 @@ class Search:
         self._forecast.learn(result)
 
     def _incumbent(self) -> Incumbent:
-        return Incumbent(self.best.newest.curve, margin_to_stop(self._noise()))
+        return Incumbent(self.best.newest.tokens_per_s, margin_to_stop(self._noise()))
 
     def _noise(self) -> tuple[float, int]:
         return trial_noise(setting.speeds for setting in self.settings.values() if setting.speeds)

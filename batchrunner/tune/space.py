@@ -5,17 +5,17 @@ queue comes first in the guides, but is no flag: the runner's own controller hol
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchrunner.advise.load_rules import LARGEST_CHUNK
-from batchrunner.advise.memory_rules import STEP
+from batchrunner.advise.load_rules import CLIP, LARGEST_CHUNK
+from batchrunner.advise.memory_rules import FLOAT32_BYTES, POOL_SHARE, STEP
 from batchrunner.advise.setup_rules import best_backends
 from batchrunner.advise.situation import memory_band
-from batchrunner.engines.device import cards, free_bytes, gpus, on_cpu
+from batchrunner.engines.device import cards, free_bytes, on_cpu
 from batchrunner.engines.flags import Flags, command_line, installed, name_in
-from batchrunner.engines.logs.reader import FP8, Architecture, Facts, architecture_of
+from batchrunner.engines.logs.reader import Architecture, Facts, architecture_of
 from batchrunner.engines.model_files import (
     has_experts,
     has_latent_attention,
@@ -32,11 +32,6 @@ from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import Job
 from batchrunner.tune.measurement import GUIDES, TrialSigns
 
-POOL_SHARE = 4
-"""A CPU's KV pool may take one part in this many of the free memory: others use the machine too."""
-FLOAT32_BYTES = 4
-"""Bytes of a number in a CPU's KV pool (`engines.device`)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -44,7 +39,6 @@ class Machine:
 
     flags: Flags
     cpu: bool = True
-    cards: int = 0
     card: str | None = None
     """Name of the GPU, as `nvidia-smi` prints it."""
     card_gb: float = 0.0
@@ -52,12 +46,8 @@ class Machine:
     """Tokens of the largest KV pool that a CPU's memory allows; 0 where that is not known."""
     ignores_eos: bool = False
     """Whether the job's outputs have exactly `max_new_tokens`."""
-    allowed: frozenset[str] = frozenset()
-    """What the user allowed of `ALLOWABLE` (space.py)."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The model's config.json; empty where it is not on this machine."""
-    one_of_several: bool = False
-    """Whether the server is one replica of a gateway, which decides how many there are."""
 
     @property
     def architecture(self) -> Architecture | None:
@@ -65,21 +55,18 @@ class Machine:
         return architecture_of(self.card or "")
 
 
-def machine_for(job: Job, engine: ServerEngine, allowed: Iterable[str], *, one_of_several: bool) -> Machine:
+def machine_for(job: Job, engine: ServerEngine) -> Machine:
     """Describe this machine; asks the installed SGLang for its flags, which takes about 6 s."""
     cpu = on_cpu(engine.device)
     card = None if cpu else next(iter(cards()), None)
     return Machine(
         flags=installed(engine.python, engine.env),
         cpu=cpu,
-        cards=0 if cpu else len(gpus(engine.env)),
         card=card.name if card else None,
         card_gb=card.memory_bytes / (1 << 30) if card else 0.0,
         most_pool_tokens=_pool_tokens(engine) if cpu else 0,
         ignores_eos=job.sampling.ignore_eos is True,
-        allowed=frozenset(allowed),
         config=read_config(engine.model, engine.args.get("revision")),
-        one_of_several=one_of_several,
     )
 
 
@@ -90,9 +77,6 @@ def _pool_tokens(engine: ServerEngine) -> int:
 
 
 Args = dict[str, Any]
-QUANTIZATION, TORCH_COMPILE = "quantization", "torch-compile"
-ALLOWABLE = (QUANTIZATION, TORCH_COMPILE)
-"""Flags that need `--allow`: the first changes answers, the second takes minutes at each launch."""
 LEAST_CONSERVATIVE = 0.1
 """Values of `--schedule-conservativeness`: below the guides' value, for a server that admits too few, and the
 default of SGLang."""
@@ -104,6 +88,7 @@ GRAPH_SIZES = (256, 512, 768, 1024)
 """Values of `--cuda-graph-max-bs-decode`, in requests."""
 GRAPH_OFF_OFTEN = 0.1
 """Share of the decode passes without a graph from which larger graphs are tried."""
+TOKENIZER_WORKERS = 4
 MOST_RAISE = 32
 """Largest factor by which max-running-requests is raised at once."""
 
@@ -281,39 +266,53 @@ def _attention(state: TuningState) -> Candidates:
     return [FlagChange({"attention-backend": v}, f"now it is {current}") for v in backends if v != current]
 
 
-def _compile(state: TuningState) -> Candidates:
-    if TORCH_COMPILE not in state.machine.allowed:
-        return "not tried without --allow torch-compile"
-    if state.value("enable-torch-compile", False):
-        return "on already"
-    return [FlagChange({"enable-torch-compile": True}, "allowed")]
-
-
-def _quantized(state: TuningState) -> Candidates:
-    if QUANTIZATION not in state.machine.allowed:
-        return "not tried without --allow quantization: it changes answers"
-    if state.machine.architecture not in FP8:
-        return "no FP8 on this device"
-    choices: list[Args] = [{"kv-cache-dtype": "fp8_e4m3"}, {"quantization": "fp8"}]
-    new = [args for args in choices if not args.keys() & state.args.keys()]
-    return [FlagChange(args, "allowed") for args in new] or "on already"
-
-
-def _parallel(state: TuningState) -> Candidates:
-    """Describe the gain of a gateway, which sends rows to free replicas; `--dp-size` deals them in turn."""
-    cards, tp = state.machine.cards, int(state.value("tp-size", 1))
-    if state.machine.one_of_several or cards < 2:  # noqa: PLR2004
-        return "one replica" if state.machine.one_of_several else "one device"
-    if (replicas := cards // tp) < 2:  # noqa: PLR2004
-        return f"engine: {{kind: gateway}} with a tp under {tp} is faster, where the weights fit fewer GPUs"
-    return f"engine: {{kind: gateway, tp: {tp}}} has {replicas} replicas on {cards} GPUs, each about as fast"
-
-
 def _not_admission(signs: TrialSigns) -> str:
     if not signs.waits:
         return "no request waits at the server: admission is not the limit"
     limit = f"max-running-requests {signs.max_running}"
     return f"#running-req {signs.running:.0f} is at {limit}, which is the limit"
+
+
+def _host_cache(state: TuningState) -> Candidates:
+    signs = state.signs
+    if state.machine.cpu:
+        return "the pool is in the host's memory already"
+    if signs.cached_share < GUIDES.shared or not signs.full:
+        return f"{signs.cached_share:.0%} of the prompt tokens are shared, at token usage {signs.usage:.2f}"
+    if state.value("enable-hierarchical-cache", False):
+        return "on already"
+    why = "shared prefixes, and a full pool that drops them"
+    return [FlagChange({"enable-hierarchical-cache": True}, why)]
+
+
+def _tokenizers(state: TuningState) -> Candidates:
+    signs = state.signs
+    if state.machine.cpu:
+        return "a CPU's cores are the model's"
+    if signs.waits or signs.at_limit:
+        return "the scheduler is fed: requests wait there, or all slots are taken"
+    if int(state.value("tokenizer-worker-num", 1)) > 1:
+        return "several already"
+    why = f"{signs.running:.0f} of {signs.max_running} run and none waits: the scheduler is not fed"
+    return [FlagChange({"tokenizer-worker-num": TOKENIZER_WORKERS}, why)]
+
+
+def _experts(state: TuningState) -> Candidates:
+    tp = int(state.value("tp-size", 1))
+    if tp < 2 or not has_experts(state.machine.config):  # noqa: PLR2004
+        return "no experts on several GPUs"
+    if int(state.value("ep-size", 1)) > 1:
+        return "on already"
+    return [FlagChange({"ep-size": tp}, f"each expert is split over {tp} GPUs")]
+
+
+def _attention_copies(state: TuningState) -> Candidates:
+    tp = int(state.value("tp-size", 1))
+    if tp < 2 or not has_latent_attention(state.machine.config):  # noqa: PLR2004
+        return "no compressed KV cache on several GPUs"
+    if int(state.value("attn-dp-size", 1)) > 1:
+        return "on already"
+    return [FlagChange({"attn-dp-size": tp}, f"each of {tp} GPUs keeps the same KV cache")]
 
 
 TUNED_FLAGS = (
@@ -324,15 +323,14 @@ TUNED_FLAGS = (
     TunedFlag("cuda-graph-max-bs", _graphs),
     TunedFlag("schedule-policy", _policy, schedules=True),
     TunedFlag("attention-backend", _attention),
-    TunedFlag("torch-compile", _compile),
-    TunedFlag("quantization", _quantized),
-    TunedFlag("parallelism", _parallel),
+    TunedFlag("hierarchical-cache", _host_cache),
+    TunedFlag("tokenizer-worker-num", _tokenizers),
+    TunedFlag("expert-parallelism", _experts),
+    TunedFlag("dp-attention", _attention_copies),
 )
-"""In the guides' order."""
+"""In the guides' order, then what they do not have."""
 
 
-CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
-"""Most output tokens that admission expects of a request; the server has no flag for it."""
 VARIABLES = frozenset({CLIP})
 """The variables that are tuned."""
 
@@ -356,101 +354,3 @@ def as_typed(args: Mapping[str, Any]) -> str:
     """Write arguments and variables as a person types them."""
     variables = [f"{name}={value}" for name, value in variables_in(args).items()]
     return " ".join([*variables, *([command_line(found)] if (found := arguments_in(args)) else [])])
-
-
-MANY_IN_FLIGHT = 2000
-"""Requests at the server from which its front process spends its time on garbage collection."""
-RARE_COLLECTIONS = [20_000, 50, 50]
-"""Thresholds of Python's garbage collector that leave most of the time to requests."""
-TOKENIZER_WORKERS = 4
-SMALL_PREFILL_TOKENS = 1024
-"""Mean prompt tokens of a prefill pass up to which launching its kernels takes longer than computing them."""
-PAGES = (16, 64)
-"""Values of `--page-size`, in tokens."""
-PAGED_BACKENDS = frozenset({"fa3", "trtllm_mha", "flashinfer"})
-
-
-def _prefill_graph(state: TuningState) -> Candidates:
-    tokens = state.signs.prefill_per_pass
-    if state.machine.cpu or tokens is None:
-        return "no CUDA graphs here" if state.machine.cpu else "the log lacks prefill passes"
-    why = f"prefill passes have {tokens:.0f} tokens"
-    if tokens > SMALL_PREFILL_TOKENS:
-        return f"{why}: computing takes longer than launching"
-    current = state.value("cuda-graph-backend-prefill", None)
-    backends = [name for name in ("breakable", "full") if name != current]
-    return [FlagChange({"cuda-graph-backend-prefill": name}, why) for name in backends]
-
-
-def _page_size(state: TuningState) -> Candidates:
-    if state.machine.cpu or state.signs.attention_backend not in PAGED_BACKENDS:
-        return "not of this backend"
-    if state.signs.cached_share >= GUIDES.shared:
-        return f"{state.signs.cached_share:.0%} of the prompt tokens are shared: pages find fewer of them"
-    current = int(state.value("page-size", 1))
-    return [
-        FlagChange({"page-size": v}, "nothing is shared that pages could miss") for v in PAGES if v > current
-    ]
-
-
-def _host_cache(state: TuningState) -> Candidates:
-    signs = state.signs
-    if state.machine.cpu:
-        return "the pool is in the host's memory already"
-    if signs.cached_share < GUIDES.shared or not signs.full:
-        return f"{signs.cached_share:.0%} of the prompt tokens are shared, at token usage {signs.usage:.2f}"
-    return _switched(state, "enable-hierarchical-cache", "shared prefixes, and a full pool that drops them")
-
-
-def _tokenizers(state: TuningState) -> Candidates:
-    signs = state.signs
-    if state.machine.cpu:
-        return "a CPU's cores are the model's"
-    if signs.waits or signs.at_limit:
-        return "the scheduler is fed: requests wait there, or all slots are taken"
-    if int(state.value("tokenizer-worker-num", 1)) > 1:
-        return "several already"
-    why = f"{signs.running:.0f} of {signs.max_running} run and none waits: the scheduler is not fed"
-    return [FlagChange({"tokenizer-worker-num": TOKENIZER_WORKERS}, why)]
-
-
-def _collections(state: TuningState) -> Candidates:
-    in_flight = state.signs.running + state.signs.queue
-    if in_flight < MANY_IN_FLIGHT or state.value("gc-threshold", None):
-        return f"{in_flight:.0f} requests in flight: garbage collection has little to look at"
-    return [FlagChange({"gc-threshold": RARE_COLLECTIONS}, f"{in_flight:.0f} requests in flight")]
-
-
-def _experts(state: TuningState) -> Candidates:
-    tp = int(state.value("tp-size", 1))
-    if tp < 2 or not has_experts(state.machine.config):  # noqa: PLR2004
-        return "no experts on several GPUs"
-    if int(state.value("ep-size", 1)) > 1:
-        return "on already"
-    return [FlagChange({"ep-size": tp}, f"each expert is split over {tp} GPUs")]
-
-
-def _attention_copies(state: TuningState) -> Candidates:
-    tp = int(state.value("tp-size", 1))
-    if tp < 2 or not has_latent_attention(state.machine.config):  # noqa: PLR2004
-        return "no compressed KV cache on several GPUs"
-    if int(state.value("attn-dp-size", 1)) > 1:
-        return "on already"
-    return [FlagChange({"attn-dp-size": tp}, f"each of {tp} GPUs keeps the same KV cache")]
-
-
-def _switched(state: TuningState, name: str, why: str) -> Candidates:
-    args: Args = {name: True}
-    return "on already" if state.value(name, False) else [FlagChange(args, why)]
-
-
-LEVERS = (
-    TunedFlag("cuda-graph-backend-prefill", _prefill_graph),
-    TunedFlag("page-size", _page_size),
-    TunedFlag("hierarchical-cache", _host_cache),
-    TunedFlag("tokenizer-worker-num", _tokenizers),
-    TunedFlag("gc-threshold", _collections),
-    TunedFlag("expert-parallelism", _experts),
-    TunedFlag("dp-attention", _attention_copies),
-)
-"""Tried after the flags of the tuning guides."""

@@ -47,6 +47,9 @@ FEWEST_DECODES = 5
 MOST_SPANS = 40
 """Stretches of passes of a trial that are kept."""
 
+Passes = Sequence[tuple[str, LoggedBatch]]
+"""Lines of the log that tell of passes, each with the rank of its scheduler."""
+
 
 def signs_at_start(lines: Iterable[str]) -> dict[str, Any]:
     """Return the server's setup, from the log up to its first pass, as fields of TrialSigns."""
@@ -65,79 +68,73 @@ def signs_at_start(lines: Iterable[str]) -> dict[str, Any]:
     return found
 
 
-def signs_of_passes(lines: Iterable[str], tokens: int) -> dict[str, Any]:
-    """Return figures of the passes in a stretch of the log, as fields of TrialSigns.
+def logged_passes(lines: Iterable[str]) -> list[tuple[str, LoggedBatch]]:
+    """Return what a stretch of the log says of its passes, each with the rank of its scheduler."""
+    records = ((origin_of(line).dp, record_in(line)) for line in map(clean, lines))
+    return [(rank, record) for rank, record in records if isinstance(record, LoggedBatch)]
+
+
+def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
+    """Return figures of these passes, as fields of TrialSigns.
 
     `tokens` are the output tokens of that stretch. `running` and `usage` are means over decode passes: polls
     see prefills too, during which fewer requests run.
     """
-    batch_lines = [
-        (line, record) for line in map(clean, lines) if isinstance(record := record_in(line), LoggedBatch)
-    ]
-    batches = [batch for _, batch in batch_lines]
-    decodes = [batch for batch in batches if batch.decode]
-    prefilled = [batch.new_tokens for batch in batches if not batch.decode]
+    decodes = [batch for _, batch in passes if batch.decode]
+    prefilled = [batch.new_tokens for _, batch in passes if not batch.decode]
     graphs = [batch.graph for batch in decodes if batch.graph is not None]
-    passes = LOG_INTERVAL * len(decodes) + len(prefilled)
+    count = LOG_INTERVAL * len(decodes) + len(prefilled)
     found: dict[str, Any] = {}
     if len(decodes) >= FEWEST_DECODES:
-        ranks = len({origin_of(line).dp for line, _ in batch_lines})
+        ranks = len({rank for rank, _ in passes})
         found["running"] = round(ranks * fmean(batch.running for batch in decodes), 1)
         found["usage"] = round(fmean(batch.usage for batch in decodes), 3)
     return found | {
-        "tokens_per_pass": round(tokens / passes, 3) if passes else None,
+        "tokens_per_pass": round(tokens / count, 3) if count else None,
         "prefill_per_pass": round(fmean(prefilled), 1) if prefilled else None,
         "graph_off_share": round(graphs.count(False) / len(graphs), 3) if graphs else None,
     }
 
 
-def output_rate(lines: Iterable[str]) -> float | None:
+def output_rate(passes: Passes) -> float | None:
     """Return output tokens a second by the scheduler's clock; None where the log has few decode passes.
 
     Counting the rows that end would be later and less exact, as many rows are half done at either end of the
     stretch. Each line has the rate since the line before, prefills included. The mean weights each rate by
     its time. The first line is left out: its rate is of the time before this stretch.
     """
-    seconds: defaultdict[str, float] = defaultdict(float)
-    tokens: defaultdict[str, float] = defaultdict(float)
-    count = 0
-    for line in map(clean, lines):
-        record = record_in(line)
-        if isinstance(record, LoggedBatch) and record.decode and record.throughput:
-            rank = origin_of(line).dp
-            if rank not in tokens:
-                tokens[rank] = 0.0
-                continue
-            seconds[rank] += record.running * record.accepted / record.throughput
-            tokens[rank] += record.running * record.accepted
-            count += 1
-    if count < FEWEST_DECODES:
+    by_rank: defaultdict[str, list[LoggedBatch]] = defaultdict(list)
+    for rank, batch in passes:
+        if batch.decode and batch.throughput:
+            by_rank[rank].append(batch)
+    counted = [batches[1:] for batches in by_rank.values()]
+    if sum(map(len, counted)) < FEWEST_DECODES:
         return None
-    return round(sum(tokens[rank] / seconds[rank] for rank in seconds if seconds[rank]), 2)
+    rate = 0.0
+    for batches in filter(None, counted):
+        tokens = [batch.running * batch.accepted for batch in batches]
+        seconds = sum(t / (batch.throughput or 1.0) for t, batch in zip(tokens, batches, strict=True))
+        rate += sum(tokens) / seconds if seconds else 0.0
+    return round(rate, 2)
 
 
-def spans_of(lines: Iterable[str]) -> tuple[PassSpan, ...]:
+def spans_of(passes: Passes) -> tuple[PassSpan, ...]:
     """Return the work and the seconds of the passes between lines of decode passes.
 
     Empty where several schedulers share the log: their passes take turns on no common clock.
     """
+    if len({rank for rank, _ in passes}) != 1:
+        return ()
     spans: list[PassSpan] = []
-    ranks: set[str] = set()
     before: LoggedBatch | None = None
     prefills: list[LoggedBatch] = []
-    for line in map(clean, lines):
-        record = record_in(line)
-        if not isinstance(record, LoggedBatch):
+    for _, batch in passes:
+        if not batch.decode:
+            prefills.append(batch)
             continue
-        ranks.add(origin_of(line).dp)
-        if not record.decode:
-            prefills.append(record)
-            continue
-        if before is not None and record.throughput:
-            spans.append(_span(before, record, prefills))
-        before, prefills = record, []
-    if len(ranks) != 1:
-        return ()
+        if before is not None and batch.throughput:
+            spans.append(_span(before, batch, prefills))
+        before, prefills = batch, []
     together = len(spans) // MOST_SPANS + 1
     return tuple(_joined(spans[at : at + together]) for at in range(0, len(spans), together))
 
@@ -355,7 +352,7 @@ class MeasuringEngine:
         begin, until = self._watch.measured_span(
             TrialProgress(at_s, self._watch.tokens, self._watch.rows, self._log_bytes or len(log))
         )
-        counted = _lines(log[begin.log_bytes : until.log_bytes])
+        counted = logged_passes(_lines(log[begin.log_bytes : until.log_bytes]))
         work = signs_at_start(_lines(log)) | signs_of_passes(counted, until.tokens - begin.tokens)
         rate = None if self._mixes else output_rate(counted)
         return replace(

@@ -5,8 +5,8 @@ import contextlib
 import hashlib
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -21,12 +21,12 @@ from batchrunner.core.errors import EngineStartError, JobError
 from batchrunner.engines.device import gpus
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.model_memory import with_tp
-from batchrunner.job.engine import EngineSpec, GatewayEngine, ServerEngine
+from batchrunner.job.engine import GatewayEngine, ServerEngine
 from batchrunner.job.fields import Duration
-from batchrunner.job.load import load_job, parse_engine
+from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from batchrunner.output.addresses import store_address
-from batchrunner.output.files import whole_file, writing
+from batchrunner.output.files import writing
 from batchrunner.output.run_dir import TUNE
 from batchrunner.output.run_json import fingerprint
 from batchrunner.output.task_lock import hold_task
@@ -36,7 +36,6 @@ from batchrunner.tune.measurement import TrialResult
 from batchrunner.tune.sample import write_sample
 from batchrunner.tune.search import FlagSetting, Search, TrialRequest, changes, key_of
 from batchrunner.tune.space import (
-    ALLOWABLE,
     Args,
     arguments_in,
     as_typed,
@@ -71,15 +70,8 @@ class TuningSummary:
     """For each setting that was tried: flags that differ from the job's, speeds, signs, verdict."""
     notes: dict[str, str] = field(default_factory=dict)
     """For each flag: what came of it, or why it was not tried."""
-    applied: bool = False
-    """Whether the changes were written into the job file."""
     env: dict[str, str] = field(default_factory=dict)
     """Changes to `engine.env`."""
-
-    @property
-    def _block(self) -> dict[str, Args]:
-        """What belongs under `engine`."""
-        return {name: found for name, found in (("args", self.args), ("env", self.env)) if found}
 
     @property
     def _changes(self) -> Args:
@@ -103,9 +95,9 @@ class TuningSummary:
         gain = self.best_tokens_per_s / self.own_tokens_per_s
         speeds = f"{self.own_tokens_per_s:,.0f} -> {self.best_tokens_per_s:,.0f} output tok/s"
         lines.append(f"{gain:.2f} x as fast as the job's own flags ({speeds}) with")
-        lines += ["", *yaml.safe_dump({"engine": self._block}, sort_keys=False).splitlines(), ""]
-        unchanged = f"{self.job} is unchanged: --apply writes this into it"
-        return [*lines, f"written into {self.job}" if self.applied else unchanged]
+        block = {name: found for name, found in (("args", self.args), ("env", self.env)) if found}
+        lines += ["", *yaml.safe_dump({"engine": block}, sort_keys=False).splitlines(), ""]
+        return [*lines, f"put this into {self.job}"]
 
 
 def summarize(search: Search, source: str, sample: str, spent_s: float) -> TuningSummary:
@@ -152,81 +144,22 @@ def _trial_lines(trial: dict[str, Any], *, is_best: bool) -> list[str]:
     return [line, *([f"{'':>54}{trial['verdict']}"] if trial["verdict"] else [])]
 
 
-def apply_args(path: Path, args: Mapping[str, Any], env: Mapping[str, str] | None = None) -> None:
-    """Set arguments in the `engine.args` of a job file, and variables in `engine.env`; comments stay.
-
-    Raises JobError where the file has no mapping to put them into; the file is unchanged then.
-    """
-    from ruamel.yaml import YAML  # noqa: PLC0415 - only --apply writes YAML with its comments
-
-    editor = YAML()
-    editor.preserve_quotes, editor.width = True, 10**6
-    path = path.resolve()  # a link stays a link
-    tree = editor.load(path)
-    engine = tree.get("engine") if isinstance(tree, dict) else None
-    if not isinstance(engine, dict):
-        raise JobError(f"{path}: its engine.args cannot be edited in place", hint="put the block in by hand")
-    for part, values in (("args", args), ("env", env or {})):
-        if values:
-            _set(engine, part, values)
-    with writing(path), whole_file(path) as temporary:
-        editor.dump(tree, temporary)
-        temporary.chmod(path.stat().st_mode)
-
-
-def _set(engine: dict[str, Any], part: str, values: Mapping[str, Any]) -> None:
-    """Set values in a mapping below `engine`, each under the spelling that the file uses."""
-    if not engine.get(part):
-        engine[part] = dict(values)
-        return
-    names = {_name(name): name for name in engine[part]}
-    engine[part].update({names.get(_name(name), name): value for name, value in values.items()})
-
-
-def _name(key: object) -> str:
-    return str(key).lstrip("-").replace("_", "-")
-
-
-def own_engine(path: Path) -> EngineSpec:
-    """Return the engine that a job file defines without overrides; raises JobError where it is not valid."""
-    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return parse_engine(tree.get("engine"))
-
-
 def tune(
     source: str,
     *,
     overrides: Sequence[str],
     budget_s: float,
-    allow: Sequence[str] = (),
-    apply: bool = False,
     no_python: bool = False,
 ) -> TuningSummary:
-    """Find the fastest safe flags for a job on this machine; with `apply` write them into its file.
+    """Find the fastest safe flags for a job on this machine.
 
     Trials are kept under `output.path`/tune, from which the same command resumes. Raises BatchrunError:
-    JobError where the run does not launch the engine, or where `apply` would write to a file whose engine
-    was overridden; TaskHeldError while another process tunes there.
+    JobError where the run does not launch the engine; TaskHeldError while another process tunes there.
     """
-    unknown = sorted(set(allow) - set(ALLOWABLE))
-    if unknown:
-        raise JobError(
-            f"--allow {unknown[0]}", hint=f"give {' or '.join(ALLOWABLE)}, or both with a comma between"
-        )
-    if apply and source == "-":
-        raise JobError("--apply: a job from standard input cannot be changed", hint="write it into a file")
     job = load_job(source, overrides=overrides, no_python=no_python)
     if job.forward is not None:
         raise JobError(f"task: {job.task}: only generating is tuned", hint="tune with a job of task generate")
     engine = engine_to_tune(job)
-    if apply and own_engine(Path(source)) != job.engine:
-        raise JobError(
-            f"--apply: --set changes the engine of {source}, which would then say what was not measured",
-            hint="put that into the file first, or leave --apply out",
-        )
-    given = {"parse": job.parse is not None, "check": job.has_check, "on_length": job.on_length is not None}
-    if left_out := [name for name, is_given in given.items() if is_given]:
-        log.info("trials leave out %s: they ask for each row once", ", ".join(left_out))
     if store_address(job.output.path):
         raise JobError(
             f"output.path {job.output.path}: trials are kept on a disk",
@@ -236,11 +169,7 @@ def tune(
     with contextlib.closing(prepare(job)) as prepared:
         directory = prepared.run_dir.path / TUNE
         with hold_task(prepared.run_dir, directory=directory):
-            found = _search(source, prepared, engine, directory, allow, budget_s)
-    if apply and (found.args or found.env):
-        apply_args(Path(source), found.args, found.env)
-        found = replace(found, applied=True)
-    return found
+            return _search(source, prepared, engine, directory, budget_s)
 
 
 def _search(
@@ -248,19 +177,18 @@ def _search(
     prepared: PreparedJob,
     engine: ServerEngine,
     directory: Path,
-    allow: Sequence[str],
     budget_s: float,
 ) -> TuningSummary:
     """Try flags within the time; trials that the directory holds are not run again."""
     job = prepared.job
     sample = write_sample(prepared, directory)
     log.info("sample: %s", sample)
-    machine = machine_for(job, engine, allow, one_of_several=isinstance(job.engine, GatewayEngine))
+    machine = machine_for(job, engine)
     facts = {
         "rows": fingerprint(job, prepared.dataset.files, engine.model),
         "job": [job.order, job.dedupe, job.window, job.tokenize, job.queue],
         "engine": [engine.args, engine.env, machine.flags.version],
-        "machine": [machine.cpu, machine.cards, machine.card, machine.card_gb],
+        "machine": [machine.cpu, machine.card, machine.card_gb],
     }
     own = {**engine.args, **numbers_in(engine.env)}
     history = TrialHistory(directory / "trials.jsonl", hashlib.sha256(key_of(facts)).hexdigest(), own)
@@ -340,7 +268,7 @@ class TrialHistory:
         own = changes(args, self._base)
         record = {"about": self._about, "args": own, "result": msgspec.to_builtins(result)}
         with writing(self._path), self._path.open("ab") as file:
-            file.write(b"\n" * self._is_torn() + orjson.dumps(record, default=str) + b"\n")
+            file.write(b"\n" + orjson.dumps(record, default=str))  # the last line may be cut short
         self._found[key_of(own)].append(result)
 
     def _read_line(self, line: bytes) -> None:
@@ -351,14 +279,6 @@ class TrialHistory:
                 self._found[key_of(record["args"])].append(result)
         except (orjson.JSONDecodeError, msgspec.ValidationError, KeyError, TypeError):
             return  # cut short by a crash
-
-    def _is_torn(self) -> bool:
-        """Tell whether the last line was cut short."""
-        if not self._path.exists() or not self._path.stat().st_size:
-            return False
-        with self._path.open("rb") as file:
-            file.seek(-1, 2)
-            return file.read() != b"\n"
 
 
 async def run_search(

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.advise.load_rules import CLIP
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.simulation.replica import CostModel, PassWork, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from batchrunner.tune.measurement import PassSpan, TrialProgress, TrialResult, TrialWatch
 from batchrunner.tune.search import Search, key_of
-from batchrunner.tune.space import CLIP, Machine
+from batchrunner.tune.space import Machine
 from batchrunner.tune.tuner import TrialHistory, TuningSummary, run_search, summarize
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ def tuned(
     return summarize(search, "job.yaml", "all rows", spent_s), search
 
 
-CARD = Machine(Flags(), cpu=False, cards=1, card="NVIDIA H100 80GB HBM3", card_gb=80)
+CARD = Machine(Flags(), cpu=False, card="NVIDIA H100 80GB HBM3", card_gb=80)
 LOG = """
 [2025-08-11 17:17:03] server_args=ServerArgs(mem_fraction_static=0.83, attention_backend='fa3', tp_size=1)
 [2025-08-11 17:17:03] Load weight end. type=LlamaForCausalLM, dtype=torch.bfloat16, avail mem=63.50 GB, \

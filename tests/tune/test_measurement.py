@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.tune.measurement import TrialProgress, TrialWatch, tokens_at
-
-
-def test_a_curve_goes_on_beyond_its_end() -> None:
-    """A trial that outlasts the best is compared with how the best would have gone on."""
-    curve = ((0.0, 0), (10.0, 0), (20.0, 1000), (30.0, 2000))
-    assert tokens_at(curve, 15.0) == 500
-    assert tokens_at(curve, 40.0) == pytest.approx(3000)
+from batchrunner.tune.measurement import TrialProgress, TrialWatch
 
 
 def test_readings_of_several_schedulers_are_added() -> None:

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from batchrunner.advise.load_rules import CLIP
 from batchrunner.engines.flags import Flags
 from batchrunner.tune.measurement import TrialResult, TrialSigns
 from batchrunner.tune.search import Search
 from batchrunner.tune.space import (
-    CLIP,
-    LEVERS,
     TUNED_FLAGS,
     TuningState,
     arguments_in,
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
 BUSY = TrialSigns(running=30, max_running=256, queue=100, empty_share=0, usage=0.5, prefill_limit=2048)
 PUT = "schedule-conservativeness"
-BY_NAME = {flag.name: flag.candidates for flag in (*TUNED_FLAGS, *LEVERS)}
+BY_NAME = {flag.name: flag.candidates for flag in TUNED_FLAGS}
 
 
 def candidates(name: str, args: Args, signs: dict[str, Any], machine: dict[str, Any]) -> list[Args] | str:
@@ -63,16 +62,10 @@ TRIED: list[tuple[str, Args, dict[str, Any], list[Args]]] = [
     ("schedule-policy", {}, {"cached_share": 0.6, "queue": 60}, [{"schedule-policy": "lpm"}]),
     ("attention-backend", {}, {"attention_backend": "fa3"}, [{"attention-backend": "flashinfer"}]),
     (
-        "cuda-graph-backend-prefill", {}, {"prefill_per_pass": 80.0},
-        [{"cuda-graph-backend-prefill": "breakable"}, {"cuda-graph-backend-prefill": "full"}],
-    ),
-    ("page-size", {"page-size": 16}, {"attention_backend": "fa3"}, [{"page-size": 64}]),
-    (
         "hierarchical-cache", {}, {"cached_share": 0.5, "usage": 0.98},
         [{"enable-hierarchical-cache": True}],
     ),
     ("tokenizer-worker-num", {}, {"empty_share": 0.9}, [{"tokenizer-worker-num": 4}]),
-    ("gc-threshold", {}, {"queue": 3000}, [{"gc-threshold": [20_000, 50, 50]}]),
 ]  # fmt: skip
 
 
@@ -97,11 +90,6 @@ LEFT: list[tuple[str, Args, dict[str, Any], str]] = [
     ("chunked-prefill-size", {}, {"prefill_limit": 32_768, "prefill_per_pass": 3e4}, "than 16384"),
     ("cuda-graph-max-bs", {}, {"graph_off_share": 0.02}, "2% of the decode passes"),
     ("schedule-policy", {}, {"cached_share": 0.6, "queue": 300}, "above 128 lpm works like fcfs"),
-    ("torch-compile", {}, {}, "--allow torch-compile"),
-    ("quantization", {}, {}, "--allow quantization"),
-    ("cuda-graph-backend-prefill", {}, {"prefill_per_pass": 6000.0}, "computing takes longer"),
-    ("page-size", {}, {"attention_backend": "fa3", "cached_share": 0.5}, "pages find fewer"),
-    ("page-size", {}, {"attention_backend": "triton"}, "not of this backend"),
     ("hierarchical-cache", {}, {"cached_share": 0.5}, "at token usage 0.50"),
     ("hierarchical-cache", {"enable-hierarchical-cache": True}, {"cached_share": 0.5, "usage": 0.98},
      "on already"),
@@ -118,7 +106,6 @@ def test_what_is_left_alone_has_its_reason(name: str, args: Args, signs: dict[st
 
 TWO: Args = {"tp-size": 2}
 MIXTURE, LATENT = {"num_experts": 64}, {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-ALLOWED = frozenset({"quantization", "torch-compile"})
 ON_CARDS: list[tuple[str, Args, dict[str, Any], dict[str, Any], list[Args] | str]] = [
     (
         "attention-backend", {}, {"model": "DeepseekV3ForCausalLM"}, {"card": "NVIDIA B200"},
@@ -139,15 +126,6 @@ ON_CARDS: list[tuple[str, Args, dict[str, Any], dict[str, Any], list[Args] | str
         "memory", {}, {**FULL, "spare_gb": 6.5}, {"card_gb": 24},
         [{"mem-fraction-static": 0.93}, {"mem-fraction-static": 0.84}],
     ),
-    (
-        "quantization", {}, {}, {"allowed": ALLOWED},
-        [{"kv-cache-dtype": "fp8_e4m3"}, {"quantization": "fp8"}],
-    ),
-    ("quantization", {}, {}, {"allowed": ALLOWED, "card": "NVIDIA A100-SXM4-80GB"}, "no FP8"),
-    ("parallelism", {}, {}, {"cards": 4}, "{kind: gateway, tp: 1} has 4 replicas on 4 GPUs, each about as"),
-    ("parallelism", TWO, {}, {"cards": 4}, "{kind: gateway, tp: 2} has 2 replicas on 4 GPUs"),
-    ("parallelism", {"tp": 4}, {}, {"cards": 4}, "with a tp under 4 is faster, where the weights fit fewer"),
-    ("parallelism", {}, {}, {"cards": 4, "one_of_several": True}, "one replica"),
     ("expert-parallelism", TWO, {}, {"config": MIXTURE}, [{"ep-size": 2}]),
     ("expert-parallelism", TWO, {}, {}, "no experts on several GPUs"),
     ("dp-attention", TWO, {}, {"config": LATENT}, [{"attn-dp-size": 2}]),
@@ -159,7 +137,7 @@ ON_CARDS: list[tuple[str, Args, dict[str, Any], dict[str, Any], list[Args] | str
 def test_the_machine_and_the_model_decide(
     name: str, args: Args, signs: dict[str, Any], machine: dict[str, Any], expected: list[Args] | str
 ) -> None:
-    """Backends, precision, memory and parallelism are those of the card, the model and what is allowed."""
+    """Backends, memory and parallelism are those of the card and the model."""
     found = candidates(name, args, signs, machine)
     if isinstance(found, str):
         assert isinstance(expected, str)
@@ -192,7 +170,8 @@ def test_a_flag_that_the_version_lacks_is_not_tried() -> None:
 
 def test_on_a_cpu_flags_of_gpus_are_left_alone() -> None:
     """Each has a word of its own, whatever the signs."""
-    assert all(isinstance(candidates(lever.name, {}, {}, {"cpu": True}), str) for lever in LEVERS)
+    names = ("cuda-graph-max-bs", "hierarchical-cache", "tokenizer-worker-num", "dp-attention")
+    assert all(isinstance(candidates(name, {}, {}, {"cpu": True}), str) for name in names)
 
 
 def test_arguments_and_variables_go_their_own_ways() -> None:
