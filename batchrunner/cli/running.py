@@ -119,10 +119,6 @@ def batch(
     ] = None,
     overrides: SetOption = None,
     limit: LimitOption = None,
-    skip_bad_lines: Annotated[
-        bool,
-        typer.Option("--skip-bad-lines", help="Let lines that are no requests fail, and send the others."),
-    ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard RESULTS.run and start again.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Send failed lines again.")] = False,
     join: Annotated[
@@ -152,7 +148,6 @@ def batch(
         model=model,
         urls=url or [],
         base=job,
-        lenient=skip_bad_lines,
         overrides=with_limit(overrides, limit),
         fresh=fresh,
     )

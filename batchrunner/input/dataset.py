@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -40,9 +40,6 @@ from batchrunner.input.parquet_copy import (
 from batchrunner.input.source_file import SourceFile, sizes_of
 from batchrunner.job.output import StorageSpec
 from batchrunner.output.arrow_arrays import arrow_array, arrow_scalar
-
-if TYPE_CHECKING:
-    from batchrunner.input.batch_lines import BatchHow
 
 READERS = 8
 """Files that are looked at at once. On a network file system most of the time is waiting."""
@@ -96,29 +93,30 @@ class Dataset:
         path: str | Sequence[str],
         run: Path | None = None,
         types: Mapping[str, str] | None = None,
-        batch: BatchHow | None = None,
         storage: StorageSpec | None = None,
         copies: Path | None = None,
+        *,
+        is_batch: bool = False,
     ) -> None:
         """Find the files, without those in the run directory `run`, their columns and row groups.
 
-        `types` are those of `input.types`, `batch` is what becomes of bad lines in a batch file, `storage`
-        says how object stores are reached. Parquet copies of files of other formats are in the directory
+        `types` are those of `input.types`, `storage` says how object stores are reached, and a batch file
+        has requests on its lines. Parquet copies of files of other formats are in the directory
         `copies`, by default in one that is deleted with this object. Raises InputError where a file is
         missing or unreadable.
         """
         self._find = functools.partial(find_files, [path] if isinstance(path, str) else path, run, storage)
         fs, paths = self._find()
-        if batch is not None and len(paths) > 1:
+        if is_batch and len(paths) > 1:
             raise InputError(
                 f"these are {len(paths)} batch files, {paths[0]} and {paths[1]} among them",
                 hint="give one: a custom_id is unique in its file only",
             )
-        if copies is None and (batch or any(format_of(path).kind != "Parquet" for path in paths)):
+        if copies is None and (is_batch or any(format_of(path).kind != "Parquet" for path in paths)):
             copies = Path(tempfile.mkdtemp(prefix="batchrunner-copies-"))
             weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
         with thread_pool(READERS) as pool:
-            shared = repeat(copies or Path()), repeat(types or {}), repeat(batch)
+            shared = repeat(copies or Path()), repeat(types or {}), repeat(is_batch)
             self._sources = list(pool.map(SourceFile, repeat(fs), paths, *shared))
         _unify_json_lines(self._sources)
         self._starts = [0, *accumulate(source.rows for source in self._sources)]

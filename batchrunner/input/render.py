@@ -221,7 +221,7 @@ def _prompt_source(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
         wanted = "lists of {role, content} or {from, value}, or JSON texts of such lists"
         _check(dataset, column, "prompt.messages", holds_messages, wanted)
         return PromptSource("messages", partial(messages_in, column, continues=prompt.continues), [column])
-    if prompt.batch is not None:
+    if prompt.is_batch:
         requests = RequestBodies()
         return PromptSource("body", requests.prompt, requests.columns)
     if prompt.input_ids is not None:

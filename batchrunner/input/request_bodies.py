@@ -1,18 +1,22 @@
-"""Whole requests from the lines of a batch file: what of them is sent, and where their prompts are."""
+"""Batch files in OpenAI's format: whole requests, what of them is sent, and where their prompts are.
+
+`{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": […]}}`
+"""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from batchrunner.core.types import COMPLETIONS_PATH, EMBEDDINGS_PATH, RequestBody
+from batchrunner.core.types import BATCH_PATHS, COMPLETIONS_PATH, EMBEDDINGS_PATH, RequestBody
 
 log = logging.getLogger(__name__)
 
-URL, BODY = "url", "body"
-"""Columns of a batch file that make a request."""
+CUSTOM_ID, URL, BODY = BATCH_COLUMNS = ("custom_id", "url", "body")
+"""Columns of a batch file: the ID of a request, and what makes it."""
 PROMPT_FIELDS = ("tools", "messages", "prompt", "input_ids", "input")
 """Fields whose values begin the prompt, in the order in which chat templates write them."""
 _PLAIN_PROMPTS = ("prompt", "input_ids")
@@ -24,6 +28,71 @@ _LENGTHENING = (*_LIMITS, "min_tokens", "n", "best_of")
 """Fields that say how much is generated."""
 _STREAMED = ("stream", "stream_options")
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class _Named(msgspec.Struct):
+    custom_id: Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class _Line(_Named):
+    method: Literal["POST"]
+    url: str
+    body: msgspec.Raw
+
+
+class _Body(msgspec.Struct):
+    model: str | None = None
+
+
+_read_name = msgspec.json.Decoder(_Named)
+_read_line = msgspec.json.Decoder(_Line)
+_read_body = msgspec.json.Decoder(_Body)
+
+
+def request_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, str], str | None, int]]:
+    """Yield the number of each line, the request on it, why it is none, and its bytes.
+
+    The first request says whether all are for vectors, and the first that names a model, which one.
+    """
+    embeds: bool | None = None
+    model: str | None = None
+    for number, line in enumerate(lines, 1):
+        text, problem = line.strip(), None
+        if not text:
+            continue
+        try:
+            request, asked = _request_in(text)
+            _check_alike(request, asked, embeds, model)
+            embeds, model = request.url == EMBEDDINGS_PATH, model or asked
+            row = {CUSTOM_ID: request.custom_id, URL: request.url, BODY: bytes(request.body).decode()}
+        except (ValueError, RecursionError) as failure:  # among them those of msgspec, and of UTF-8
+            row, problem = _named(text), f"not a request: {failure}"
+        yield number, row, problem, len(line)
+
+
+def _request_in(text: bytes) -> tuple[_Line, str | None]:
+    """Return the request on a line, and the model that it names; raises ValueError or RecursionError."""
+    text.decode()
+    request = _read_line.decode(text)
+    if request.url not in BATCH_PATHS:
+        raise ValueError(f"url should be {' or '.join(BATCH_PATHS)} (got {request.url!r:.60})")
+    return request, _read_body.decode(request.body).model
+
+
+def _check_alike(request: _Line, asked: str | None, embeds: bool | None, model: str | None) -> None:
+    """Raise ValueError where a request needs another model than those before."""
+    if embeds not in {None, request.url == EMBEDDINGS_PATH}:
+        raise ValueError("one model makes no embeddings and answers")
+    if None not in {asked, model} and asked != model:
+        raise ValueError(f"asks for the model {asked!r}, an earlier line for {model!r}: divide the file")
+
+
+def _named(text: bytes) -> dict[str, str]:
+    """Return the custom_id of a line that is no request otherwise."""
+    try:
+        return {CUSTOM_ID: _read_name.decode(text).custom_id}
+    except (ValueError, RecursionError):
+        return {}
 
 
 class RequestBodies:

@@ -10,7 +10,6 @@ import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -21,9 +20,6 @@ from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of,
 from batchrunner.input.files import first_line, read_errors, without_commit
 from batchrunner.input.parquet_copy import PROBLEM, normalized, write_parquet
 from batchrunner.output.files import make_directory, whole_file, writing
-
-if TYPE_CHECKING:
-    from batchrunner.input.batch_lines import BatchHow
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +43,12 @@ class SourceFile:
     """
 
     def __init__(
-        self, fs: pafs.FileSystem, path: str, copies: Path, types: Mapping[str, str], batch: BatchHow | None
+        self, fs: pafs.FileSystem, path: str, copies: Path, types: Mapping[str, str], is_batch: bool
     ) -> None:
         """Find the columns and row groups; raises InputError where the file is missing or unreadable.
 
-        `copies` is the directory of the Parquet copies, `types` are those of `input.types`, and `batch` is
-        what becomes of bad lines in a batch file; None for any other file.
+        `copies` is the directory of the Parquet copies, `types` are those of `input.types`; the lines of a
+        batch file are requests.
         """
         self._fs = fs
         self.path = path
@@ -60,7 +56,7 @@ class SourceFile:
         """Whether it is on this machine."""
         self.read_errors = read_errors(fs)
         """What reading it raises, see `files.read_errors`."""
-        self.format = format_of(path) if batch is None else _batch_format(path)
+        self.format = _batch_format(path) if is_batch else format_of(path)
         self._parquet: tuple[pafs.FileSystem, str] = (fs, path)  # what is read: the file, or its copy
         try:
             self._seen = self._look()
@@ -68,7 +64,7 @@ class SourceFile:
             if self.format.kind == "Parquet":
                 self.digest = self._digest_now()
             else:
-                self._parquet = pafs.LocalFileSystem(), str(self._find_copy(copies, types, batch))
+                self._parquet = pafs.LocalFileSystem(), str(self._find_copy(copies, types, is_batch))
             with contextlib.closing(self._opened()) as file:
                 footer, schema = file.metadata, file.schema_arrow
         except InputError:
@@ -175,13 +171,13 @@ class SourceFile:
                 digest.update(block)
         return digest.hexdigest()
 
-    def _find_copy(self, copies: Path, types: Mapping[str, str], batch: BatchHow | None) -> Path:
+    def _find_copy(self, copies: Path, types: Mapping[str, str], is_batch: bool) -> Path:
         """Return the Parquet copy of the file, which is made unless it is there.
 
         One of several processes makes it, where the file system has locks. Raises InputError or StorageError,
         and what reading raises.
         """
-        about = repr((self.path, self._seen, sorted(types.items()), batch))
+        about = repr((self.path, self._seen, sorted(types.items()), is_batch))
         copy = copies / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.parquet"
         if copy.exists():
             return copy
@@ -193,22 +189,18 @@ class SourceFile:
                     log.info("%s: a Parquet copy is made of it (%d MiB)", self.path, self._size >> 20)
                 self.digest = self._digest_now()
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
-                    write_parquet(self._rows(types, batch), temporary, {_DIGEST: self.digest.encode()})
+                    write_parquet(self._rows(types, is_batch), temporary, {_DIGEST: self.digest.encode()})
                     self.check_unchanged()  # it was read after its digest was made
         return copy
 
-    def _rows(self, types: Mapping[str, str], batch: BatchHow | None) -> Iterator[pa.RecordBatch]:
+    def _rows(self, types: Mapping[str, str], is_batch: bool) -> Iterator[pa.RecordBatch]:
         """Read the file once, from its beginning to its end; raises InputError."""
-        from batchrunner.input.batch_lines import batches_of_requests  # noqa: PLC0415 - not for Parquet
-        from batchrunner.input.text_files import batches_of_file, text_lines  # noqa: PLC0415 - not for Parquet
+        from batchrunner.input.text_files import batches_of_file  # noqa: PLC0415 - not for Parquet
 
         try:
             with self._fs.open_input_stream(self.path, compression=self.format.compression) as opened:
                 source = io.BufferedReader(opened, READ_BUFFER_BYTES)
-                if batch is not None:
-                    yield from batches_of_requests(text_lines(source, self.path), self.path, batch)
-                else:
-                    yield from batches_of_file(source, self.path, self.format, types)
+                yield from batches_of_file(source, self.path, self.format, types, is_batch=is_batch)
         except InputError:
             raise
         except self.read_errors as failure:

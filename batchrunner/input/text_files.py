@@ -1,4 +1,4 @@
-"""Files of other formats than Parquet → Arrow batches: CSV, JSON Lines, Arrow, compressed or not.
+"""Files of other formats than Parquet → Arrow batches: CSV, JSON Lines, batch files and Arrow.
 
 A record that cannot be read is a row whose column PROBLEM says why, with its line. A file that cannot be
 divided into records is refused.
@@ -17,6 +17,7 @@ import pyarrow as pa
 from batchrunner.core.errors import InputError
 from batchrunner.core.files import FileFormat
 from batchrunner.input.parquet_copy import PROBLEM, array_of, text_of
+from batchrunner.input.request_bodies import BATCH_COLUMNS, request_lines
 
 TYPES: dict[str, pa.DataType] = {
     "string": pa.string(),
@@ -41,25 +42,31 @@ BOM = b"\xef\xbb\xbf"
 ARROW_MAGIC, ARROW_HEAD_BYTES = b"ARROW1", 8
 csv.field_size_limit(max(csv.field_size_limit(), LONGEST_LINE_BYTES))  # a field may hold a whole document
 
-Record: TypeAlias = tuple[int, Any, str | None, int]
-"""The line of a record, its values or None, what is wrong with it, and its bytes."""
+Record: TypeAlias = tuple[int, Mapping[str, Any], str | None, int]
+"""The line of a record, its values, what is wrong with it, and its bytes."""
+_Cells: TypeAlias = tuple[int, list[str], str | None, int]
+"""The same of a CSV file, whose values have no names yet."""
 
 
 def batches_of_file(
-    source: io.BufferedReader, path: str, form: FileFormat, types: Mapping[str, str]
+    source: io.BufferedReader, path: str, form: FileFormat, types: Mapping[str, str], *, is_batch: bool
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a file that is open, without its compression.
 
-    `types` are those of `input.types`. Raises InputError, OSError or ArrowException.
+    `types` are those of `input.types`; a batch file has requests in OpenAI's format. Raises InputError,
+    OSError or ArrowException.
     """
     if form.kind == "Arrow":
         return _arrow_batches(source)
+    lines = _lines(source, path)
+    if is_batch:
+        return _object_batches(request_lines(lines), path, dict.fromkeys(BATCH_COLUMNS, "string"))
     if form.kind == "JSON Lines":
-        return _json_batches(text_lines(source, path), path, types)
-    return _csv_batches(text_lines(source, path), path, "\t" if form.ending == ".tsv" else ",", types)
+        return _object_batches(_json_records(lines), path, types)
+    return _csv_batches(lines, path, "\t" if form.ending == ".tsv" else ",", types)
 
 
-def text_lines(source: io.BufferedReader, path: str) -> Iterator[bytes]:
+def _lines(source: io.BufferedReader, path: str) -> Iterator[bytes]:
     """Yield the lines of a text file, without its BOM; raises InputError for a line that is too long."""
     if source.peek(len(BOM)).startswith(BOM):
         source.read(len(BOM))
@@ -71,7 +78,7 @@ def text_lines(source: io.BufferedReader, path: str) -> Iterator[bytes]:
         yield line
 
 
-def in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+def _in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
     """Yield records in bounded lists."""
     chunk: list[Record] = []
     size = 0
@@ -85,17 +92,12 @@ def in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield chunk
 
 
-def batch_of(
-    path: str,
-    chunk: Sequence[Record],
-    names: Sequence[str],
-    columns: Sequence[Sequence[Any]],
-    kinds: Sequence[pa.DataType | None],
-) -> pa.RecordBatch:
+def _batch_of(path: str, chunk: Sequence[Record], kinds: Mapping[str, pa.DataType | None]) -> pa.RecordBatch:
     """Return records as a batch with PROBLEM; a column without a type gets that of its values."""
     problems = [problem for _, _, problem, _ in chunk]
     arrays = []
-    for name, values, kind in zip(names, columns, kinds, strict=True):
+    for name, kind in kinds.items():
+        values = [row.get(name) for _, row, _, _ in chunk]
         if kind is None:
             arrays.append(array_of(values))
             continue
@@ -107,8 +109,7 @@ def batch_of(
         problem and f"{path}: line {line}: {problem}"
         for (line, *_), problem in zip(chunk, problems, strict=True)
     ]
-    arrays.append(pa.array(told))
-    return pa.RecordBatch.from_arrays(arrays, names=[*names, PROBLEM])
+    return pa.RecordBatch.from_arrays([*arrays, pa.array(told)], names=[*kinds, PROBLEM])
 
 
 def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
@@ -137,31 +138,33 @@ def _csv_batches(
     lines: Iterator[bytes], path: str, delimiter: str, types: Mapping[str, str]
 ) -> Iterator[pa.RecordBatch]:
     records = _csv_records(lines, path, delimiter)
-    line, header, problem, _ = next(records, (1, None, "is missing", 0))
-    if header is not None and (twice := [name for name in header if name and header.count(name) > 1]):
-        header, problem = None, f"has {twice[0]!r} twice"
-    if header is None:
+    line, header, problem, _ = next(records, (1, [], "is missing", 0))
+    if twice := [name for name in header if name and header.count(name) > 1]:
+        problem = f"has {twice[0]!r} twice"
+    if problem:
         raise InputError(
             f"{path}: line {line}: the header {problem}",
             hint="the first line of a CSV file names its columns",
         )
-    kinds = [TYPES[types.get(name, "string")] for name in header]
-    yield batch_of(path, [], header, [[] for _ in header], kinds)
-    nothing = [None] * len(header)
-    for chunk in in_chunks(_of_width(records, len(header))):
-        columns = list(zip(*(cells or nothing for _, cells, _, _ in chunk), strict=True))
-        yield batch_of(path, chunk, header, columns, kinds)
+    kinds = {name: TYPES[types.get(name, "string")] for name in header}
+    yield _batch_of(path, [], kinds)
+    for chunk in _in_chunks(_of_width(records, header)):
+        yield _batch_of(path, chunk, kinds)
 
 
-def _of_width(records: Iterable[Record], width: int) -> Iterator[Record]:
+def _of_width(
+    records: Iterable[tuple[int, list[str], str | None, int]], names: list[str]
+) -> Iterator[Record]:
     for line, cells, problem, size in records:
-        if cells is None or len(cells) == width:
-            yield line, cells, problem, size
+        if problem:
+            yield line, {}, problem, size
+        elif len(cells) != len(names):
+            yield line, {}, f"{len(cells)} value(s), but the header has {len(names)}", size
         else:
-            yield line, None, f"{len(cells)} value(s), but the header has {width}", size
+            yield line, dict(zip(names, cells, strict=True)), None, size
 
 
-def _csv_records(lines: Iterator[bytes], path: str, delimiter: str) -> Iterator[Record]:
+def _csv_records(lines: Iterator[bytes], path: str, delimiter: str) -> Iterator[_Cells]:
     """Yield the records of a CSV file, as RFC 4180 has them; raises InputError for a misplaced quote."""
     reader = csv.reader(
         (line.decode("utf-8", "surrogateescape") for line in lines), delimiter=delimiter, strict=True
@@ -180,15 +183,15 @@ def _csv_records(lines: Iterator[bytes], path: str, delimiter: str) -> Iterator[
         if cells:
             text = "".join(cells)
             is_text = text.isascii() or not any("\udc80" <= char <= "\udcff" for char in text)
-            problem = None if is_text else "is not UTF-8: write the file as UTF-8"
-            yield line, cells if is_text else None, problem, len(text)
+            yield line, cells, None if is_text else "is not UTF-8: write the file as UTF-8", len(text)
 
 
 def _json_records(lines: Iterable[bytes]) -> Iterator[Record]:
     """Yield the object on each line."""
     for number, line in enumerate(lines, 1):
         if text := line.strip():
-            value, problem = None, None
+            value: Any = {}
+            problem = None
             try:
                 value = orjson.loads(text)
             except orjson.JSONDecodeError as failure:
@@ -200,7 +203,7 @@ def _json_records(lines: Iterable[bytes]) -> Iterator[Record]:
                     value, MOST_LEVELS
                 ):
                     problem = f"nested deeper than {MOST_LEVELS}"
-            yield number, None if problem else value, problem, len(line)
+            yield number, {} if problem else value, problem, len(line)
 
 
 def _has_more_levels(value: object, most: int) -> bool:
@@ -210,16 +213,16 @@ def _has_more_levels(value: object, most: int) -> bool:
     return isinstance(value, list) and (not most or any(_has_more_levels(part, most - 1) for part in value))
 
 
-def _json_batches(lines: Iterable[bytes], path: str, types: Mapping[str, str]) -> Iterator[pa.RecordBatch]:
-    """Yield JSON Lines as batches. A key that a line lacks is null there."""
+def _object_batches(
+    records: Iterable[Record], path: str, types: Mapping[str, str]
+) -> Iterator[pa.RecordBatch]:
+    """Yield the objects on the lines of a file. A key that a line lacks is null there."""
     found, first = False, None
-    for chunk in in_chunks(_json_records(lines)):
+    for chunk in _in_chunks(records):
         first = first or next((record for record in chunk if record[2]), None)
         found = found or any(record[2] is None for record in chunk)
-        rows = [values or {} for _, values, _, _ in chunk]
-        names = list(dict.fromkeys(key for row in rows for key in row))
-        kinds = [TYPES[types[name]] if name in types else None for name in names]
-        yield batch_of(path, chunk, names, [[row.get(name) for row in rows] for name in names], kinds)
+        names = dict.fromkeys(key for _, row, _, _ in chunk for key in row)
+        yield _batch_of(path, chunk, {name: TYPES[types[name]] if name in types else None for name in names})
     if not found:
         told = f" (line {first[0]}: {first[2]})" if first else ""
         raise InputError(

@@ -75,7 +75,7 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
     """Return the plan of a run; `functions` are the job's Python functions."""
     if (task := job.forward) is not None:
         return AnswerPlan((), parsed=task.columns, task=task)
-    if job.prompt.batch is not None:
+    if job.prompt.is_batch:
         return AnswerPlan((RESPONSE,))
     parsed = functions.facts[PARSE].columns if functions and PARSE in functions.facts else ()
     given = job.sampling.json_schema

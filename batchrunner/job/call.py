@@ -13,7 +13,7 @@ from batchrunner.core.errors import InputError, JobError
 from batchrunner.core.media import KIND_OF_FIELD, PDF_FIELD
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job, read_job_file
-from batchrunner.job.prompt import BatchPrompts, LenientBatchPrompts
+from batchrunner.job.prompt import BatchPrompts
 from batchrunner.job.spec import Job, LimitsSpec, OnLength
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
@@ -130,14 +130,12 @@ def job_of_batch(
     model: str | None,
     urls: Sequence[str],
     base: str | None,
-    lenient: bool,
     overrides: Sequence[str],
 ) -> Job:
     """Return the job that sends the lines of the file `requests`; its run directory is `run`.
 
     The engine is a server for a `model`, the servers at `urls`, or that of the job file `base`, whose limits,
-    order and window hold too. A line that is no request keeps the run from beginning unless `lenient`. By
-    default any number of lines may fail. Raises JobError.
+    order and window hold too. By default any number of lines may fail. Raises JobError.
     """
     if sum(map(bool, (model, urls, base))) != 1:
         raise JobError("engine", hint="give one of --model, --url and --job")
@@ -157,7 +155,7 @@ def job_of_batch(
     output, limits = tree["output"], tree["limits"]
     tree = {part: value for part, value in tree.items() if part not in left_out} | {
         "input": {"path": requests, "columns": [CUSTOM_ID]},
-        "prompt": LenientBatchPrompts() if lenient else BatchPrompts(),
+        "prompt": BatchPrompts(),
         "output": {
             **{key: value for key, value in output.items() if f"output.{key}" in _OF_BASE},
             "path": run,

@@ -109,8 +109,8 @@ class FieldsSpec(Spec):
 class PromptSpec(Spec):
     """A row as a prompt: `user` (and `system`), `messages`, `text`, `input_ids` or `python`."""
 
-    batch: ClassVar[Literal["strict", "lenient"] | None] = None
-    """How a batch file is read, whose requests the rows are; None for other prompts."""
+    is_batch: ClassVar[bool] = False
+    """Whether the rows are the requests of a batch file."""
 
     images: ImagesSpec | None = None
     """Columns with images, as a list of names or with options. In a template such a column stands for its
@@ -226,7 +226,7 @@ class PromptSpec(Spec):
 
     @model_validator(mode="after")
     def _one_kind(self) -> PromptSpec:
-        if self.batch is not None:
+        if self.is_batch:
             return self
         kinds = ("user", "messages", "text", "input_ids", "python")
         given = [name for name in kinds if getattr(self, name) is not None]
@@ -255,19 +255,13 @@ class PromptSpec(Spec):
 
 
 class BatchPrompts(PromptSpec):
-    """Rows that are the requests of a batch file; a line that is no request keeps the run from beginning.
+    """Rows that are the requests of a batch file; a line that is no request fails.
 
     The rows have the columns `custom_id`, `url` and `body`, and the results a last column, `response`.
     `batchrun batch` makes it; no job file can.
     """
 
-    batch = "strict"
-
-
-class LenientBatchPrompts(PromptSpec):
-    """Rows that are the requests of a batch file; a line that is no request fails."""
-
-    batch = "lenient"
+    is_batch = True
 
 
 def tool_problem(tools: Any) -> str | None:

@@ -391,7 +391,7 @@ class Job(Spec):
         if len(carried) < len(self.input.columns):
             twice = next(name for name in carried if self.input.carried_names.count(name) > 1)
             raise ValueError(f"input.columns, as renamed, has {twice!r} twice")
-        more = [*([SAMPLE] if self.output.explode else []), *([RESPONSE] if self.prompt.batch else [])]
+        more = [*([SAMPLE] if self.output.explode else []), *([RESPONSE] if self.prompt.is_batch else [])]
         for name in (*result_columns(self.forward), *self.output.asked, *more):
             if name in carried:
                 raise ValueError(

@@ -156,7 +156,7 @@ class OpenEngine:
 
         Raises JobError for a job of another task. The requests of a batch file say theirs themselves.
         """
-        if job.prompt.batch is None:
+        if not job.prompt.is_batch:
             self.refuse_other_task(job.task)
         return self.loop.start(functools.partial(execute, job, **options))
 

@@ -80,7 +80,7 @@ class PreparedJob(JobInput):
     @property
     def model_task(self) -> TaskName:
         """What the model must be able to do; for a batch file the requests say it."""
-        if self.job.prompt.batch is None:
+        if not self.job.prompt.is_batch:
             return self.job.task
         for batch in self.dataset.read(BitMap64(range(self.dataset.total_rows)), [URL]):
             for row in rows_of(batch, [URL]):
@@ -217,7 +217,7 @@ def _resolved(run_dir: RunDir) -> Path:
 
 def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> Dataset:
     """Open the input, which must not contain the run's own results: the next attempt would read them."""
-    dataset = Dataset(job.input.path, run, job.input.types, job.prompt.batch, job.storage, copies)
+    dataset = Dataset(job.input.path, run, job.input.types, job.storage, copies, is_batch=job.prompt.is_batch)
     if not dataset.total_rows:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
     _refuse_results(job.input.path, dataset)

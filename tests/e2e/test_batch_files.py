@@ -198,52 +198,38 @@ def test_the_server_s_own_error_is_kept(server: FakeSGLang, tmp_path: Path) -> N
 
 GOOD = request_of(0)
 BAD: list[tuple[Any, str]] = [
-    ('{"custom_id": "a", ', "not a request: Input data was truncated"),
-    ("[1, 2]", "; jq -c '.[]' makes lines of an array"),
+    ('{"custom_id": "a", ', "Input data was truncated"),
+    ("[1, 2]", "Expected `object`, got `array`"),
     ('{"custom_id": "\udcff"}', "'utf-8' codec can't decode byte"),
     ({**GOOD, "custom_id": 7}, "Expected `str`, got `int` - at `$.custom_id`"),
     ({**GOOD, "custom_id": "b", "url": "/v1/embeddings"}, "one model makes no embeddings and answers"),
     ({**GOOD, "custom_id": "b", "url": "/v1/responses"}, "(got '/v1/responses')"),
     ({**GOOD, "custom_id": "b", "body": [1]}, "Expected `object`, got `array`"),
+    ({**request_of(0, model="other"), "custom_id": "b"}, "model 'other', an earlier line for 'fake/model'"),
 ]
 
 
 def test_bad_lines(tmp_path: Path) -> None:
-    """The first bad line is named before anything is sent; with --skip-bad-lines each fails alone."""
+    """Each fails alone, and says its number."""
     batch = Batch(tmp_path, [])
     lines = [line if isinstance(line, str) else json.dumps(line) for line, _ in BAD]
     content = "\n".join([json.dumps(GOOD), "", *lines, json.dumps(request_of(1))])
     batch.requests.write_bytes(content.encode(errors="surrogateescape"))
-    refused = batch.do("--errors", batch.errors)
-    assert refused.exit_code == 2
-    assert f"{batch.requests}: line 3: {BAD[0][1]}" in refused.stderr
-    assert refused.stderr.count("\n") == 1
-    assert not batch.results.exists()
-    assert not batch.run.exists()
-    done = batch.do("--errors", batch.errors, "--skip-bad-lines")
+    done = batch.do("--errors", batch.errors)
     assert done.exit_code == 0, done.stderr
     assert [found["custom_id"] for found in lines_of(batch.results)] == ["request-0", "request-1"]
     failed = lines_of(batch.errors)
-    assert [line["custom_id"] for line in failed] == [None] * 4 + ["b"] * 3
+    assert [line["custom_id"] for line in failed] == [None] * 4 + ["b"] * 4
     for number, (line, (_, problem)) in enumerate(zip(failed, BAD, strict=True), 3):
         assert (line["response"], line["error"]["code"]) == (None, "invalid_request")
-        assert f"line {number}: " in line["error"]["message"]
+        assert f"line {number}: not a request: " in line["error"]["message"]
         assert problem in line["error"]["message"]
 
 
-def test_several_models(tmp_path: Path) -> None:
-    """Lines that ask for different models are refused by name."""
-    batch = Batch(tmp_path, [request_of(0), request_of(1, model=None), request_of(2, model="other")])
-    result = batch.do("--skip-bad-lines")
-    assert result.exit_code == 2
-    assert "line 1 asks for the model 'fake/model', line 3 for 'other': a batch has" in result.stderr
-
-
 def test_a_repeated_custom_id(tmp_path: Path) -> None:
-    """It is refused; with --skip-bad-lines both lines are answered."""
-    batch = Batch(tmp_path, [GOOD, request_of(1), GOOD])
-    assert "line 3: line 1 has the same custom_id" in batch.do().stderr
-    assert batch.do("--skip-bad-lines").exit_code == 0
+    """Both lines are answered."""
+    batch = Batch(tmp_path, [GOOD, request_of(1, model=None), GOOD])
+    assert batch.do().exit_code == 0
     assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-0", "request-1", "request-0"]
 
 

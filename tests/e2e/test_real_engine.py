@@ -161,9 +161,7 @@ def test_a_batch_file(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
             file.write(json.dumps(line) + "\n")
     base = tmp_path / "base.yaml"
     base.write_text(f"engine: {{kind: server, model: {SMALL_MODEL}, device: cpu}}\n")
-    job = job_of_batch(
-        str(requests), f"{results}.run", model=None, urls=[], base=str(base), lenient=False, overrides=()
-    )
+    job = job_of_batch(str(requests), f"{results}.run", model=None, urls=[], base=str(base), overrides=())
     report = batchrunner.run(job, engine=smollm)
     assert (report.rows_ok, report.rows_failed) == (3, 1), report.failures
     # the command finds all lines done in its run directory, and starts no engine
