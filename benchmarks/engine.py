@@ -102,8 +102,7 @@ def serve(
     )  # fmt: skip
     assert launcher.stdin is not None
     config = {
-        "module": "sglang.launch_server", "argv": argv, "secret": key, "secret_flag": "--api-key",
-        "log": str(log), "grace_s": 5,
+        "module": "sglang.launch_server", "argv": argv, "key": key, "log": str(log),
     }  # fmt: skip
     try:
         launcher.stdin.write(orjson.dumps(config) + b"\n")

@@ -27,19 +27,12 @@ class LoadControl:
         slots: Slots,
         backlog: Backlog,
         events: EventLog,
-        *,
-        may_admit_more: bool,
     ) -> None:
-        """Ask an engine that holds requests back to admit more, once, where it `may_admit_more`.
-
-        With `ignore_eos` that does not help: SGLang reserves all of `max_new_tokens`.
-        """
         self._engine = engine
         self._limits = limits
         self._slots = slots
         self._backlog = backlog
         self._events = events
-        self._may_admit_more = may_admit_more
 
     async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
         """Poll until cancelled; call `polled` with each sample once the slots are resized. It may raise.
@@ -61,7 +54,6 @@ class LoadControl:
             self._events.write("corner", **asdict(news))
             if news.corner == Corner.HELD:
                 log.info("%s: the server holds back: %s", news.scheduler, news.reason)
-                self._ask_to_admit_more()
 
     def refused(self, route: str, why: str, now: float) -> None:
         """Narrow the windows of a route that took no request, or let one wait too long."""
@@ -71,13 +63,6 @@ class LoadControl:
         for route, window in self._limits.windows.items():
             self._slots.resize(route, window)
         write_decisions(self._events, decisions)
-
-    def _ask_to_admit_more(self) -> None:
-        value = self._engine.admit_more() if self._may_admit_more else None
-        self._may_admit_more = False
-        if value is not None:
-            self._events.write("conservativeness", new=value)
-            log.info("schedule-conservativeness is %g at the next start, and in the next run", value)
 
 
 def write_decisions(events: EventLog, decisions: Iterable[Decision]) -> None:

@@ -73,13 +73,6 @@ class Engine(Protocol):
         A poll that fails raises nothing: the schedulers that it was for are left out.
         """
 
-    def admit_more(self) -> float | None:
-        """Let servers that hold requests back admit more from their next start on.
-
-        Return their `--schedule-conservativeness` of then; None where that is not ours to say.
-        """
-        return None
-
     def incidents(self) -> list[Incident]:
         """Return what happened to the engine's servers since the last call, oldest first."""
         return []

@@ -167,9 +167,7 @@ class Sending:
             checker = AnswerChecker(job, results.plan, rows.names, tokenizer, functions)
 
         # load samples: engine → windows → slots → progress: display and event log, `polled`
-        self._load_control = LoadControl(
-            engine, limits, slots, self._backlog, events, may_admit_more=job.sampling.ignore_eos is not True
-        )
+        self._load_control = LoadControl(engine, limits, slots, self._backlog, events)
         self.progress = AttemptProgress(
             rows, done, counts, slots, limits, self._backlog, self.bundles, engine, events, began=began,
             task=job.task,

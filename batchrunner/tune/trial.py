@@ -328,10 +328,6 @@ class MeasuringEngine:
             self.stop(("cut", "the time for tuning was over"))
         return loads
 
-    def admit_more(self) -> float | None:
-        """Change nothing during a trial, which is of the arguments that it began with."""
-        return None
-
     def incidents(self) -> list[Incident]:
         """Return the server's incidents; a death ends the trial."""
         found = self._engine.incidents()

@@ -17,7 +17,7 @@ import pytest
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import MOST_DEATHS
 from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS
-from batchrunner.engines.recovery import MOST_CHANGES, LearnedArgs, LearnedArgsFile
+from batchrunner.engines.recovery import MOST_CHANGES
 from tests.conftest import batchrun, events_of, job_of, report_of, results_of, write_job
 from tests.support.launchable import HUNGRY, OOM, hungry, launchable
 from tests.support.server_thread import PATIENCE_S
@@ -291,42 +291,6 @@ def test_replicas_share_what_was_learned(tmp_path: Path) -> None:
     healed = [told["new"] for told in report_of(job)["incidents"] if told["what"] == "healed"]
     assert healed == [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048}]
     assert len(learned(tmp_path)) == 1
-
-
-@pytest.mark.parametrize("damaged", [b"{", b"[]", b"{}"], ids=repr)
-def test_a_damaged_memory_teaches_nothing(
-    tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A file that is not ours, or not whole, is named in a warning."""
-    memory = LearnedArgsFile("model", "1 x H100", "0.5.23")
-    memory.write(LearnedArgs({"chunked-prefill-size": 2048}, "memory", "2026-11-22"))
-    (file,) = learned(tmp_path)
-    file.write_bytes(damaged)
-    assert memory.read() is None
-    assert f"{file}: not read" in caplog.text
-
-
-RETRACTS = """
-for half in range(48):
-    at = f"[2026-11-22 10:{half // 4:02}:{half % 4 * 15:02}]"
-    print(f"{at} Decode batch, #running-req: 8, #token: 890, token usage: 0.99, #queue-req: 9")
-    if half % 2:
-        print(f"{at} KV cache pool is full. Retract requests. #retracted_reqs: 2, #new_token_ratio")
-"""
-
-
-@pytest.mark.parametrize("own", [{}, {"schedule-conservativeness": 0.3}])
-def test_frequent_retractions_are_for_the_next_run(tmp_path: Path, own: dict[str, float]) -> None:
-    """They are no reason for a restart; the next start is more conservative, unless the job says how much."""
-    engine = {**hungry(tmp_path, "", AT_START=RETRACTS), "args": own}
-    job = job_of(tmp_path, engine, rows=20)
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    assert len(starts_of(tmp_path)) == 1
-    assert ("retractions a minute: the next run has schedule-conservativeness" in result.stderr) == (not own)
-    run(job, tmp_path)
-    last = starts_of(tmp_path)[-1]
-    assert last[last.index("--schedule-conservativeness") + 1] == ("0.3" if own else "1.3")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tests.support.tiny_model import make_tiny_llama
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from batchrunner.engines.launched.supervisor import LaunchedProcess
+    from batchrunner.engines.launched.supervisor import SupervisedProgram
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -70,10 +70,10 @@ def _fleet(engine: batchrunner.OpenEngine) -> LaunchedFleet:
     return made
 
 
-def _processes(process: LaunchedProcess) -> list[int]:
+def _processes(program: SupervisedProgram) -> list[int]:
     """Return the program and all that it started, without its launcher."""
-    assert process._process is not None
-    found = descendants_of(process._process.pid)
+    assert program._process is not None
+    found = descendants_of(program._process.pid)
     assert found
     assert os.getpid() not in found
     return found
@@ -82,7 +82,7 @@ def _processes(process: LaunchedProcess) -> list[int]:
 def _prefills(engine: batchrunner.OpenEngine) -> dict[str, int]:
     """Return how often each replica has begun rows, by what it has logged so far."""
     replicas = _fleet(engine)._replicas.values()
-    return {r.url: r.process.log_path.read_text(errors="replace").count("Prefill batch") for r in replicas}
+    return {r.url: r.log_path.read_text(errors="replace").count("Prefill batch") for r in replicas}
 
 
 def _polled(job: dict[str, Any]) -> set[str]:
@@ -142,7 +142,7 @@ def test_gateway_that_is_killed(
     job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
     job["limits"] = {"max_attempts": 1}
     parts = tmp_path / "run" / "parts"
-    victims = _processes(gateway.process)
+    victims = _processes(gateway)
 
     def strike() -> None:
         eventually(lambda: any(parts.glob("part-*.parquet")), START_S)

@@ -18,16 +18,13 @@ from batchrunner.engines.logs.series import Thresholds
 from batchrunner.engines.recovery import (
     Death,
     EndedServer,
-    Healer,
     Kind,
-    LearnedArgsFile,
     examine,
     safer,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
+    from collections.abc import Callable
 
 
 READY = (
@@ -226,57 +223,6 @@ def test_a_flag_is_changed_as_the_version_spells_it() -> None:
     graph = Death("graph", "")
     assert safer(graph, facts, old) == {"cuda-graph-max-bs": 128, "mem-fraction-static": 0.8}
     assert safer(graph, facts, new) == {"mem-fraction-static": 0.8}
-
-
-NAME = "schedule-conservativeness"
-LOAD = "Decode batch, #running-req: 8, #token: 890, token usage: {}, #queue-req: 9"
-RETRACTS = "KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_token_ratio"
-CALM = [f"[2026-11-22 10:{minute:02}:00] {LOAD.format(0.6)}" for minute in range(12)]
-
-
-def retracting(minutes: int) -> list[str]:
-    """Lines of a server that retracts four requests a minute."""
-    times = [f"[2026-11-22 10:{minute:02}:{s:02}]" for minute in range(minutes) for s in (0, 15, 30, 45)]
-    return [f"{at} {line}" for at in times for line in (LOAD.format(0.99), RETRACTS)]
-
-
-@pytest.fixture(name="memory")
-def _memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LearnedArgsFile:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return LearnedArgsFile("model", "1 x H100", "0.5.23")
-
-
-def next_run(memory: LearnedArgsFile, given: Mapping[str, Any] | None = None) -> Healer:
-    healer = Healer(given or {}, memory, [])
-    healer.recall()
-    return healer
-
-
-def test_a_run_that_begins_with_it_takes_it_back_at_the_first_costs(memory: LearnedArgsFile) -> None:
-    """Two minutes of retractions are enough there; a server without it is judged by five."""
-    healer = next_run(memory)
-    healer.admit_more()
-    healer.outlived(EndedServer(CALM))
-    bold = next_run(memory)
-    assert bold.next_args == {NAME: 0.3}
-    bold.outlived(EndedServer(retracting(2), args=dict(bold.next_args)))
-    normal = next_run(memory)
-    assert normal.next_args == {NAME: 1.0}
-    normal.outlived(EndedServer(retracting(2), args=dict(normal.next_args)))
-    assert next_run(memory).next_args == {NAME: 1.0}
-    normal.outlived(EndedServer(retracting(10), args=dict(normal.next_args)))
-    assert next_run(memory).next_args == {NAME: 1.3}
-
-
-@pytest.mark.parametrize(
-    "given",
-    [{NAME: 0.8}, {NAME: 1}, {"enable-dp-attention": True}, {"attn-dp-size": 4}],
-)
-def test_what_the_job_sets_is_not_changed(memory: LearnedArgsFile, given: dict[str, Any]) -> None:
-    """Nor is what SGLang itself has lowered, with DP attention."""
-    healer = next_run(memory, given)
-    assert healer.admit_more() is None
-    assert healer.next_args == {}
 
 
 SHORTEST_S = 60.0

@@ -33,7 +33,7 @@ from batchrunner.engines.http.client import Endpoint, HttpEngine
 from batchrunner.engines.http.connections import HeldPort, free_port, raise_file_limit
 from batchrunner.engines.http.failures import FailureClassifier
 from batchrunner.engines.http.worker_list import WorkerList
-from batchrunner.engines.launched.supervisor import LaunchedProcess, ServerSupervisor, Supervised, to_argv
+from batchrunner.engines.launched.supervisor import SupervisedProgram, to_argv
 from batchrunner.engines.model_files import check_model, model_identity
 from batchrunner.engines.model_memory import cards_of, split_over, with_tp
 from batchrunner.engines.recovery import EndedServer, Healer, healer_for
@@ -67,37 +67,38 @@ LATER_S = 60.0
 """Seconds that the gateway waits for an answer beyond the runner's own limit, which is to end first."""
 
 
-class GatewayProcess(Supervised):
-    """A gateway that a supervisor restarts, and the list of workers that it should have.
+class GatewayProcess(SupervisedProgram):
+    """A gateway that is restarted, and the list of workers that it should have.
 
     It starts without workers, and they are added over HTTP. So there is one way to add them at the first
     start, when a replica comes back and when the gateway does, and their key is in no command line.
     """
 
+    needs = "sglang_router: install batchrunner[gateway], or set engine.python"
+
     def __init__(
         self, spec: GatewayEngine, incidents: list[Incident], *, key: str, log_dir: Path, limits: LimitsSpec
     ) -> None:
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.process = LaunchedProcess(
-            module="sglang_router.launch_router",
-            argv=["--host", "127.0.0.1", "--port", str(port), *to_argv(_gateway_arguments(spec, limits))],
+        super().__init__(
+            "sglang_router.launch_router",
             key=key,
             environ=program_environment(spec.env),
             log_path=log_dir / "engine-gateway.log",
             python=spec.python,
             name="the gateway",
-            needs="sglang_router: install batchrunner[gateway], or set engine.python",
+            incidents=incidents,
         )
-        self.supervisor = ServerSupervisor(self, incidents)
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self.argv = ["--host", "127.0.0.1", "--port", str(port), *to_argv(_gateway_arguments(spec, limits))]
         self._workers = WorkerList(self.url, key)
         self._listed: set[str] = set()
 
     async def start(self) -> None:
         """Start it and wait until it takes workers; raises EngineStartError where it does not."""
-        await self.process.start()
+        await self.launch()
         # not /readiness, which is 503 before there is a worker
-        await self.process.wait_until_ready(self.url + "/health", GATEWAY_START_S)
+        await self.wait_until_ready(self.url + "/health", GATEWAY_START_S)
 
     async def set_up(self, *, up: bool) -> None:
         """Give a restarted gateway its workers again."""
@@ -108,7 +109,7 @@ class GatewayProcess(Supervised):
         """Give the gateway its first workers; raises EngineStartError where it does not take them."""
         self._listed.update(urls)
         if not await self._workers.bring_to(self._listed):
-            raise EngineStartError(self.process.failure_message("the gateway did not take the replicas"))
+            raise EngineStartError(self.failure_message("did not take the replicas"))
 
     async def list_worker(self, url: str, *, listed: bool) -> None:
         """Put a worker on the gateway's list, or take it off."""
@@ -119,7 +120,7 @@ class GatewayProcess(Supervised):
     async def close(self) -> None:
         """End the gateway."""
         await self._workers.close()
-        await self.process.stop()
+        await self.stop()
 
 
 def _gateway_arguments(spec: GatewayEngine, limits: LimitsSpec) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def _gateway_arguments(spec: GatewayEngine, limits: LimitsSpec) -> dict[str, Any
     }
 
 
-class SGLangServer(Supervised):
+class SGLangServer(SupervisedProgram):
     """One `sglang.launch_server` with the job's arguments or safer ones, restarted when it dies or hangs.
 
     Without a `gateway` all rows in flight are its own.
@@ -168,31 +169,26 @@ class SGLangServer(Supervised):
         hang_s: float,
     ) -> None:
         """`spec` describes all servers of a job; `argv` and `environ` are those of this server alone."""
-        self._port = HeldPort()
-        self.url = f"http://127.0.0.1:{self._port.number}"
-        self._model = model
-        self._start_timeout_s = spec.start_timeout
-        self._key = key
-        self._own_argv = [
-            *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)), *argv,
-        ]  # fmt: skip
-        self._given = server_args(spec.args, cpu=cpu)
-        self._healer = healer
-        self._args: dict[str, Any] = {}  # of the last start
-        self._kills: int | None = None  # the kernel's count at the last start
-        self._has_started = False
         offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")} if Path(model).exists() else {}
-        self.process = LaunchedProcess(
-            module="sglang.launch_server",
-            argv=self._own_argv,
+        super().__init__(
+            "sglang.launch_server",
             key=key,
             environ=program_environment({**offline, **spec.env, **(environ or {})}, cpu=cpu),
             log_path=log_path,
             python=spec.python,
             name=name,
+            incidents=incidents,
         )
-        self.supervisor = ServerSupervisor(self, incidents)
-        self.is_up = True
+        self._port = HeldPort()
+        self.url = f"http://127.0.0.1:{self._port.number}"
+        self._own_argv = [
+            *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)), *argv,
+        ]  # fmt: skip
+        self._start_timeout_s = spec.start_timeout
+        self._given = server_args(spec.args, cpu=cpu)
+        self._args: dict[str, Any] = {}  # of the last start
+        self._kills: int | None = None  # the kernel's count at the last start
+        self._healer = healer
         self._gateway = gateway
         self._failures = failures
         self._hangs = HangDetector(hang_s, alone=gateway is None)
@@ -202,79 +198,61 @@ class SGLangServer(Supervised):
 
         A start that fails for want of memory is repeated with safer arguments, as after a death.
         """
-        self._has_started = False
-        while not self._has_started:
-            self._args = {**self._given, **(self._healer.next_args if self._healer else {})}
-            self.process.argv = [*self._own_argv, *to_argv(self._args)]
-            self.process.key = self._key_for_start()
+        tries_left = START_TRIES
+        while True:
+            self._args = {**self._given, **(self._healer.args if self._healer else {})}
+            self.argv = [*self._own_argv, *to_argv(self._args)]
+            if str(self._args.get(TOKENIZERS, 1)) != "1":
+                self.key = ""
+                log.warning(
+                    "%s needs no key, and every user of this machine can use it: SGLang takes none with --%s",
+                    self.name, TOKENIZERS,
+                )  # fmt: skip
             self._kills = oom_kills()
+            log.info("starting SGLang at %s; its log: %s", self.url, self.log_path)
+            await self.launch()
             try:
-                await self._start()
+                await self.wait_until_ready(self.url + "/ready", self._start_timeout_s)
             except EngineStartError:
-                if not self.heal():
+                tries_left -= 1
+                if tries_left and self.found_port_taken():
+                    log.warning("%s: another process took one of its ports: starting it again", self.name)
+                elif not self.heal():
                     raise
-                await self.process.stop()
+                await self.stop()
             else:
-                self._has_started = True
+                return
 
     def heal(self) -> bool:
         """Change the next start's arguments by the cause of death; return whether any help."""
-        if self._healer is None or self.process.exit_code is None:
+        if self._healer is None or self.exit_code is None:
             return False
-        return self._healer.heal(self.process.name, self._ended())
+        kills = (oom_kills() or 0) - (self._kills or 0)
+        return self._healer.heal(self.name, EndedServer(self.logged(), self._args, self.exit_code, kills))
 
     async def close(self) -> None:
         """End it, and give its port back."""
-        if self._healer and self._has_started and self.process.runs:
-            self._healer.outlived(self._ended())
-        await self.process.stop()
+        if self._healer and self.up:
+            self._healer.outlived(self._args)
+        await self.stop()
         self._port.release()
 
     def poll(self, loads: Sequence[SchedulerLoad], endpoint: Endpoint, now: float) -> None:
         """Restart the server if it hangs."""
-        if not self.is_up:
+        if not self.up:
             return
         own = [load for load in loads if load.server == self.url]
         answers = 0 if self._gateway else endpoint.answers
         hang = self._hangs.poll(now, own, in_flight=endpoint.in_flight, answers=answers)
         if hang:
-            self.supervisor.hangs(hang)
+            self.hangs(hang)
 
     async def set_up(self, *, up: bool) -> None:
         """Put the server back into the gateway, or take it out."""
-        self.is_up = up
         self._hangs.restarted()
         self._failures.record(self.url, alive=up)
         if self._gateway:
             await self._gateway.list_worker(self.url, listed=up)
-
-    def _key_for_start(self) -> str:
-        workers = str(self._args.get(TOKENIZERS, 1))
-        if workers == "1":
-            return self._key
-        log.warning(
-            "%s needs no key, and every user of this machine can use it: SGLang takes none with --%s %s",
-            self.process.name, TOKENIZERS, workers,
-        )  # fmt: skip
-        return ""
-
-    def _ended(self) -> EndedServer:
-        kills = (oom_kills() or 0) - (self._kills or 0)
-        return EndedServer(self.process.logged(), self._args, self.process.exit_code, kills)
-
-    async def _start(self) -> None:
-        log.info("starting SGLang for %s at %s; its log: %s", self._model, self.url, self.process.log_path)
-        for tries_left in reversed(range(START_TRIES)):
-            await self.process.start()
-            try:
-                await self.process.wait_until_ready(self.url + "/ready", self._start_timeout_s)
-            except EngineStartError:
-                if not tries_left or not self.process.found_port_taken():
-                    raise
-            else:
-                return
-            log.warning("%s: another process took one of its ports: starting it again", self.process.name)
-            await self.process.stop()
 
 
 class LaunchedFleet(HttpEngine):
@@ -325,12 +303,12 @@ class LaunchedFleet(HttpEngine):
         programs: list[SGLangServer | GatewayProcess] = [*self._replicas.values()]
         if self._gateway:
             programs.append(self._gateway)
-        log_path = programs[-1].process.log_path
+        log_path = programs[-1].log_path
         await _all_or_first_failure([program.start() for program in programs])
         if self._gateway:
             await self._gateway.take_workers([*self._replicas])
         info = await self.connect([*self._replicas], self._gateway.url if self._gateway else None)
-        self._watching = [asyncio.create_task(program.supervisor.watch()) for program in programs]
+        self._watching = [asyncio.create_task(program.watch()) for program in programs]
         counted = not (self._gateway or cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
             info,
@@ -354,14 +332,14 @@ class LaunchedFleet(HttpEngine):
         await super().generate_many(requests, route, answers)
 
     async def _until_up(self, route: str) -> None:
-        lost = [replica.supervisor.lost for replica in self._replicas.values() if replica.supervisor.lost]
+        lost = [replica.lost for replica in self._replicas.values() if replica.lost]
         if self._gateway is None:
-            supervisor = self._replicas[route].supervisor
-            if supervisor.lost and len(lost) < len(self._replicas):
-                raise EngineDownError(str(supervisor.lost))  # other replicas do its rows
-            await supervisor.ready()
-        elif self._gateway.supervisor.lost or len(lost) == len(self._replicas):
-            raise self._gateway.supervisor.lost or lost[0]
+            replica = self._replicas[route]
+            if replica.lost and len(lost) < len(self._replicas):
+                raise EngineDownError(str(replica.lost))  # other replicas do its rows
+            await replica.ready()
+        elif self._gateway.lost or len(lost) == len(self._replicas):
+            raise self._gateway.lost or lost[0]
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each server; restart what hangs."""
@@ -372,13 +350,9 @@ class LaunchedFleet(HttpEngine):
                 replica.poll(loads, endpoint, now)
         return loads
 
-    def admit_more(self) -> float | None:
-        """Start servers less careful from now on; see `Engine.admit_more`."""
-        return self._healer.admit_more() if self._healer else None
-
     async def excuses(self, url: str, sent_at: float) -> bool:
         """Tell whether a server ended after `sent_at` for a reason that is no row's fault."""
-        return await self._replicas[url].supervisor.excuses(sent_at)
+        return await self._replicas[url].excuses(sent_at)
 
     async def close(self) -> None:
         """End the gateway, the servers and everything they started."""

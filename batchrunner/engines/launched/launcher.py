@@ -1,22 +1,22 @@
-"""Run a server so that it cannot outlive the process that asked for it, nor show its API key.
+"""Run a server so that it cannot outlive the process that asked for it, nor show its API key to others.
 
 This script imports nothing of the package: any Python >= 3.9 runs it as `OTHER_PYTHON launcher.py`,
 with a pipe as standard input. The first line of the pipe is one JSON object:
 
-    {"module": "sglang.launch_server", "argv": ["--port", "30000"], "log": "engine-server.log",
-     "secret": "...", "secret_flag": "--api-key"}
+    {"module": "sglang.launch_server", "argv": ["--port", "30000"], "log": "engine-server.log", "key": "..."}
 
-`secret` and `secret_flag` may be left out, or null. The pipe then stays open for as long as the
-server is to run: the end of the pipe, by a close or a SIGKILL of its owner, kills the server and all
-that it started. The script ends with the server's exit status, 128 + signal where a signal ended it.
+`key` may be empty. The pipe then stays open for as long as the server is to run: the end of the pipe, by a
+close or a SIGKILL of its owner, kills the server and all that it started. The script ends with the server's
+exit status, 128 + signal where a signal ended it.
 
 The signals that stop a run (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) often reach all processes of the run: Slurm,
 systemd and `timeout` send them so. Neither this script nor the server takes them, nor what the server
 starts: the run still waits for its rows in flight, and then closes the pipe.
 
-The server is a fork of this process which runs the module in place, so that the secret reaches
-`sys.argv` without ever being in an argument vector, an environment or a file. Processes that the
-server starts with `multiprocessing` get it through the pipe that method uses.
+The server is a fork of this process which runs the module in place, so that the key reaches
+`sys.argv` without ever being in an argument vector or an environment. Processes that the
+server starts with `multiprocessing` get it through the pipe that method uses. The log, where SGLang writes
+its arguments, is readable by its owner alone.
 """
 
 from __future__ import annotations
@@ -36,16 +36,12 @@ import runpy
 import select
 import signal
 import time
-from collections.abc import Callable
 from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
 from typing import Any
 
 POLL_S = 0.1
-DRAIN_S = 1.0
 KILL_S = 10.0
-CHUNK_BYTES = 1 << 16
-LONGEST_LINE_BYTES = 1 << 20
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a run; see `batchrunner.core.processes`."""
 
@@ -72,37 +68,6 @@ def read_config(descriptor: int) -> dict[str, Any]:
     return config
 
 
-class RedactedLog:
-    """A log file, appended to line by line, in which a secret shows as `***`."""
-
-    def __init__(self, path: str, secret: str | None) -> None:
-        """Open `path` (mode 0600 if it is new)."""
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self._secret = (secret or "").encode()
-        self._partial = b""
-
-    def feed(self, data: bytes) -> None:
-        """Write the whole lines of `data`; keep the rest for the next call."""
-        lines, newline, rest = (self._partial + data).rpartition(b"\n")
-        self._partial = rest
-        self._write(lines + newline)
-        if len(rest) > LONGEST_LINE_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write the line that has no end yet."""
-        self._write(self._partial)
-        self._partial = b""
-
-    def _write(self, data: bytes) -> None:
-        if self._secret:
-            data = data.replace(self._secret, b"***")
-        # A full disk must not stop a server that works: it would block on a pipe nobody reads.
-        with contextlib.suppress(OSError):
-            while data:
-                data = data[os.write(self._file, data) :]
-
-
 def descendants(root: int) -> list[int]:
     """Return the living descendants of a process, by /proc."""
     children: dict[int, list[int]] = {}
@@ -119,13 +84,13 @@ def descendants(root: int) -> list[int]:
     return found[1:]
 
 
-class Supervisor:
-    """The server's process tree, its output and its end."""
+class ServerTree:
+    """The server's processes: what ended is collected, and all are killed at the end."""
 
-    def __init__(self, server: int, output: int, log: RedactedLog) -> None:
-        """Supervise the process `server`, whose output comes from the descriptor `output`."""
-        self.server, self.output, self.log = server, output, log
+    def __init__(self, server: int) -> None:
+        self.server = server
         self.status: int | None = None
+        """The server's exit status; None while it runs."""
 
     def reap(self) -> None:
         """Collect every process that ended: orphans of the tree become this process's children."""
@@ -136,42 +101,23 @@ class Supervisor:
                     return
                 if pid == self.server:
                     signalled = os.WIFSIGNALED(status)
-                    code = 128 + os.WTERMSIG(status) if signalled else os.WEXITSTATUS(status)
-                    self.status = code
-
-    def step(self, also: tuple[int, ...] = ()) -> list[int]:
-        """Copy the output that there is, or wait 0.1 s; return those of `also` that can be read."""
-        watched = [fd for fd in (self.output, *also) if fd >= 0]
-        ready = select.select(watched, [], [], POLL_S)[0]
-        if self.output in ready:
-            data = os.read(self.output, CHUNK_BYTES)
-            if data:
-                self.log.feed(data)
-            else:
-                os.close(self.output)
-                self.output = -1
-        self.reap()
-        return [fd for fd in ready if fd in also]
+                    self.status = 128 + os.WTERMSIG(status) if signalled else os.WEXITSTATUS(status)
 
     def serve(self, lifeline: int) -> None:
         """Return when the server ends, or `lifeline` does."""
         while self.status is None:
-            if self.step((lifeline,)) and not os.read(lifeline, CHUNK_BYTES):
+            if select.select([lifeline], [], [], POLL_S)[0] and not os.read(lifeline, 1):
                 return
+            self.reap()
 
     def stop(self) -> int:
         """Kill all that runs; return the exit status."""
-        self.step_while(self.kill_all, KILL_S)
-        self.step_while(lambda: self.output >= 0, DRAIN_S)
-        self.log.flush()
+        deadline = time.monotonic() + KILL_S
+        while self.kill_all() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            self.reap()
         self.reap()
         return 128 + signal.SIGKILL if self.status is None else self.status
-
-    def step_while(self, condition: Callable[[], bool], most_s: float) -> None:
-        """Copy output while a condition holds, for `most_s` seconds at most."""
-        deadline = time.monotonic() + most_s
-        while condition() and time.monotonic() < deadline:
-            self.step()
 
     def kill_all(self) -> bool:
         """Send SIGKILL to the whole tree; return False once nothing of it lives."""
@@ -185,21 +131,21 @@ class Supervisor:
         return bool(alive)
 
 
-def run_server(config: dict[str, Any], parent: int, output: int) -> None:
-    """Become the server: start a session, write to the pipe, run the module in this process."""
+def run_server(config: dict[str, Any], parent: int, log: int) -> None:
+    """Become the server: start a session, write to the log, run the module in this process."""
     os.setsid()
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above: no signal will come
         os._exit(128 + signal.SIGKILL)
     null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (output, 1), (output, 2)):
+    for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
     ensure_running()  # the first start of this helper of `multiprocessing` would unblock signals again
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # what it starts begins with them blocked
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # for the processes it starts
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    secret = [config["secret_flag"], config["secret"]] if config.get("secret") else []
-    sys.argv = [config["module"], *config["argv"], *secret]
+    key = ["--api-key", config["key"]] if config["key"] else []
+    sys.argv = [config["module"], *config["argv"], *key]
     # As `python -m` would: `multiprocessing` finds `__main__` by the module's name again.
     runpy.run_module(config["module"], run_name="__main__", alter_sys=True)
 
@@ -209,18 +155,16 @@ def main() -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     config = read_config(0)
-    log = RedactedLog(config["log"], config.get("secret"))
+    log = os.open(config["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the server orphans stays within reach
     parent = os.getpid()
-    reading, writing = os.pipe()
     server = os.fork()
     if server == 0:
-        run_server(config, parent, writing)
+        run_server(config, parent, log)
         return 0
-    os.close(writing)
-    supervisor = Supervisor(server, reading, log)
-    supervisor.serve(lifeline=0)
-    return supervisor.stop()
+    tree = ServerTree(server)
+    tree.serve(lifeline=0)
+    return tree.stop()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The supervisor: restarts a program that dies or hangs, until it is plain that no start helps."""
+"""A program that a run starts, restarts when it dies or hangs, until no start helps, and ends."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,6 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +23,65 @@ from batchrunner.engines.recovery import cause_in, head_and_tail, last_line
 log = logging.getLogger(__name__)
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
+MOST_QUICK_DEATHS = 8
+"""More quick deaths in succession are a crash loop. A row that kills the engine is given up after four
+deaths, so the limit tolerates two such rows in succession."""
+VERDICT_S = 30.0
+"""Longest wait, in seconds, for the cause of a death: a launcher takes up to 20 s to end what is left."""
 
 
-@dataclass(slots=True)
-class LaunchedProcess:
-    """A Python module that runs as a program, never longer than this process; it can be started again."""
+class SupervisedProgram(ABC):
+    """A Python module that runs as a program, never longer than this process, and is restarted when it ends.
 
-    module: str
-    argv: Sequence[str]
-    """The program's arguments, without the key."""
-    key: str
-    """An API key that no argument vector, environment or log shows."""
-    environ: Mapping[str, str]
-    log_path: Path
-    python: str | None = None
-    """The interpreter, where it is not this one."""
-    name: str = "the engine"
-    """The program's name in messages."""
-    needs: str = "SGLang: install batchrunner[engine], or set engine.python"
+    `start` starts it; from then on `watch` restarts it.
+    """
+
+    needs = "SGLang: install batchrunner[engine], or set engine.python"
     """Package to install if the interpreter does not have the module, for the error."""
-    _process: asyncio.subprocess.Process | None = field(default=None, init=False)
-    _log_begins: int = field(default=0, init=False)
 
-    @property
-    def runs(self) -> bool:
-        """Whether the program was started and has not ended."""
-        return self._process is not None and self._process.returncode is None
+    def __init__(
+        self,
+        module: str,
+        *,
+        key: str,
+        environ: Mapping[str, str],
+        log_path: Path,
+        python: str | None,
+        name: str,
+        incidents: list[Incident],
+    ) -> None:
+        """`key` is an API key that no argument vector or environment shows; `name` is for messages."""
+        self.key = key
+        self.environ = environ
+        self.log_path = log_path
+        self.name = name
+        self.argv: Sequence[str] = ()
+        """The program's arguments, without the key."""
+        self.up = False
+        """Whether it is in use: it runs, and is ready."""
+        self.lost: EngineLostError | None = None
+        """Why the program is not restarted any more, once that is so."""
+        self._module = module
+        self._python = python or sys.executable
+        self._incidents = incidents
+        self._process: asyncio.subprocess.Process | None = None
+        self._log_begins = 0
+        self._hung: asyncio.Future[Hang] | None = None
+        self._healed, self._judged_at = False, -math.inf
+        self._verdict = asyncio.Event()  # set at the next death
+        self._settled = asyncio.Event()  # set while the program is up, or lost
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start the program and wait until it is ready; raises EngineStartError where it does not."""
+
+    @abstractmethod
+    async def set_up(self, *, up: bool) -> None:
+        """Put the program into use again, or take it out of use."""
+
+    def heal(self) -> bool:
+        """Change the next start so that it avoids the cause of death; return whether that is possible."""
+        return False
 
     @property
     def exit_code(self) -> int | None:
@@ -60,23 +92,19 @@ class LaunchedProcess:
         """Return the first and the last lines that the program logged since its last start."""
         return head_and_tail(self.log_path, self._log_begins)
 
-    async def start(self) -> None:
+    async def launch(self) -> None:
         """Start the program; raises EngineStartError where the interpreter cannot be run."""
-        python = self.python or sys.executable
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_begins = self.log_path.stat().st_size if self.log_path.exists() else 0
         try:
             self._process = await asyncio.create_subprocess_exec(
-                python, str(LAUNCHER),
+                self._python, str(LAUNCHER),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL, env=dict(self.environ),
             )  # fmt: skip
         except OSError as failure:
-            raise EngineStartError(f"engine.python {python}: cannot be run: {failure}") from None
-        config = {
-            "module": self.module, "argv": list(self.argv), "secret": self.key, "secret_flag": "--api-key",
-            "log": str(self.log_path),
-        }  # fmt: skip
+            raise EngineStartError(f"engine.python {self._python}: cannot be run: {failure}") from None
+        config = {"module": self._module, "argv": self.argv, "key": self.key, "log": str(self.log_path)}
         assert self._process.stdin is not None
         self._process.stdin.write(orjson.dumps(config) + b"\n")
         await self._process.stdin.drain()
@@ -90,24 +118,17 @@ class LaunchedProcess:
         next_word_s = TIMING.launch_word
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.key}"}) as session:
             while not await _is_ready(session, url):
-                if not self.runs:
-                    raise EngineStartError(self.failure_message(f"{self.name} did not start"))
                 waited_s = time.monotonic() - began
+                hangs = False
                 if waited_s > next_word_s:
                     next_word_s += TIMING.launch_word
                     log.info("still starting (%.0f s): %s", waited_s, last_line(self.log_path)[:120])
-                    if self.found_port_taken():  # SGLang then hangs
-                        raise EngineStartError(self.failure_message(f"{self.name} did not start"))
+                    hangs = self.found_port_taken()  # SGLang goes on, and never listens
+                if self.exit_code is not None or hangs:
+                    raise EngineStartError(self.failure_message("did not start"))
                 if waited_s > timeout_s:
-                    raise EngineStartError(
-                        self.failure_message(f"{self.name} was not ready within {timeout_s:g} s")
-                    )
+                    raise EngineStartError(self.failure_message(f"was not ready within {timeout_s:g} s"))
                 await asyncio.sleep(TIMING.launch_poll)
-
-    async def ended(self) -> None:
-        """Return when the program has ended, for whatever reason."""
-        if self._process is not None:
-            await self._process.wait()
 
     async def stop(self) -> None:
         """End the program and everything it started; may be called again if it was cancelled."""
@@ -122,76 +143,13 @@ class LaunchedProcess:
         return "address already in use" in cause_in(self.log_path, self._log_begins).lower()
 
     def failure_message(self, what: str) -> str:
-        """Return `what` with the exit status and the cause from the log."""
+        """Return the program's name and `what`, with the exit status and the cause from the log."""
         cause = cause_in(self.log_path, self._log_begins)
-        package = self.module.partition(".")[0]
+        package = self._module.partition(".")[0]
         if f"No module named '{package}'" in cause or f"No module named {package}" in cause:
-            return f"{what}: {self.python or sys.executable} has no {self.needs}"
+            return f"{self.name} {what}: {self._python} has no {self.needs}"
         status = "" if self.exit_code is None else f" (exit {self.exit_code})"
-        return f"{what}{status}: {cause or 'its log is empty'} [{self.log_path}]"
-
-
-def to_argv(args: Mapping[str, Any]) -> list[str]:
-    """Turn `{mem-fraction-static: 0.8, enable-metrics: true}` into a command line."""
-    argv: list[str] = []
-    for name, value in args.items():
-        if value is None or value is False:
-            continue
-        argv.append(f"--{name}")
-        if isinstance(value, (list, tuple)):
-            argv += [str(item) for item in value]
-        elif isinstance(value, dict):
-            argv.append(orjson.dumps(value).decode())
-        elif value is not True:
-            argv.append(str(value))
-    return argv
-
-
-async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
-    try:
-        async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
-            return response.status in {200, 404}
-    except (aiohttp.ClientError, TimeoutError, OSError):
-        return False
-
-
-MOST_QUICK_DEATHS = 8
-"""More quick deaths in succession are a crash loop. A row that kills the engine is given up after four
-deaths, so the limit tolerates two such rows in succession."""
-VERDICT_S = 30.0
-"""Longest wait, in seconds, for the cause of a death: a launcher takes up to 20 s to end what is left."""
-
-
-class Supervised(ABC):
-    """A program that a supervisor restarts."""
-
-    process: LaunchedProcess
-
-    @abstractmethod
-    async def start(self) -> None:
-        """Start the program and wait until it is ready; raises EngineStartError where it does not."""
-
-    def heal(self) -> bool:
-        """Change the next start so that it avoids the cause of death; return whether that is possible."""
-        return False
-
-    @abstractmethod
-    async def set_up(self, *, up: bool) -> None:
-        """Put the program into use again, or take it out of use."""
-
-
-class ServerSupervisor:
-    """Watches one program; `lost` says why the program is not restarted any more, once that is so."""
-
-    def __init__(self, program: Supervised, incidents: list[Incident]) -> None:
-        self.lost: EngineLostError | None = None
-        self._program = program
-        self._incidents = incidents
-        self._hung: asyncio.Future[Hang] | None = None
-        self._healed, self._judged_at = False, -math.inf
-        self._verdict = asyncio.Event()  # set at the next death
-        self._settled = asyncio.Event()  # set while the program is up, or lost
-        self._settled.set()
+        return f"{self.name} {what}{status}: {cause or 'its log is empty'} [{self.log_path}]"
 
     async def ready(self) -> None:
         """Return when the program is up; raises EngineLostError when it will not be again."""
@@ -217,45 +175,47 @@ class ServerSupervisor:
         try:
             await self._watch()
         except Exception as failure:  # or those who wait in `ready` would wait for ever
-            self.lost = EngineLostError(f"{self._program.process.name}: {type(failure).__name__}: {failure}")
+            self.lost = EngineLostError(f"{self.name}: {type(failure).__name__}: {failure}")
             raise
         finally:
             self._settled.set()
 
     async def _watch(self) -> None:
-        name = self._program.process.name
         quick_deaths, began = 0, time.monotonic()
+        self.up = True
+        self._settled.set()
         while True:
             hang = await self._end()
+            self.up = False
             self._settled.clear()
             lived_s = time.monotonic() - began - (hang.silent_s if hang else 0)
             cause = await self._take_down(hang)
             log.warning("%s", cause)
-            self._judge(healed=hang is None and self._program.heal())
+            self._judge(healed=hang is None and self.heal())
             if not self._healed:
                 quick_deaths = quick_deaths + 1 if lived_s < TIMING.quick_death else 1
             if quick_deaths > MOST_QUICK_DEATHS:
                 self.lost = EngineLostError(f"{cause} (for the {quick_deaths}th time in a row)")
-                self._incidents.append(Incident("lost", name, str(self.lost)))
-                log.warning("%s: not started again", name)
+                self._incidents.append(Incident("lost", self.name, str(self.lost)))
+                log.warning("%s: not started again", self.name)
                 return
             count = f" ({quick_deaths} of at most {MOST_QUICK_DEATHS} times in a row)"
-            log.warning("%s: started again%s", name, "" if self._healed else count)
+            log.warning("%s: started again%s", self.name, "" if self._healed else count)
             if quick_deaths > 1:
                 await asyncio.sleep(
                     min(TIMING.first_restart * 2.0 ** (quick_deaths - 2), TIMING.longest_restart)
                 )
             try:
-                await self._program.start()
+                await self.start()
             except EngineStartError:  # the next pass of the loop finds the program ended and says why
-                await self._program.process.stop()
-                began = time.monotonic()
-                continue
+                await self.stop()
+            else:
+                self.up = True
+                self._settled.set()
+                await self.set_up(up=True)
+                self._incidents.append(Incident("back", self.name))
+                log.warning("%s is back", self.name)
             began = time.monotonic()
-            self._settled.set()
-            await self._program.set_up(up=True)
-            self._incidents.append(Incident("back", name))
-            log.warning("%s is back", name)
 
     def _judge(self, *, healed: bool) -> None:
         """Publish the verdict on a death to those who wait for it."""
@@ -265,8 +225,10 @@ class ServerSupervisor:
 
     async def _end(self) -> Hang | None:
         """Return when the program has ended, or with the hang when it hangs."""
+        if self._process is None:
+            return None
         self._hung = hung = asyncio.get_running_loop().create_future()
-        ended = asyncio.ensure_future(self._program.process.ended())
+        ended = asyncio.ensure_future(self._process.wait())
         try:
             await asyncio.wait({ended, hung}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -275,10 +237,33 @@ class ServerSupervisor:
 
     async def _take_down(self, hang: Hang | None) -> str:
         """Report why the program is of no use any more, take it out of use, and end it if it hangs."""
-        process = self._program.process
-        cause = f"{process.name} {hang.why}" if hang else process.failure_message(f"{process.name} died")
-        self._incidents.append(Incident("hangs" if hang else "died", process.name, cause))
-        await self._program.set_up(up=False)
+        cause = f"{self.name} {hang.why}" if hang else self.failure_message("died")
+        self._incidents.append(Incident("hangs" if hang else "died", self.name, cause))
+        await self.set_up(up=False)
         if hang:
-            await process.stop()
+            await self.stop()
         return cause
+
+
+def to_argv(args: Mapping[str, Any]) -> list[str]:
+    """Turn `{mem-fraction-static: 0.8, enable-metrics: true}` into a command line."""
+    argv: list[str] = []
+    for name, value in args.items():
+        if value is None or value is False:
+            continue
+        argv.append(f"--{name}")
+        if isinstance(value, (list, tuple)):
+            argv += [str(item) for item in value]
+        elif isinstance(value, dict):
+            argv.append(orjson.dumps(value).decode())
+        elif value is not True:
+            argv.append(str(value))
+    return argv
+
+
+async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
+            return response.status in {200, 404}
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False
