@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from batchrunner.runner.progress import Opening
 from tests.support.server_thread import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
@@ -111,17 +109,6 @@ def test_make_help_has_every_target() -> None:
 def test_the_readme_is_short() -> None:
     """The README fits on two screens; the rest is in docs/."""
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
-
-
-def test_the_picture_of_a_terminal_is_of_this_version() -> None:
-    """It has what a run shows: three lines at the beginning, one bar, and the engine below it."""
-    figures = re.compile(r"\d[\d,]*")
-    svg = html.unescape((ASSETS / "terminal.svg").read_text()).replace("\xa0", " ")
-    lines = figures.sub("N", "\n".join(re.findall(r"<text [^>]*>([^<]*)</text>", svg))).splitlines()
-    opening = Opening(9, 0, "simulated", "simulated", 9, is_fixed=False, results="out/demo/parts")
-    assert {figures.sub("N", line) for line in opening.lines()} <= set(lines)
-    assert sum(line.endswith("%|") for line in lines) == 1
-    assert sum(line.startswith("running N · waiting N") and line.endswith("N failed") for line in lines) == 1
 
 
 def test_pictures_are_small_and_used() -> None:

@@ -87,8 +87,8 @@ def run(
     raised.
     """
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
-    display = make_displays(progress=progress, on_progress=on_progress)
-    return run_blocking(loaded, engine, fresh=fresh, retry_failed=retry_failed, join=join, display=display)
+    displays = make_displays(progress=progress, on_progress=on_progress)
+    return run_blocking(loaded, engine, fresh=fresh, retry_failed=retry_failed, join=join, displays=displays)
 
 
 async def arun(
@@ -104,8 +104,9 @@ async def arun(
 ) -> Report:
     """Do what `run` does, in the running event loop; cancelling it keeps the finished rows."""
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
-    display = make_displays(progress=progress, on_progress=on_progress)
-    options: dict[str, Any] = {"fresh": fresh, "retry_failed": retry_failed, "join": join, "display": display}
+    displays = make_displays(progress=progress, on_progress=on_progress)
+    options: dict[str, Any] = {"fresh": fresh, "retry_failed": retry_failed, "join": join}
+    options["displays"] = displays
     if engine is not None:
         return await engine.start(loaded, **options).wait_async()
     return await execute(loaded, **options)

@@ -73,6 +73,6 @@ def stream(
         on_length=on_length,
         own_rows=files is None,
     )
-    display = make_displays(progress=progress, on_progress=on_progress)
-    running = StreamCall(rows, files, call, opened.loop if opened else None, display)
+    displays = make_displays(progress=progress, on_progress=on_progress)
+    running = StreamCall(rows, files, call, opened.loop if opened else None, displays)
     return running.rows(None if output is None else Path(output))

@@ -37,7 +37,7 @@ def results_of(
     **fields: Any,
 ) -> pa.Table:
     """Run the job of a call and return its results, which stay nowhere else; `fields` are its arguments."""
-    display = make_displays(progress=progress, on_progress=on_progress)
+    displays = make_displays(progress=progress, on_progress=on_progress)
     opened, spec = engine_of(engine)
     paths = paths_of(rows)
     call = LibraryCall(engine=spec, own_rows=paths is None, **fields)
@@ -49,7 +49,7 @@ def results_of(
         job = call.job(dataset.schema, paths or [str(source)], out)
         if not dataset.total_rows:
             return _no_results(job, dataset)
-        report = run_blocking(job, opened, display=display)
+        report = run_blocking(job, opened, displays=displays)
         if report.rows_left:
             raise BatchrunError(
                 f"{report.reason}: {report.rows_left} of {report.rows_total} rows were not sent"

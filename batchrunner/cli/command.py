@@ -47,7 +47,7 @@ from batchrunner.core.timing import TIMING
 
 HELP_OPTIONS = ("-h", "--help")
 _ALONE = {*HELP_OPTIONS, "--version"}
-_FLAGS = {"--json", "--quiet", "-q", "--verbose", "-v"}
+_FLAGS = {"--json", "--quiet", "-q"}
 """Options that may stand before the first word and take no value."""
 _UsageError: Any = typer.BadParameter.__base__
 """Base class of errors in the arguments; typer has no public name for it."""

@@ -32,10 +32,6 @@ NoPythonOption = Annotated[
     typer.Option("--no-python", help="Refuse a job that runs Python functions of its author."),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
-VerboseOption = Annotated[
-    bool,
-    typer.Option("--verbose", "-v", help="Show all log lines on a terminal, not only the first three."),
-]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print the result, or the error, as JSON on standard output.")
 ]

@@ -17,7 +17,6 @@ from batchrunner.cli.options import (
     QuietOption,
     RetryFailedOption,
     SetOption,
-    VerboseOption,
     with_limit,
 )
 from batchrunner.core.console import show, tell
@@ -68,7 +67,6 @@ def run(
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
-    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a job, or resume it; `batchrun JOB.yaml` is short for it.
@@ -77,7 +75,7 @@ def run(
     """
     from batchrunner.runner.foreground import log_to_stderr, run_in_foreground  # noqa: PLC0415
 
-    log_to_stderr(quiet=quiet, details=verbose or as_json)
+    log_to_stderr(quiet=quiet)
     with telling_report(quiet=quiet or as_json):
         done = run_in_foreground(
             job,
@@ -128,7 +126,6 @@ def batch(
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
-    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Answer the requests of a batch file in OpenAI's format.
@@ -140,7 +137,7 @@ def batch(
     from batchrunner.runner.batch import prepare_batch, run_batch  # noqa: PLC0415
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
-    log_to_stderr(quiet=quiet, details=verbose or as_json)
+    log_to_stderr(quiet=quiet)
     files, made = prepare_batch(
         requests,
         output,
@@ -236,7 +233,6 @@ def ray(
     retry_failed: RetryFailedOption = False,
     no_python: NoPythonOption = False,
     quiet: QuietOption = False,
-    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run or resume a job on a Ray cluster.
@@ -248,7 +244,7 @@ def ray(
     """
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
-    log_to_stderr(quiet=quiet, details=verbose or as_json)
+    log_to_stderr(quiet=quiet)
     try:
         from batchrunner.ray.whole_job import run_on_ray  # noqa: PLC0415 - Ray may be missing
     except ModuleNotFoundError as missing:

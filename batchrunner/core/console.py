@@ -4,7 +4,6 @@ import errno
 import functools
 import io
 import json
-import logging
 import os
 import sys
 import tempfile
@@ -15,14 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import BatchrunError
-
-DETAIL = {"detail": True}
-"""`extra` of a log line that a terminal shows with `--verbose` only."""
-
-
-def is_no_detail(record: logging.LogRecord) -> bool:
-    """Tell whether a log line is for everybody."""
-    return not getattr(record, "detail", False)
 
 
 def wants_json(words: Sequence[str]) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
 
-from batchrunner.core.console import DETAIL
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import (
     AttemptFailedError,
@@ -98,7 +97,6 @@ class PromptTokenizer:
             log.info(
                 "prompts are tokenised here: for %d of them the engine's tokens are the same",
                 prompts,
-                extra=DETAIL,
             )
         self._events.write("tokenize", where="client")
 
@@ -106,7 +104,7 @@ class PromptTokenizer:
         if self._needed is not None:
             raise CannotTokenizeError(f"{self._needed}: prompts cannot be tokenised here: {why}") from None
         self._encoder = None
-        log.info("prompts are tokenised by the engine: %s", why, extra=DETAIL)
+        log.info("prompts are tokenised by the engine: %s", why)
         self._events.write("tokenize", where="server", why=str(why))
 
 

@@ -30,7 +30,6 @@ from batchrunner.job.spec import Job, LimitsSpec, OnLength
 from batchrunner.job.tasks import VECTOR, Dtype
 from batchrunner.output.columns import RunSchema, schema_of_run, table_of, with_vectors
 from batchrunner.runner.open_engine import EngineLoop, OpenEngine
-from batchrunner.runner.progress import make_displays
 from batchrunner.runner.stream import MOST_ROWS, ProgramRows, RowBuffer, send_stream
 
 
@@ -206,13 +205,12 @@ class BlockStream:
             self._schema = RunSchema(pa.schema([]), self._plan, {})
             call.check_names(columns, self._plan)
             self._outlet = BlockOutlet()
-            display = make_displays(progress=False, on_progress=None)
             work = functools.partial(
                 send_stream,
                 job,
                 rows,
                 self._outlet,
-                display,
+                (),
                 scratch,
                 functions=functions,
                 schema=self._schema,

@@ -13,14 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import uvloop
 
-from batchrunner.core.console import is_no_detail
 from batchrunner.core.processes import SignalWatch
 from batchrunner.core.types import MetricsAddress
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from batchrunner.report.report import Report
 from batchrunner.runner.control import SIGNALS, Control, RunSignals
-from batchrunner.runner.progress import Display, Displays, ProgressBar, make_display
+from batchrunner.runner.progress import Display, ProgressBar, ProgressLines
 from batchrunner.runner.run import execute
 
 log = logging.getLogger(__name__)
@@ -48,28 +47,29 @@ def run_in_foreground(
     """
     loaded = load_job(job, overrides=overrides, no_python=no_python)
     control = Control()
+    displays: list[Display] = []
+    if not quiet and not as_json:
+        displays.append(ProgressBar() if sys.stderr.isatty() else ProgressLines())
 
     async def supervised() -> Report:
         signals = RunSignals(control, asyncio.get_running_loop(), bounds_s)
-        display = make_display(quiet=quiet or as_json)
-        with SignalWatch(signals.came, SIGNALS), contextlib.closing(signals), _log_above(display):
+        with SignalWatch(signals.came, SIGNALS), contextlib.closing(signals), _log_above(displays):
             return await execute(
                 loaded,
                 fresh=fresh,
                 retry_failed=retry_failed,
                 join=join,
-                display=Displays([display, *pages]),
+                displays=displays,
                 control=control,
             )
 
     bounds_s = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: loaded.limits.drain}
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with contextlib.ExitStack() as stack:
-        pages = []
         if metrics is not None:
             from batchrunner.runner.metrics import metrics_server  # noqa: PLC0415 - only where it is asked for
 
-            pages = [stack.enter_context(metrics_server(metrics))]
+            displays.append(stack.enter_context(metrics_server(metrics)))
         try:
             return runner.run(supervised())
         finally:
@@ -79,18 +79,13 @@ def run_in_foreground(
                 runner.close()
 
 
-def log_to_stderr(*, quiet: bool, details: bool = True) -> None:
-    """Show only batchrunner's log; an engine in this process uses the root logger.
-
-    `details` is whether a terminal shows all lines; elsewhere they are in the log in any case.
-    """
+def log_to_stderr(*, quiet: bool) -> None:
+    """Show only batchrunner's log; an engine in this process uses the root logger."""
     ours = logging.getLogger("batchrunner")
     ours.setLevel(logging.ERROR if quiet else logging.INFO)
     task = _slurm_task(os.environ)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"{task}: %(message)s" if task else None))
-    if not details and sys.stderr.isatty():
-        handler.addFilter(is_no_detail)
     ours.addHandler(handler)
     ours.propagate = False
 
@@ -105,9 +100,9 @@ def _slurm_task(environ: Mapping[str, str]) -> str | None:
     return f"{name} restart {restart}" if restart else name
 
 
-def _log_above(display: Display) -> contextlib.AbstractContextManager[None]:
+def _log_above(displays: Sequence[Display]) -> contextlib.AbstractContextManager[None]:
     """Let log lines appear above the bar and not in it."""
-    if not isinstance(display, ProgressBar):
+    if not any(isinstance(display, ProgressBar) for display in displays):
         return contextlib.nullcontext()
     from tqdm.contrib.logging import logging_redirect_tqdm  # noqa: PLC0415 - only where there is a terminal
 

@@ -1,76 +1,30 @@
-"""`--metrics-port`: the state of a run as Prometheus metrics, over HTTP."""
+"""`--metrics-port`: the figures of a run for Prometheus, over HTTP."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from batchrunner.core.errors import JobError
 from batchrunner.core.types import MetricsAddress
 from batchrunner.dispatch.progress import Snapshot
-from batchrunner.runner.progress import Display, Opening
+from batchrunner.runner.progress import Display
 
 log = logging.getLogger(__name__)
 
-OF_RUN = {
-    "rows_selected": (
-        "rows_total", "gauge", "Rows that the task has to do; an estimate where tasks share the rows."
-    ),
-    "rows_done": (
-        "rows_done", "counter", "Rows that ended, failed ones and those of earlier starts included."
-    ),
-    "rows_failed": ("rows_failed", "counter", "Rows that ended with an error."),
-    "rows_left": ("rows_left", "gauge", "Rows that are not done yet."),
-    "rows_in_flight": ("in_flight", "gauge", "Rows that the engine has now."),
-    "rows_waiting_for_retry": ("waiting", "gauge", "Rows that wait for another try."),
-    "rows_per_second": ("rows_per_s", "gauge", "Rows that end in a second, over the last 30 s."),
-    "rows_per_request": (
-        "rows_per_request", "gauge", "Rows that share a request on average, over the last 30 s."
-    ),
-    "prompt_tokens": ("prompt_tokens", "counter", "Prompt tokens of this start."),
-    "cached_prompt_tokens": (
-        "cached_tokens", "counter", "Prompt tokens of this start that came from the prefix cache."
-    ),
-    "output_tokens": ("output_tokens", "counter", "Generated tokens of this start."),
-    "output_tokens_per_second": (
-        "output_tokens_per_s", "gauge", "Generated tokens in a second, over the last 30 s."
-    ),
-    "retractions": ("retractions", "counter", "Retractions of this start."),
-    "window": ("window", "gauge", "Most rows in flight, over all replicas."),
-    "time_left_seconds": (
-        "time_left_s", "gauge", "Seconds to the end at the present rate; absent without a rate."
-    ),
-}  # fmt: skip
-"""Metrics of the whole task, without the prefix `batchrunner_`: names in Snapshot, types, what they say."""
-OF_SCHEDULER = {
-    "running_requests": ("running", "gauge", "Requests that decode, SGLang's #running-req."),
-    "waiting_requests": ("queue", "gauge", "Requests that wait, SGLang's #queue-req."),
-    "waiting_requests_low": ("low", "gauge", "Lower end of the range in which #queue-req is kept."),
-    "waiting_requests_high": ("high", "gauge", "Upper end of that range."),
-    "token_usage_ratio": ("token_usage", "gauge", "Fraction of the KV pool in use, 0 to 1."),
-    "window": ("window", "gauge", "Most rows in flight for this scheduler."),
-    "output_tokens_per_second": (
-        "output_tokens_per_s", "gauge", "Generated tokens in a second, over the last 30 s."
-    ),
-    "retractions": ("retractions", "counter", "Retractions of this start."),
-}  # fmt: skip
-"""Metrics of each scheduler, with the prefix `batchrunner_scheduler_` and the label `scheduler`, alike."""
 PREFIX, SCHEDULER = "batchrunner_", "batchrunner_scheduler_"
+"""What the names of figures of the whole task, and of a scheduler, begin with."""
+MEANING = "The figure of this name in the run's sample events."
 
 
 class MetricsPage(Display):
-    """A display: what it was shown last is what Prometheus gets."""
+    """A display whose last state is what Prometheus gets: each number of a sample event, by its name."""
 
     def __init__(self) -> None:
-        self._opening: Opening | None = None
         self._snapshot: Snapshot | None = None
         self._ended = False
-
-    def begin(self, opening: Opening) -> None:
-        """Keep what the run is going to do."""
-        self._opening = opening
 
     def show(self, snapshot: Snapshot) -> None:
         """Keep the present state."""
@@ -82,46 +36,27 @@ class MetricsPage(Display):
 
     def collect(self) -> Iterator[Any]:
         """Yield the metrics, each with its values; called by the server's threads."""
-        from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily  # noqa: PLC0415
+        from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415
 
         snapshot = self._snapshot
-        running = snapshot is not None and not self._ended
-        yield GaugeMetricFamily(f"{PREFIX}running", "1 while rows are sent, else 0.", value=float(running))
-        if self._opening is not None:
-            facts = {"model": self._opening.model, "engine": self._opening.kind}
-            facts |= {"results": self._opening.results}
-            yield InfoMetricFamily(f"{PREFIX}run", "What runs, as labels.", value=facts)
+        running = float(snapshot is not None and not self._ended)
+        yield GaugeMetricFamily(f"{PREFIX}running", "1 while rows are sent, else 0.", value=running)
         if snapshot is None:
             return
-        left = max(0, snapshot.rows_total - snapshot.rows_done)
-        for name, (key, kind, meaning) in OF_RUN.items():
-            value = left if key == "rows_left" else getattr(snapshot, key)
-            if value is not None:
-                yield _family(kind, PREFIX + name, meaning, [((), value)])
-        for name, (key, kind, meaning) in OF_SCHEDULER.items():
-            values = [((who,), own[key]) for who, own in _by_scheduler(snapshot) if own.get(key) is not None]
-            if values:
-                yield _family(kind, SCHEDULER + name, meaning, values)
+        sample = snapshot.as_sample()
+        for name, value in _numbers(sample):
+            yield GaugeMetricFamily(PREFIX + name, MEANING, value=value)
+        families: dict[str, Any] = {}
+        for load in sample["signals"]:
+            low, high = sample["bands"].get(load["scheduler"], (None, None))
+            for name, value in _numbers({**load, "queue_low": low, "queue_high": high}):
+                new = GaugeMetricFamily(SCHEDULER + name, MEANING, labels=["scheduler"])
+                families.setdefault(name, new).add_metric([load["scheduler"]], value)
+        yield from families.values()
 
 
-def _by_scheduler(snapshot: Snapshot) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield what is known of each scheduler, by its name."""
-    for load in snapshot.loads:
-        low, high = snapshot.bands.get(load.scheduler, (None, None))
-        state = {"low": low, "high": high, **snapshot.by_scheduler.get(load.scheduler, {})}
-        gauges = {"running": load.running, "queue": load.queue, "token_usage": load.token_usage}
-        yield load.scheduler, state | gauges
-
-
-def _family(kind: str, name: str, meaning: str, values: Iterable[tuple[tuple[str, ...], float]]) -> Any:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415
-
-    values = list(values)
-    family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-    made = family(name, meaning, labels=["scheduler"] if values[0][0] else [])
-    for labels, value in values:
-        made.add_metric(labels, value)
-    return made
+def _numbers(figures: dict[str, Any]) -> list[tuple[str, float]]:
+    return [(name, value) for name, value in figures.items() if isinstance(value, (int, float))]
 
 
 @contextlib.contextmanager

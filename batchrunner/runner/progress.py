@@ -3,97 +3,49 @@
 import contextlib
 import inspect
 import logging
-import os
-import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
+from batchrunner.core.console import tell
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.progress import AttemptProgress, Snapshot, engine_parts
 from batchrunner.output.events import EventLog
-from batchrunner.report.report import duration
 
 log = logging.getLogger(__name__)
 
-_BETWEEN = " · "
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """What a run is going to do, for a person who sees it begin."""
-
-    rows: int
-    """Rows to do."""
-    rows_done: int
-    """Rows that earlier attempts ended."""
-    model: str
-    """Identity of the model."""
-    kind: str
-    """The job's `engine.kind`."""
-    window: int
-    """Requests in flight at first, over all replicas."""
-    is_fixed: bool
-    """Whether the job sets that number."""
-    results: str
-    """Directory of the results."""
-
-    def lines(self) -> list[str]:
-        """Return the three lines: what, how and where."""
-        before = f" ({self.rows_done:,} done before)" if self.rows_done else ""
-        follows = "set by the job" if self.is_fixed else "adapted to its load"
-        return [
-            f"rows:    {self.rows:,} to do{before}, model {self.model}",
-            f"engine:  {self.kind}, {self.window:,} requests in flight, {follows}",
-            f"results: {self.results} (Ctrl-C stops; the same command resumes)",
-        ]
-
-
-def progress_text(snapshot: Snapshot) -> str:
-    """Return what stands behind the bar: rows per second, and the time left."""
-    left = "?" if snapshot.time_left_s is None else duration(snapshot.time_left_s)
-    return f"rows · {snapshot.rows_per_s:.1f} rows/s · {left} left"
-
-
-def engine_line(snapshot: Snapshot, columns: int) -> str:
-    """Return the engine's state in one line of less than `columns` characters; failed rows are not cut."""
-    failed = f"{snapshot.rows_failed:,} failed"
-    parts = [failed, *engine_parts(snapshot.as_sample())]
-    while len(parts) > 1 and len(_BETWEEN.join(parts)) >= columns:
-        parts.pop()
-    return _BETWEEN.join([*parts[1:], failed])[: columns - 1]
-
-
-COLUMNS = 80
-"""Width of a terminal that does not tell it."""
+BAR_FORMAT = "{l_bar}{bar:10}{r_bar}"
+"""The bar of tqdm, short, so that the line has room for the engine's state; a terminal's width cuts it."""
 LINE_EVERY_S = 5.0
 SAMPLE_S = 2.0
 """Seconds between two samples in the event log: 43,000 lines a day. A young run is sampled more often."""
 
 
-class Display:
-    """What shows the state of a run; this one shows nothing, as for the library and `--quiet`."""
+class Display(ABC):
+    """What shows the state of a run."""
 
-    def begin(self, opening: Opening) -> None:
-        """Show what the run is going to do; called once, before the first state."""
-
+    @abstractmethod
     def show(self, snapshot: Snapshot) -> None:
         """Show the present state; called a few times a second."""
 
+    @abstractmethod
     def close(self) -> None:
         """Finish the output."""
 
 
 class ProgressLog:
-    """Shows every load sample on the display, and writes one to the event log every 2 s."""
+    """Shows every load sample on the displays, and writes one to the event log every 2 s."""
 
-    def __init__(self, progress: AttemptProgress, display: Display, events: EventLog, *, now: float) -> None:
+    def __init__(
+        self, progress: AttemptProgress, displays: Sequence[Display], events: EventLog, *, now: float
+    ) -> None:
         """Begin at `now`, in seconds of the monotonic clock."""
         self._progress = progress
-        self._display = display
+        self._displays = displays
         self._events = events
         self._began = now
         self._next_sample = 0.0
@@ -103,7 +55,7 @@ class ProgressLog:
         """Show and write a load sample."""
         self._loads = loads
         snapshot = self._progress.polled(loads, now)
-        self._display.show(snapshot)
+        self._show(snapshot)
         if now >= self._next_sample:
             self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
             self._events.write("sample", **snapshot.as_sample())
@@ -111,15 +63,18 @@ class ProgressLog:
     def finish(self, now: float) -> None:
         """Show and write the last state."""
         last = self._progress.snapshot(self._loads, now)
-        self._display.show(last)
+        self._show(last)
         self._events.write("sample", **last.as_sample())
+
+    def _show(self, snapshot: Snapshot) -> None:
+        for display in self._displays:
+            display.show(snapshot)
 
 
 class ProgressLines(Display):
-    """A line every 5 s: for logs of batch systems."""
+    """A line on standard error every 5 s: for logs of batch systems."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self) -> None:
         self._next = 0.0
 
     def show(self, snapshot: Snapshot) -> None:
@@ -127,65 +82,37 @@ class ProgressLines(Display):
         now = time.monotonic()
         if now >= self._next:
             self._next = now + LINE_EVERY_S
-            with contextlib.suppress(OSError):  # a full disk, a pipe that nobody reads: the rows matter
-                print(time.strftime("%H:%M:%S"), snapshot.line(), file=self._stream, flush=True)
+            tell(f"{time.strftime('%H:%M:%S')} {snapshot.line()}")
+
+    def close(self) -> None:
+        """Leave the lines as they are."""
 
 
 class ProgressBar(Display):
-    """Two lines on a terminal: tqdm's bar, and below it the engine."""
+    """tqdm's bar and, behind it, the engine: a widget in a notebook, else a line on standard error."""
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self) -> None:
         self._bar: Any = None
-        self._engine: Any = None
-
-    def begin(self, opening: Opening) -> None:
-        """Print what the run is going to do."""
-        with contextlib.suppress(OSError):  # the terminal was closed
-            print(*opening.lines(), sep="\n", file=self._stream, flush=True)
 
     def show(self, snapshot: Snapshot) -> None:
-        """Move the bar, and show the engine's state."""
+        """Move the bar."""
         if self._bar is None:
-            from tqdm import tqdm  # noqa: PLC0415 - only where there is a terminal
+            from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is asked for
 
             self._bar = tqdm(
-                total=snapshot.rows_total, initial=snapshot.rows_done, file=self._stream, position=0,
-                dynamic_ncols=True, desc="simulated " if snapshot.simulated else None,
-                bar_format="{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit}",
-                unit=progress_text(snapshot),
+                initial=snapshot.rows_done, unit="row", dynamic_ncols=True, bar_format=BAR_FORMAT,
+                desc="simulated" if snapshot.simulated else None,
             )  # fmt: skip
-            self._engine = tqdm(file=self._stream, position=1, leave=False, bar_format="{desc}")
-        self._bar.unit = progress_text(snapshot)
-        line = engine_line(snapshot, _columns(self._stream))
-        self._engine.set_description_str(line, refresh=False)
-        self._bar.n, self._bar.total = snapshot.rows_done, snapshot.rows_total  # others may add rows
+        self._bar.n, self._bar.total = snapshot.rows_done, snapshot.rows_total or None  # others may add rows
+        parts = [f"{snapshot.rows_failed:,} failed", *engine_parts(snapshot.as_sample())]
         with contextlib.suppress(OSError):  # the terminal was closed
-            self._bar.refresh()
-            self._engine.refresh()
+            self._bar.set_postfix_str(", ".join(parts))
 
     def close(self) -> None:
-        """Leave the bar's last state on the screen."""
+        """Leave the last state on the screen."""
         if self._bar is not None:
             with contextlib.suppress(OSError):
-                self._engine.close()
                 self._bar.close()
-
-
-def _columns(stream: TextIO) -> int:
-    """Return the width of a terminal in characters; 80 where nobody knows it."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or COLUMNS
-    except (OSError, ValueError):  # no terminal any more, or never one
-        return COLUMNS
-
-
-def make_display(*, quiet: bool, stream: TextIO | None = None) -> Display:
-    """Choose the display for a stream (standard error by default)."""
-    stream = stream or sys.stderr
-    if quiet:
-        return Display()
-    return ProgressBar(stream) if stream.isatty() else ProgressLines(stream)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,55 +183,7 @@ class ProgressCalls(Display):
             self._listener = None
 
 
-class AutoBar(Display):
-    """tqdm's bar for programs: a widget in a notebook, else a line on standard error."""
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Move the bar."""
-        if self._bar is None:
-            from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is asked for
-
-            self._bar = tqdm(
-                initial=snapshot.rows_done, total=snapshot.rows_total or None, unit="row",
-                desc="simulated" if snapshot.simulated else None, dynamic_ncols=True,
-            )  # fmt: skip
-        self._bar.n, self._bar.total = snapshot.rows_done, snapshot.rows_total or None
-        with contextlib.suppress(OSError):  # the terminal was closed
-            self._bar.set_postfix({"failed": snapshot.rows_failed, "in flight": snapshot.in_flight})
-
-    def close(self) -> None:
-        """Leave the last state on the screen."""
-        if self._bar is not None:
-            with contextlib.suppress(OSError):
-                self._bar.close()
-
-
-class Displays(Display):
-    """Several displays as one."""
-
-    def __init__(self, displays: Sequence[Display]) -> None:
-        self._displays = displays
-
-    def begin(self, opening: Opening) -> None:
-        """Show on all what the run is going to do."""
-        for display in self._displays:
-            display.begin(opening)
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Show the present state on all."""
-        for display in self._displays:
-            display.show(snapshot)
-
-    def close(self) -> None:
-        """Finish all."""
-        for display in self._displays:
-            display.close()
-
-
-def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> Displays:
+def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> list[Display]:
     """Return what shows a run to a program that asks for a bar, calls, both or neither.
 
     Raises JobError where `on_progress` cannot be called with a Progress.
@@ -314,5 +193,5 @@ def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> Di
             f"on_progress: {on_progress!r} cannot be called",
             hint="give a plain function of one argument, a batchrunner.Progress",
         )
-    calls = [ProgressCalls(on_progress)] if on_progress is not None else []
-    return Displays([*([AutoBar()] if progress else []), *calls])
+    bar = [ProgressBar()] if progress else []
+    return [*bar, *([ProgressCalls(on_progress)] if on_progress is not None else [])]

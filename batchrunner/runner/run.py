@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
 
-from batchrunner.core.console import DETAIL
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, JobError, StorageError
 from batchrunner.core.files import read_json
@@ -55,7 +54,7 @@ from batchrunner.runner.prepare import (
     new_task,
     prepare,
 )
-from batchrunner.runner.progress import Display, Opening
+from batchrunner.runner.progress import Display
 from batchrunner.runner.results import Handover, OutcomeSink
 from batchrunner.runner.rows import FixedRows
 from batchrunner.runner.sending import Sending, open_windows
@@ -151,7 +150,7 @@ async def execute(
     fresh: bool = False,
     retry_failed: bool = False,
     join: bool = False,
-    display: Display | None = None,
+    displays: Sequence[Display] = (),
     control: Control | None = None,
     handover: Handover | None = None,
 ) -> Report:
@@ -168,11 +167,12 @@ async def execute(
     task = new_task() if join else MAIN_TASK
     prepared = await asyncio.to_thread(prepare, job, task, fresh=fresh, keeps_copies=True)
     run_dir = prepared.run_dir
-    control, display = control or Control(), display or Display()
+    control = control or Control()
     counts, events = RowCounts(), EventLog(run_dir.events)
     async with contextlib.AsyncExitStack() as at_last, contextlib.AsyncExitStack() as stack:
         at_last.callback(leave, prepared)
-        stack.enter_context(contextlib.closing(display))
+        for display in displays:
+            stack.enter_context(contextlib.closing(display))
         stack.enter_context(_rare_garbage_collection())
         holding = hold_task(run_dir, control.sleep)
         lock = await control.run(lambda: stack.enter_context(holding))
@@ -207,7 +207,7 @@ async def execute(
             events.open()
             await _give_earlier(prepared, handover)
             return await Run(
-                prepared, attempt, engine, info, lock, counts, events, control, display, handover
+                prepared, attempt, engine, info, lock, counts, events, control, displays, handover
             ).go()
 
 
@@ -350,7 +350,7 @@ class Run:
     counts: RowCounts
     events: EventLog
     control: Control
-    display: Display
+    displays: Sequence[Display]
     handover: Handover | None
     """It gets the rows too."""
     began: float = field(default_factory=time.monotonic)
@@ -441,30 +441,17 @@ class Run:
         )
         sending = Sending(
             job, rows, attempt.done, self.engine, info, windows, results, self.counts, self.events,
-            self.control, self.display, began=self.began, functions=prepared.functions,
+            self.control, self.displays, began=self.began, functions=prepared.functions,
         )  # fmt: skip
-        window, is_fixed, first = windows.slots.window, windows.limits.fixed is not None, windows.first
-        why = "set by the job"
-        if not is_fixed:
+        window, first, why = windows.slots.window, windows.first, "set by the job"
+        if windows.limits.fixed is None:
             write_decisions(self.events, first)
             why = first[0].reason + (f"; {len(first)} schedulers" if first[1:] else "")
         log.info(
-            "%d rows to do, %d done before; window %d (%s)", rows.unread, len(attempt.done.rows), window, why,
-            extra=DETAIL,
-        )  # fmt: skip
-        log.info("%s", attempt.order, extra=DETAIL)
-        self.events.write("order", **asdict(attempt.order))
-        self.display.begin(
-            Opening(
-                rows=rows.unread,
-                rows_done=len(attempt.done.rows),
-                model=info.model,
-                kind=job.engine.kind,
-                window=window,
-                is_fixed=is_fixed,
-                results=f"{run_dir.name}/parts",
-            )
+            "%d rows to do, %d done before; window %d (%s)", rows.unread, len(attempt.done.rows), window, why
         )
+        log.info("%s", attempt.order)
+        self.events.write("order", **asdict(attempt.order))
         return sending, writer
 
     def _look_at_input(self) -> list[str]:

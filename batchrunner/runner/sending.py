@@ -128,7 +128,7 @@ class Sending:
         counts: RowCounts,
         events: EventLog,
         control: Control,
-        display: Display,
+        displays: Sequence[Display],
         *,
         began: float,
         functions: HookPool | None = None,
@@ -172,7 +172,7 @@ class Sending:
             rows, done, counts, slots, limits, self._backlog, self.bundles, engine, events, began=began,
             task=job.task,
         )  # fmt: skip
-        self.shown = ProgressLog(self.progress, display, events, now=began)
+        self.shown = ProgressLog(self.progress, displays, events, now=began)
         self._results, self._deadline_s, self._began = results, job.limits.deadline, began
         self._dispatcher = Dispatcher(
             self._backlog, slots, senders, checker, self.reorderer, limits, self._load_control, self.progress,

@@ -365,7 +365,7 @@ async def send_stream(
     job: Job,
     rows: ProgramRows,
     outlet: Outlet,
-    display: Display,
+    displays: Sequence[Display],
     log_directory: Path,
     *,
     engine: Engine | None = None,
@@ -383,7 +383,8 @@ async def send_stream(
     control, counts, events = Control(), RowCounts(), EventLog(log_directory / "events.jsonl")
     try:
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(contextlib.closing(display))
+            for display in displays:
+                stack.enter_context(contextlib.closing(display))
             if engine is None or info is None:
                 engine, info = await open_engine_of(job, job.task, log_directory, control, stack)
             check_engine(job, info)
@@ -395,7 +396,7 @@ async def send_stream(
             answers = plan_answers(job, functions)
             results = OutcomeSink(answers, counter, outlet=outlet, functions=functions, schema=schema)
             sending = Sending(
-                job, rows, DoneRows(), engine, info, windows, results, counts, events, control, display,
+                job, rows, DoneRows(), engine, info, windows, results, counts, events, control, displays,
                 began=began, functions=functions,
             )  # fmt: skip
             try:
@@ -419,7 +420,7 @@ class StreamCall:
     call: LibraryCall
     loop: EngineLoop | None
     """The loop of an open engine; None where the call opens one."""
-    display: Display
+    displays: Sequence[Display]
 
     async def rows(self, output: Path | None) -> AsyncGenerator[dict[str, Any]]:
         """Yield rows as they end.
@@ -465,7 +466,7 @@ class StreamCall:
         job = self.call.job(dataset.schema, paths, output)
         if not dataset.total_rows:
             return None
-        return functools.partial(_execute_and_give, job, handover, self.display)
+        return functools.partial(_execute_and_give, job, handover, self.displays)
 
     def _stream(
         self, buffer: RowBuffer, scratch: Path, handover: Handover, stack: contextlib.AsyncExitStack
@@ -487,7 +488,9 @@ class StreamCall:
         rows = ProgramRows(job, known.schema, buffer, first=first, total=total, functions=functions)
         if first is None:
             return None
-        return functools.partial(send_stream, job, rows, handover, self.display, scratch, functions=functions)
+        return functools.partial(
+            send_stream, job, rows, handover, self.displays, scratch, functions=functions
+        )
 
     async def _keep_rows(self, output: Path, buffer: RowBuffer, stack: contextlib.AsyncExitStack) -> str:
         """Write the rows into the run directory, from where every start reads them; return their path.
@@ -538,11 +541,16 @@ def _are_equal(one: Path, other: Path) -> bool:
 
 
 async def _execute_and_give(
-    job: Job, handover: Handover, display: Display, *, engine: Engine | None, info: EngineInfo | None
+    job: Job,
+    handover: Handover,
+    displays: Sequence[Display],
+    *,
+    engine: Engine | None,
+    info: EngineInfo | None,
 ) -> None:
     """Run a job and give its rows to `handover`; raises BatchrunError, also where rows were not sent."""
     try:
-        report = await execute(job, engine=engine, info=info, display=display, handover=handover)
+        report = await execute(job, engine=engine, info=info, displays=displays, handover=handover)
     finally:
         handover.end()
     if report.rows_left:

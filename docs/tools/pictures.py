@@ -29,8 +29,6 @@ DURING = 0.6
 WIDTH, HEIGHT = 1100, 1000
 """Pixels of the report's picture: the head of the page."""
 SHARE = re.compile(r"(\d+)%\|")
-UP = "\x1b[A"
-"""What moves the cursor a line up: the bar and the line below it are drawn over what was there."""
 
 
 def main() -> None:
@@ -74,25 +72,16 @@ def recorded(command: str, directory: Path) -> str:
 
 
 def until(printed: str, share: float) -> str:
-    """Return what was printed until the bar, and the line below it, had reached this share of the rows."""
+    """Return what was printed until the bar had reached this share of the rows."""
     for bar in SHARE.finditer(printed):
         if int(bar[1]) >= 100 * share:
-            return printed[: printed.index(UP, bar.end())]
+            return printed[: printed.index("\r", bar.end())]
     raise AssertionError("the bar never came so far")
 
 
 def shown(printed: str) -> list[str]:
     """Return the lines that a terminal shows after it got this, with their colours."""
-    lines, row = [""], 0
-    for piece in re.split(rf"(\r?\n|\r|{re.escape(UP)})", printed):
-        if piece == UP:
-            row -= 1
-        elif piece.endswith("\n"):
-            row += 1
-            lines += [""] * (row == len(lines))
-        elif piece not in ("", "\r"):
-            lines[row] = piece
-    return lines
+    return [line.rstrip("\r").rpartition("\r")[2] for line in printed.split("\n")]
 
 
 def drawn(command: str, printed: str) -> str:
