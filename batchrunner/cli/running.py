@@ -179,22 +179,15 @@ def slurm(
         str,
         typer.Option(metavar="TEXT", help="Shell lines that come first, such as 'module load cuda'."),
     ] = "",
-    submit: Annotated[
-        bool,
-        typer.Option("--submit", help="Submit the script, and a job that merges and reports after it."),
-    ] = False,
-    merge: Annotated[bool, typer.Option(help="Whether --submit submits that job too.")] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a job as the script of a Slurm array, or submit it.
+    """Print a job as the script of a Slurm array, for sbatch.
 
-    Cores and memory are those of an engine on the GPUs of a task, unless OPTIONS say otherwise.
-
-    Example: batchrun slurm jobs/summarize.yaml --array 0-15 --submit -- --gpus-per-task=1 --time=4:00:00
+    Example: batchrun slurm jobs/summarize.yaml --array 0-15 -- --gpus-per-task=1 --time=4:00:00 | sbatch
     """
-    from batchrunner.runner import slurm as to_slurm  # noqa: PLC0415 - the command starts fast
+    from batchrunner.runner.slurm import array_script  # noqa: PLC0415 - the command starts fast
 
-    planned = to_slurm.plan_array(
+    script = array_script(
         job,
         array=array,
         sbatch=sbatch or [],
@@ -203,13 +196,7 @@ def slurm(
         no_python=no_python,
         grace_s=grace,
     )
-    script = planned.script()
-    submitted = to_slurm.submit(planned, merge=merge) if submit else []
-    if as_json:
-        logs = str(planned.logs)
-        show({"script": script, "run": planned.place, "logs": logs, "submitted": submitted})
-    else:
-        show(submitted or [script])
+    show({"script": script} if as_json else [script])
 
 
 def ray(

@@ -103,13 +103,6 @@ class CannotTokenizeError(EngineStartError):
     advice = "leave out `tokenize: client`: the server then does it"
 
 
-class SubmitError(BatchrunError):
-    """Slurm is not installed, or refused the job."""
-
-    exit_code = 2
-    advice = "correct the options for sbatch, such as --partition or --account"
-
-
 class EngineLostError(BatchrunError):
     """The engine died or stayed unreachable during a run; the run can be resumed."""
 

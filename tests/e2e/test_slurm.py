@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -18,6 +17,8 @@ import pytest
 
 from batchrunner.core.errors import OutputError
 from batchrunner.dispatch.queue import READ_AHEAD_ROWS
+from batchrunner.output.merge import merge
+from batchrunner.report.report import report_of_all
 from batchrunner.runner.status import status
 from tests.conftest import batchrun, job_of, results_of, write_job
 from tests.support.fake_sglang import FakeSGLang
@@ -71,12 +72,13 @@ class Submitted:
         self._slurm = slurm
         self.job = job
         self.run = Path(job["output"]["path"])
-        self.array, *merge = re.findall(r"(?:array|^job) (\d+)", told, re.MULTILINE)
-        self._ids = {self.array, *merge}
+        self.array = told.strip().partition(";")[0]
 
     def wait(self) -> None:
-        """Wait for the end of its tasks, and of the job that merges."""
-        self._slurm.wait_until(lambda: not {job.partition("_")[0] for job in self._slurm.jobs()} & self._ids)
+        """Wait for the end of its tasks."""
+        self._slurm.wait_until(
+            lambda: self.array not in {job.partition("_")[0] for job in self._slurm.jobs()}
+        )
 
     def tasks(self) -> list[dict[str, Any]]:
         """Return the tasks of the run, by what `status` says."""
@@ -101,14 +103,6 @@ class Submitted:
         there = pq.read_metadata(self.job["input"]["path"]).num_rows
         assert [row["row"] for row in rows] == list(range(there))
         assert not any(row["error"] for row in rows)
-
-    def check_merged(self) -> None:
-        """So it is, and the job that follows found and merged all of them."""
-        self.check_rows()
-        rows = len(results_of(self.job))
-        (log,) = Path(f"{self.run}.slurm").glob("*-merge.log")
-        assert f"{rows} of {rows} rows on disk" in log.read_text()
-        assert pq.read_table(self.run / "merged").num_rows == rows
 
 
 Story: TypeAlias = Callable[[SlurmCluster, Path], Submitted]
@@ -153,12 +147,12 @@ def submit(
     slurm: SlurmCluster, job: dict[str, Any], directory: Path, *options: object, partition: str = "main"
 ) -> Submitted:
     """Submit a job's array."""
-    with IN_TURN, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SBATCH_PARTITION", partition)
-        small = (*(() if "--" in options else ("--",)), "--cpus-per-task=1", "--mem=100M")
-        done = batchrun("slurm", write_job(job, directory), "--submit", *options, *small)
+    small = "--cpus-per-task=1", "--mem=100M", f"--partition={partition}"
+    with IN_TURN:
+        more = () if "--" in options else ("--",)
+        done = batchrun("slurm", write_job(job, directory), *options, *more, *small)
     assert done.exit_code == 0, done.stderr
-    return Submitted(slurm, job, done.stdout)
+    return Submitted(slurm, job, slurm.call("sbatch", "--parsable", given=done.stdout))
 
 
 @story
@@ -175,7 +169,7 @@ def a_time_limit(slurm: SlurmCluster, here: Path) -> Submitted:
 
 def test_a_time_limit(ended: Submitted) -> None:
     """A task drains before its time is up and queues itself again, until nothing is left."""
-    ended.check_merged()
+    ended.check_rows()
     assert "time is nearly up: waiting for the rows in flight, for 55 s at most" in ended.log(0)
     assert f"{ended.array}_0 restart 1: " in ended.log(0)
 
@@ -194,8 +188,8 @@ def an_array_of_four(slurm: SlurmCluster, here: Path) -> Submitted:
 
 
 def test_an_array_of_four(ended: Submitted) -> None:
-    """Four tasks on two nodes, a GPU each, do the rows together; a job merges them when all have ended."""
-    ended.check_merged()
+    """Four tasks on two nodes, a GPU each, do the rows together."""
+    ended.check_rows()
     assert len(ended.tasks()) == 4
     logs = [ended.log(n) for n in range(4)]
     gpu_of = sorted(log.splitlines()[0] for log in logs)
@@ -218,7 +212,7 @@ def a_task_that_is_requeued(slurm: SlurmCluster, here: Path) -> Submitted:
 
 def test_a_task_that_is_requeued(ended: Submitted) -> None:
     """`scontrol requeue` in mid-run: the task comes back and goes on, and its log says so."""
-    ended.check_merged()
+    ended.check_rows()
     assert "interrupted: waiting for the rows in flight, for 15 s at most" in ended.log(0)
     assert re.search(rf"^n[12] {ended.array}_0 restart 1: ", ended.log(0), re.MULTILINE)
 
@@ -238,7 +232,7 @@ def tasks_that_are_killed(slurm: SlurmCluster, here: Path) -> Submitted:
 
 def test_tasks_that_are_killed(ended: Submitted) -> None:
     """One is cancelled, one gets a SIGKILL: the others take over and do the rest."""
-    ended.check_merged()
+    ended.check_rows()
     (killed,) = (task["task"] for task in ended.tasks() if "-t2-" in task["task"])
     assert f"took over from {killed}" in ended.log(0) + ended.log(3)
 
@@ -246,9 +240,9 @@ def test_tasks_that_are_killed(ended: Submitted) -> None:
 @story
 def tasks_that_are_added_late(slurm: SlurmCluster, here: Path) -> Submitted:
     with gated_job(here, 3) as (gate, plan):
-        job = submit(slurm, plan, here, "--array", "0", "--no-merge")
+        job = submit(slurm, plan, here, "--array", "0")
         slurm.wait_until(job.at_it)
-        late = submit(slurm, plan, here, "--array", "0-1", "--no-merge")
+        late = submit(slurm, plan, here, "--array", "0-1")
         slurm.wait_until(lambda: len(job.at_it()) == 3)
         gate.open()
         job.wait()
@@ -277,11 +271,11 @@ def checked_samples(slurm: SlurmCluster, here: Path) -> Submitted:
 
 def test_checked_samples(ended: Submitted) -> None:
     """Checks, Python functions and a row for each sample: as without an array, each row once."""
-    table = pq.read_table(ended.run / "merged")
+    table = pq.read_table(merge(ended.run).path)
     rows = pq.read_metadata(ended.job["input"]["path"]).num_rows
     check_hooked(table.to_pylist(), rows)
-    report = json.loads((ended.run / "report.json").read_text())
-    assert (report["checks"]["rows_mended"], report["checks"]["rows_failed"]) == (rows, 0)
+    checks = report_of_all(ended.run).checks
+    assert (checks["rows_mended"], checks["rows_failed"]) == (rows, 0)
 
 
 @story
@@ -300,5 +294,5 @@ def a_node_that_is_lost(slurm: SlurmCluster, here: Path) -> Submitted:
 
 def test_a_node_that_is_lost(ended: Submitted) -> None:
     """slurmd killed: its task goes on while Slurm starts it once more elsewhere; then the node comes back."""
-    ended.check_merged()
+    ended.check_rows()
     assert " restart 1: " in ended.log(0) + ended.log(1)

@@ -131,10 +131,16 @@ class SlurmCluster:
         """Return a node's state as sinfo has it."""
         return self.call("sinfo", "-h", "-N", "-n", node, "-o", "%T").strip()
 
-    def call(self, *command: str) -> str:
-        """Run one of Slurm's commands; return its output."""
+    def call(self, *command: str, given: str = "") -> str:
+        """Run one of Slurm's commands, which is given this as its input; return its output."""
         return subprocess.run(
-            command, env=self._environ, capture_output=True, text=True, check=True, timeout=PATIENCE_S
+            command,
+            input=given,
+            env=self._environ,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PATIENCE_S,
         ).stdout
 
     def jobs(self) -> dict[str, str]:
@@ -176,7 +182,11 @@ class SlurmCluster:
     def _daemon(self, name: str, *command: str) -> None:
         with (self.base / f"{name}.out").open("ab") as output:
             self._daemons[name] = subprocess.Popen(
-                command, env=self._environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                command,
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
             )
 
     def _works(self, *command: str) -> bool:
