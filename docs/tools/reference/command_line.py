@@ -35,10 +35,10 @@ temporary files that has the traceback: report the error with that file.
 
 ## On a terminal
 
-A run begins with what it does (rows and model), how (engine and requests in flight) and where (results).
-Then come a bar with the time left, and below it the engine: running and waiting requests with the range in
-which the queue is kept, used share of the KV pool, share of prompt tokens from the prefix cache, and failed
-rows. Where standard error is no terminal, there is a line of progress every 5 s."""
+A run begins with the rows to do, the requests in flight and the order, each with its reason. Then comes a
+bar with the time left and, as far as the terminal is wide, failed rows and the engine: running and waiting
+requests with the range in which the queue is kept, used share of the KV pool, share of prompt tokens from
+the prefix cache. Where standard error is no terminal, there is a line of progress every 5 s."""
 
 COLUMNS = ["argument or option", "default", "meaning"]
 
