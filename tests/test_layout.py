@@ -108,11 +108,11 @@ MOST_TOKENS = {
     "advise": 12_200,
     "report": 11_500,
     "dispatch": 27_000,
-    "runner": 28_100,
+    "runner": 26_200,
     "tune": 13_700,
     "api": 2_500,
     "ray": 5_500,
-    "cli": 4_100,
+    "cli": 4_000,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
