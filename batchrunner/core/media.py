@@ -17,6 +17,8 @@ class MediaKind(NamedTuple):
 
     name: KindName
     """Type of a part that stands for it in chats of Hugging Face, and what it is in words."""
+    media_type: str
+    """Type in the data URL; SGLang looks at the content only."""
     field: str
     """Field of `prompt` that names its columns."""
     usual_bytes: int
@@ -38,9 +40,9 @@ class MediaKind(NamedTuple):
         return f"<{self.name}>"
 
 
-IMAGE = MediaKind("image", "images", 2 << 20)
-AUDIO = MediaKind("audio", "audio", 4 << 20)
-VIDEO = MediaKind("video", "videos", 16 << 20)
+IMAGE = MediaKind("image", "image/png", "images", 2 << 20)
+AUDIO = MediaKind("audio", "audio/wav", "audio", 4 << 20)
+VIDEO = MediaKind("video", "video/mp4", "videos", 16 << 20)
 KINDS: Mapping[KindName, MediaKind] = {kind.name: kind for kind in (IMAGE, AUDIO, VIDEO)}
 PDF_FIELD = "pdf"
 """Field of `prompt` with documents, whose pages are images."""

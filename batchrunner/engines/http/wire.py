@@ -107,13 +107,9 @@ def generate_body(request: Request) -> dict[str, Any]:
 
 def _urls(file: PromptFile) -> list[str]:
     """Return the data URLs of a file, or of the pages of a document."""
-    from batchrunner.input.media.prepare import media_type_of  # noqa: PLC0415 - only where there are files
-
-    found = []
-    for content in file.ready or ():
-        media_type = media_type_of(content, file.kind.name) or "image/png"
-        found.append(f"data:{media_type};base64,{b64encode(content).decode()}")
-    return found
+    return [
+        f"data:{file.kind.media_type};base64,{b64encode(content).decode()}" for content in file.ready or ()
+    ]
 
 
 def _data_of(request: Request) -> dict[str, Any]:

@@ -235,42 +235,37 @@ def _conversation(
     first: list[PromptFile] = []
     for name, kind in KINDS.items():
         own = [file for file in files if file.kind.name == name]
-        if bare[name] and bare[name] != len(own):
+        waiting[name] = iter(own)
+        if bare[name] not in {0, len(own)}:
             raise RowRefusedError(
                 f"prompt.{kind.field}: the messages have {bare[name]} parts of type {name}, "
                 f"and the row has {len(own)} {kind.field}"
             )
-        waiting[name] = iter(own)
-        if not bare[name] and own:
+        if own and not bare[name]:
             if sum(text.count(kind.mark) for text in texts) == len(own):
                 marks.append(kind.mark)
             else:
                 first += own
     pattern = re.compile(f"({'|'.join(marks)})") if marks else None
-    found = []
     for message in messages:
         content: Any = message.get("content")
-        if isinstance(content, list):
-            kinds = map(_bare_kind, content)
+        if pattern and _is_users_text(message) and pattern.search(content):
             content = [
-                placed.part(next(waiting[kind])) if kind else part
-                for part, kind in zip(content, kinds, strict=True)
-            ]
-        elif pattern and _is_users_text(message) and pattern.search(content):
-            content = [
-                placed.part(next(waiting[piece[1:-1]]))
-                if piece in marks
-                else {"type": "text", "text": piece.strip("\n")}
+                {"type": piece[1:-1]} if piece in marks else {"type": "text", "text": piece.strip("\n")}
                 for piece in pattern.split(content)
                 if piece.strip()
             ]
-        found.append({**message, "content": content} if "content" in message else message)
+        if isinstance(content, list):
+            message["content"] = [
+                placed.part(next(waiting[kind])) if kind else part
+                for part, kind in zip(content, map(_bare_kind, content), strict=True)
+            ]
     if first:
-        target = next((message for message in found if message["role"] == _USER), found[0])
+        target = next((message for message in messages if message["role"] == _USER), messages[0])
         content = target.get("content") or []
         own_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         target["content"] = [*map(placed.part, first), *own_parts]
-    return found
+    return messages
 
 
 def _bare_kind(part: Any) -> str | None:
