@@ -103,7 +103,7 @@ MOST_TOKENS = {
     "core": 8_100,
     "job": 19_600,
     "output": 25_600,
-    "input": 35_900,
+    "input": 35_300,
     "engines": 45_900,
     "advise": 12_200,
     "report": 11_500,
