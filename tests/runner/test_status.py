@@ -11,6 +11,7 @@ from decimal import Decimal
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -45,7 +46,7 @@ def test_another_machine_with_another_clock(
     run = tmp_path / "run"
     batchrunner.run(job_of(tmp_path))
     events = [{**event, "time": event["time"] + off_s} for event in read_events(run / "events.jsonl")]
-    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (run / "events.jsonl").write_bytes(b"".join(orjson.dumps(event) + b"\n" for event in events))
     held_by = asdict(replace(this_process(), host="elsewhere", pid=7))
     task = RunDir(run).task_directory
     task.mkdir(parents=True, exist_ok=True)

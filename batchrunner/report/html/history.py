@@ -1,20 +1,16 @@
 """The history of a run over time: each task's event log, and all tasks on one axis."""
 
-import re
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 MOST_CELLS = 600
-"""Cells of time that are kept; when there are more, two neighbours are merged."""
-FIRST_CELL_S = 0.125
-"""Width of a cell at first, in seconds."""
+"""Cells of time that a run's work is divided into."""
+LEAST_CELL_S = 0.125
+"""Least width of a cell, in seconds."""
 MOST_INCIDENTS = 200
 """Incidents that are kept; further ones are only counted."""
-MOST_REASONS = 50
-"""Different reasons for window changes that are kept, numbers in them aside."""
 LONGEST = 300
 """Characters of a text that are kept."""
 
@@ -23,7 +19,6 @@ TASK_GAUGES = (
     "output_tokens_per_s", "prompt_tokens_per_s", "cached_tokens_per_s", "window", "in_flight", RETRACTIONS,
 )  # fmt: skip
 SCHEDULER_GAUGES = ("queue", "running", "token_usage", "window", "output_tokens_per_s", RETRACTIONS)
-_NUMBERS = re.compile(r"\d[\d.,]*")
 
 
 Key = tuple[str, str]
@@ -44,12 +39,12 @@ class CellStats:
         """Mean of the values."""
         return self.total / self.times
 
-    def add(self, total: float, low: float, high: float, times: int) -> None:
-        """Add values."""
-        self.total += total
-        self.times += times
-        self.low = min(self.low, low)
-        self.high = max(self.high, high)
+    def add(self, value: float) -> None:
+        """Add a value."""
+        self.total += value
+        self.times += 1
+        self.low = min(self.low, value)
+        self.high = max(self.high, value)
 
 
 Cell = dict[Key, CellStats]
@@ -85,26 +80,23 @@ class TaskHistory:
     """What the events of a task tell, over all its attempts."""
 
     task: str
+    width_s: float
+    """Width of a cell in seconds; see `cell_width`."""
     attempts: list[AttemptLoad] = field(default_factory=list)
-    width_s: float = FIRST_CELL_S
-    """Width of a cell in seconds, a power of two, so that cells of several tasks can be merged."""
     incidents: list[IncidentMark] = field(default_factory=list)
     incidents_left_out: int = 0
     order: dict[str, Any] = field(default_factory=dict)
     tokenize: dict[str, Any] = field(default_factory=dict)
     rows_total: int = 0
     """Rows of the task, by its last event that has them."""
-    windows: Counter[str] = field(default_factory=Counter)
-    """Reasons for window changes, with numbers replaced by N, and how often each occurred."""
-    leads: int = 0
-    """Corrections of the reuse distance."""
+    moves: int = 0
+    """Changes of the window."""
     bands: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Healthy `#queue-req` of each scheduler of the newest attempt."""
     max_running: dict[str, int] = field(default_factory=dict)
     """`max_running_requests` of each scheduler of the newest attempt."""
     _ours: dict[str, str] | None = None
     """Names of launched servers, by their address; a server has a new port in each attempt."""
-    _cells: int = 0
 
     def add(self, event: dict[str, Any]) -> None:
         """Add the next event; an unknown kind only moves the end of its attempt."""
@@ -124,11 +116,7 @@ class TaskHistory:
             case "tokenize":
                 self.tokenize = event
             case "window":
-                kind = _NUMBERS.sub("N", _short(event.get("reason")))
-                known = kind in self.windows or len(self.windows) < MOST_REASONS
-                self.windows[kind if known else "other"] += 1
-            case "lead":
-                self.leads += 1
+                self.moves += 1
             case "takeover":
                 why = f"{event.get('rows_left', '?')} rows were left"
                 self._note(IncidentMark(event["time"], "takeover", _short(event.get("task")), why))
@@ -137,19 +125,11 @@ class TaskHistory:
                 who = (self._ours or {}).get(who, who)
                 self._note(IncidentMark(event["time"], what.removeprefix("engine_"), who, why))
 
-    def coarsen(self, width_s: float) -> None:
-        """Merge cells until they are at least `width_s` wide."""
-        while self.width_s < width_s:
-            self.width_s *= 2
-            self._cells = sum(map(_halve, self.attempts))
-
     def _add_sample(self, sample: dict[str, Any]) -> None:
         attempt = self.attempts[-1]
-        at = int(sample["time"] / self.width_s)
-        before = len(attempt.cells)
-        if not before:
+        if not attempt.cells:
             self.bands, self.max_running = {}, {}
-        cell = attempt.cells.setdefault(at, {})
+        cell = attempt.cells.setdefault(int(sample["time"] / self.width_s), {})
         for name in TASK_GAUGES:
             _measure(cell, (name, ""), sample.get(name))
         for signal in sample.get("signals") or ():
@@ -160,9 +140,6 @@ class TaskHistory:
                 self.max_running[who] = signal["max_running"]
         attempt.retractions = sample.get(RETRACTIONS) or 0
         self.bands.update(sample.get("bands") or {})
-        self._cells += len(attempt.cells) - before
-        if self._cells > MOST_CELLS:
-            self.coarsen(2 * self.width_s)
 
     def _name_of(self, scheduler: str) -> str:
         if self._ours is None:
@@ -177,9 +154,9 @@ class TaskHistory:
             self.incidents_left_out += 1
 
 
-def history_of(task: str, events: Iterable[dict[str, Any]]) -> TaskHistory:
-    """Return the history of these events; events without a time are skipped."""
-    history = TaskHistory(task)
+def history_of(task: str, events: Iterable[dict[str, Any]], width_s: float) -> TaskHistory:
+    """Return the history of these events in cells of this width; events without a time are skipped."""
+    history = TaskHistory(task, width_s)
     for event in events:
         if isinstance(event.get("time"), (int, float)):
             history.add(event)
@@ -193,22 +170,7 @@ def _measure(cell: Cell, key: Key, value: Any) -> None:
     if found is None:
         cell[key] = CellStats(value, value, value)
     else:
-        found.add(value, value, value, 1)
-
-
-def _halve(attempt: AttemptLoad) -> int:
-    """Merge cells in pairs; return how many are left."""
-    joined: dict[int, Cell] = {}
-    for at, cell in attempt.cells.items():
-        into = joined.setdefault(at // 2, cell)
-        if into is cell:
-            continue
-        for key, stats in cell.items():
-            found = into.setdefault(key, stats)
-            if found is not stats:
-                found.add(stats.total, stats.low, stats.high, stats.times)
-    attempt.cells = joined
-    return len(joined)
+        found.add(value)
 
 
 def _short(text: object) -> str:
@@ -221,6 +183,11 @@ SILENT_S = 10.0
 """Seconds without a sample (five are missing) after which a line ends and a task counts as idle."""
 STEADY_S = 4.0
 """Least width of a cell with several tasks: two samples, so that each task is in each cell."""
+
+
+def cell_width(length_s: float, tasks: int) -> float:
+    """Return the width of the cells, in seconds, of a run that worked for so long with so many tasks."""
+    return max(length_s / MOST_CELLS, STEADY_S if tasks > 1 else LEAST_CELL_S)
 
 
 class TimeAxis:
@@ -294,13 +261,9 @@ class Timeline:
 
 
 def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
-    """Merge the histories of tasks, which are coarsened to one cell width."""
+    """Merge the histories of tasks, which have cells of one width."""
     axis = TimeAxis((attempt.began, attempt.ended) for history in histories for attempt in history.attempts)
-    width_s = max((history.width_s for history in histories), default=1.0)
-    if len(histories) > 1:
-        width_s = max(width_s, STEADY_S)
-    for history in histories:
-        history.coarsen(width_s)
+    width_s = histories[0].width_s if histories else LEAST_CELL_S
     grid: dict[int, dict[Key, list[GridValue]]] = {}
     for history in histories:
         prefix = _prefix(history, histories)

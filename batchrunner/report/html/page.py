@@ -6,7 +6,6 @@ import hashlib
 import logging
 import re
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,13 +20,13 @@ from batchrunner.core.console import counted
 from batchrunner.core.engine_info import Corner
 from batchrunner.core.files import read_json
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.output.events import last_sample, read_events
+from batchrunner.output.events import attempt_spans, last_sample, read_events, union_s
 from batchrunner.output.files import whole_file, writing
 from batchrunner.output.liveness import holders_of
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import require_run_json
 from batchrunner.report.html.charts import draw_counts, load_charts, number
-from batchrunner.report.html.history import TaskHistory, Timeline, history_of, make_timeline
+from batchrunner.report.html.history import TaskHistory, Timeline, cell_width, history_of, make_timeline
 from batchrunner.report.html.results import RunResults, read_results
 from batchrunner.report.report import GO_ON, duration, says_next_step, tolerated
 
@@ -36,8 +35,6 @@ log = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 MOST_STARTS = 30
 """Attempts that the page lists; earlier ones are only counted."""
-MOST_REASONS = 8
-"""Reasons for window changes that the page lists, the most frequent first."""
 _UNSEEN = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]|[\u202a-\u202e\u2066-\u2069]"
 )
@@ -63,9 +60,9 @@ def make_page(run_dir: RunDir) -> str:
     facts = require_run_json(run_dir)
     tasks = _tasks(run_dir)
     results = read_results(tasks)
-    histories = [
-        history for task in tasks if (history := history_of(task.task, read_events(task.events))).attempts
-    ]
+    spans = {task: found for task in tasks if (found := attempt_spans(task.events))}
+    width_s = cell_width(union_s(span for found in spans.values() for span in found), len(spans))
+    histories = [history_of(task.task, read_events(task.events), width_s) for task in spans]
     timeline = make_timeline(histories)
     return _template().render(
         p=_headline(run_dir, facts, results, timeline, histories),
@@ -73,9 +70,6 @@ def make_page(run_dir: RunDir) -> str:
         judged=advise_run(run_dir.path),
         histograms=[draw_counts(counts) for counts in results.histograms],
         decisions=[*_decisions(histories, timeline, facts), *_load(run_dir)],
-        windows=sum((history.windows for history in histories), start=Counter[str]()).most_common(
-            MOST_REASONS
-        ),
         flags=_flags(facts),
         job=yaml.safe_dump(facts["job"], sort_keys=False, allow_unicode=True),
         **_over_time(timeline, histories),
@@ -197,18 +191,14 @@ def _decisions(
     if tokens := next((history.tokenize for history in reversed(histories) if history.tokenize), None):
         why = f": {tokens['why']}" if tokens.get("why") else ""
         found.append(("Prompts tokenized by", f"the {tokens.get('where')}{why}"))
-    if leads := sum(history.leads for history in histories):
-        found.append(
-            ("Reuse distance", f"corrected {counted(leads, 'time', ',')} by what was found in the cache")
-        )
-    changes = sum(history.windows.total() for history in histories)
+    moves = sum(history.moves for history in histories)
     fixed = facts["job"].get("window", "auto")
     widths = [value for value in timeline.totals.get("window", []) if value]
     if fixed != "auto":
         found.append(("Window", f"{fixed}, set by the job"))
     elif widths:
         least, most = min(value.low for value in widths), max(value.high for value in widths)
-        found.append(("Window", f"{least:,.0f} to {most:,.0f}, moved {counted(changes, 'time', ',')}"))
+        found.append(("Window", f"{least:,.0f} to {most:,.0f}, moved {counted(moves, 'time', ',')}"))
     return found
 
 

@@ -6,7 +6,6 @@ duckdb reads the columns without texts several times; memory does not grow with 
 from __future__ import annotations
 
 import contextlib
-import glob
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 
 from batchrunner.core.errors import ResumeError
-from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.input.dataset import values_of
 from batchrunner.job.output import OF_TEXTS, SAMPLE
 from batchrunner.output.columns import has_texts, is_exploded
 from batchrunner.output.counts import RowCounts
-from batchrunner.output.parts import open_part, read_journal
+from batchrunner.output.parts import open_part
 from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.report.html.charts import BinnedValues, round_step
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 MEMORY = "256MB"
 """Memory that duckdb may use."""
 THREADS = 1
-SHARE_OF_FILES = 4
-"""One in so many files that the process may open is a part of the results."""
 BINS = 40
 """Bins of a histogram at most, without the one for larger values."""
 TAIL = 1.5
@@ -68,7 +65,7 @@ _SLOWEST = {
 
 @dataclass(frozen=True, slots=True)
 class RunResults:
-    """The results on disk, those in journals included."""
+    """The results on disk."""
 
     counts: RowCounts = field(default_factory=RowCounts)
     histograms: list[BinnedValues] = field(default_factory=list)
@@ -78,54 +75,49 @@ class RunResults:
 
 
 def read_results(tasks: Sequence[RunDir]) -> RunResults:
-    """Read what these tasks of a run have on disk; raises ResumeError where a part is damaged."""
+    """Read what these tasks of a run have on disk; raises ResumeError where a part is damaged.
+
+    Rows in journals are only counted: they are those of half a minute.
+    """
     import duckdb  # noqa: PLC0415 - 25 MB, which only a page needs
 
-    # before the parts are listed: a journal may become one meanwhile
-    journals, newest = _journals(tasks)
-    parts = [part for task in tasks for part in task.own_parts()]
-    if not parts and not journals:
-        return RunResults()
     done = DoneRows()
+    parts = [part for task in tasks for part in task.own_parts()]
     try:
         for task in tasks:
             done.include(read_done(task))
+        if not parts:
+            return RunResults(done.counts)
         with (
             tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch,
             duckdb.connect(
                 config={"memory_limit": MEMORY, "threads": THREADS, "temp_directory": scratch}
             ) as connection,
         ):
-            _register(connection, parts, journals)
-            return _read(connection, done.counts, _answers(parts[-1]) if parts else newest)
+            _register(connection, parts)
+            return _read(connection, done.counts, _answers(parts[-1]))
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
         for part in parts:
             with contextlib.suppress(FileNotFoundError, UnicodeError), open_part(part) as file:
                 for _ in file.iter_batches():  # raises a ResumeError that names the damaged one
                     pass
-        where = parts[0].parent if parts else tasks[0].path
-        raise ResumeError(f"{where}: results cannot be read: {str(failure).splitlines()[0]}") from None
+        told = str(failure).splitlines()[0]
+        raise ResumeError(f"{tasks[0].path}: results cannot be read: {told}") from None
 
 
-def _columns(schema: pa.Schema) -> list[str]:
-    """Return the columns of results that are read several times."""
+def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> None:
+    """Give duckdb the view `results` of the columns that are read several times, without texts.
+
+    The values of samples are always lists. Parts are opened one after another.
+    """
+    schema = pq.read_schema(parts[0])
     names = [name for name in _READ if name not in OF_TEXTS or has_texts(schema)]
-    return [*names, SAMPLE] if is_exploded(schema) else names
-
-
-def _register(connection: duckdb.DuckDBPyConnection, parts: list[Path], journals: list[pa.Table]) -> None:
-    """Give duckdb the view `results` with each row once; the values of samples are always lists."""
-    schema = pq.read_schema(parts[0]) if parts else journals[0].schema
-    read = _columns(schema)
-    empty = pa.Table.from_batches([], pa.schema([schema.field(name) for name in read]))
-    connection.register("journals", pa.concat_tables(journals or [empty]))
-    names = ", ".join(read)
+    if is_exploded(schema):
+        names.append(SAMPLE)
+    read = pa.schema([schema.field(name) for name in names])
+    connection.register("parts", pads.dataset([str(part) for part in parts], schema=read, format="parquet"))
     # where the values count that all samples of a row have in common
-    once = f"coalesce({SAMPLE}, 0) = 0" if SAMPLE in read else "true"
-    if parts:
-        _register_parts(connection, [glob.escape(str(part)) for part in parts], names)
-    else:
-        connection.execute("CREATE VIEW parts AS SELECT * FROM journals LIMIT 0")
+    once = f"coalesce({SAMPLE}, 0) = 0" if SAMPLE in names else "true"
     tokens, reasons = "[]::INTEGER[]", "[]::VARCHAR[]"
     if has_texts(schema):
         several = pa.types.is_list(schema.field("completion_tokens").type)
@@ -137,25 +129,7 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: list[Path], journals
             if({once}, prompt_tokens, NULL) AS prompt_tokens,
             {reasons} AS finish_reason, {tokens} AS output_tokens,
             coalesce(list_sum({tokens}), 0)::DOUBLE AS d
-        FROM (SELECT {names} FROM parts UNION ALL SELECT {names} FROM journals WHERE row NOT IN (
-            SELECT row FROM parts WHERE row IN (SELECT row FROM journals))) AS parted""")  # noqa: S608 - our own names
-
-
-def _register_parts(connection: duckdb.DuckDBPyConnection, parts: list[str], names: str) -> None:
-    """Give duckdb the columns `names` of the parts as `parts`.
-
-    It opens all files of a view at once: where these are too many, they are copied, some at a time.
-    """
-    most = max(1, raise_file_limit() // SHARE_OF_FILES)
-    for first in range(0, len(parts), most):
-        # starts may differ in their further columns
-        some = connection.read_parquet(parts[first : first + most], union_by_name=True).select(names)
-        if len(parts) <= most:
-            some.create_view("parts")
-        elif first:
-            some.insert_into("parts")
-        else:
-            some.create("parts")
+        FROM parts""")  # noqa: S608 - our own names
 
 
 def _read(
@@ -190,28 +164,12 @@ def _count(connection: duckdb.DuckDBPyConnection, title: str, unit: str, values:
     return BinnedValues(title, unit, step, bins, whole=whole, **found)
 
 
-def _journals(tasks: Sequence[RunDir]) -> tuple[list[pa.Table], list[dict[str, Any]]]:
-    """Return the columns of all journals, and their last rows; they hold at most half a minute of rows."""
-    tables, rows = [], []
-    for path in (path for task in tasks for path in task.journals()):
-        with contextlib.suppress(FileNotFoundError):
-            for table in read_journal(path):
-                tables.append(table.select(_columns(table.schema)))
-                rows = _shown(table.slice(0, ANSWERS))
-    return tables, rows
-
-
 def _answers(part: Path) -> list[dict[str, Any]]:
+    """Return the first rows of a part, as texts of bounded length."""
     with pq.ParquetFile(part) as file:
         names = [name for name in file.schema_arrow.names if name in _SHOWN or name not in _READ]
         batch = next(file.iter_batches(batch_size=ANSWERS, columns=names, use_threads=False), None)
-        return _shown(batch) if batch else []
-
-
-def _shown(rows: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
-    """Return rows as texts of bounded length; a value that Python cannot hold is replaced by a note."""
-    names = [name for name in rows.schema.names if name in _SHOWN or name not in _READ]
-    columns = [values_of(rows.column(name)) for name in names]
+    columns = [values_of(batch.column(name)) for name in names] if batch else []
     return [
         {name: str(value)[:SHOWN] for name, value in zip(names, values, strict=True) if value is not None}
         for values in zip(*columns, strict=True)

@@ -9,7 +9,7 @@ import pytest
 
 import batchrunner
 from batchrunner.output.events import last_sample
-from batchrunner.report.html.history import MOST_CELLS, history_of, make_timeline
+from batchrunner.report.html.history import MOST_CELLS, cell_width, history_of, make_timeline
 from tests.conftest import job_of
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.page import page_of, sample
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 def test_a_long_log_stays_small_and_keeps_its_extremes() -> None:
     """The samples of a day become a few hundred cells, with the mean and the highest value of each."""
     events = (sample(1e9 + 2 * at, queue=5000 if at == 31_234 else at % 7) for at in range(43_200))
-    story = history_of("main", events)
+    story = history_of("main", events, cell_width(86_398, 1))
     timeline = make_timeline([story])
     (line,) = timeline.of_schedulers("queue").values()
     values = [value for value in line if value]
-    assert MOST_CELLS / 2 <= len(values) <= MOST_CELLS
+    assert MOST_CELLS / 2 <= len(values) <= MOST_CELLS + 1
     assert max(value.high for value in values) == 5000
     assert math.fsum(value.mean for value in values) / len(values) == pytest.approx(
         3 + 5000 / 43_200, rel=0.02
@@ -42,7 +42,7 @@ def test_pauses_take_no_room() -> None:
             yield {"event": "start", "time": began}
             yield from (sample(began + at) for at in range(100))
 
-    timeline = make_timeline([history_of("main", events())])
+    timeline = make_timeline([history_of("main", events(), 0.5)])
     assert timeline.axis.length_s == 198
     assert timeline.axis.resumed() == [99]
     assert timeline.places == sorted(timeline.places)
@@ -52,8 +52,10 @@ def test_pauses_take_no_room() -> None:
 
 def test_tasks_are_added_up() -> None:
     """Rates and windows of tasks that work at the same time are summed, their pauses count as nothing."""
-    one = history_of("a", (sample(1000 + 2 * at, output_tokens_per_s=100, window=10) for at in range(100)))
-    two = history_of("b", (sample(1101 + 2 * at, output_tokens_per_s=50, window=5) for at in range(100)))
+    one = history_of(
+        "a", (sample(1000 + 2 * at, output_tokens_per_s=100, window=10) for at in range(100)), 4.0
+    )
+    two = history_of("b", (sample(1101 + 2 * at, output_tokens_per_s=50, window=5) for at in range(100)), 4.0)
     timeline = make_timeline([one, two])
     rates = [value.mean for value in timeline.totals["output_tokens_per_s"] if value]
     assert set(rates) == {100, 150, 50}
@@ -71,7 +73,7 @@ def test_retractions_of_all_attempts() -> None:
                 signals = [{"scheduler": who, "retractions": at // 60 * (who == "a")} for who in "ab"]
                 yield {"event": "sample", "time": began + at, "retractions": at // 60, "signals": signals}
 
-    timeline = make_timeline([history_of("main", events())])
+    timeline = make_timeline([history_of("main", events(), 0.5)])
     assert timeline.retractions == 2 * 9
     lines = timeline.of_schedulers("retractions")
     assert max(value.mean for value in lines["a"] if value) == 9
@@ -113,20 +115,20 @@ def test_servers_that_were_started_again_keep_their_lines() -> None:
     """Ours have new ports at each start: their number tells them apart, and the newest limits count."""
     starts = [*replicas([4001, 4002], 1000, 64, "a.log"), *replicas([5001, 5002], 2000, 320, "a.log")]
     starts.append({"event": "start", "time": 3000.0, "engine": {"log": "a.log"}})  # it dies at once
-    story = history_of("main", starts)
+    story = history_of("main", starts, 0.5)
     timeline = make_timeline([story])
     assert list(timeline.schedulers["queue"]) == ["replica 0#dp1", "replica 1#dp1"]
     assert [incident.who for incident in story.incidents] == ["replica 1", "replica 1"]
     assert [tuple(band) for band in story.bands.values()] == [(32, 320)] * 2
     assert set(story.max_running.values()) == {320}
-    theirs = make_timeline([history_of("main", replicas([30_000], 1000, 64, None))])
+    theirs = make_timeline([history_of("main", replicas([30_000], 1000, 64, None), 0.5)])
     assert list(theirs.schedulers["queue"]) == ["http://127.0.0.1:30000#dp1"]
 
 
 def test_many_schedulers_share_a_line() -> None:
     """The mean and the range are drawn where schedulers are too many for a line each."""
-    story = history_of("main", [sample(1000 + at, queue=at) for at in range(10)])
-    many = [history_of(str(n), [sample(1000.0, queue=n)]) for n in range(20)]
+    story = history_of("main", [sample(1000 + at, queue=at) for at in range(10)], 0.5)
+    many = [history_of(str(n), [sample(1000.0, queue=n)], 4.0) for n in range(20)]
     assert list(make_timeline([story]).of_schedulers("queue")) == ["s"]
     ((label, line),) = make_timeline(many).of_schedulers("queue").items()
     assert "20" in label
