@@ -106,7 +106,7 @@ MOST_TOKENS = {
     "input": 35_300,
     "engines": 45_900,
     "advise": 12_200,
-    "report": 11_500,
+    "report": 10_800,
     "dispatch": 27_000,
     "runner": 26_200,
     "tune": 13_700,
