@@ -34,8 +34,6 @@ from batchrunner.job.scores import (
     softmax,
 )
 
-VECTOR = "vector"
-"""Kind of a column whose values are all of one length, which the first of them tells: (VECTOR, dtype)."""
 EMBEDDING = "embedding"
 MODEL = "default"
 """Name by which SGLang serves its model, whatever that is called."""
@@ -84,13 +82,13 @@ class EmbedTask(ForwardTask):
     path = "/v1/embeddings"
     takes = ("output.dtype", "output.normalize", "output.dimensions")
     meanings = {
-        EMBEDDING: "The vector of the prompt, all of one length; null if the row failed.",
+        EMBEDDING: "The vector of the prompt; null if the row failed.",
     }
 
     @property
     def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
         """The vector."""
-        return ((EMBEDDING, (VECTOR, self.dtype)),)
+        return ((EMBEDDING, ("list", self.dtype)),)
 
     @classmethod
     def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:

@@ -10,9 +10,8 @@ import pyarrow as pa
 
 from batchrunner.core.types import LEFT_OUT, Completion, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.arrow_types import PLAIN_TYPES, arrow_type, kind_of_schema
+from batchrunner.job.arrow_types import arrow_type, kind_of_schema
 from batchrunner.job.output import OF_TEXTS, PARSED, RESPONSE, RESULT_COLUMNS, SAMPLE
-from batchrunner.job.tasks import VECTOR, WIDTHS
 from batchrunner.output.arrow_arrays import arrow_array
 
 _NONE = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
@@ -35,22 +34,15 @@ EXPLODED = "explode"
 """Key of a part's metadata that says so: a carried column may be called `sample` too."""
 TASK = "task"
 """Key of a part's metadata that names a task without decoding: a carried column may be called `output`."""
-VECTORS = "vectors"
-"""Key of a part's metadata that has the names of its columns of vectors, with the types of their numbers."""
-FURTHER = {"batchrunner": "further"}
-"""Metadata of the columns that some starts of a run may have, and others not."""
 OF_THE_PROMPT = {"prompt_logprobs"}
-"""Those of them that all outputs of a row have in common."""
+"""Those of ANSWER_TYPES that all outputs of a row have in common."""
 
 
-def schema_of_run(
-    carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str], vector: int | None = None
-) -> pa.Schema:
+def schema_of_run(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]) -> pa.Schema:
     """Return the schema of the parts that this start of a run writes: `row`, carried columns, results.
 
     With several samples some of all these are lists, with one value for each, unless each sample has a row of
-    its own. A task without decoding has no columns of texts. `vector` is the length of its vectors; as long
-    as that is not known, their column is missing.
+    its own. A task without decoding has no columns of texts.
     """
 
     def each(kind: pa.DataType) -> pa.DataType:
@@ -78,70 +70,13 @@ def schema_of_run(
         kind = ANSWER_TYPES[name]
         if name == PARSED and plan.schema is not None:
             kind = arrow_type(kind_of_schema(plan.schema))
-        fields.append(pa.field(name, kind if name in OF_THE_PROMPT else each(kind), metadata=FURTHER))
-    vectors: list[str] = []
-    for name, column in plan.parsed:
-        if column[0] != VECTOR:
-            fields.append(pa.field(name, each(arrow_type(column))))
-            continue
-        vectors.append(f"{name} {column[1]}")
-        if vector is not None:
-            fields.append(pa.field(name, pa.list_(PLAIN_TYPES[column[1]], vector), metadata=FURTHER))
+        fields.append(pa.field(name, kind if name in OF_THE_PROMPT else each(kind)))
+    fields += [pa.field(name, each(arrow_type(kind))) for name, kind in plan.parsed]
     told = {
         EXPLODED: "true" if plan.explode else "",
         TASK: "" if plan.task is None else plan.task.name,
-        VECTORS: " ".join(vectors),
     }
     return pa.schema(fields, metadata={**metadata, **{key: text for key, text in told.items() if text}})
-
-
-class RunSchema:
-    """The schema of the parts of a run, which is whole once the length of its vectors is known."""
-
-    def __init__(
-        self,
-        carried: pa.Schema,
-        plan: AnswerPlan,
-        metadata: dict[str, str],
-        earlier: pa.Schema | None = None,
-    ) -> None:
-        """`earlier` is the schema of results of earlier starts, whose vectors tell the length."""
-        self._of = carried, plan, metadata
-        self._vectors = {name: WIDTHS[kind[1]] for name, kind in plan.parsed if kind[0] == VECTOR}
-        self.vector: int | None = None
-        """Length of the vectors; None until it is known."""
-        for field in earlier or ():
-            if field.name in self._vectors and pa.types.is_fixed_size_list(field.type):
-                self.vector = field.type.list_size
-        self.schema = schema_of_run(*self._of, self.vector)
-
-    def misfit(self, completion: Completion) -> str | None:
-        """Say why the vectors of an answer fit no column of the run; the first that comes always fits."""
-        for name, width in self._vectors.items():
-            length = len(completion.columns[name][0]) // width
-            if self.vector is None:
-                self.vector = length
-                self.schema = schema_of_run(*self._of, length)
-            if length != self.vector:
-                return f"the vector has {length} numbers, and those of other rows have {self.vector}"
-        return None
-
-
-def may_be_missing(field: pa.Field) -> bool:
-    """Tell whether a column of a part may be missing in others of the run."""
-    return b"batchrunner" in (field.metadata or {})
-
-
-def with_vectors(schema: pa.Schema) -> pa.Schema:
-    """Return the schema of all parts of a run, with its columns of vectors also where no row has one.
-
-    Their length is not known then: the type is a list of any length.
-    """
-    told = (schema.metadata or {}).get(VECTORS.encode(), b"").decode().split()
-    for name, dtype in zip(told[::2], told[1::2], strict=True):
-        if name not in schema.names:
-            schema = schema.append(pa.field(name, pa.list_(PLAIN_TYPES[dtype]), metadata=FURTHER))
-    return schema
 
 
 def has_texts(schema: pa.Schema) -> bool:

@@ -24,7 +24,6 @@ from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, known_form
 from batchrunner.job.output import RESPONSE
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets, release_unused
-from batchrunner.output.columns import may_be_missing, with_vectors
 from batchrunner.output.counts import NO_CHECKS, with_checks
 from batchrunner.output.files import file_to_write, sync_directory, whole_file, writing
 from batchrunner.output.parts import open_part, recover
@@ -184,17 +183,13 @@ def _common_schema(parts: list[Path]) -> pa.Schema:
     for part in parts:
         with _opened(part) as file:
             schemas.append(file.schema_arrow)
-    return with_vectors(pa.unify_schemas(schemas))
+    return pa.unify_schemas(schemas)
 
 
 def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return a table with the columns of a schema, null where it had none.
-
-    Raises KeyError where it lacks one that every part of the run has.
-    """
-    for field in schema:
-        if field.name not in table.schema.names and not may_be_missing(field):
-            raise KeyError(f"a part lacks the column {field.name!r}")
+    """Return a table with the columns of a schema, null where it had none; raises KeyError for no part."""
+    if "row" not in table.schema.names:
+        raise KeyError("a part lacks the column 'row'")
     return pa.concat_tables([pa.Table.from_batches([], schema), table], promote_options="default")
 
 

@@ -99,8 +99,7 @@ def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: Ta
     listing, or come from a try of this call that failed after writing it. Raises OSError or
     TaskLockLostError, and then leaves no file behind.
     """
-    # those from before the length of vectors was known lack their column
-    rows = pa.concat_tables(tables, promote_options="default").sort_by("row")
+    rows = pa.concat_tables(tables).sort_by("row")
     table = with_checks(rows, sum_of_checks([checks_in(each.schema) for each in tables]))
     for number in count(first):
         path = run_dir.part(number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -98,22 +98,17 @@ def _read_journals(run_dir: RunDir) -> Iterator[pa.Table]:
                 yield table.select(counted_columns(table.schema)).sort_by("row")
 
 
-def schema_of_results(run_dir: RunDir, wanted: Sequence[str] = ()) -> pa.Schema | None:
-    """Return the schema of the run's results; None where it has neither parts nor journals.
-
-    It is that of the first part, or of the first one that has the columns `wanted`.
-    """
-    return next((schema for schema in _schemas(run_dir) if {*wanted} <= {*schema.names}), None)
-
-
-def _schemas(run_dir: RunDir) -> Iterator[pa.Schema]:
-    """Yield the schemas of a run's parts, then of its journals."""
+def schema_of_results(run_dir: RunDir) -> pa.Schema | None:
+    """Return the schema of the run's first part, or else journal; None where it has neither."""
     with contextlib.suppress(FileNotFoundError):  # it became a part, or was moved away, since it was listed
         for path in run_dir.all_parts() or run_dir.parts_elsewhere():
             with open_part(path) as part:
-                yield part.schema_arrow
+                return part.schema_arrow
         for task in run_dir.all_tasks():
-            yield from (table.schema for path in task.journals() for table in read_journal(path))
+            for path in task.journals():
+                for table in read_journal(path):
+                    return table.schema
+    return None
 
 
 def drop_failed(run_dir: RunDir) -> None:

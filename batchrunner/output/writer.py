@@ -22,7 +22,7 @@ from pyroaring import BitMap64
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome, rows_of_column
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.output.columns import RunSchema, table_of
+from batchrunner.output.columns import table_of
 from batchrunner.output.counts import count_checks, with_checks
 from batchrunner.output.files import cannot_write, make_directory, writing
 from batchrunner.output.parts import Journal, write_part
@@ -84,7 +84,7 @@ class ResultWriter:
     def __init__(
         self,
         run_dir: RunDir,
-        schema: RunSchema,
+        schema: pa.Schema,
         *,
         part_rows: int,
         plan: AnswerPlan,
@@ -209,7 +209,7 @@ class ResultWriter:
             self._has_room.set()
 
     def _table_of(self, outcomes: list[Outcome]) -> pa.Table:
-        table = table_of(outcomes, self._schema.schema, self._plan)
+        table = table_of(outcomes, self._schema, self._plan)
         return with_checks(table, count_checks(outcomes)) if self._plan.checks else table
 
     async def _publish(self, part: _PendingPart) -> None:

@@ -27,8 +27,8 @@ from batchrunner.job.call import LibraryCall, Prompt
 from batchrunner.job.engine import AttachEngine, EngineSpec, GatewayEngine, SimulatedEngine
 from batchrunner.job.load import EngineLike, parse_engine
 from batchrunner.job.spec import Job, LimitsSpec, OnLength
-from batchrunner.job.tasks import VECTOR, Dtype
-from batchrunner.output.columns import RunSchema, schema_of_run, table_of, with_vectors
+from batchrunner.job.tasks import Dtype
+from batchrunner.output.columns import schema_of_run, table_of
 from batchrunner.runner.open_engine import EngineLoop, OpenEngine
 from batchrunner.runner.stream import MOST_ROWS, ProgramRows, RowBuffer, send_stream
 
@@ -71,7 +71,7 @@ def gpus_of_nodes() -> list[float]:
 
 def result_names(plan: AnswerPlan) -> list[str]:
     """Return the names of the columns of the results, but `row`."""
-    return [name for name in with_vectors(schema_of_run(pa.schema([]), plan, {})).names if name != "row"]
+    return [name for name in schema_of_run(pa.schema([]), plan, {}).names if name != "row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class BlockStream:
                 stack.enter_context(closing(functions))
             rows = ProgramRows(job, columns, self._buffer, functions=functions)
             self._plan = plan_answers(job, functions)
-            self._schema = RunSchema(pa.schema([]), self._plan, {})
+            self._schema = schema_of_run(pa.schema([]), self._plan, {})
             call.check_names(columns, self._plan)
             self._outlet = BlockOutlet()
             work = functools.partial(
@@ -213,7 +213,6 @@ class BlockStream:
                 (),
                 scratch,
                 functions=functions,
-                schema=self._schema,
             )
             self._running = loop.start_stream(work)
             self._stack = stack.pop_all()
@@ -252,20 +251,8 @@ class BlockStream:
             return sent
 
     def _answer_table(self, outcomes: list[Outcome]) -> pa.Table:
-        """Return the columns of the results; vectors are lists, whose type is the same in all blocks."""
-        plan, schema = self._plan, self._schema.schema
-        table = table_of(outcomes, schema, plan) if outcomes else schema.empty_table()
-        vectors = {name for name, kind in plan.parsed if kind[0] == VECTOR}
-        for field in with_vectors(schema):
-            if field.name not in vectors:
-                continue
-            at = schema.get_field_index(field.name)
-            if at < 0:  # no row has one so far
-                table = table.append_column(field.name, pa.nulls(table.num_rows, field.type))
-            else:
-                kind = pa.list_(field.type.value_type)
-                table = table.set_column(at, field.name, table.column(at).cast(kind))
-        return table
+        """Return the columns of the results."""
+        return table_of(outcomes, self._schema, self._plan) if outcomes else self._schema.empty_table()
 
     def _with_answers(self, block: pa.Table, answers: pa.Table, first: int) -> pa.Table:
         """Return the rows of a block beside their answers."""

@@ -29,7 +29,7 @@ from batchrunner.job.arrow_types import arrow_type
 from batchrunner.job.fields import MEDIA
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
-from batchrunner.output.columns import RunSchema, schema_of_run, with_vectors
+from batchrunner.output.columns import schema_of_run
 from batchrunner.output.resume import DoneRows, read_done, schema_of_results
 from batchrunner.output.run_dir import MAIN_TASK, RunDir, open_run
 from batchrunner.output.run_json import (
@@ -90,19 +90,15 @@ class PreparedJob(JobInput):
 
     @property
     def columns(self) -> list[str]:
-        """Columns of the results, in order, also those of vectors that no row may have."""
-        return list(with_vectors(schema_of_run(self.renderer.carried_schema, self.answers, {})).names)
+        """Columns of the results, in order."""
+        return list(schema_of_run(self.renderer.carried_schema, self.answers, {}).names)
 
     @property
     def results_schema(self) -> pa.Schema | None:
-        """Schema of the results of a run in an object store; None for one on a disk, which needs it nowhere.
-
-        Raises OSError.
-        """
+        """Schema of the results of a run in an object store; None for one on a disk, which needs none."""
         if not self.run_dir.store.uri:
             return None
-        new = RunSchema(self.renderer.carried_schema, self.answers, {})
-        return schema_of_results(self.run_dir, new.schema.names) or new.schema
+        return schema_of_run(self.renderer.carried_schema, self.answers, {})
 
     def close(self) -> None:
         """End the processes of the Python functions."""

@@ -17,8 +17,8 @@ from batchrunner.input.dataset import RowBatch, UnreadableValue, carried_of, row
 from batchrunner.job.answers import AnswerPlan, of_sample
 from batchrunner.job.fields import PARSE
 from batchrunner.job.output import SAMPLE
-from batchrunner.job.tasks import VECTOR, numbers_of
-from batchrunner.output.columns import ResultRow, RunSchema, answer_value, result_rows
+from batchrunner.job.tasks import numbers_of
+from batchrunner.output.columns import ResultRow, answer_value, result_rows
 from batchrunner.output.parts import open_part
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.writer import ResultWriter
@@ -45,8 +45,7 @@ class Outlet(Protocol):
 class OutcomeSink:
     """Takes every outcome once: makes columns of its answer, stores it, and gives it to the program.
 
-    A row keeps its answer where the job's Python function cannot parse it; one whose vector is of another
-    length than the first fails.
+    A row keeps its answer where the job's Python function cannot parse it.
     """
 
     def __init__(
@@ -57,18 +56,13 @@ class OutcomeSink:
         writer: ResultWriter | None = None,
         outlet: Outlet | None = None,
         functions: HookPool | None = None,
-        schema: RunSchema | None = None,
     ) -> None:
-        """Without a `writer` nothing is stored.
-
-        `plan` says what an outcome becomes, `schema` which vectors fit into the columns of the results.
-        """
+        """Without a `writer` nothing is stored; `plan` says what an outcome becomes."""
         self.plan = plan
         """What outcomes become."""
         self._counter = counter
         self._writer = writer
         self._outlet = outlet
-        self._schema = schema if plan.task is not None else None
         self._functions = functions if functions is not None and PARSE in functions.facts else None
         self._last: tuple[Completion, Completion, str | None] | None = None
 
@@ -77,13 +71,8 @@ class OutcomeSink:
 
         Raises StorageError, and HookLostError where the Python function's processes cannot go on.
         """
-        if outcome.completion is not None and outcome.error is None:
-            if self._functions is not None:
-                outcome = await self._parsed(outcome, outcome.completion, self._functions)
-            if self._schema is not None and outcome.completion is not None:
-                misfit = self._schema.misfit(outcome.completion)
-                if misfit is not None:
-                    outcome = outcome._replace(completion=None, error=misfit)
+        if outcome.completion is not None and outcome.error is None and self._functions is not None:
+            outcome = await self._parsed(outcome, outcome.completion, self._functions)
         self._counter.add(outcome)  # first: the row is in a part even if a stop comes while we wait
         if self._writer is not None:
             await self._writer.put(outcome)
@@ -163,7 +152,7 @@ class Handover:
         """Add the rows in the parts of a run, each once; raises ResumeError where a part is damaged.
 
         `columns` are those of the rows of this attempt. All rows have the same ones: what a row was not asked
-        for is None, and so is a vector where no row of its part has one.
+        for is None.
         """
         parts = [*run_dir.all_parts()]
         found = await asyncio.to_thread(_columns_of, parts)
@@ -225,9 +214,7 @@ def _row_given(row: ResultRow, plan: AnswerPlan) -> dict[str, Any]:
 def _value_of(completion: Completion | None, name: str, kind: ColumnKind) -> Any:
     """Return the value of a column of a task without decoding; a vector as a list of numbers."""
     value = completion.columns[name][0] if completion and name in completion.columns else None
-    if kind[0] == VECTOR and isinstance(value, bytes):
-        return numbers_of(value, kind[1])
-    return value
+    return numbers_of(value, kind[1]) if isinstance(value, bytes) else value
 
 
 def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:

@@ -26,13 +26,13 @@ from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import find_sorted_copy, prepare_order
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
-from batchrunner.output.columns import RunSchema
+from batchrunner.output.columns import schema_of_run
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog, attempt_spans, union_s, uploading_logs
 from batchrunner.output.files import refresh_listing, writing
 from batchrunner.output.liveness import engine_starting
 from batchrunner.output.parts import recover
-from batchrunner.output.resume import DoneRows, done_by_all, drop_failed, read_done, schema_of_results
+from batchrunner.output.resume import DoneRows, done_by_all, drop_failed, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import (
     fingerprint,
@@ -60,6 +60,8 @@ from batchrunner.runner.rows import FixedRows
 from batchrunner.runner.sending import Sending, open_windows
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from batchrunner.runner.join import LeasedRows
 
 log = logging.getLogger(__name__)
@@ -312,13 +314,11 @@ SPOOL_S = 1.0
 """Seconds within which a row is in the journal on this machine, where results are uploaded."""
 
 
-def _schema(prepared: PreparedJob, info: EngineInfo) -> RunSchema:
+def _schema(prepared: PreparedJob, info: EngineInfo) -> pa.Schema:
     metadata = {"batchrunner": versions(info)["batchrunner"] or "", "model": info.model}
     if info.simulated:
         metadata["simulated"] = "true"
-    task = prepared.answers.task
-    earlier = None if task is None else schema_of_results(prepared.run_dir, prepared.answers.names)
-    return RunSchema(prepared.renderer.carried_schema, prepared.answers, metadata, earlier)
+    return schema_of_run(prepared.renderer.carried_schema, prepared.answers, metadata)
 
 
 async def give_back(rows: FixedRows | LeasedRows, lock: TaskLock) -> None:
@@ -417,12 +417,11 @@ class Run:
             decodes=decodes,
             prompt_bytes=own_bytes,
         )
-        schema = await asyncio.to_thread(_schema, prepared, info)
         counter = FailureLimit(self.counts, self.control, windows.slots, job.limits.abort_failed_share)
         is_away = run_dir.store.objects is not None
         writer = ResultWriter(
             run_dir,
-            schema,
+            _schema(prepared, info),
             part_rows=job.output.part_rows,
             plan=prepared.answers,
             durable_s=min(job.output.durable, SPOOL_S) if is_away else job.output.durable,
@@ -437,7 +436,6 @@ class Run:
             writer=writer,
             outlet=self.handover,
             functions=prepared.functions,
-            schema=schema,
         )
         sending = Sending(
             job, rows, attempt.done, self.engine, info, windows, results, self.counts, self.events,

@@ -42,7 +42,6 @@ from batchrunner.input.tables import (
 from batchrunner.job.answers import open_functions, plan_answers
 from batchrunner.job.call import LibraryCall
 from batchrunner.job.spec import Job
-from batchrunner.output.columns import RunSchema
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import make_directory, writing
@@ -371,7 +370,6 @@ async def send_stream(
     engine: Engine | None = None,
     info: EngineInfo | None = None,
     functions: HookPool | None = None,
-    schema: RunSchema | None = None,
 ) -> None:
     """Send all rows and give their outcomes to `outlet`, which ends with them.
 
@@ -394,7 +392,7 @@ async def send_stream(
             windows = await open_windows(job, engine, info, unsent=rows.unread, now=began)
             counter = FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share)
             answers = plan_answers(job, functions)
-            results = OutcomeSink(answers, counter, outlet=outlet, functions=functions, schema=schema)
+            results = OutcomeSink(answers, counter, outlet=outlet, functions=functions)
             sending = Sending(
                 job, rows, DoneRows(), engine, info, windows, results, counts, events, control, displays,
                 began=began, functions=functions,

@@ -10,8 +10,6 @@ from batchrunner.job.tasks import TASKS
 from batchrunner.output.columns import ANSWER_TYPES, schema_of_run
 from docs.tools.reference.markdown import table
 
-VECTOR_LENGTH = 384
-"""Length of a vector in the page's types."""
 RESULTS = """# Result columns
 
 Columns of the Parquet files in `RUN/parts` and `RUN/merged`. The columns that `input.columns` copies
@@ -59,9 +57,7 @@ def result_columns() -> str:
 
 def _own_columns(name: str, task: ForwardTask) -> list[list[str]]:
     """Return the columns of a task, with their types and meanings."""
-    kinds = schema_of_run(
-        pa.schema([]), AnswerPlan(columns=(), parsed=(*task.columns,), task=task), {}, VECTOR_LENGTH
-    )
+    kinds = schema_of_run(pa.schema([]), AnswerPlan(columns=(), parsed=(*task.columns,), task=task), {})
     return [
         [name, f"`{column}`", str(kinds.field(column).type), task.meanings[column]]
         for column, _ in task.columns
