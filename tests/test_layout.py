@@ -102,16 +102,16 @@ def test_class_names_are_unique() -> None:
 MOST_TOKENS = {
     "core": 8_100,
     "job": 19_600,
-    "output": 25_600,
+    "output": 25_100,
     "input": 35_300,
     "engines": 45_900,
     "advise": 12_200,
     "report": 10_800,
     "dispatch": 27_000,
-    "runner": 26_200,
+    "runner": 26_000,
     "tune": 13_700,
     "api": 2_500,
-    "ray": 5_500,
+    "ray": 5_400,
     "cli": 4_000,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
