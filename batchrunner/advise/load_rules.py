@@ -216,8 +216,32 @@ USUAL_CAPTURED = 160
 """Largest batch with a graph, in requests, where the log lacks it; the guides: "typically 160-256"."""
 SURELY_LARGE = 4096
 """Chunk in tokens from which a pass's fixed cost is small on any card."""
+LIKE_A_STEP = 512
+"""Mean prompt tokens of a prefill pass up to which it takes about as long as a decode step: both read the
+weights once, and compute little."""
+SMALL_PASS = 0.25
+"""Share of a chunk up to which prefill passes are small."""
+LEAST_INTERVAL = 2
+"""Fewest decode steps between prefill passes that are worth a flag."""
+FEWER_PASSES = 1.25
+"""Least factor by which passes have to become fewer."""
 LARGE_TP = 4
 """Tensor parallelism from which larger graphs pay (the guides)."""
+
+
+def running_low(s: Situation, flags: Flags) -> Finding | None:
+    """Find that prefill admits requests no faster than others end."""
+    if not s.load.frequent("far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
+        return None
+    prefills = s.log.prefills
+    if prefills.passes < s.limits.samples or prefills.filled < s.limits.frequent * prefills.passes:
+        return None
+    return Finding(
+        f"{s.load.median('running'):.0f} of at most {s.max_running} requests run, others wait and "
+        f"memory is left {s.often('far_below')}: they end as fast as full prefill passes admit new ones",
+        larger_chunk(s, flags),
+        evidence=s.evidence("far_below"),
+    )
 
 
 def prefill_full(s: Situation, flags: Flags) -> Finding | None:
@@ -235,6 +259,63 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
         larger_chunk(s, flags),
         evidence={"passes": prefills.passes, "full_waiting_share": round(share, 4), "chunk_tokens": chunk},
     )
+
+
+def small_prefills(s: Situation, flags: Flags) -> Finding | None:
+    """Find that decoding stops again and again for prefill passes of a few tokens."""
+    name = "prefill-decode-interval"
+    prefills, chunk = s.log.prefills, s.facts.chunk or 0
+    if name not in flags.names or s.facts.number("prefill_decode_interval") or not s.log.enough:
+        return None
+    if s.facts.arguments.get("enable_mixed_chunk"):  # requests decode during prefill passes
+        return None
+    mean = prefills.new_tokens / max(1, prefills.passes)
+    if prefills.passes < s.limits.samples or mean > SMALL_PASS * chunk or s.load.frequent("empty"):
+        return None
+    steps, outputs = _decode_steps(s), _decoded(s) / max(1, prefills.prompts)
+    interval = _best_interval(outputs)
+    busy = 1 - interval / 2 / outputs if outputs else 0.0  # share of the places that decode
+    if not _like_a_step(s) or interval < LEAST_INTERVAL or prefills.passes * interval <= steps or busy <= 0:
+        return None
+    if prefills.passes + steps < FEWER_PASSES * steps / busy * (1 + 1 / interval):
+        return None
+    a_pass = steps / prefills.passes
+    return Finding(
+        f"a prefill pass of {mean:.0f} tokens on average follows every {a_pass:.1f} decode steps: places are "
+        "filled one by one, and each pass costs its fixed time",
+        flags.setting(name, interval),
+        evidence={
+            "passes": prefills.passes,
+            "mean_new_tokens": round(mean, 1),
+            "decode_steps_a_pass": round(a_pass, 2),
+        },
+    )
+
+
+def _decode_steps(s: Situation) -> int:
+    """Return the decode steps that the log's lines stand for."""
+    return s.log.counted * s.facts.steps_a_line
+
+
+def _decoded(s: Situation) -> float:
+    """Return the tokens that they decoded."""
+    return s.load.median("running") * _decode_steps(s)
+
+
+def _like_a_step(s: Situation) -> bool:
+    """Tell whether a prefill pass takes about as long as a decode step, so that their numbers say enough."""
+    prefills = s.log.prefills
+    return prefills.passes > 0 and prefills.new_tokens <= LIKE_A_STEP * prefills.passes
+
+
+def _best_interval(output_tokens: float) -> int:
+    """Return the best number of decode steps between two prefill passes that take as long as one.
+
+    A place that a request leaves stands empty for half of that number on average, so of `output_tokens`
+    steps of a request that many are lost; in return there are fewer prefill passes. The number for which both
+    are equal is the best.
+    """
+    return round(math.sqrt(2 * output_tokens))
 
 
 def long_prompts(s: Situation, flags: Flags) -> Finding | None:

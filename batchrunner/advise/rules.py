@@ -87,12 +87,12 @@ class Rule:
         )  # fmt: skip
 
 
-_TAKES_MEMORY = ("long-prompts", "prefill-full", "cuda-graph")
+_TAKES_MEMORY = ("running-low", "long-prompts", "prefill-full", "cuda-graph")
 _LOAD_RULES = (
     *_TAKES_MEMORY, "conservative", "running-capped", "retractions", "memory-left", "memory-tight",
     "pool-small", "pages-large",
 )  # fmt: skip
-_CARD_RULES = (*_LOAD_RULES, "tensor-parallel")
+_CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile")
 SILENCES: dict[str, tuple[str, ...]] = {
     "oom-weights": ("oom-graph", "oom-prefill", "oom-decode", "oom-general", *_CARD_RULES),
     "oom-graph": ("oom-general", *_CARD_RULES),
@@ -100,15 +100,16 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "oom-decode": ("oom-general", *_CARD_RULES),
     "oom-general": _CARD_RULES,
     "killed": (*_LOAD_RULES, "host-cache"),
-    "pages-large": ("pool-small", "conservative"),
-    "pool-small": ("conservative",),
+    "pages-large": ("pool-small", "conservative", "running-low"),
+    "pool-small": ("conservative", "running-low"),
     "queue-deep": ("queue-empty",),
     "retractions": (*_TAKES_MEMORY, "running-capped"),
     "running-capped": ("conservative",),
     "memory-tight": _TAKES_MEMORY,
-    "cuda-graph": ("long-prompts", "prefill-full"),
+    "cuda-graph": ("long-prompts", "running-low", "prefill-full"),
     "long-prompts": ("memory-left", "prefill-full"),
-    "prefill-full": ("memory-left",),
+    "running-low": ("memory-left", "prefill-full"),
+    "prefill-full": ("memory-left", "small-prefills"),
     "cache-off": ("order-of-server", "shared-prefixes", "host-cache"),
     "order-of-server": ("shared-prefixes", "host-cache"),
     "tensor-parallel": ("expert-parallel", "dp-attention"),
@@ -273,6 +274,17 @@ RULES: tuple[Rule, ...] = (
         "high",
     ),
     Rule(
+        "running-low",
+        f"running < 50% of max_running_requests, `#queue-req` > 0, token usage < 0.9 {OFTEN}, "
+        "conservativeness ≤ 0.3 already, the pool full in < 10%, and ≥ 25% of the prefill passes full",
+        "`--chunked-prefill-size` doubled, up to 16384",
+        "G1",
+        load_rules.running_low,
+        "more prompts in a prefill pass, hence a larger batch",
+        "longer pauses in decoding; more memory",
+        "low",
+    ),
+    Rule(
         "retractions",
         "more than 1 retraction a minute (a shorter span counts as a minute), and tokens computed again "
         "≥ 25% of those generated, where the log has them; below that it is reported as fine",
@@ -325,6 +337,17 @@ RULES: tuple[Rule, ...] = (
         load_rules.long_prompts,
         "fewer, larger passes over the weights",
         "1.5 MB of memory a token of the chunk; longer pauses in decoding",
+    ),
+    Rule(
+        "small-prefills",
+        "prefill passes of ≤ 25% of a chunk and ≤ 512 tokens on average, so many that with fewer of them all "
+        "passes would be 1.25 times fewer; `#queue-req` not often 0",
+        "`--prefill-decode-interval` √(2 · output tokens)",
+        "SGLang's pull request 23189",
+        load_rules.small_prefills,
+        "decoding is interrupted less often",
+        "a request that ended leaves its place empty for some steps; not tried on a GPU here",
+        "low",
     ),
     Rule(
         "pool-small",
@@ -409,6 +432,17 @@ RULES: tuple[Rule, ...] = (
         setup_rules.dp_attention,
         "each GPU keeps the KV cache of its own requests: a pool many times as large",
         "single answers are slower",
+        option=True,
+    ),
+    Rule(
+        "torch-compile",
+        f"weights ≤ 10 GB; ≤ 32 running {OFTEN}",
+        "`--enable-torch-compile`",
+        "G1, G2, G4",
+        setup_rules.torch_compile,
+        "fewer, fused kernels",
+        "minutes at the start",
+        "low",
         option=True,
     ),
     Rule(

@@ -100,6 +100,18 @@ def dp_attention(s: Situation, flags: Flags) -> Finding | None:
     return Finding(sign, flags.setting("attn-dp-size", s.facts.tp))
 
 
+def torch_compile(s: Situation, flags: Flags) -> Finding | None:
+    """Find a small model with small batches."""
+    weights = s.facts.weights_gb
+    if s.facts.on_cpu or not weights or weights * s.facts.tp > s.limits.small_model_gb:
+        return None
+    if s.facts.arguments.get("enable_torch_compile") or not s.load.frequent("small_batch"):
+        return None
+    running = s.load.median("running")
+    sign = f"a small model ({weights * s.facts.tp:.1f} GB), {running:.0f} requests running"
+    return Finding(sign, flags.setting("enable-torch-compile", value=True))
+
+
 def fp8_weights(s: Situation, flags: Flags) -> Finding | None:
     """Find 16-bit weights on a GPU with FP8, where memory limits the batch."""
     if s.facts.architecture not in FP8 or not s.facts.in_16_bits or not s.load.frequent("kv_bound"):

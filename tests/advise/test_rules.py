@@ -167,6 +167,11 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         _retracting(LogWriter().started(schedule_conservativeness=1.43)),
         {"retractions": "--max-running-requests 209, or more memory for the KV pool"},
     ),
+    "few running, not conservative": (
+        LogWriter().started(schedule_conservativeness=0.3).decode(30, r=100, u=0.5).prefill(new=8192),
+        {"running-low": "--chunked-prefill-size 16384 --mem-fraction-static 0.7",
+         "conservative": "a max_new_tokens nearer to real outputs"},
+    ),
     "long prompts in small chunks": (
         LogWriter().started(chunk=1024).decode(30).prefill(60, n=1, new=1024),
         {"prefill-full": "--chunked-prefill-size 2048"},
@@ -309,6 +314,14 @@ def test_smaller_numbers_are_named(
     assert rest == beside
 
 
+def test_a_small_model_at_small_batches_is_compiled(tmp_path: Path) -> None:
+    """torch.compile is for small models at small batches, of which both must be seen."""
+    small = LogWriter().started().text().replace("mem usage=15.10", "mem usage=2.50")
+    few, many = LogWriter().decode(30, r=8).text(), LogWriter().decode(30, r=233).text()
+    assert set(changes(judged(small + few, tmp_path))) == {"torch-compile"}
+    assert set(changes(judged(small + many, tmp_path))) == set()
+
+
 def named(log: LogWriter, config: dict[str, Any] | None = None, **client: Any) -> dict[str, dict[str, Any]]:
     """Return the flags that each rule names to a run with this log, whose model has this config.json."""
     reader = LogReader(QUICK)
@@ -316,6 +329,22 @@ def named(log: LogWriter, config: dict[str, Any] | None = None, **client: Any) -
         reader.take(line)
     reader.facts.config = config or {}
     return {advice.rule: advice.args for advice in advice_of(reader, **client)}
+
+
+@pytest.mark.parametrize(
+    ("mixed", "passes", "tokens", "found"),
+    [(False, 20, 100, True), (False, 1, 100, False), (False, 20, 3000, False), (True, 20, 100, False)],
+    ids=["many small passes", "few", "large ones", "on already"],
+)
+def test_passes_that_do_not_mix(passes: int, tokens: int, *, mixed: bool, found: bool) -> None:
+    """Where times are not known, passes are counted: those of few tokens are as long as a decode step."""
+    log = LogWriter().started(
+        most=64, decode_log_interval=10, enable_mixed_chunk=mixed, prefill_decode_interval=0
+    )
+    for _ in range(30):
+        log.prefill(passes, n=2, new=tokens).decode(1, r=62, u=0.5)
+    rules = named(log, outputs=600, output_tokens=600 * 4)
+    assert ("small-prefills" in rules) is found
 
 
 LLAMA = {
@@ -377,7 +406,7 @@ SHORT = {"outputs": 600, "output_tokens": 24_000}
         ("pages-large", "page_size", {"ignore_eos": True, **SHORT}, {"page-size": 1}),
         ("pages-large", "page_size", {"ignore_eos": True, "outputs": 6, "output_tokens": 6000}, None),
         ("pages-large", "page_size", SHORT, None),
-        ("prefill-full", "small_chunk", {}, {"chunked-prefill-size": 512}),
+        ("small-prefills", "small_chunk", {}, {"chunked-prefill-size": 512}),
     ],
 )  # fmt: skip
 def test_a_bad_flag_of_the_real_engine_is_named_first(

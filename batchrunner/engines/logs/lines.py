@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+STEPS_A_LINE = 40
+"""Decode steps between two lines of the log: SGLang's default of `--decode-log-interval`."""
 Phase = Literal["load", "pool", "graph", "prefill-graph", "prefill", "decode", "requests", "general"]
 
 

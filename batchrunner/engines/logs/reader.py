@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.lines import (
+    STEPS_A_LINE,
     Arguments,
     Died,
     LoggedBatch,
@@ -133,6 +134,11 @@ class Facts:
         """Limit on the running requests of one scheduler, `max_running_requests`."""
         logged = self.ready.max_running_requests if self.ready else None
         return logged or int(self.number("max_running_requests") or 0) // self.attn_dp or None
+
+    @property
+    def steps_a_line(self) -> int:
+        """Decode steps between two lines of the log, `--decode-log-interval`."""
+        return max(0, int(self.number("decode_log_interval") or 0)) or STEPS_A_LINE
 
     @property
     def chunk(self) -> int | None:

@@ -45,6 +45,8 @@ class Thresholds:
     """`available_gpu_mem` at ready above which memory is unused (the guides)."""
     at_cap: float = 0.95
     """Running requests, as a fraction of `max_running_requests`, from which that is the limit."""
+    far_below: float = 0.5
+    """Fraction of `max_running_requests` below which few run; under load the guides expect "close to" it."""
     short_output: float = 0.5
     """Mean output, as a fraction of `max_new_tokens`, below which SGLang reserves too much memory."""
     graph_batch: float = 512
@@ -53,6 +55,10 @@ class Thresholds:
     """Largest batch at which a CUDA graph matters with a tensor parallelism of 4 or more."""
     long_prompt: float = 2048
     """Mean prompt, in tokens, from which prompts are long: a few fill a prefill pass."""
+    small_batch: float = 32
+    """Most running requests with which torch.compile pays (the guides: "small batch sizes")."""
+    small_model_gb: float = 10.0
+    """Weights of a small model at most, in GB: 5 billion parameters of 16 bits."""
     shared: float = 0.1
     """Fraction of prompt tokens found in the cache from which prompts share prefixes."""
     cached_well: float = 0.6
@@ -79,8 +85,10 @@ class Prefills:
     """Prompt tokens found in the prefix cache."""
     retracted_tokens: int = 0
     """Tokens computed and then lost to a retraction."""
+    filled: int = 0
+    """Passes that took a whole chunk."""
     filled_waiting: int = 0
-    """Passes that took a whole chunk, after which requests still waited."""
+    """Such passes after which requests still waited."""
     few_long: int = 0
     """Passes that one or two prompts filled."""
 
@@ -91,6 +99,7 @@ class Prefills:
         self.prompts += batch.new_seqs
         self.new_tokens += batch.new_tokens
         self.cached_tokens += batch.cached_tokens
+        self.filled += is_full
         self.filled_waiting += is_full and batch.queue > 0
         self.few_long += is_full and batch.new_seqs <= FEW
 
@@ -128,6 +137,12 @@ def _underused(sample: LoadSample, limit: Thresholds) -> bool:
     return sample.queue > 0 and sample.usage < limit.usage_good
 
 
+def _far_below(sample: LoadSample, limit: Thresholds) -> bool | None:
+    if not sample.max_running:
+        return None
+    return _underused(sample, limit) and sample.running < limit.far_below * sample.max_running
+
+
 def _no_graph(sample: LoadSample, most: float) -> bool | None:
     return None if sample.graph is None or sample.running > most else not sample.graph
 
@@ -144,10 +159,12 @@ SIGNS: dict[str, Callable[[LoadSample, Thresholds], bool | None]] = {
     "deep": lambda s, limit: s.queue > limit.queue_deep,
     "conservative": lambda s, limit: _underused(s, limit) and not _at_cap(s, limit),
     "capped": lambda s, limit: _underused(s, limit) and _at_cap(s, limit),
+    "far_below": _far_below,
     "full": lambda s, limit: s.usage >= limit.usage_good,
     "kv_bound": lambda s, limit: s.usage >= limit.usage_good and s.queue > 0 and not _at_cap(s, limit),
     "no_graph": lambda s, limit: _no_graph(s, limit.graph_batch),
     "no_graph_tp": lambda s, limit: _no_graph(s, limit.graph_batch_tp),
+    "small_batch": lambda s, limit: s.running <= limit.small_batch,
 }
 """The test for each sign; None where the sign does not apply to the sample."""
 
