@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 19_600,
     "output": 25_100,
     "input": 35_300,
-    "engines": 46_000,
+    "engines": 45_200,
     "advise": 12_800,
     "report": 10_800,
     "dispatch": 27_000,

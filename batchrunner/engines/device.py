@@ -126,9 +126,12 @@ def server_args(args: dict[str, Any], *, cpu: bool) -> dict[str, Any]:
     return {**defaults, **(CPU_ARGS if cpu else {}), **args}
 
 
-_NO_LIMIT = 1 << 60
-"""Bytes; cgroup v1 writes a number near 2^63 for "no limit"."""
 _MACHINE = Path("/")
+
+
+def free_bytes() -> int:
+    """Return the machine's free memory in bytes."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def oom_kills(root: Path = _MACHINE) -> int | None:
@@ -136,38 +139,14 @@ def oom_kills(root: Path = _MACHINE) -> int | None:
 
     The programs that we start are in our cgroup. The machine's count (Linux 4.13) includes other users, so
     it is used only where the cgroup has none. None where neither is there (not Linux). `root` holds `proc`
-    and `sys`, here and below.
+    and `sys`.
     """
     files = [group / name for group in _groups(root) for name in ("memory.events", "memory.oom_control")]
     for path in (*files, root / "proc/vmstat"):
-        found = _number(path, "oom_kill")
+        found = re.search(r"^oom_kill (\d+)", _text(path), re.MULTILINE)
         if found is not None:
-            return found
+            return int(found[1])
     return None
-
-
-def memory_bytes(root: Path = _MACHINE) -> int | None:
-    """Return the memory that we may take, in bytes: the machine's, or the limit of a cgroup."""
-    return _least(root, "MemTotal")
-
-
-def free_bytes(root: Path = _MACHINE) -> int | None:
-    """Return the free memory in bytes, within that limit; cached pages of files count as free."""
-    return _least(root, "MemAvailable")
-
-
-def _least(root: Path, name: str) -> int | None:
-    """Return an amount of /proc/meminfo in bytes, or the limit of a cgroup of ours that is below it."""
-    kib = _number(root / "proc/meminfo", name)
-    machine = [] if kib is None else [kib << 10]
-    return min([*machine, *_limits(root)], default=None)
-
-
-def _limits(root: Path) -> list[int]:
-    """Return the limits of our memory cgroup and its parents: Slurm limits the job, not the step in it."""
-    files = [group / name for group in _groups(root) for name in ("memory.max", "memory.limit_in_bytes")]
-    found = [int(text) for text in map(_text, files) if text.strip().isdigit()]
-    return [limit for limit in found if limit < _NO_LIMIT]
 
 
 def _groups(root: Path) -> list[Path]:
@@ -181,11 +160,6 @@ def _groups(root: Path) -> list[Path]:
             # a namespace that hides the cgroup's own name shows `..` in its place
             found += [top / group for group in (inner, *inner.parents) if ".." not in group.parts]
     return found
-
-
-def _number(path: Path, name: str) -> int | None:
-    found = re.search(rf"^{name}:? +(\d+)", _text(path), re.MULTILINE)
-    return int(found[1]) if found else None
 
 
 def _text(path: Path) -> str:

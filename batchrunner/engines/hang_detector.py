@@ -3,8 +3,7 @@
 Progress is a forward pass or an answer, not a reply to a poll: SGLang's HTTP process goes on reporting the
 last load of a scheduler that stands still. The longest silence allowed is learned from the server: a multiple
 of its longest silence so far, and never less than `limits.hang`. It is several times as long while the server
-is new (kernels are compiled when they are first needed). It is twice as long if the server made no progress
-since its last hang: a server that was only slow must be able to finish.
+is new, or was restarted: kernels are compiled when they are first needed.
 
 SGLang has a watchdog of its own (`--watchdog-timeout`, 300 s), which ends a server whose forward pass takes
 longer. It stays on. It does not see a process that is stopped, a scheduler that waits for ever between two
@@ -44,17 +43,9 @@ class SilenceTimer:
         self._silent_s = 0.0
         self._worked_s = 0.0
         self._longest_s = 0.0
-        self._idle_since_hang = False
-
-    @property
-    def limit_s(self) -> float:
-        """The longest silence, in seconds, that is not yet a hang."""
-        warm_up_s = WARM_UP * self._least_s
-        least_s = self._least_s if self._worked_s >= warm_up_s else warm_up_s
-        return max(least_s, TIMES_LONGEST * self._longest_s) * (2 if self._idle_since_hang else 1)
 
     def poll(self, now: float, progress: object, *, busy: bool) -> Hang | None:
-        """Record a poll; return the silence if it is a hang, and then start to count again.
+        """Record a poll; return the silence if it is a hang.
 
         `progress` differs from the last poll's if something was done in between. `busy` is whether there is
         work.
@@ -65,20 +56,15 @@ class SilenceTimer:
             if busy:
                 self._longest_s = max(self._longest_s, self._silent_s)
                 self._worked_s += self._silent_s + passed_s
-                self._idle_since_hang = False
             self._progress, self._silent_s = progress, 0.0
             return None
         self._silent_s += passed_s
-        if self._silent_s <= self.limit_s:
+        warm_up_s = WARM_UP * self._least_s
+        least_s = self._least_s if self._worked_s >= warm_up_s else warm_up_s
+        if self._silent_s <= max(least_s, TIMES_LONGEST * self._longest_s):
             return None
         before = f"at most {self._longest_s:.3g} s before" if self._worked_s else "and never anything before"
-        hang = Hang(self._silent_s, f"did nothing for {self._silent_s:.3g} s with rows in flight ({before})")
-        self._silent_s, self._idle_since_hang = 0.0, True
-        return hang
-
-    def restarted(self) -> None:
-        """Forget the silence so far: the server was started again."""
-        self._silent_s, self._polled_at = 0.0, None
+        return Hang(self._silent_s, f"did nothing for {self._silent_s:.3g} s with rows in flight ({before})")
 
 
 class HangDetector:
@@ -91,8 +77,7 @@ class HangDetector:
         """
         self._least_s = least_s
         self._alone = alone
-        self._server = SilenceTimer(least_s)
-        self._schedulers: dict[str, SilenceTimer] = {}
+        self._timers: dict[str, SilenceTimer] = {}
         self._progress: dict[str, object] = {}
         self._has_work = False
 
@@ -102,7 +87,8 @@ class HangDetector:
         """Record a poll of the server, empty if it failed; return the silence if it is a hang.
 
         `in_flight` counts the rows that may be there, `answers` those that have come back so far. A server
-        that never reported its load is not judged: without answers it may be busy with long rows.
+        that never reported its load is not judged: without answers it may be busy with long rows. After a
+        hang the server counts as new.
         """
         progress = progress_of(loads)
         self._progress |= progress
@@ -111,17 +97,20 @@ class HangDetector:
         if not self._progress:
             return None
         busy = in_flight > 0 and (self._alone or self._has_work or not loads)
-        hang = self._server.poll(now, (answers, *self._progress.values()), busy=busy)
+        hang = self._timer("").poll(now, (answers, *self._progress.values()), busy=busy)
         for load in loads if len(loads) > 1 else ():
-            timer = self._schedulers.setdefault(load.scheduler, SilenceTimer(self._least_s))
             busy = in_flight > 0 and load.has_work
-            hang = timer.poll(now, progress[load.scheduler], busy=busy) or hang
+            hang = self._timer(load.scheduler).poll(now, progress[load.scheduler], busy=busy) or hang
+        if hang:
+            self.restarted()
         return hang
 
     def restarted(self) -> None:
-        """Forget the silence so far, not the limits learned: the server was started again."""
-        for timer in (self._server, *self._schedulers.values()):
-            timer.restarted()
+        """Forget the server's work so far: it was started again."""
+        self._timers.clear()
+
+    def _timer(self, scheduler: str) -> SilenceTimer:
+        return self._timers.setdefault(scheduler, SilenceTimer(self._least_s))
 
 
 def progress_of(loads: Iterable[SchedulerLoad]) -> dict[str, object]:

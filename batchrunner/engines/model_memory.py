@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.files import read_json
-from batchrunner.engines.device import Gpu, cards, gpus, memory_bytes, on_cpu, server_args
+from batchrunner.engines.device import Gpu, cards, gpus, on_cpu, server_args
 from batchrunner.engines.flags import name_in
-from batchrunner.engines.model_files import kv_bytes, model_directory, read_config
+from batchrunner.engines.model_files import model_directory, read_config
 from batchrunner.job.engine import GatewayEngine, ServerEngine
 
 log = logging.getLogger(__name__)
@@ -29,11 +29,8 @@ _OFFLOADS = ("cpu-offload-gb", "offload-group-size", "enable-weight-offload")
 STATIC_SHARE = 0.83
 """Share of a card for weights and KV pool, where the job does not set `mem-fraction-static`: SGLang's on an
 H100 (0.5.23); the rest is for activations and graphs."""
-LEAST_POOL_TOKENS = 32_768
-"""Tokens that the KV pool should hold at least: 32 rows of 1,024 tokens. A job with a longer `context-length`
-needs that many."""
-UNKNOWN_POOL_SHARE = 0.25
-"""Share of that memory for the KV pool of a model whose tokens are not known to take how much."""
+POOL_SHARE = 0.25
+"""Least share of that memory for the KV pool."""
 MOST_CARDS = 64
 
 _Spec = TypeVar("_Spec", bound=ServerEngine | GatewayEngine)
@@ -51,24 +48,20 @@ def with_tp(spec: _Spec) -> _Spec:
     """Return an engine whose `tp` is a number, in its arguments too.
 
     Raises EngineStartError for weights that can never fit, and where `auto` cannot be decided. Weights whose
-    size is not known are let pass: where the model is not on this machine, or quantised as it is loaded.
+    size is not known are let pass: where the model is not on this machine, or quantised as it is loaded. On a
+    CPU nothing is checked.
     """
     assert spec.model is not None
-    cpu = on_cpu(spec.device)
+    cpu, tp = on_cpu(spec.device), spec.tp
     args = server_args(spec.args, cpu=cpu)
     config = read_config(spec.model, args.get("revision"))
     weights = weights_of(model_directory(spec.model, args.get("revision")), config, args)
-    card = (
-        Gpu("this machine", memory_bytes() or 0)
-        if cpu
-        else max(cards(), key=lambda card: card.memory_bytes, default=None)
-    )
-    tp = spec.tp
+    card = None if cpu else max(cards(), key=lambda card: card.memory_bytes, default=None)
     if tp == "auto":
         tp = 1 if cpu else _auto(spec, weights, config, args, card)
     own_args = {**spec.args, "tp-size": tp} if tp else spec.args
     ways = split_over(own_args)
-    if weights and card and weights.size_bytes / ways > card.memory_bytes > 0:
+    if weights and card and weights.size_bytes / ways > card.memory_bytes:
         raise EngineStartError(
             f"engine.model {spec.model}: its weights do not fit: {_gib(weights.size_bytes)} "
             f"({weights.source}) over {ways} of {card.name}, which has {_gib(card.memory_bytes)}",
@@ -84,6 +77,7 @@ def _auto(
     args: Mapping[str, Any],
     card: Gpu | None,
 ) -> int:
+    """Return the fewest cards with room for weights and KV pool, a power of two that divides the heads."""
     if weights is None:
         raise EngineStartError(
             f"engine.tp auto: how much memory the weights of {spec.model} take is not known here",
@@ -94,49 +88,21 @@ def _auto(
     count = len(gpus(spec.env)) or len(cards())
     if isinstance(spec, GatewayEngine) and isinstance(spec.replicas, int):
         count //= spec.replicas
-    tp, why = choose_tp(weights, config, args, card, count)
-    log.info("engine.tp auto: %d: %s", tp, why)
+    heads = config.get("num_attention_heads")
+    room_bytes = (1 - POOL_SHARE) * (args.get("mem-fraction-static") or STATIC_SHARE) * card.memory_bytes
+    least = weights.size_bytes / split_over(args) / room_bytes
+    sizes = (1 << n for n in range(MOST_CARDS.bit_length()))
+    tp = next((tp for tp in sizes if tp >= least and (not isinstance(heads, int) or heads % tp == 0)), 0)
+    needed = f"weights of {_gib(weights.size_bytes)} ({weights.source}) and a KV pool of {POOL_SHARE:.0%}"
+    if not tp or tp * cards_of(args) > count:
+        wanted = f"{tp * cards_of(args)}" if tp else f"more than {MOST_CARDS}"
+        raise EngineStartError(
+            f"engine.tp auto: {needed} need {wanted} cards like {card.name} ({_gib(card.memory_bytes)}), and "
+            f"a replica can have {count}",
+            hint="take a smaller or a quantised model, or larger cards",
+        )
+    log.info("engine.tp auto: %d: %s have room on so many %s", tp, needed, card.name)
     return tp
-
-
-def choose_tp(
-    weights: ModelWeights, config: Mapping[str, Any], args: Mapping[str, Any], card: Gpu, count: int
-) -> tuple[int, str]:
-    """Return the fewest cards with room for weights and KV pool, a power of two, and why.
-
-    Raises EngineStartError where that is more than `count`. SGLang divides heads among cards: query heads
-    evenly, and KV heads as far as they go.
-    """
-    ways, heads, context = (
-        split_over(args),
-        config.get("num_attention_heads"),
-        _number(args, "context-length"),
-    )
-    share = args.get("mem-fraction-static") or STATIC_SHARE
-    tokens = max(LEAST_POOL_TOKENS, context)
-    width = 1 if str(args.get("kv-cache-dtype")).startswith("fp8") else 2
-    token_bytes, room_bytes = kv_bytes(config, width), share * card.memory_bytes
-    pool = f"a KV pool of {UNKNOWN_POOL_SHARE:.0%}"
-    if token_bytes:
-        pool = f"a KV pool of {tokens:,} tokens ({_gib(tokens * token_bytes)})"
-    needed = f"weights of {_gib(weights.size_bytes)} ({weights.source}) and {pool}"
-    for tp in (1 << n for n in range(MOST_CARDS.bit_length())):
-        each = UNKNOWN_POOL_SHARE * room_bytes
-        if token_bytes:
-            each = tokens * token_bytes / (min(tp, config.get("num_key_value_heads") or tp) * ways)
-        each += weights.size_bytes / (tp * ways)
-        if each <= room_bytes and (not isinstance(heads, int) or heads % tp == 0):
-            break
-    else:
-        tp = 0
-    if tp and tp * cards_of(args) <= count:
-        return tp, f"{needed} take {_gib(each)} of {_gib(room_bytes)} on each of {tp} {card.name}"
-    wanted = f"{tp * cards_of(args)}" if tp else f"more than {MOST_CARDS}"
-    raise EngineStartError(
-        f"engine.tp auto: {needed} need {wanted} cards like {card.name} ({_gib(card.memory_bytes)}), and a "
-        f"replica can have {count}",
-        hint="take a smaller or a quantised model, or larger cards",
-    )
 
 
 def split_over(args: Mapping[str, Any]) -> int:
@@ -160,9 +126,7 @@ def weights_of(directory: Path, config: Mapping[str, Any], args: Mapping[str, An
     if size is None or "quantization_config" in config:  # loaded as it is stored
         return stored
     dtype = str(args.get("dtype") or "auto")
-    half = (
-        dtype == "auto" and size == _PARAMETER_BYTES["float32"]
-    )  # SGLang's choice (configs/model_config.py)
+    half = dtype == "auto" and size == _PARAMETER_BYTES["float32"]  # SGLang's choice
     wanted = 1 if quantisation else 2 if half else _PARAMETER_BYTES.get(dtype, size)
     source = stored.source if wanted == size else f"{stored.source}, {wanted} bytes a parameter"
     return ModelWeights(stored.size_bytes * wanted / size, source)

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 from typing import assert_never
 
-from batchrunner.core.errors import JobError
 from batchrunner.engines.base import Engine
 from batchrunner.engines.device import MEAN_POOLING, on_cpu
 from batchrunner.engines.http.server_info import check_architecture
@@ -17,7 +16,7 @@ from batchrunner.job.engine import (
     ServerEngine,
     SimulatedEngine,
 )
-from batchrunner.job.spec import Job, LimitsSpec
+from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
 
@@ -28,14 +27,12 @@ def make_engine(spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec, task: Ta
     """
     spec = for_task(spec, task)
     match spec:
-        case AttachEngine():
+        case AttachEngine() | GatewayEngine(url=str()):
             from batchrunner.engines.attached import AttachedServers  # noqa: PLC0415
 
-            return AttachedServers(spec.urls, api_key=_api_key(spec), limits=limits, task=task)
-        case GatewayEngine(url=str(url)):
-            from batchrunner.engines.attached import AttachedGateway  # noqa: PLC0415
-
-            return AttachedGateway(url, api_key=_api_key(spec), limits=limits, task=task)
+            urls, gateway = ((), spec.url) if isinstance(spec, GatewayEngine) else (spec.urls, None)
+            key = os.environ.get(spec.api_key_env) or None
+            return AttachedServers(urls, gateway=gateway, api_key=key, limits=limits, task=task)
         case ServerEngine() | GatewayEngine():
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
@@ -61,29 +58,6 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     return spec.model_copy(update={"args": args, "env": {**MEAN_POOLING, **spec.env}})
 
 
-OVERRIDES = "json-model-override-args"
-"""Argument of a server with values that stand above those of config.json."""
-
-
-def check_dimensions(job: Job) -> None:
-    """Raise JobError where the job asks for vectors that the model to be loaded cannot make, by its files."""
-    asked, model = job.output.dimensions, launched_model(job.engine)
-    if asked is None or not isinstance(job.engine, LaunchedEngine) or model is None:
-        return
-    config = read_config(model)
-    if not config or OVERRIDES in job.engine.args:
-        return
-    lengths, longest = config.get("matryoshka_dimensions") or (), config.get("hidden_size")
-    can_be_any = config.get("is_matryoshka") and not lengths
-    if asked in lengths or (can_be_any and (type(longest) is not int or asked <= longest)):
-        return
-    raise JobError(
-        f"output.dimensions: {model} makes no vectors of {asked} numbers, by its config.json",
-        hint="leave it out; for a model that was trained for shorter ones and does not say so there, "
-        f"give engine.args {OVERRIDES}: '{{\"is_matryoshka\": true}}'",
-    )
-
-
 def model_of(spec: EngineSpec) -> str | None:
     """Return the identity of the engine's model, or None where only the engine knows it."""
     model = launched_model(spec)
@@ -95,8 +69,3 @@ def model_of(spec: EngineSpec) -> str | None:
 def launched_model(spec: EngineSpec) -> str | None:
     """Return the model that the run loads itself, by the job's name for it; None if it loads none."""
     return spec.model if isinstance(spec, LaunchedEngine) else None
-
-
-def _api_key(spec: AttachEngine | GatewayEngine) -> str | None:
-    """Return the API key that the job's environment variable holds, or None."""
-    return os.environ.get(spec.api_key_env) or None

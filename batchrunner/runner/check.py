@@ -15,7 +15,7 @@ from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, RowRefusedError
 from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model
-from batchrunner.engines.registry import check_dimensions, launched_model, model_of
+from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import decide_order
 from batchrunner.job.fields import MEDIA
@@ -108,7 +108,6 @@ def check(job: str, overrides: Sequence[str], *, no_python: bool = False) -> Che
     model = launched_model(loaded.engine)
     if model is not None:
         check_model(model)
-    check_dimensions(loaded)
     with contextlib.closing(prepare(loaded)) as prepared:
         return _check(prepared)
 

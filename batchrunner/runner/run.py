@@ -21,7 +21,7 @@ from batchrunner.core.files import read_json
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.load_control import write_decisions
 from batchrunner.engines.base import Engine
-from batchrunner.engines.registry import check_dimensions, make_engine, model_of
+from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import find_sorted_copy, prepare_order
 from batchrunner.job.spec import Job
@@ -271,7 +271,6 @@ async def open_engine_of(
     job: Job, task: TaskName, log_directory: Path, control: Control, stack: contextlib.AsyncExitStack
 ) -> tuple[Engine, EngineInfo]:
     """Open the engine of a job for a task of a model; `stack` closes it. Raises BatchrunError."""
-    await asyncio.to_thread(check_dimensions, job)
     engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=task)
     stack.push_async_callback(engine.close)
     return engine, await control.wait_for(engine.open(), "while the engine was starting")

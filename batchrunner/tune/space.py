@@ -73,7 +73,7 @@ def machine_for(job: Job, engine: ServerEngine) -> Machine:
 def _pool_tokens(engine: ServerEngine) -> int:
     """Return how many tokens a quarter of the free memory holds; 0 where model or memory are not known."""
     token_bytes = kv_bytes(read_config(engine.model, engine.args.get("revision")), FLOAT32_BYTES)
-    return int((free_bytes() or 0) / POOL_SHARE / token_bytes) if token_bytes else 0
+    return int(free_bytes() / POOL_SHARE / token_bytes) if token_bytes else 0
 
 
 Args = dict[str, Any]

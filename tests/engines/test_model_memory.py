@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.device import Gpu, free_bytes, gpus, memory_bytes, oom_kills
-from batchrunner.engines.model_memory import ModelWeights, choose_tp
-from batchrunner.job.load import load_job
+from batchrunner.engines.device import Gpu, gpus, oom_kills
+from batchrunner.engines.model_memory import with_tp
+from batchrunner.job.engine import ServerEngine
+from batchrunner.job.load import load_job, parse_engine
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import batchrun, job_of, write_job
 from tests.support.launchable import hungry
@@ -111,33 +112,28 @@ def test_weights_in_the_hubs_cache_are_counted(
     assert "its weights do not fit: 131.4 GiB" in result.stderr
 
 
-def test_weights_are_measured_against_a_machine_without_a_card(tmp_path: Path) -> None:
-    """On a CPU the machine's memory counts, its cgroup's limit included."""
-    engine = {**with_weights(tmp_path, 1e15), "device": "cpu"}
-    result = batchrun(write_job(job_of(tmp_path, engine, rows=5), tmp_path))
-    assert result.exit_code == 2
-    assert "of this machine, which has" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("gib", "config", "args", "card", "tp"),
     [
-        (15, LLAMA_8B, {}, H100, 1),
-        (15, LLAMA_8B, {}, L4, 2),  # 15 GiB of weights and 4 GiB of pool, of 18.7 GiB
-        (15, LLAMA_8B, {"context-length": 1_000_000}, H100, 4),  # 122 GiB of pool
-        (131, LLAMA_70B, {}, H100, 4),  # 131 GiB and 10 GiB: on two it is 70.5 of 66.1
+        (15, {}, {}, H100, 1),
+        (15, {}, {}, L4, 2),  # 14 of the 18.7 GiB are for weights
+        (131, LLAMA_70B, {}, H100, 4),
         (131, LLAMA_70B, {"pp-size": 2}, H100, 2),
-        (60, {"architectures": ["QuiteNewForCausalLM"]}, {}, H100, 2),  # a quarter is left for its pool
-        (688, {"kv_lora_rank": 512, "num_attention_heads": 128}, {}, H100, 16),
+        (131, LLAMA_70B, {"quantization": "fp8"}, H100, 2),
+        (15, {"num_attention_heads": 7}, {}, H100, 1),
+        (688, {"num_attention_heads": 128}, {}, H100, 16),
     ],
 )  # fmt: skip
 def test_the_fewest_that_have_room(
-    gib: float, config: dict[str, Any], args: dict[str, Any], card: Gpu, tp: int
-) -> None:
-    """Weights are divided, and so is the KV pool; what each card gets stays below SGLang's share of it."""
-    chosen, why = choose_tp(ModelWeights(gib * GIB, "by its files"), config, args, card, 16)
-    assert chosen == tp
-    assert f"on each of {tp} {card.name}" in why
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    gib: float, config: dict[str, Any], args: dict[str, Any], card: Gpu, tp: int,
+) -> None:  # fmt: skip
+    """Weights are divided; what each card gets leaves a quarter of SGLang's share of it for the KV pool."""
+    give_cards(tmp_path, monkeypatch, card, 16)
+    engine = {**with_weights(tmp_path, gib * GIB, **config), "tp": "auto", "args": args}
+    spec = parse_engine(engine)
+    assert isinstance(spec, ServerEngine)
+    assert with_tp(spec).tp == tp
 
 
 def test_the_server_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,69 +177,37 @@ def test_gpus_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gpus() == seen
 
 
-GB = 1 << 30
-MEMINFO = f"MemTotal: {64 * GB >> 10} kB\nMemFree: 1 kB\nMemAvailable:   {40 * GB >> 10} kB\n"
-V1 = "/sys/fs/cgroup/memory"
-V2 = "/sys/fs/cgroup"
-UNLIMITED = {"v1": "9223372036854771712", "v2": "max"}
+V1, V2 = "sys/fs/cgroup/memory", "sys/fs/cgroup"
+TASK = "system.slice/slurmstepd.scope/job_7/step_0/user/task_0"
 
 
-def machine(root: Path, own_group: str, files: dict[str, str]) -> Path:
-    """Write the files that a machine's kernel would show."""
-    told = {"/proc/meminfo": MEMINFO, "/proc/vmstat": "oom_kill 7\n", "/proc/self/cgroup": own_group, **files}
-    for name, text in told.items():
-        path = root / name.lstrip("/")
+@pytest.mark.parametrize(
+    ("own_group", "files", "kills"),
+    [
+        ("", {}, 7),
+        ("0::/\n", {f"{V2}/memory.events": "oom_kill 2\n"}, 2),  # v2, a container sees its own as the root
+        (f"0::/{TASK}\n",  # v2, Slurm counts a task's kills
+         {f"{V2}/{TASK}/memory.events": "oom 1\noom_kill 1\n",
+          f"{V2}/system.slice/slurmstepd.scope/job_7/memory.events": "oom 3\noom_kill 5\n"}, 1),
+        ("9:name=systemd:/\n4:memory:/slurm/job_7/task_0\n0::/\n",
+         {f"{V1}/slurm/job_7/task_0/memory.oom_control": "under_oom 0\noom_kill 4\n"}, 4),
+        ("4:memory:/docker/0123abcd\n0::/../../job\n",  # v1, a container whose path is the host's
+         {f"{V1}/memory.oom_control": "oom_kill 1\n"}, 1),
+        ("0::/\n", {f"{V2}/memory.max": "max\n"}, 7),
+    ],
+)  # fmt: skip
+def test_kills_within_cgroups(tmp_path: Path, own_group: str, files: dict[str, str], kills: int) -> None:
+    """The innermost cgroup's count, else the machine's."""
+    for name, text in {"proc/vmstat": "oom_kill 7\n", "proc/self/cgroup": own_group, **files}.items():
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return root
-
-
-CASES = [
-    pytest.param("", {}, 64, 40, 7, id="no cgroup"),
-    pytest.param(
-        "0::/\n",
-        {f"{V2}/memory.max": f"{8 * GB}\n",
-         f"{V2}/memory.events": "oom_kill 2\n"},
-        8, 8, 2, id="v2, a container sees its own as the root",
-    ),
-    pytest.param(
-        "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n",
-        {f"{V2}/system.slice/slurmstepd.scope/job_7/memory.max": f"{16 * GB}\n",
-         f"{V2}/system.slice/slurmstepd.scope/job_7/memory.events": "oom 3\noom_kill 5\n",
-         f"{V2}/system.slice/slurmstepd.scope/job_7/step_0/user/task_0/memory.max": "max\n",
-         f"{V2}/system.slice/slurmstepd.scope/job_7/step_0/user/task_0/memory.events": "oom 1\noom_kill 1\n"},
-        16, 16, 1, id="v2, Slurm limits the job and counts a task's kills",
-    ),
-    pytest.param(
-        "9:name=systemd:/\n4:memory:/slurm/uid_0/job_7/step_0/task_0\n0::/\n",
-        {f"{V1}/memory.limit_in_bytes": f"{UNLIMITED['v1']}\n",
-         f"{V1}/slurm/uid_0/job_7/memory.limit_in_bytes": f"{4 * GB}\n",
-         f"{V1}/slurm/uid_0/job_7/step_0/task_0/memory.limit_in_bytes": f"{UNLIMITED['v1']}\n",
-         f"{V1}/slurm/uid_0/job_7/step_0/task_0/memory.oom_control": "under_oom 0\noom_kill 4\n"},
-        4, 4, 4, id="v1, Slurm limits the job",
-    ),
-    pytest.param(
-        "4:memory:/docker/0123abcd\n0::/../../job\n",
-        {f"{V1}/memory.limit_in_bytes": f"{2 * GB}\n",
-         f"{V1}/memory.oom_control": "oom_kill 1\n"},
-        2, 2, 1, id="v1, a container whose path is the host's",
-    ),
-    pytest.param("0::/\n", {f"{V2}/memory.max": "max\n"}, 64, 40, 7, id="v2, no limit and no count"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("own_group", "files", "total", "free", "kills"), CASES)
-def test_memory_within_cgroups(
-    tmp_path: Path, own_group: str, files: dict[str, str], total: int, free: int, kills: int
-) -> None:
-    """The tightest limit around us counts, ours or an outer one's; the innermost count of kills does."""
-    root = machine(tmp_path, own_group, files)
-    assert (memory_bytes(root), free_bytes(root), oom_kills(root)) == (total * GB, free * GB, kills)
+    assert oom_kills(tmp_path) == kills
 
 
 def test_a_kernel_that_tells_nothing(tmp_path: Path) -> None:
     """Not Linux: nothing is known, and nothing fails."""
-    assert (memory_bytes(tmp_path), free_bytes(tmp_path), oom_kills(tmp_path)) == (None, None, None)
+    assert oom_kills(tmp_path) is None
 
 
 def a_model(directory: Path, config: dict[str, Any]) -> Path:

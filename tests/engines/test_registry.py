@@ -48,28 +48,6 @@ def test_model_is_known_before_the_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "args", "fits"),
-    [
-        ({"hidden_size": 64}, {}, False),
-        ({"matryoshka_dimensions": [64, 16]}, {}, False),
-        ({"is_matryoshka": True, "hidden_size": 31}, {}, False),
-        ({"is_matryoshka": True, "hidden_size": 32}, {}, True),
-        ({"hidden_size": 64}, {"json-model-override-args": '{"is_matryoshka": true}'}, True),
-    ],
-)
-def test_dimensions_of_a_model_to_load(tmp_path: Path, config: Any, args: Any, fits: bool) -> None:
-    """The model's files say it before a server is started."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_bytes(orjson.dumps({"architectures": ["BertModel"], **config}))
-    engine = {"kind": "server", "model": str(model), "args": args}
-    path = write_job(job_of(tmp_path, engine, task="embed", output={"dimensions": 32}), tmp_path)
-    checked = batchrun("check", path)
-    assert checked.exit_code == (0 if fits else 2), checked.stderr
-    assert fits or "makes no vectors of 32 numbers" in batchrun(path).stderr
-
-
-@pytest.mark.parametrize(
     ("architecture", "mean", "args", "env"),
     [
         ("BertModel", True, {"disable-radix-cache": True, "chunked-prefill-size": -1}, {"mean_pooling"}),
