@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand, SchedulerLoad
+from batchrunner.core.types import Completion
+from batchrunner.dispatch.concurrency.controller import tokens_a_row
 from batchrunner.dispatch.concurrency.corners import GOOD_USAGE
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.concurrency.window import tokens_a_row
 from batchrunner.dispatch.queue import Slots
 from batchrunner.engines.simulation.replica import H100_8B, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
@@ -204,10 +205,8 @@ class Fleet:
                 self.tokens += end.sample.outputs
                 self.uncached_tokens += end.sample.prompt_tokens - end.sample.cached_tokens
                 self._tell(end.sample)
-                own_tokens = end.sample.prompt_tokens - end.sample.cached_tokens
-                self._admission.row_tokens.add(own_tokens, end.sample.outputs)
                 self._gate.release(route)
-                self._admission.ended(route, end.sample.retractions, end.at_s)
+                self._admission.ended(route, end.at_s, answer_of(end.sample))
 
     def _send(self) -> None:
         while self._waiting is not None and (route := self._gate.take(self.now)) is not None:
@@ -235,6 +234,13 @@ class Fleet:
             self._gate.resize(route, window)
         if unsent:
             self.seen.look(self.now, self.replicas, self._admission)
+
+
+def answer_of(sample: SimulatedRequest) -> Completion:
+    """Return what the runner learns of a sample that has ended."""
+    return Completion(
+        [], [], [sample.outputs], sample.prompt_tokens, sample.cached_tokens, sample.retractions
+    )
 
 
 class _Seen:

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from batchrunner.core.engine_info import EngineInfo
-from batchrunner.core.types import Completion, Request, RowRef
-from batchrunner.dispatch.pending_row import PendingRow
+from batchrunner.core.types import Request, RowRef
+from batchrunner.dispatch.queue import PendingRow
 from batchrunner.dispatch.reorder import OutputLengths, PrimeTask, Reorderer, ReuseDistance
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
-from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet
+from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet, answer_of
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
 from benchmarks.prompts import (
@@ -260,8 +260,7 @@ class AsTheRunner:
         assert self._fleet
         work = sample.payload
         work.prefix_ready_at = min(work.prefix_ready_at, self._fleet.now)
-        seen = Completion([], [], [sample.outputs], sample.prompt_tokens, sample.cached_tokens)
-        self._reorderer.record(work, seen, sample.outputs)
+        self._reorderer.record(work, answer_of(sample))
 
 
 def text_of(row: Row) -> str:

@@ -2,5 +2,5 @@
 
 The runner builds the parts (`runner/sending.py`). `Feeder` and `Dispatcher` (dispatcher.py) move rows through
 the `Backlog` (queue.py), bundles.py shares requests among rows, checks.py says whether an answer is good.
-load_control.py polls the engine and resizes the `Slots`; progress.py sums up what the display shows.
+concurrency/ polls the engine's load and resizes the `Slots`; progress.py sums up what the display shows.
 """

@@ -16,7 +16,7 @@ import regex
 from batchrunner.core.errors import JobError, RowRefusedError
 from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.types import Completion, Outcome, Request
-from batchrunner.dispatch.pending_row import AnswerHistory, PendingRow
+from batchrunner.dispatch.queue import AnswerHistory, PendingRow
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.input.dataset import carried_of
 from batchrunner.input.templates import AnswerExpression

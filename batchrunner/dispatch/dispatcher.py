@@ -16,7 +16,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import orjson
-from msgspec.structs import replace
 
 from batchrunner.core.errors import (
     AttemptFailedError,
@@ -29,17 +28,13 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.timing import pause_before_retry
-from batchrunner.core.types import Completion, Outcome, Request, RequestBody
+from batchrunner.core.types import Completion, Outcome, Request
 from batchrunner.dispatch.bundles import BundleSender
-from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.load_control import LoadControl
-from batchrunner.dispatch.pending_row import PendingRow, ResultSink, RowSource
-from batchrunner.dispatch.progress import AttemptProgress
-from batchrunner.dispatch.queue import MOST_DEATHS, Backlog, Slots
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits, LoadControl
+from batchrunner.dispatch.queue import MOST_DEATHS, Backlog, PendingRow, ResultSink, RowSource, Slots
 from batchrunner.dispatch.reorder import PrimeTask, Reorderer
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
-from batchrunner.input.request_bodies import with_one_token
 from batchrunner.job.output import RESPONSE
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.output.events import EventLog
@@ -47,9 +42,6 @@ from batchrunner.output.events import EventLog
 if TYPE_CHECKING:
     from batchrunner.dispatch.checks import AnswerChecker
 
-SLICE_BYTES, SLICE_MEDIA_BYTES = 4 << 20, 64 << 20
-"""Bytes of the prompts that are tokenised together, and of their files, as far as known: token ids take many
-times the memory of the text, and a file more than its path."""
 LONGEST_PRIMING_S = 30.0
 """Longest wait for a round of primes, in seconds: they save a prefill pass or two."""
 ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
@@ -102,18 +94,17 @@ class Feeder:
             if isinstance(item, Outcome):  # the row could not be rendered
                 await self._results.put(item)
         await self._prime([item for item in batch if isinstance(item, PrimeTask)])
-        for some in _slices(rows):
-            requests = await self._tokenizer.tokenize([row.request for row in some])
-            for row, request in zip(some, requests, strict=True):
-                if isinstance(request, Outcome):  # it cannot be tokenised, or is too long
-                    await self._backlog.end(row, request)
-                else:
-                    if self._keeps_prompts:
-                        row.unencoded = row.request._replace(media=request.media)
-                    row.request = request
-                    self._backlog.add(row)
-            self._backlog.wake_dispatcher()
-            await self._backlog.wait_for_room()
+        requests = await self._tokenizer.tokenize([row.request for row in rows])
+        for row, request in zip(rows, requests, strict=True):
+            if isinstance(request, Outcome):  # it cannot be tokenised, or is too long
+                await self._backlog.end(row, request)
+            else:
+                if self._keeps_prompts:
+                    row.unencoded = row.request._replace(media=request.media)
+                row.request = request
+                self._backlog.add(row)
+        self._backlog.wake_dispatcher()
+        await self._backlog.wait_for_room()
 
     async def _prime(self, tasks: Sequence[PrimeTask]) -> None:
         """Compute prefixes on an empty engine, round by round, by rows with one output token.
@@ -123,13 +114,7 @@ class Feeder:
         by_round = attrgetter("round")
         for _, group in groupby(sorted(tasks, key=by_round), key=by_round):
             some = list(group)
-            requests = [task.row.request._replace(sampling=ONE_TOKEN, asks=None) for task in some]
-            probes = [
-                each._replace(prompt=with_one_token(each.prompt))
-                if isinstance(each.prompt, RequestBody)
-                else each
-                for each in requests
-            ]
+            probes = [task.row.request._replace(sampling=ONE_TOKEN, asks=None) for task in some]
             sent = [
                 self._engine.generate(probe._replace(affinity=key), route)
                 for task, probe in zip(some, await self._tokenizer.tokenize(probes), strict=True)
@@ -154,22 +139,6 @@ class Feeder:
         yield row.affinity, row.group.route
 
 
-def _slices(rows: Sequence[PendingRow]) -> Iterator[list[PendingRow]]:
-    """Cut rows into lists of `SLICE_BYTES` and `SLICE_MEDIA_BYTES` at most, one row at least."""
-    some: list[PendingRow] = []
-    size = media = 0
-    for row in rows:
-        own = sum(file.expected_size for file in row.request.media)
-        if some and (size + row.prompt_bytes > SLICE_BYTES or media + own > SLICE_MEDIA_BYTES):
-            yield some
-            some, size, media = [], 0, 0
-        some.append(row)
-        size += row.prompt_bytes
-        media += own
-    if some:
-        yield some
-
-
 ACCEPTED_RATIO, ACCEPTED_S = 2.0, 1.0
 """A request in flight for more than 2 times as long as a refusal takes, and over 1 s, counts as accepted."""
 MOST_BODY_BYTES = 1 << 16
@@ -188,7 +157,6 @@ class Dispatcher:
         reorderer: Reorderer,
         windows: ConcurrencyLimits,
         load_control: LoadControl,
-        progress: AttemptProgress,
         events: EventLog,
         limits: LimitsSpec,
         *,
@@ -196,7 +164,7 @@ class Dispatcher:
     ) -> None:
         """Take a sender for each route, and what checks the answers where they are checked.
 
-        `reorderer`, `windows` and `progress` learn from the answers; `limits` are the job's. With
+        `reorderer` and `windows` learn from the answers; `limits` are the job's. With
         `by_affinity` requests carry a key by which a gateway keeps prefix groups together.
         """
         self._backlog = backlog
@@ -206,7 +174,6 @@ class Dispatcher:
         self._reorderer = reorderer
         self._windows = windows
         self._load_control = load_control
-        self._progress = progress
         self._events = events
         self._limits = limits
         self._by_affinity = by_affinity
@@ -294,16 +261,9 @@ class Dispatcher:
         self._refused_since = None  # while it waited to be stored, nobody asked the engine
 
     def _learn(self, row: PendingRow, route: str, completion: Completion | None, now: float) -> None:
-        """Tell the windows, the order and the progress of a row that came back; None if it was refused."""
-        if completion is None:
-            self._windows.ended(route, 0, now)
-            return
-        output_tokens, cached = completion.output_tokens, completion.cached_tokens
-        self._progress.answered(route, output_tokens, completion.retractions)
-        self._windows.ended(route, completion.retractions, now)
-        own_tokens = 0 if cached is None else max(0, (completion.prompt_tokens or 0) - cached)
-        self._windows.row_tokens.add(own_tokens, output_tokens)
-        change = self._reorderer.record(row, completion, output_tokens)
+        """Tell the windows and the order of a row that came back; without an answer if it was refused."""
+        self._windows.ended(route, now, completion)
+        change = self._reorderer.record(row, completion) if completion is not None else None
         if change is not None:
             self._events.write("lead", **asdict(change))
 
@@ -331,7 +291,6 @@ class Dispatcher:
             jitter=random.random(),  # noqa: S311 - jitter, not a secret
         )
         if pause_s is None:
-            self._try_duplicates(row)
             return error
         self._backlog.retry_after(row, pause_s)
         return None
@@ -348,24 +307,6 @@ class Dispatcher:
         took_one = now - oldest.sent_at > max(ACCEPTED_RATIO * (now - row.sent_at), ACCEPTED_S)
         if not took_one and waited_s > self._limits.engine_wait:
             raise EngineLostError(f"the engine took no row for {waited_s:.0f} s: {error}")
-
-    def _try_duplicates(self, row: PendingRow) -> None:
-        """Send the duplicates of a row that was given up, in two halves: they may have better luck.
-
-        One after the other could take days for thousands of them; all at once is too many if the first
-        succeeds.
-        """
-        duplicates, row.duplicates = row.duplicates, []
-        for first, *others in filter(None, (duplicates[::2], duplicates[1::2])):
-            asked = row.answers.first if row.answers else row.request
-            unencoded = None if row.unencoded is None else row.unencoded._replace(ref=first)
-            anew = replace(
-                row, request=asked._replace(ref=first), unencoded=unencoded, answers=None, duplicates=others,
-                followers=[], attempts=0, failures=0, deaths=0,
-            )  # fmt: skip
-            self._backlog.expect(1)
-            self._backlog.add(anew)
-        self._backlog.wake_dispatcher()
 
 
 def _refusal(request: Request, error: RequestError) -> Completion | None:

@@ -8,8 +8,7 @@ from typing import Any
 from batchrunner.core.engine_info import Corner, SchedulerLoad
 from batchrunner.dispatch.bundles import BundleTotals
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.pending_row import RowSource
-from batchrunner.dispatch.queue import Backlog, Slots
+from batchrunner.dispatch.queue import Backlog, RowSource, Slots
 from batchrunner.engines.base import Engine
 from batchrunner.job.tasks import GENERATE
 from batchrunner.output.counts import RowCounts
@@ -269,16 +268,9 @@ class AttemptProgress:
         self._task = task
         self._load = LoadSummary(limits, slots)
         self._rates = Rates(began, counts=6)
-        routes = limits.info.routes
-        self._tokens, self._retractions = dict.fromkeys(routes, 0), dict.fromkeys(routes, 0)
-        self._token_rates = {route: Rates(began, counts=1) for route in routes}
+        self._token_rates = {route: Rates(began, counts=1) for route in limits.info.routes}
         self.incidents: list[dict[str, Any]] = []
         """Deaths, hangs and healing of the engine's servers, for report.json."""
-
-    def answered(self, route: str, output_tokens: int, retractions: int) -> None:
-        """Count an answer, and how often its row was retracted."""
-        self._tokens[route] += output_tokens
-        self._retractions[route] += retractions
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> Snapshot:
         """Take a load sample; return the state of the run."""
@@ -296,7 +288,7 @@ class AttemptProgress:
 
     def load_report(self) -> dict[str, Any]:
         """Return report.json's `load`."""
-        return self._load.as_dict(retractions=sum(self._retractions.values()))
+        return self._load.as_dict(retractions=self._limits.retractions)
 
     def snapshot(self, loads: Sequence[SchedulerLoad], now: float) -> Snapshot:
         """Return the state of the run; `loads` is the newest load sample."""
@@ -317,7 +309,7 @@ class AttemptProgress:
             window=self._slots.window,
             in_flight=self._slots.in_flight,
             waiting=self._backlog.waiting,
-            retractions=sum(self._retractions.values()),
+            retractions=self._limits.retractions,
             loads=tuple(loads),
             bands={name: (band.low, band.high) for name, band in self._limits.bands.items()},
             by_scheduler=self._by_scheduler(now),
@@ -337,9 +329,10 @@ class AttemptProgress:
         for name, corner in self._limits.corners.items():
             known.setdefault(name, {})["corner"] = str(corner)
         for route, rates in self._token_rates.items():
-            (tokens_s,) = rates.update(now, self._tokens[route])
+            ends = self._limits.ends[route]
+            (tokens_s,) = rates.update(now, ends.output_tokens)
             if scheduler := self._limits.only_scheduler_on(route):
                 known.setdefault(scheduler, {}).update(
-                    output_tokens_per_s=round(tokens_s, 1), retractions=self._retractions[route]
+                    output_tokens_per_s=round(tokens_s, 1), retractions=ends.retractions
                 )
         return known

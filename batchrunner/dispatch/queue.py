@@ -1,14 +1,130 @@
-"""Rows that were read and have not ended: the dispatch queue, and the backlog around it."""
+"""Rows between the reader and their outcomes: what is known of each, the dispatch queue, and the slots."""
+
+from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
-from batchrunner.core.types import Outcome
-from batchrunner.dispatch.pending_row import PendingRow, ResultSink, RowSource
-from batchrunner.dispatch.reorder import Reorderer
+import msgspec
+
+from batchrunner.core.types import Completion, Outcome, Request, RowRef
+from batchrunner.output.counts import Rejected
+
+
+class AnswerHistory(msgspec.Struct):
+    """The answers of a row whose answers are checked."""
+
+    first: Request
+    """Its first request, as it was sent."""
+    rejected: list[Rejected] = []
+    """Answers that were not good."""
+    continued: int = 0
+    """Answers that were cut, and whose rest was asked for."""
+    begun: Completion | None = None
+    """The answer so far, of which the rest was asked for."""
+    last: Completion | None = None
+    """The last answer, which the row keeps if it fails."""
+
+    @property
+    def asks(self) -> int:
+        """Times that the row was asked, without tries that had no answer."""
+        return 1 + len(self.rejected) + self.continued
+
+
+class PendingRow(msgspec.Struct, eq=False):
+    """A row that was read and has not ended; a `msgspec.Struct`, which is made faster than a dataclass.
+
+    A row *follows* another one, its `leader`, where both begin with the same bytes: the engine computes the
+    shared prefix with the leader, and the follower finds it in the prefix cache.
+    """
+
+    request: Request
+    prefix: bytes = b""
+    """The prompt as bytes (`input.prefixes.prefix_of`); dropped once no later row is compared with it."""
+    prompt_bytes: int = 0
+    """Length of `prefix`: where the prompt has images, it has bytes for their tokens."""
+    template: int = 0
+    """CRC-32 of the prompt's first 256 bytes: rows with the same template or system prompt share it."""
+    duplicates: list[RowRef] = []
+    """Rows with the same request, which get this row's answer."""
+
+    leader: PendingRow | None = None
+    shared_bytes: int = 0
+    """Length of the prefix that the row shares with its leader."""
+    followers: list[PendingRow] = []
+    new_tokens: float = 0.0
+    """Prompt tokens (estimated) that the engine computes if the shared prefix is cached."""
+    sent_clock: float = 0.0
+    """Sum of `new_tokens` over all rows sent so far, this one included."""
+    longest_output: float = 0.0
+    """Expected output tokens of the row or of its longest follower; 0 where lengths do not matter."""
+    group: PendingRow | None = None
+    """First row of the prefix group, whose route the row prefers; None if any route will do."""
+
+    route: str | None = None
+    """Route of the last attempt."""
+    sent_at: float = 0.0
+    """Time of the last attempt, in seconds of the monotonic clock."""
+    prefix_ready_at: float = float("inf")
+    """Time from which on the row's prompt is known to be computed, in seconds of the same clock."""
+    attempts: int = 0
+    failures: int = 0
+    """Attempts that ended with an error which may be the row's own fault."""
+    deaths: int = 0
+    """Engine deaths during its attempts."""
+    unencoded: Request | None = None
+    """The request before it was tokenised, where it may be asked for again in other words."""
+    answers: AnswerHistory | None = None
+    """Its answers, where they are checked."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the prompt and its images in memory."""
+        return self.prompt_bytes + self.request.media_bytes
+
+    @property
+    def affinity(self) -> str:
+        """Key by which a gateway chooses a replica: the group's; after a failed attempt one of its own."""
+        if self.attempts > 1:
+            return f"{self.request.ref.row}.{self.attempts}"
+        return str((self.group or self).request.ref.row)
+
+
+class RowSource(Protocol):
+    """Where the rows of an attempt come from: files, leases, or a program."""
+
+    @property
+    def total(self) -> int:
+        """Number of rows, those that earlier attempts ended included; with leases an estimate."""
+
+    @property
+    def unread(self) -> int:
+        """Number of rows still to be read; with leases an estimate."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other tasks could do these rows, now or later."""
+
+    def batches(self) -> Iterator[list[Request | Outcome]]:
+        """Read and render rows, a bounded batch at a time; blocks.
+
+        A row that cannot be rendered comes as an Outcome with its error. An empty batch asks to send what was
+        read so far: the next batch may take a while.
+        """
+
+    def stop(self) -> None:
+        """Read no more rows: `batches` ends soon, also while it waits."""
+
+
+class ResultSink(Protocol):
+    """Where the outcomes of rows go: to the disk, or to a program."""
+
+    async def put(self, outcome: Outcome) -> None:
+        """Count and store an outcome; waits while the disk or the program is behind. Raises StorageError."""
+
 
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.5, 30.0
 """Cooldown of a route that refuses requests, in seconds: it doubles until the route answers again."""
@@ -27,7 +143,7 @@ class Slots:
 
     def __init__(self, windows: Mapping[str, int]) -> None:
         """`windows` gives the slots of each route, 1 at least."""
-        self._routes = {route: _RouteSlots(_checked(window)) for route, window in windows.items()}
+        self._routes = {route: _RouteSlots(window) for route, window in windows.items()}
         self._in_flight = 0
 
     @property
@@ -77,7 +193,7 @@ class Slots:
 
     def resize(self, route: str, window: int) -> None:
         """Change the number of slots of a route."""
-        self._routes[route].window = _checked(window)
+        self._routes[route].window = window
 
     def cool_down(self, route: str, now: float) -> float:
         """Start the cooldown of a route that refused a request; return the seconds that are left of it.
@@ -99,21 +215,13 @@ class Slots:
         slots.cooldown_s = FIRST_COOLDOWN_S
 
 
-def _checked(window: int) -> int:
-    if window < 1:
-        raise ValueError(f"a route needs at least one slot (got {window})")
-    return window
-
-
 FEWER = 16
 """Factor by which each further death reduces the suspects in flight at once."""
 MOST_DEATHS = 4
 """Engine deaths after which a row is given up: at the last one it was the only suspect in flight."""
 
-Row = TypeVar("Row")
 
-
-class PoisonRows(Generic[Row]):
+class PoisonRows:
     """Rows that were in flight when the engine died or hung, and are not now: one may be the reason. Pure.
 
     Thousands of rows are in flight at a death, and nearly all are harmless. They are sent again a few at a
@@ -122,38 +230,34 @@ class PoisonRows(Generic[Row]):
     flight at a fourth death was the only suspect of its degree, and is given up.
     """
 
-    def __init__(self) -> None:
-        self._waiting: defaultdict[int, deque[Row]] = defaultdict(deque)
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._waiting: defaultdict[int, deque[PendingRow]] = defaultdict(deque)
         self._in_flight: Counter[int] = Counter()
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether a suspect waits."""
-        return bool(self._waiting)
+    def add(self, row: PendingRow) -> None:
+        """Add a row that has seen deaths."""
+        self._waiting[row.deaths].append(row)
 
-    def add(self, row: Row, deaths: int) -> None:
-        """Add a row that was in flight at so many deaths."""
-        self._waiting[deaths].append(row)
-
-    def next_degree(self, window: int) -> int | None:
-        """Return the number of deaths of the next suspect that may be sent; None if none may.
-
-        `window` is the number of slots of all routes.
-        """
-        for deaths in sorted(self._waiting, reverse=True):
-            most = 1 if deaths >= MOST_DEATHS - 1 else max(1, window // FEWER**deaths)
-            if self._waiting[deaths] and self._in_flight[deaths] < most:
-                return deaths
+    def next(self) -> deque[PendingRow] | None:
+        """Return the suspects of which the first may be sent now; None if none may."""
+        if not self._waiting:  # asked for every row, and nearly always so
+            return None
+        for deaths, rows in sorted(self._waiting.items(), reverse=True):
+            most = 1 if deaths >= MOST_DEATHS - 1 else max(1, self._slots.window // FEWER**deaths)
+            if rows and self._in_flight[deaths] < most:
+                return rows
         return None
 
-    def take(self, deaths: int) -> Row:
-        """Take the first row that has seen so many deaths, which counts as in flight from now on."""
-        self._in_flight[deaths] += 1
-        return self._waiting[deaths].popleft()
+    def take(self, suspects: deque[PendingRow]) -> PendingRow:
+        """Take the first of some suspects, which counts as in flight from now on."""
+        row = suspects.popleft()
+        self._in_flight[row.deaths] += 1
+        return row
 
-    def came_back(self, deaths: int) -> None:
-        """Record that a row with so many deaths is no longer in flight."""
-        self._in_flight[deaths] -= 1
+    def came_back(self, row: PendingRow) -> None:
+        """Record that a suspect is no longer in flight."""
+        self._in_flight[row.deaths] -= 1
 
 
 READ_AHEAD_ROWS, READ_AHEAD_BYTES = 512, 64 << 20
@@ -163,13 +267,6 @@ READ_AHEAD_ROWS, READ_AHEAD_BYTES = 512, 64 << 20
 MOST_MEDIA_BYTES = 128 << 20
 """Bytes of the files of rows in flight above which no more rows with files are sent. The body of a request
 takes as much again, and a third more."""
-
-
-class InFlight(Protocol):
-    """Counts requests in flight."""
-
-    def in_flight_on(self, route: str) -> int:
-        """Return the number of requests in flight on a route."""
 
 
 class DispatchQueue:
@@ -182,12 +279,12 @@ class DispatchQueue:
     takes them only while it has less than half of the other's rows, in flight or kept for it.
     """
 
-    def __init__(self, routes: Sequence[str], slots: InFlight, full_rows: int) -> None:
+    def __init__(self, slots: Slots, full_rows: int = READ_AHEAD_ROWS) -> None:
         """With `full_rows` rows the queue is full, and kept rows are for every route."""
         self._slots = slots
         self._full_rows = full_rows
         self._any_route: deque[PendingRow] = deque()
-        self._kept: dict[str, deque[PendingRow]] = {route: deque() for route in routes}
+        self._kept: dict[str, deque[PendingRow]] = {route: deque() for route in slots.by_route}
         self._count = 0  # read for every row, however many routes there are
         self._bytes = 0
 
@@ -249,15 +346,14 @@ class Backlog:
     Its feeder waits for room in it, its dispatcher for rows to send.
     """
 
-    def __init__(self, source: RowSource, reorderer: Reorderer, slots: Slots, results: ResultSink) -> None:
-        """Build an empty backlog; `source` and `reorderer` hold the rows that are still to come."""
-        self._source = source
-        self._reorderer = reorderer
+    def __init__(self, slots: Slots, results: ResultSink, to_come: Callable[[], int]) -> None:
+        """Build an empty backlog; `to_come` tells how many rows, about, were not added yet."""
         self._slots = slots
         self._results = results
-        self._queue = DispatchQueue(tuple(slots.by_route), slots, READ_AHEAD_ROWS)
+        self._to_come = to_come
+        self._queue = DispatchQueue(slots)
+        self._poison = PoisonRows(slots)
         self._media_bytes = 0  # of rows in flight
-        self._poison: PoisonRows[PendingRow] = PoisonRows()
         self._waiting = 0
         self._unended = 0
         self._all_read = False
@@ -275,8 +371,8 @@ class Backlog:
         """Rows that are still to be sent and not in flight; an estimate where leases are taken."""
         if self._stopping:
             return 0
-        unread = 0 if self._all_read else self._source.unread
-        return max(0, unread + self._reorderer.held + self._unended - self._slots.in_flight)
+        to_come = 0 if self._all_read else self._to_come()
+        return max(0, to_come + self._unended - self._slots.in_flight)
 
     @property
     def is_over(self) -> bool:
@@ -311,14 +407,14 @@ class Backlog:
         """Tell whether `take` may return a row for a route."""
         if self._media_bytes >= MOST_MEDIA_BYTES:
             return False
-        return self._queue.has_for(route) or self._next_degree() is not None
+        return self._queue.has_for(route) or self._poison.next() is not None
 
     def take(self, route: str) -> PendingRow | None:
         """Take the next row for a route; suspects of engine deaths come first."""
         if self._stopping or self._media_bytes >= MOST_MEDIA_BYTES:
             return None
-        degree = self._next_degree()
-        row = self._queue.take(route) if degree is None else self._poison.take(degree)
+        suspects = self._poison.next()
+        row = self._queue.take(route) if suspects is None else self._poison.take(suspects)
         if not self._queue.is_full:
             self._room.set()
         if row is not None and row.request.media:
@@ -330,7 +426,7 @@ class Backlog:
         if row.request.media:
             self._media_bytes -= row.request.media_bytes
         if row.deaths:
-            self._poison.came_back(row.deaths)
+            self._poison.came_back(row)
 
     async def end(self, row: PendingRow, outcome: Outcome) -> None:
         """Store the outcome of a row, and the same for its duplicates. Raises StorageError."""
@@ -365,15 +461,10 @@ class Backlog:
             self._room.clear()
             await self._room.wait()
 
-    def _next_degree(self) -> int | None:
-        if not self._poison.has_rows:  # asked for every row, and nearly always so
-            return None
-        return self._poison.next_degree(self._slots.window)
-
     def _retry(self, row: PendingRow) -> None:
         self._waiting -= 1
         if row.deaths:
-            self._poison.add(row, row.deaths)
+            self._poison.add(row)
         else:
             self.add(row, first=True)
         self._notify()

@@ -16,7 +16,7 @@ from zlib import crc32
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Outcome, Request
-from batchrunner.dispatch.pending_row import PendingRow, RowSource
+from batchrunner.dispatch.queue import PendingRow, RowSource
 from batchrunner.input.prefixes import common_length, prompt_bytes
 
 LEAST_SHARED_BYTES = 256
@@ -356,8 +356,11 @@ LAST_ROWS = 8192
 """Last rows of the input that are ordered together: the longest go first, so that none is left at the end."""
 SHARED_ROWS = 512
 """Rows that are ordered together if other tasks could do them: what one task holds the others cannot take."""
-PIECE_ROWS = 256
-"""Rows that are handed on together."""
+PIECE_ROWS, PIECE_BYTES = 256, 64 << 20
+"""Rows that are handed on together, and the bytes, about, that they take when they are tokenised and their
+files are read."""
+IDS_BYTES = 16
+"""Bytes that the token ids of a byte of a prompt take."""
 TEMPLATE_BYTES = 256
 """Bytes at the start of a prompt by which templates are distinguished."""
 SENT_ROWS, SENT_BYTES = 32, 8 << 20
@@ -415,10 +418,10 @@ class Reorderer:
         """Return what report.json has under `sharing`."""
         return self._distance.as_dict() if self._distance is not None else {}
 
-    def record(self, row: PendingRow, completion: Completion, output_tokens: int) -> DistanceChange | None:
-        """Learn from an answer with so many tokens; return how that changed the reuse distance."""
+    def record(self, row: PendingRow, completion: Completion) -> DistanceChange | None:
+        """Learn from an answer; return how that changed the reuse distance."""
         if self._lengths is not None:
-            self._lengths.record(row, output_tokens)
+            self._lengths.record(row, completion.output_tokens)
         return self._distance.record(row, completion) if self._distance is not None else None
 
     def reorder(self, source: RowSource) -> Iterator[list[PendingRow | PrimeTask | Outcome]]:
@@ -478,8 +481,11 @@ class Reorderer:
     def _piece(self, *, last: bool) -> list[PendingRow | PrimeTask | Outcome]:
         rows: list[PendingRow] = []
         primes: dict[PendingRow, PrimeTask] = {}
-        while len(rows) < PIECE_ROWS and (released := self._release.take(last=last)):
+        size = 0
+        while len(rows) < PIECE_ROWS and size < PIECE_BYTES and (released := self._release.take(last=last)):
             rows.append(released.row)
+            size += IDS_BYTES * released.row.prompt_bytes
+            size += sum(file.expected_size for file in released.row.request.media)
             if released.is_early and not self._began:
                 self._prime_leader_of(released.row, primes)
         self._began = self._began or bool(rows)
@@ -519,7 +525,8 @@ class Reorderer:
         assert self._distance is not None
         assert row.leader is not None
         leader = row.leader
-        if leader.sent_clock - leader.new_tokens <= self._distance.tokens:
+        is_among_first = leader.sent_clock - leader.new_tokens <= self._distance.tokens
+        if is_among_first and leader.request.kind != "body":
             round_ = primes[leader.leader].round + 1 if leader.leader in primes else 0
             known = primes.get(leader, PrimeTask(leader, round_, on_every_replica=self.caches == 1))
             everywhere = known.on_every_replica or row.group is None or row.group is not leader.group

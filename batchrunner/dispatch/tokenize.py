@@ -1,13 +1,18 @@
-"""Client-side tokenization: prompts become token ids here if these are known to be the engine's own."""
+"""Requests on their way to the engine: files are prepared, and prompts become token ids.
+
+Prompts are tokenised here if the tokens are known to be the engine's own.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import (
@@ -19,16 +24,20 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.files import read_json
-from batchrunner.core.timing import pause_before_retry
+from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome, PromptKind, Request
 from batchrunner.engines.base import Engine
 from batchrunner.engines.model_files import class_names, vocabulary_of
 from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
 from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
 from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine
+from batchrunner.job.fields import MEDIA
 from batchrunner.job.scores import ChoiceTask, ClassifyTask, RerankTask, ScoreTask
 from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog
+
+if TYPE_CHECKING:
+    from batchrunner.core.hook_pool import HookPool
 
 log = logging.getLogger(__name__)
 
@@ -205,7 +214,7 @@ async def engine_tokens(
     retrying = AsyncRetrying(
         retry=retry_if_exception_type((AttemptFailedError, EngineBusyError)),
         stop=stop_after_attempt(ATTEMPTS),
-        wait=_pause_s,
+        wait=wait_exponential(TIMING.first_retry, TIMING.longest_retry),
         reraise=True,
     )
     try:
@@ -217,14 +226,6 @@ async def engine_tokens(
     if found is None:
         raise CannotTokenizeError("the engine does not tell its tokens (no /v1/tokenize)")
     return found
-
-
-def _pause_s(state: RetryCallState) -> float:
-    """Return the seconds before the next attempt, as for a row that failed."""
-    failure = state.outcome.exception() if state.outcome else None
-    assert isinstance(failure, RequestError)
-    pause_s = pause_before_retry(failure, tries=state.attempt_number, failures=0, max_attempts=1, jitter=1.0)
-    return pause_s or 0.0
 
 
 ROWS_AT_ONCE = 16
@@ -239,9 +240,19 @@ class RowTokenizer:
     """Makes requests ready to be sent: tokens of prompts, labels and choices, where these are made here."""
 
     def __init__(
-        self, job: Job, kind: PromptKind | None, engine: Engine, info: EngineInfo, events: EventLog
+        self,
+        job: Job,
+        kind: PromptKind | None,
+        engine: Engine,
+        info: EngineInfo,
+        events: EventLog,
+        functions: HookPool | None = None,
     ) -> None:
-        """Without a `kind` prompts may be of any. Raises CannotTokenizeError as PromptTokenizer."""
+        """Without a `kind` prompts may be of any; `functions` prepare files, where the job has any.
+
+        Raises CannotTokenizeError as PromptTokenizer.
+        """
+        self._functions = functions if job.prompt.has_media else None
         self._job, self._engine, self._info, self._events = job, engine, info, events
         self._kind = kind
         self._task = job.forward
@@ -254,10 +265,36 @@ class RowTokenizer:
             self._of_kind(kind)
 
     async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Return the requests as they are sent; a prompt that cannot be sent becomes an Outcome.
+        """Return the requests as they are sent; a prompt or a file that cannot be sent makes an Outcome.
 
-        The first call may raise JobError and CannotTokenizeError.
+        Raises HookLostError; the first call may raise JobError and CannotTokenizeError.
         """
+        if self._functions is None:
+            return await self._tokenize(requests)
+        unread = [at for at, request in enumerate(requests) if any(f.ready is None for f in request.media)]
+        ready = await _replaced(requests, unread, self._with_files)
+        good = [at for at, item in enumerate(ready) if isinstance(item, Request)]
+        return await _replaced(ready, good, self._tokenize)
+
+    async def _with_files(self, requests: list[Request]) -> list[Request | Outcome]:
+        """Return requests with what is sent of their files, or the errors of their rows."""
+        assert self._functions is not None
+        rows = [(request.media,) for request in requests]
+        results = await asyncio.to_thread(self._functions.call_many, MEDIA, rows)
+        if len(results) < len(rows):  # the pool is closed
+            raise asyncio.CancelledError
+        found: list[Request | Outcome] = []
+        for request, result in zip(requests, results, strict=True):
+            error = result.error if result.error is not None else result.value
+            if isinstance(error, str):
+                found.append(Outcome(request.ref, None, error, None, 0))
+            else:
+                ready = zip(request.media, result.value, strict=True)
+                media = tuple(file._replace(content=b"", ready=sent, tokens=n) for file, (sent, n) in ready)
+                found.append(request._replace(media=media))
+        return found
+
+    async def _tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
         if isinstance(self._task, RerankTask):  # query and document are tokenised as a pair
             return [*requests]
         if isinstance(self._task, ChoiceTask):
@@ -277,9 +314,7 @@ class RowTokenizer:
         found: list[Request | Outcome] = [*requests]
         for kind in {request.kind for request in requests}:
             places = [at for at, request in enumerate(requests) if request.kind == kind]
-            done = await self._of_kind(kind).tokenize([requests[at] for at in places])
-            for at, request in zip(places, done, strict=True):
-                found[at] = request
+            found = await _replaced(found, places, self._of_kind(kind).tokenize)
         return found
 
     def _of_kind(self, kind: PromptKind) -> PromptTokenizer:
@@ -348,6 +383,19 @@ class RowTokenizer:
                 hint="a label is a single token: take another text, its token id, or prompt.choices",
             )
         return found[0]
+
+
+async def _replaced(
+    items: Sequence[Any],
+    places: Sequence[int],
+    make: Callable[[list[Request]], Awaitable[Sequence[Request | Outcome]]],
+) -> list[Request | Outcome]:
+    """Return items with what is made of those in some places instead of them."""
+    found = [*items]
+    if places:
+        for at, new in zip(places, await make([items[at] for at in places]), strict=True):
+            found[at] = new
+    return found
 
 
 def _parted(request: Request, found: Sequence[list[int] | str]) -> Request | Outcome:

@@ -24,8 +24,6 @@ _TO_EMBED = ("input",)
 _LIMITS = ("max_completion_tokens", "max_tokens")
 CHAT_TOKENS, COMPLETION_TOKENS = 1024, 16
 """Output tokens that are expected of a request without a limit; SGLang's own limit of completions is 16."""
-_LENGTHENING = (*_LIMITS, "min_tokens", "n", "best_of")
-"""Fields that say how much is generated."""
 _STREAMED = ("stream", "stream_options")
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -129,17 +127,6 @@ def with_model(body: RequestBody, model: str | None) -> bytes:
     if model is None:
         return body.content
     return msgspec.json.encode({"model": model, **fields_of(body.content)})
-
-
-def with_one_token(body: RequestBody) -> RequestBody:
-    """Return a request that generates one token for the same prompt; one for vectors as it is."""
-    if body.path == EMBEDDINGS_PATH:
-        return body
-    fields = fields_of(body.content)
-    for name in _LENGTHENING:
-        fields.pop(name, None)
-    content = msgspec.json.encode({**fields, "max_tokens": 1})
-    return body._replace(content=content, most_tokens=1)
 
 
 def prompt_of(body: RequestBody) -> bytes:

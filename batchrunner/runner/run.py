@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 from pyroaring import BitMap64
 
 from batchrunner.core.engine_info import EngineInfo
-from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, JobError, StorageError
+from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, EngineStartError, JobError, StorageError
 from batchrunner.core.files import read_json
+from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.load_control import write_decisions
+from batchrunner.dispatch.concurrency.limits import write_decisions
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.input.order import OrderDecision
@@ -278,10 +279,13 @@ async def open_engine_of(
 
 def check_engine(job: Job, info: EngineInfo) -> None:
     """Raise JobError where an open engine cannot do a job, and log what is worth knowing of it."""
-    if job.prompt.has_media:
-        from batchrunner.dispatch.media import check_takes_media  # noqa: PLC0415 - only where there are files
-
-        check_takes_media(job, info)
+    for name in job.prompt.media:
+        kind = KIND_OF_FIELD[name]
+        if getattr(info, f"takes_{kind.field}") is False:
+            raise EngineStartError(
+                f"prompt.{name}: {info.model} takes no {kind.field}",
+                hint="choose a model for them; one whose part for them is off needs --enable-multimodal",
+            )
     for note in info.notes:
         log.info("%s", note)
 

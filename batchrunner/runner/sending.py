@@ -16,20 +16,18 @@ from typing import TYPE_CHECKING, Protocol
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.types import PromptKind
 from batchrunner.dispatch.bundles import BundleTotals, bundle_senders
-from batchrunner.dispatch.concurrency.controller import Decision
-from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.concurrency.window import (
+from batchrunner.dispatch.concurrency.controller import (
     BYTES_A_TOKEN,
     BYTES_AN_ID,
+    Decision,
     ForwardPasses,
     cost_of_connections,
     tokens_a_row,
 )
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits, LoadControl
 from batchrunner.dispatch.dispatcher import Dispatcher, Feeder
-from batchrunner.dispatch.load_control import LoadControl
-from batchrunner.dispatch.pending_row import RowSource
 from batchrunner.dispatch.progress import AttemptProgress
-from batchrunner.dispatch.queue import Backlog, Slots
+from batchrunner.dispatch.queue import Backlog, RowSource, Slots
 from batchrunner.dispatch.reorder import OutputLengths, Reorderer, ReuseDistance
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
@@ -138,12 +136,7 @@ class Sending:
         `done` are rows of earlier attempts, `functions` the job's Python functions. Raises
         CannotTokenizeError if the job needs client-side tokenization and it is not possible.
         """
-        if not functions or not job.prompt.has_media:
-            tokenizer = RowTokenizer(job, rows.kind, engine, info, events)
-        else:
-            from batchrunner.dispatch.media import MediaTokenizer  # noqa: PLC0415 - only where there are files
-
-            tokenizer = MediaTokenizer(functions, job, rows.kind, engine, info, events)
+        tokenizer = RowTokenizer(job, rows.kind, engine, info, events, functions)
         limits, slots = windows.limits, windows.slots
         self._rows, self._control, self.limits = rows, control, limits
 
@@ -151,7 +144,7 @@ class Sending:
         self.reorderer = _reorderer(
             job, info, windows.first, dedupe=job.dedupe and not judges_by_row(functions)
         )
-        self._backlog = Backlog(rows, self.reorderer, slots, results)
+        self._backlog = Backlog(slots, results, lambda: rows.unread + self.reorderer.held)
         self._feeder = Feeder(
             rows, self.reorderer, tokenizer, self._backlog, results, engine, info.routes,
             keeps_prompts=job.check.feedback,
@@ -175,8 +168,8 @@ class Sending:
         self.shown = ProgressLog(self.progress, displays, events, now=began)
         self._results, self._deadline_s, self._began = results, job.limits.deadline, began
         self._dispatcher = Dispatcher(
-            self._backlog, slots, senders, checker, self.reorderer, limits, self._load_control, self.progress,
-            events, job.limits, by_affinity=info.keeps_together,
+            self._backlog, slots, senders, checker, self.reorderer, limits, self._load_control, events,
+            job.limits, by_affinity=info.keeps_together,
         )  # fmt: skip
 
     async def send(self) -> None:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Outcome, Request, RowRef
-from batchrunner.dispatch.pending_row import PendingRow
-from batchrunner.dispatch.queue import DispatchQueue
+from batchrunner.dispatch.queue import DispatchQueue, PendingRow
 from batchrunner.dispatch.reorder import (
     FOLLOWERS_A_CHECK,
     LAST_ROWS,
@@ -28,7 +27,7 @@ from batchrunner.dispatch.reorder import (
 )
 from batchrunner.input.prefixes import common_length
 from benchmarks.order_simulated import Case, run
-from tests.support.prompts import CARRIED, INFO, PASS_TOKENS, InFlight, request, shared, words
+from tests.support.prompts import CARRIED, INFO, PASS_TOKENS, request, shared, slots, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -254,7 +253,7 @@ def test_what_kinds_of_rows_have_had_tells_how_long_they_will_be() -> None:
     assert rows_of(works) == list(range(40))
     for work in works:
         length = 90 if work.request.ref.row % 2 else 3
-        by.record(work, Completion(["x"], ["stop"], [length], 100, 0), length)
+        by.record(work, Completion(["x"], ["stop"], [length], 100, 0))
     works, _, _ = arranged(by, [batch[40:]])
     assert rows_of(works) == [41, 43, 40, 42]
 
@@ -285,7 +284,7 @@ def test_a_family_stays_on_one_route() -> None:
     system = words("system", 200)
     texts = [system + words(f"doc{row % 20}", 100) + words(str(row), 4) for row in range(200)]
     works, _, _ = arranged(by, [[request(row, text) for row, text in enumerate(texts)]])
-    ready = DispatchQueue(("a", "b"), InFlight(a=1, b=1), 512)
+    ready = DispatchQueue(slots(a=1, b=1))
     for work in works:
         ready.add(work)
     went: dict[int, set[str]] = {}

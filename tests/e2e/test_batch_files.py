@@ -62,20 +62,6 @@ class Batch:
         return batchrun("batch", self.requests, "-o", self.results, *on, *options)
 
 
-def test_a_common_beginning_is_computed_with_one_token(server: FakeSGLang, tmp_path: Path) -> None:
-    """A request that is sent ahead for its prompt asks for no answer, whatever its body says."""
-    common = {"role": "system", "content": "A long prompt that all lines have in common. " * 300}
-    lines = [request_of(number, max_completion_tokens=500, min_tokens=100) for number in range(40)]
-    for line in lines:
-        line["body"]["messages"].insert(0, common)
-    batch = Batch(tmp_path, lines)
-    assert batch.do(engine=server).exit_code == 0
-    bodies = [sent.body for sent in server.sent]
-    ahead = [body for body in bodies if "max_completion_tokens" not in body]
-    assert [(body["max_tokens"], "min_tokens" in body) for body in ahead] == [(1, False)]
-    assert len(bodies) == len(lines) + 1
-
-
 def test_a_file_goes_in_and_comes_out(server: FakeSGLang, tmp_path: Path) -> None:
     """Bodies reach their endpoints as they are, answers come whole, in the order of the requests."""
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Request, RowRef
+from batchrunner.dispatch.queue import Slots
 from batchrunner.input.prefixes import common_length
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ def shared(prefixes: Iterable[bytes]) -> int:
     return sum(common_length(one, other) for one, other in pairwise(sorted(prefixes)))
 
 
-class InFlight(dict[str, int]):
-    """Requests in flight on each route."""
-
-    def in_flight_on(self, route: str) -> int:
-        return self[route]
+def slots(**in_flight: int) -> Slots:
+    """Return many slots of some routes, of which so many are used."""
+    made = Slots(dict.fromkeys(in_flight, 1000))
+    for route, count in in_flight.items():
+        for _ in range(count):
+            made.take(0.0, wants=route.__eq__)
+    return made

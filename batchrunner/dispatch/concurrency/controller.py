@@ -36,6 +36,7 @@ band, not the middle, with W at the lower end of its dead band too: hence 0.75.
 - `probe`: the engine tells no load. Each time two windows of rows have ended, W grows by half as long as
   that made rows/s grow by 5 %; otherwise the last step is taken back, and W stays: `settled`.
 - `tail`: nothing is left to send; W is left alone. A row that comes back for another try ends it.
+- `fixed`: the job sets W. This state and `tail` are set from outside.
 
 For 10 s after a retraction, and while the queue is empty though the KV pool is full, q* is 1.5·low: more in
 the queue cannot help. While the pool fills up, W is also what it has room for (`corners.py`).
@@ -44,9 +45,11 @@ Sources: SGLang's hyperparameter tuning guide (the band); Vegas (a band instead 
 control with dead time, K·τ ≤ 1/e; BBR (throughput's plateau, for `probe`).
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
-from batchrunner.core.engine_info import Corner, QueueBand
+from batchrunner.core.engine_info import LEAST_LOW, Corner, EngineInfo, QueueBand
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.concurrency.corners import CornerChange, CornerWatch, Reading
 
@@ -112,7 +115,6 @@ class Controller:
         self._pressed_at = -CALM_S
         self._retracted_at = -RETRACTION_CALM_S
         self._epoch = (now, 0)
-        self._ended = 0
         self._best_rate = 0.0
         self._decodes = True
 
@@ -138,11 +140,11 @@ class Controller:
                 return self._double(seen) if growing else None
         return self._steer(now, seen, growing=growing)
 
-    def tick(self, now: float) -> Decision | None:
-        """React to time that passes without a fresh sample."""
+    def tick(self, now: float, ended: int) -> Decision | None:
+        """React to time that passes without a fresh sample; so many rows have `ended` here so far."""
         if self._fresh_at is None:
             if self.state in {"start", "probe"} and now - self._began >= TIMING.silent_scheduler:
-                return self._probe(now)
+                return self._probe(now, ended)
             return None
         silence_s = now - self._fresh_at
         if self.state == "blind" or silence_s < max(
@@ -157,11 +159,6 @@ class Controller:
             log=True,
         )
 
-    def ended(self, count: int = 1) -> None:
-        """Record a row that ended, 0 if it may be another scheduler's on the same route."""
-        self._ended += count
-        self._corners.ended()
-
     def backpressure(self, now: float, what: str) -> Decision | None:
         """Narrow the window after a refusal or a timeout."""
         if now - self._pressed_at < BACK_OFF_EVERY_S:
@@ -171,14 +168,10 @@ class Controller:
         least = max(1, self._first // 4)
         return self._move(max(min(self.window, least), round(self.window * BACK_OFF)), what)
 
-    def retracted(self, now: float) -> None:
-        """Record a retraction: the KV pool is full."""
+    def retracted(self, now: float, ended: int) -> None:
+        """Record the retraction of a row, the last of so many that `ended`: the KV pool is full."""
         self._retracted_at = now
-        self._corners.retracted(now)
-
-    def drain(self) -> None:
-        """Record that nothing is left to send."""
-        self.state = "tail"
+        self._corners.retracted(now, ended)
 
     @property
     def corner(self) -> Corner | None:
@@ -244,15 +237,15 @@ class Controller:
         least = seen.in_flight - max(1, round(seen.rate * HALF_LIFE_S))
         return self._move(min(self.window, max(ours + step, least)), reason)
 
-    def _probe(self, now: float) -> Decision | None:
-        since, ended = self._epoch
+    def _probe(self, now: float, ended: int) -> Decision | None:
+        since, ended_then = self._epoch
         if self.state == "start":
-            self.state, self._epoch = "probe", (now, self._ended)
+            self.state, self._epoch = "probe", (now, ended)
             return self._move(self.window, "the engine tells no load: finding the window by rows/s", log=True)
-        if self._ended - ended < 2 * self.window or now <= since:
+        if ended - ended_then < 2 * self.window or now <= since:
             return None
-        rate = (self._ended - ended) / (now - since)
-        self._epoch = (now, self._ended)
+        rate = (ended - ended_then) / (now - since)
+        self._epoch = (now, ended)
         if rate >= PROBE_GAIN * self._best_rate and self.window < min(self._most, MOST_PROBED):
             self._best_rate = rate
             return self._move(
@@ -273,3 +266,111 @@ class Controller:
             return None
         old, self._logged = self._logged, self.window
         return Decision(self.scheduler, old, self.window, self.state, reason)
+
+
+UNKNOWN_ENGINE_WINDOW = 256
+"""First window for an engine that does not say how many requests it runs."""
+TYPICAL_PROMPT_TOKENS = 256
+"""Assumed unless the prompts that were read before the run are shorter. For longer ones a smaller first
+window made jobs of a minute up to 2 % slower in virtual time, and a long queue at the start costs nothing."""
+TYPICAL_MAX_NEW_TOKENS = 512
+"""Assumed if the job sets no `max_new_tokens`, or takes it from a column."""
+SHORT_OUTPUT_TOKENS = 256
+"""Most `max_new_tokens` with which prompts that are known to be short count as such. Rows with longer outputs
+grow together: a larger first window had five times as many of them retracted, at the same throughput."""
+BYTES_A_TOKEN, BYTES_AN_ID = 3, 4
+"""Bytes of a prompt that stand for a token, of a text and of token ids. Of a text few: too many rows at the
+start cost more than too few."""
+
+
+def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None) -> int:
+    """Return the KV tokens that a row holds on average while it runs: its prompt and half its output.
+
+    `prompt_tokens` are the prompt's on average, without those that the prefix cache holds; None if unknown.
+    """
+    output = TYPICAL_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
+    prompt = TYPICAL_PROMPT_TOKENS
+    if prompt_tokens is not None and output <= SHORT_OUTPUT_TOKENS:
+        prompt = min(prompt, max(1, round(prompt_tokens)))
+    return prompt + output // 2
+
+
+def cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
+    """Return what too few connections cost, in a line; None where they are enough.
+
+    `fixed` is the job's window, if it sets one; else as many are needed as the engine can run.
+    """
+    wanted = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
+    if info.connections is None or info.connections >= wanted:
+        return None
+    who = "the job's window is" if fixed else "the engine can run"
+    return (
+        f"at most {info.connections} requests can be in flight, and {who} {wanted}: up to "
+        f"{1 - info.connections / wanted:.0%} of the speed is lost. The limit is {info.connections_by}: "
+        "raise it (ulimit -Hn, LimitNOFILE, or the container's --ulimit nofile)"
+    )
+
+
+def first_window(
+    max_running: int | None, max_total_tokens: int | None, row_tokens: int, low: int, high: int
+) -> tuple[int, str]:
+    """Return the window and, in a sentence, where it comes from; `low` and `high` bound the queue band.
+
+    The window is max_running_requests plus `low`, so that a slot which becomes free is filled in the same
+    scheduler step. If the KV pool holds far fewer, their number takes the place of max_running_requests.
+    It is a guess, since lengths are not known: too low a one doubles at the next load samples, while what is
+    sent too early cannot be taken back. Rows that begin together grow together, until they do not fit.
+    """
+    if max_running is None:
+        return UNKNOWN_ENGINE_WINDOW, "the engine does not tell how many requests it runs"
+    running, why = max_running, f"max_running_requests {max_running}"
+    if max_total_tokens is not None:
+        fits = max(1, max_total_tokens // row_tokens)
+        if fits + high // 2 < running + low:
+            why = f"the KV pool of {max_total_tokens} tokens holds about {fits} requests"
+            return fits + low, f"{why}, and {low} waiting"
+    return running + low, f"{why}, and {low} waiting"
+
+
+USUAL_TOKENS = 8192
+"""Prompt tokens of a pass where the server does not tell: SGLang's chunk on cards of 80 GB."""
+FIRST_ROW_TOKENS = 256
+"""Tokens that a row is expected to have before any was sent."""
+MEMORY_ROWS = 2000
+"""Rows over which the average is taken: of older ones, less and less is left."""
+DEEPEST = 8
+"""Passes in the queue above which more rows in it only wait."""
+FIRST_PASSES = 4
+"""Passes in flight at first: one is computed, one waits, and one travels in each direction."""
+
+
+class ForwardPasses:
+    """The passes of an engine's schedulers, by the rows that were sent."""
+
+    def __init__(self, tokens: int | None) -> None:
+        """Take the most prompt `tokens` of a pass; None where the server does not tell them."""
+        self.tokens = tokens or USUAL_TOKENS
+        """Most prompt tokens of a pass."""
+        self._row_tokens = float(FIRST_ROW_TOKENS)
+        self._rows = 0
+
+    def sent(self, tokens: int) -> None:
+        """Count a row that is sent, with the tokens of its prompt."""
+        self._rows += 1
+        self._row_tokens += (tokens - self._row_tokens) / min(self._rows, MEMORY_ROWS)
+
+    def rows(self, max_running: int | None) -> int:
+        """Return the rows of a pass, for a scheduler that runs so many requests at once; 1 at least."""
+        rows = max(1, round(self.tokens / max(1.0, self._row_tokens)))
+        return rows if max_running is None else min(rows, max_running)
+
+    def first_window(self, max_running: int | None) -> int:
+        """Return how many rows a scheduler gets before its load is known."""
+        return max(LEAST_LOW, FIRST_PASSES * self.rows(max_running))
+
+    def band(self, max_running: int | None) -> QueueBand:
+        """Return the healthy `#queue-req` of a scheduler: from the rows of one pass to those of several."""
+        rows = self.rows(max_running)
+        return QueueBand(
+            max(LEAST_LOW, rows), DEEPEST * max(LEAST_LOW, rows), f"a forward pass takes about {rows} rows"
+        )

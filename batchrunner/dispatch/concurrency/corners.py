@@ -99,6 +99,7 @@ class Filling:
         self._running = 0.0
         self._rate = 0.0
         self._retracted = 0.0
+        self._ended = 0
         self._until = float("-inf")
 
     def sample(self, now: float, seen: Reading) -> None:
@@ -123,13 +124,11 @@ class Filling:
         elif seen.usage >= NEAR and seen.usage + self._rise * ahead_s >= 1:
             self._guard(now, f"which will be 1 in {ahead_s:.0f} s if it rises on")
 
-    def ended(self) -> None:
-        """Record a row that ended."""
-        self._retracted -= self._retracted / ROWS_COUNTED
-
-    def retracted(self, now: float) -> None:
-        """Record that it was retracted before."""
+    def retracted(self, now: float, ended: int) -> None:
+        """Record the retraction of a row, the last of so many that `ended`."""
+        self._retracted *= (1 - 1 / ROWS_COUNTED) ** (ended - self._ended)
         self._retracted += 1 / ROWS_COUNTED
+        self._ended = ended
         if self._retracted >= OFTEN:
             self._guard(now, "and rows were retracted")
 
@@ -211,13 +210,9 @@ class CornerWatch:
             self._scheduler, corner, seen.queue, round(seen.usage, 4), self._why(corner, seen)
         )
 
-    def ended(self) -> None:
-        """Record a row that ended."""
-        self._filling.ended()
-
-    def retracted(self, now: float) -> None:
-        """Record that it was retracted before."""
-        self._filling.retracted(now)
+    def retracted(self, now: float, ended: int) -> None:
+        """Record the retraction of a row, the last of so many that `ended`."""
+        self._filling.retracted(now, ended)
 
     @property
     def may_double(self) -> bool:

@@ -1,20 +1,34 @@
-"""A controller for each scheduler, and the windows of the routes that lead to them. Pure: no clock, no I/O.
+"""Load samples → a controller for each scheduler → the windows of the routes that lead to them → their slots.
 
 A route that leads to one scheduler has that scheduler's window. A route that leads to several, which its
 gateway or server chooses from, has the sum of their windows, and while one queue of the route is over the
 band none of its windows grows.
+
+`LoadControl` polls four times a second, resizes the slots, and writes each change with its reason as an
+event. All else here is pure: no clock, no I/O.
 """
 
+from __future__ import annotations
+
+import asyncio
+import logging
 import math
 import sys
+import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 
 from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand, SchedulerLoad
-from batchrunner.dispatch.concurrency.controller import Controller, Decision
+from batchrunner.core.timing import TIMING
+from batchrunner.core.types import Completion
+from batchrunner.dispatch.concurrency.controller import Controller, Decision, ForwardPasses, first_window
 from batchrunner.dispatch.concurrency.corners import CornerChange, Reading
-from batchrunner.dispatch.concurrency.window import ForwardPasses, first_window
+from batchrunner.dispatch.queue import Backlog, Slots
+from batchrunner.engines.base import Engine
+from batchrunner.output.events import EventLog
+
+log = logging.getLogger(__name__)
 
 BURST_S = 0.1
 """Seconds over which the rows of a burst are counted."""
@@ -60,10 +74,13 @@ class KnownScheduler:
 
 
 @dataclass(slots=True)
-class _Ends:
-    """Rows that ended on a route."""
+class RouteEnds:
+    """What the rows that ended on a route have come to."""
 
-    count: int = 0
+    rows: int = 0
+    output_tokens: int = 0
+    retractions: int = 0
+    """Times that these rows were retracted."""
     bucket_began: float = 0.0
     """Beginning of the present tenth of a second."""
     bucket: int = 0
@@ -72,10 +89,11 @@ class _Ends:
     decayed_at: float = 0.0
 
     def add(self, now: float) -> None:
+        """Count a row."""
         if now - self.bucket_began >= BURST_S:
             self.bucket_began, self.bucket = now, 0
         self.bucket += 1
-        self.count += 1
+        self.rows += 1
         self.burst = max(self.burst, self.bucket)
 
     def recent_burst(self, now: float) -> float:
@@ -101,13 +119,12 @@ class Shares:
     proportion to the rows that it ended recently. While much input is left, no share is below a window.
     """
 
-    def __init__(self, routes: Sequence[str]) -> None:
-        self._ended = dict.fromkeys(routes, PRIOR_ROWS)
+    def __init__(self, ends: Mapping[str, RouteEnds]) -> None:
+        """Take the rows that ended on each route, which go on being counted."""
+        self._ends = ends
+        self._recent = dict.fromkeys(ends, PRIOR_ROWS)
+        self._counted = dict.fromkeys(ends, 0)
         self._decayed_at: float | None = None  # None until the first call: a clock may begin anywhere
-
-    def ended(self, route: str) -> None:
-        """Record a row that ended on a route."""
-        self._ended[route] += 1
 
     def of(self, left: int, now: float, silent: Collection[str] = ()) -> dict[str, int]:
         """Return how many of the `left` rows each route may hold at most; a `silent` route gets one.
@@ -116,11 +133,13 @@ class Shares:
         """
         since = now if self._decayed_at is None else self._decayed_at
         self._decayed_at = now
-        for route, rows in self._ended.items():
-            self._ended[route] = max(LEAST_ROWS, rows * 0.5 ** ((now - since) / HALF_LIFE_S))
-        able = {r: n for r, n in self._ended.items() if r not in silent} or self._ended
+        for route, ends in self._ends.items():
+            recent = self._recent[route] + ends.rows - self._counted[route]
+            self._recent[route] = max(LEAST_ROWS, recent * 0.5 ** ((now - since) / HALF_LIFE_S))
+            self._counted[route] = ends.rows
+        able = {r: n for r, n in self._recent.items() if r not in silent} or self._recent
         total = sum(able.values())
-        return {r: max(1, math.ceil(left * able.get(r, 0.0) / total)) for r in self._ended}
+        return {r: max(1, math.ceil(left * able.get(r, 0.0) / total)) for r in self._recent}
 
 
 ENOUGH_ROWS = 100
@@ -139,20 +158,17 @@ class RowTokens:
     """
 
     def __init__(self) -> None:
-        self._memory = MEMORY_ROWS
+        self.schedulers = 1
+        """Number of schedulers that the rows come from."""
         self._rows = 0
         self._own = 0.0
         self._output = 0.0
         self._output_squared = 0.0
 
-    def come_from(self, schedulers: int) -> None:
-        """Set the number of schedulers that the rows come from."""
-        self._memory = MEMORY_ROWS * schedulers
-
     def add(self, own_prompt_tokens: int, output_tokens: int) -> None:
         """Count a row that ended; the tokens of its prompt without those that the prefix cache held."""
         self._rows += 1
-        weight = 1 / min(self._rows, self._memory)
+        weight = 1 / min(self._rows, MEMORY_ROWS * self.schedulers)
         self._own += weight * (own_prompt_tokens - self._own)
         self._output += weight * (output_tokens - self._output)
         self._output_squared += weight * (output_tokens * output_tokens - self._output_squared)
@@ -191,16 +207,17 @@ class ConcurrencyLimits:
     _known: dict[str, KnownScheduler] = field(default_factory=dict)
     """Schedulers by their names."""
     _on_route: defaultdict[str, list[KnownScheduler]] = field(default_factory=lambda: defaultdict(list))
-    """Schedulers by route, which is looked up for every row that ends."""
-    _ends: defaultdict[str, _Ends] = field(default_factory=lambda: defaultdict(_Ends))
+    """Schedulers by route."""
+    ends: dict[str, RouteEnds] = field(init=False)
+    """Rows that ended on each route."""
     _shares: Shares = field(init=False)
     _most_of_rest: dict[str, int] = field(default_factory=dict)
     """Share of each route in the rows that are left."""
-    _draining: bool = False
 
     def __post_init__(self) -> None:
-        """Set up the shares of the engine's routes."""
-        self._shares = Shares(self.info.routes)
+        """Count no row yet."""
+        self.ends = {route: RouteEnds() for route in self.info.routes}
+        self._shares = Shares(self.ends)
 
     def begin(self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int) -> list[Decision]:
         """Set the first windows, from the engine's limits; return one decision for each scheduler."""
@@ -231,6 +248,11 @@ class ConcurrencyLimits:
         return min(self.most, sum(scheduler.controller.window for scheduler in self._on_route[route]))
 
     @property
+    def retractions(self) -> int:
+        """Retractions of all rows that have ended."""
+        return sum(ends.retractions for ends in self.ends.values())
+
+    @property
     def bands(self) -> dict[str, QueueBand]:
         """Queue band of each scheduler."""
         return {name: s.controller.band for name, s in self._known.items()}
@@ -251,20 +273,17 @@ class ConcurrencyLimits:
     @property
     def states(self) -> dict[str, str]:
         """State of each scheduler's controller."""
-        if self.fixed is not None:
-            return dict.fromkeys(self._known, "tail" if self._draining else "fixed")
         return {name: s.controller.state for name, s in self._known.items()}
 
     @property
     def corners(self) -> dict[str, Corner]:
         """Corner of each scheduler that is in one; see `corners.py`."""
         controllers = [scheduler.controller for scheduler in self._known.values()]
-        return {c.scheduler: c.corner for c in controllers if c.corner is not None and self.fixed is None}
+        return {c.scheduler: c.corner for c in controllers if c.corner is not None}
 
     def corner_news(self) -> list[CornerChange]:
         """Return the corners that schedulers came into since the last call."""
-        news = [change for scheduler in self._known.values() for change in scheduler.controller.take_news()]
-        return news if self.fixed is None else []
+        return [change for scheduler in self._known.values() for change in scheduler.controller.take_news()]
 
     def observe(
         self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float, *, unsent: int
@@ -276,29 +295,39 @@ class ConcurrencyLimits:
         decisions = [self._add(load, now) for load in loads if load.scheduler not in self._known]
         for load in loads:
             self._known[load.scheduler].heard_at = now
-        self._draining = unsent == 0
-        if self.fixed is not None:
-            return []
-        if self._draining:
+        if unsent == 0 or self.fixed is not None:
             for scheduler in self._known.values():
-                scheduler.controller.drain()
-            return decisions
+                scheduler.controller.state = "fixed" if unsent else "tail"
+            return [] if self.fixed is not None else decisions
         decisions += self._forget_gone(loads, now)
-        self.row_tokens.come_from(len(self._known))
+        self.row_tokens.schedulers = len(self._known)
         decisions += self._share_out(unsent + sum(in_flight.values()), now)
         moves = self._sample(loads, in_flight, now)
-        moves += [scheduler.controller.tick(now) for scheduler in self._known.values()]
+        moves += [s.controller.tick(now, self._ended_on(s)) for s in self._known.values()]
         return decisions + [move for move in moves if move]
 
-    def ended(self, route: str, retractions: int, now: float) -> None:
-        """Record a row that ended on a route."""
-        self._ends[route].add(now)
-        self._shares.ended(route)
-        on = self._on_route[route]
-        for scheduler in on:
-            scheduler.controller.ended(int(len(on) == 1))
-            if retractions:
-                scheduler.controller.retracted(now)
+    def ended(self, route: str, now: float, answer: Completion | None) -> None:
+        """Record a row that ended on a route; None for its answer where it was refused.
+
+        This is all that a row tells: the rest is done when the next sample comes.
+        """
+        ends = self.ends[route]
+        ends.add(now)
+        if answer is None:
+            return
+        output_tokens, cached = answer.output_tokens, answer.cached_tokens
+        own_tokens = 0 if cached is None else max(0, (answer.prompt_tokens or 0) - cached)
+        self.row_tokens.add(own_tokens, output_tokens)
+        ends.output_tokens += output_tokens
+        if answer.retractions:
+            ends.retractions += answer.retractions
+            for scheduler in self._on_route[route]:
+                scheduler.controller.retracted(now, ends.rows)
+
+    def _ended_on(self, scheduler: KnownScheduler) -> int:
+        """Return the rows that ended at a scheduler; 0 if they may be another one's on the same route."""
+        route = scheduler.route
+        return self.ends[route].rows if self.only_scheduler_on(route) is not None else 0
 
     def backpressure(self, route: str, what: str, now: float) -> list[Decision]:
         """Narrow the windows of a route that refused a request or let it wait too long."""
@@ -315,7 +344,7 @@ class ConcurrencyLimits:
         controller = Controller(name, window, band, most=self.most, now=now)
         self._known[name] = KnownScheduler(name, route, controller, heard_at=now)
         self._on_route[route].append(self._known[name])
-        self.row_tokens.come_from(len(self._known))
+        self.row_tokens.schedulers = len(self._known)
         why = f"{why}; #queue-req {band.low}-{band.high} ({band.why})"
         return Decision(name, 0, controller.window, controller.state, why)
 
@@ -354,12 +383,12 @@ class ConcurrencyLimits:
             max_running, pool = _limits(self.info, load)
             if not decodes:
                 scheduler.controller.band = self._band(load)
-            ends = self._ends[load.route]
+            ends = self.ends[load.route]
             seen = Reading(
                 load.running,
                 load.queue,
                 ours,
-                scheduler.count(ends.count // on, now),
+                scheduler.count(ends.rows // on, now),
                 ends.recent_burst(now) / on,
                 usage=load.token_usage if decodes else 0.0,
                 max_running=max_running,
@@ -407,3 +436,49 @@ def _limits(info: EngineInfo, load: SchedulerLoad | None) -> tuple[int | None, i
 
 def _part(total: int | None, count: int) -> int | None:
     return None if total is None else max(1, total // count)
+
+
+class LoadControl:
+    """Polls the engine's load while rows are sent, and resizes the slots of its routes."""
+
+    def __init__(
+        self, engine: Engine, limits: ConcurrencyLimits, slots: Slots, backlog: Backlog, events: EventLog
+    ) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._slots = slots
+        self._backlog = backlog
+        self._events = events
+
+    async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
+        """Poll until cancelled; call `polled` with each sample once the slots are resized. It may raise.
+
+        A sample is empty where the load is unknown; its time is in seconds of the monotonic clock.
+        """
+        while True:
+            loads = await self._engine.loads()
+            now = time.monotonic()
+            in_flight, unsent = self._slots.by_route, self._backlog.unsent
+            self._apply(self._limits.observe(loads, in_flight, now, unsent=unsent))
+            for news in self._limits.corner_news():
+                self._events.write("corner", **asdict(news))
+                if news.corner == Corner.HELD:
+                    log.info("%s: the server holds back: %s", news.scheduler, news.reason)
+            self._backlog.wake_dispatcher()
+            polled(loads, now)
+            await asyncio.sleep(TIMING.load_poll)
+
+    def refused(self, route: str, why: str, now: float) -> None:
+        """Narrow the windows of a route that took no request, or let one wait too long."""
+        self._apply(self._limits.backpressure(route, why, now))
+
+    def _apply(self, decisions: Iterable[Decision]) -> None:
+        for route, window in self._limits.windows.items():
+            self._slots.resize(route, window)
+        write_decisions(self._events, decisions)
+
+
+def write_decisions(events: EventLog, decisions: Iterable[Decision]) -> None:
+    """Write changes of windows to the event log."""
+    for decision in decisions:
+        events.write("window", **asdict(decision))

@@ -30,6 +30,7 @@ class Plant:
     late_s: float = 0.0
     ends: list[float] = field(default_factory=list)
     waiting: int = 0
+    ended: int = 0
     decisions: list[Decision] = field(default_factory=list)
     queues: list[tuple[float, int]] = field(default_factory=list)
 
@@ -43,7 +44,7 @@ class Plant:
             now += step_s
             while self.ends and self.ends[0] <= now:
                 heapq.heappop(self.ends)
-                self.controller.ended()
+                self.ended += 1
             in_flight = len(self.ends) + self.waiting
             self.waiting += max(0, self.controller.window - in_flight)
             while self.waiting and len(self.ends) < self.capacity:
@@ -58,7 +59,7 @@ class Plant:
                 in_flight = len(self.ends) + self.waiting
                 rate = self.capacity / self.service_s
                 seen = Reading(past[0][1], past[0][2], in_flight, rate)
-                moved = self.controller.sample(now, seen) if told else self.controller.tick(now)
+                moved = self.controller.sample(now, seen) if told else self.controller.tick(now, self.ended)
                 self.decisions += [moved] if moved else []
 
     def queues_since(self, at: float) -> list[int]:
@@ -176,7 +177,7 @@ def test_retractions_do_not_add_to_the_queue() -> None:
     controller = Controller("s", 300, BAND, most=10_000, now=0.0)
     windows = []
     for second in range(40):
-        controller.retracted(float(second))
+        controller.retracted(float(second), 0)
         running = 250
         seen = Reading(running, controller.window - running, controller.window, rate=200.0)
         controller.sample(float(second), seen)

@@ -98,13 +98,11 @@ def test_rows_that_were_retracted_fill_the_pool() -> None:
     """Where many rows come back retracted, fewer are sent; one in a hundred is fine."""
     scheduler = Scheduler()
     scheduler.tells(20, queue=150, usage=0.85, fits=600)
-    scheduler.controller.retracted(scheduler.now)
-    for _ in range(100):
-        scheduler.controller.ended()
+    scheduler.controller.retracted(scheduler.now, 1)
     scheduler.tells(15, queue=150, usage=0.85, fits=600)
     assert scheduler.news == []
     for _ in range(3):
-        scheduler.controller.retracted(scheduler.now)
+        scheduler.controller.retracted(scheduler.now, 101)
     scheduler.tells(TOLD_AFTER_S + 1, queue=150, usage=0.85, running=500, fits=600)
     assert scheduler.news == [Corner.FILLING]
     assert scheduler.controller.window <= 600
