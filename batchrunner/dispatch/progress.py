@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from batchrunner.core.engine_info import Corner, SchedulerLoad
@@ -18,8 +18,6 @@ from batchrunner.report.report import duration
 
 MOST_NAMED = 8
 """Schedulers whose figures are shown one by one; of more, the sum and the range."""
-MOST_POINTS = 200
-"""Points of the window over time; with more, every second one is dropped."""
 REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost"})
 """Kinds of incidents that report.json lists; changes of a gateway's workers are in the event log only."""
 SPAN_S = 30.0
@@ -43,83 +41,13 @@ class Rates:
         return [(count - before) / span for count, before in zip(counts, counts_then, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The state of a run at one moment."""
-
-    rows_total: int
-    rows_done: int
-    """Rows that ended in this and earlier attempts, failed ones included."""
-    rows_failed: int
-    rows_per_s: float
-    output_tokens_per_s: float
-    prompt_tokens_per_s: float
-    cached_tokens_per_s: float
-    """Prompt tokens a second that came from the prefix cache."""
-    window: int
-    """Slots of all routes."""
-    in_flight: int
-    waiting: int
-    """Rows that wait for another attempt."""
-    retractions: int
-    loads: tuple[SchedulerLoad, ...]
-    bands: dict[str, tuple[int, int]]
-    """Healthy `#queue-req` of each scheduler, by its name."""
-    by_scheduler: dict[str, dict[str, Any]]
-    """Window of each scheduler and, if known, its corner, its output tokens a second and its retractions."""
-    simulated: bool
-    rows_per_request: float = 0.0
-    """Rows that shared a request on average, over the last 30 s; 0 before the first request."""
-    output_tokens: int = 0
-    """Generated tokens of this attempt so far."""
-    prompt_tokens: int = 0
-    """Prompt tokens of this attempt so far."""
-    cached_tokens: int = 0
-    """Those of `prompt_tokens` that came from the prefix cache."""
-    task: str = GENERATE
-    """`task` of the job."""
-
-    @property
-    def time_left_s(self) -> float | None:
-        """Seconds to the end at the present rate; None before there is a rate."""
-        left = self.rows_total - self.rows_done
-        return left / self.rows_per_s if self.rows_per_s > 0 else None
-
-    def line(self) -> str:
-        """Return the state in one line."""
-        return f"{'[simulated] ' if self.simulated else ''}{sample_line(self.as_sample())}"
-
-    def as_sample(self) -> dict[str, Any]:
-        """Return the values of a `sample` event."""
-        return {
-            "rows_total": self.rows_total,
-            "rows_done": self.rows_done,
-            "rows_failed": self.rows_failed,
-            "rows_per_s": round(self.rows_per_s, 2),
-            "output_tokens_per_s": round(self.output_tokens_per_s, 1),
-            "prompt_tokens_per_s": round(self.prompt_tokens_per_s, 1),
-            "cached_tokens_per_s": round(self.cached_tokens_per_s, 1),
-            "output_tokens": self.output_tokens,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "rows_per_request": round(self.rows_per_request, 2),
-            "window": self.window,
-            "in_flight": self.in_flight,
-            "resting": self.waiting,
-            "retractions": self.retractions,
-            "signals": [asdict(load) | self.by_scheduler.get(load.scheduler, {}) for load in self.loads],
-            "bands": self.bands,
-            "task": self.task,
-        }
-
-
 def sample_line(sample: Mapping[str, Any]) -> str:
     """Return a `sample` event in one line."""
-    rate, left = sample["rows_per_s"], sample["rows_total"] - sample["rows_done"]
+    left_s = sample["time_left_s"]
     return (
-        f"{sample['rows_done']}/{sample['rows_total']} rows, {rate:.1f} rows/s, "
-        f"{', '.join(engine_parts(sample))}, {sample['rows_failed']} failed, "
-        f"{duration(left / rate) if rate else '?'} left"
+        f"{'[simulated] ' if sample['simulated'] else ''}{sample['rows_done']}/{sample['rows_total']} rows, "
+        f"{sample['rows_per_s']:.1f} rows/s, {', '.join(engine_parts(sample))}, "
+        f"{sample['rows_failed']} failed, {'?' if left_s is None else duration(left_s)} left"
     )
 
 
@@ -165,60 +93,50 @@ class LoadSummary:
         self._limits = limits
         self._slots = slots
         self._last: float | None = None
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._corners: defaultdict[str, float] = defaultdict(float)
-        self._usage = 0.0
-        self._queue = 0.0
+        self._sums: defaultdict[str, float] = defaultdict(float)  # of values, each times its seconds
         self._running: defaultdict[str, float] = defaultdict(float)
-        self._points: list[tuple[float, int]] = []
-        self._began = 0.0
-        self._point_every_s = 0.0
-        self._window_min: int | None = None
-        self._window_max: int | None = None
+        self._windows: set[int] = set()
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Add a sample, for the time since the one before."""
-        if self._last is None:
-            self._last = self._began = now
-        span, self._last = now - self._last, now
-        self._seconds["all"] += span
-        self._add_point(now, self._slots.window)
-        states, bands, corners = self._limits.states, self._limits.bands, self._limits.corners
-        if "tail" in states.values():
-            self._seconds["tail"] += span
+        span = 0.0 if self._last is None else now - self._last
+        self._last = now
+        sums, states, corners = self._sums, self._limits.states, self._limits.corners
+        self._windows = {min(new := {*self._windows, self._slots.window}), max(new)}
+        sums["all"] += span
+        sums["tail"] += span * ("tail" in states.values())
         for load in loads:
             if states.get(load.scheduler) in {None, "start", "tail"}:
                 continue
-            band = bands[load.scheduler]
-            self._seconds["steady"] += span
-            self._seconds["in_band"] += span * (band.low <= load.queue <= band.high)
-            self._seconds["empty"] += span * (load.queue == 0)
+            band = self._limits.known[load.scheduler].controller.band
+            sums["steady"] += span
+            sums["in_band"] += span * (band.low <= load.queue <= band.high)
+            sums["empty"] += span * (load.queue == 0)
+            sums["usage"] += span * load.token_usage
+            sums["queue"] += span * load.queue
             if load.scheduler in corners:
-                self._corners[corners[load.scheduler]] += span
-            self._usage += span * load.token_usage
-            self._queue += span * load.queue
+                sums[corners[load.scheduler]] += span
             self._running[load.scheduler] += span * load.running
 
-    def as_dict(self, *, retractions: int) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return report.json's `load`; shares are of steady time, None if there was none."""
-        steady = self._seconds["steady"]
+        steady = self._sums["steady"]
 
-        def share(value: float, whole: float) -> float | None:
-            return round(value / whole, 4) if whole else None
+        def share(name: str, whole: float = steady) -> float | None:
+            return round(self._sums[name] / whole, 4) if whole else None
 
         return {
             "steady_s": round(steady, 1),
-            "in_band_share": share(self._seconds["in_band"], steady),
-            "empty_queue_share": share(self._seconds["empty"], steady),
-            "corner_shares": {str(name): share(self._corners[name], steady) for name in Corner},
-            "mean_queue": share(self._queue, steady),
-            "mean_token_usage": share(self._usage, steady),
-            "tail_share": share(self._seconds["tail"], self._seconds["all"]),
+            "in_band_share": share("in_band"),
+            "empty_queue_share": share("empty"),
+            "corner_shares": {str(corner): share(corner) for corner in Corner},
+            "mean_queue": share("queue"),
+            "mean_token_usage": share("usage"),
+            "tail_share": share("tail", self._sums["all"]),
             "imbalance": self._imbalance(),
-            "retractions": retractions,
-            "window_min": self._window_min,
-            "window_max": self._window_max,
-            "window_over_time": [[round(at - self._began, 1), window] for at, window in self._points],
+            "retractions": self._limits.retractions,
+            "window_min": min(self._windows, default=None),
+            "window_max": max(self._windows, default=None),
         }
 
     def _imbalance(self) -> float | None:
@@ -226,19 +144,9 @@ class LoadSummary:
         means = list(self._running.values())
         return round((max(means) - min(means)) / max(means), 4) if len(means) > 1 and max(means) else None
 
-    def _add_point(self, now: float, window: int) -> None:
-        self._window_min = min(window, self._window_min or window)
-        self._window_max = max(window, self._window_max or window)
-        if self._points and now - self._points[-1][0] < self._point_every_s:
-            return
-        self._points.append((now, window))
-        if len(self._points) > MOST_POINTS:
-            self._points = self._points[::2]
-            self._point_every_s = (now - self._began) / len(self._points)
-
 
 class AttemptProgress:
-    """What a run has done so far: snapshots of it, and what report.json says of load and incidents."""
+    """What a run has done so far: samples of it, and what report.json says of load and incidents."""
 
     def __init__(
         self,
@@ -266,17 +174,17 @@ class AttemptProgress:
         self._engine = engine
         self._events = events
         self._task = task
-        self._load = LoadSummary(limits, slots)
+        self.load = LoadSummary(limits, slots)
         self._rates = Rates(began, counts=6)
         self._token_rates = {route: Rates(began, counts=1) for route in limits.info.routes}
         self.incidents: list[dict[str, Any]] = []
         """Deaths, hangs and healing of the engine's servers, for report.json."""
 
-    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> Snapshot:
+    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> dict[str, Any]:
         """Take a load sample; return the state of the run."""
-        self._load.polled(loads, now)
+        self.load.polled(loads, now)
         self.write_incidents()
-        return self.snapshot(loads, now)
+        return self.sample(loads, now)
 
     def write_incidents(self) -> None:
         """Write what happened to the engine's servers since the last call to the event log."""
@@ -286,53 +194,54 @@ class AttemptProgress:
             if incident.what in REPORTED:
                 self.incidents.append({"what": incident.what, **values})
 
-    def load_report(self) -> dict[str, Any]:
-        """Return report.json's `load`."""
-        return self._load.as_dict(retractions=self._limits.retractions)
-
-    def snapshot(self, loads: Sequence[SchedulerLoad], now: float) -> Snapshot:
-        """Return the state of the run; `loads` is the newest load sample."""
-        counts, sent = self._counts, self._bundles
+    def sample(self, loads: Sequence[SchedulerLoad], now: float) -> dict[str, Any]:
+        """Return the state of the run, as a `sample` event has it; `loads` is the newest load sample."""
+        counts, sent, limits = self._counts, self._bundles, self._limits
         rows_s, output_s, prompt_s, cached_s, requests_s, sent_s = self._rates.update(
             now,
             *(counts.done, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens),
             *(sent.requests, sent.rows),
         )
-        return Snapshot(
-            rows_total=self._rows.total,
-            rows_done=len(self._done.rows) + counts.done,
-            rows_failed=self._done.counts.failed + counts.failed,
-            rows_per_s=rows_s,
-            output_tokens_per_s=output_s,
-            prompt_tokens_per_s=prompt_s,
-            cached_tokens_per_s=cached_s,
-            window=self._slots.window,
-            in_flight=self._slots.in_flight,
-            waiting=self._backlog.waiting,
-            retractions=self._limits.retractions,
-            loads=tuple(loads),
-            bands={name: (band.low, band.high) for name, band in self._limits.bands.items()},
-            by_scheduler=self._by_scheduler(now),
-            simulated=self._limits.info.simulated,
-            rows_per_request=sent_s / requests_s if requests_s else 0.0,
-            output_tokens=counts.output_tokens,
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            task=self._task,
-        )
+        total, done = self._rows.total, len(self._done.rows) + counts.done
+        by_scheduler = self._by_scheduler(now)
+        bands = {name: known.controller.band for name, known in limits.known.items()}
+        return {
+            "rows_total": total,
+            "rows_done": done,
+            "rows_failed": self._done.counts.failed + counts.failed,
+            "rows_per_s": round(rows_s, 2),
+            "time_left_s": round((total - done) / rows_s, 1) if rows_s > 0 else None,
+            "output_tokens_per_s": round(output_s, 1),
+            "prompt_tokens_per_s": round(prompt_s, 1),
+            "cached_tokens_per_s": round(cached_s, 1),
+            "output_tokens": counts.output_tokens,
+            "prompt_tokens": counts.prompt_tokens,
+            "cached_tokens": counts.cached_tokens,
+            "rows_per_request": round(sent_s / requests_s, 2) if requests_s else 0.0,
+            "window": self._slots.window,
+            "in_flight": self._slots.in_flight,
+            "resting": self._backlog.waiting,
+            "retractions": limits.retractions,
+            "signals": [asdict(load) | by_scheduler.get(load.scheduler, {}) for load in loads],
+            "bands": {name: (band.low, band.high) for name, band in bands.items()},
+            "task": self._task,
+            "simulated": limits.info.simulated,
+        }
 
     def _by_scheduler(self, now: float) -> dict[str, dict[str, Any]]:
         """Return each scheduler's window, its corner, and what came back on a route of its own."""
-        known: dict[str, dict[str, Any]] = {
-            name: {"window": window} for name, window in self._limits.windows_of_schedulers.items()
-        }
-        for name, corner in self._limits.corners.items():
-            known.setdefault(name, {})["corner"] = str(corner)
+        limits, windows = self._limits, self._limits.windows
+        found: dict[str, dict[str, Any]] = {}
+        for name, known in limits.known.items():
+            found[name] = {}
+            if limits.fixed is None:
+                found[name]["window"] = min(known.controller.window, windows[known.route])
+            if known.controller.corner is not None:
+                found[name]["corner"] = str(known.controller.corner)
         for route, rates in self._token_rates.items():
-            ends = self._limits.ends[route]
+            ends = limits.ends[route]
             (tokens_s,) = rates.update(now, ends.output_tokens)
-            if scheduler := self._limits.only_scheduler_on(route):
-                known.setdefault(scheduler, {}).update(
-                    output_tokens_per_s=round(tokens_s, 1), retractions=ends.retractions
-                )
-        return known
+            if (only := limits.only_scheduler_on(route)) is not None:
+                found[only]["output_tokens_per_s"] = round(tokens_s, 1)
+                found[only]["retractions"] = ends.retractions
+        return found

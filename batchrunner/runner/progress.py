@@ -13,7 +13,7 @@ from batchrunner.core.console import tell
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.progress import AttemptProgress, Snapshot, engine_parts
+from batchrunner.dispatch.progress import AttemptProgress, engine_parts, sample_line
 from batchrunner.output.events import EventLog
 
 log = logging.getLogger(__name__)

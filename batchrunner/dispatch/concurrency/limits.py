@@ -204,7 +204,7 @@ class ConcurrencyLimits:
     """Whether the job sets the band (`queue`), which then holds for passes too."""
     row_tokens: RowTokens = field(default_factory=RowTokens)
     """Tokens of the KV pool that a row holds, by the rows that have ended."""
-    _known: dict[str, KnownScheduler] = field(default_factory=dict)
+    known: dict[str, KnownScheduler] = field(default_factory=dict)
     """Schedulers by their names."""
     _on_route: defaultdict[str, list[KnownScheduler]] = field(default_factory=lambda: defaultdict(list))
     """Schedulers by route."""
@@ -252,19 +252,6 @@ class ConcurrencyLimits:
         """Retractions of all rows that have ended."""
         return sum(ends.retractions for ends in self.ends.values())
 
-    @property
-    def bands(self) -> dict[str, QueueBand]:
-        """Queue band of each scheduler."""
-        return {name: s.controller.band for name, s in self._known.items()}
-
-    @property
-    def windows_of_schedulers(self) -> dict[str, int]:
-        """Window of each scheduler; empty if the job sets one."""
-        if self.fixed is not None:
-            return {}
-        windows = self.windows
-        return {name: min(s.controller.window, windows[s.route]) for name, s in self._known.items()}
-
     def only_scheduler_on(self, route: str) -> str | None:
         """Return the scheduler that a route leads to; None if it leads to several."""
         on = self._on_route[route]
@@ -273,17 +260,17 @@ class ConcurrencyLimits:
     @property
     def states(self) -> dict[str, str]:
         """State of each scheduler's controller."""
-        return {name: s.controller.state for name, s in self._known.items()}
+        return {name: s.controller.state for name, s in self.known.items()}
 
     @property
     def corners(self) -> dict[str, Corner]:
         """Corner of each scheduler that is in one; see `corners.py`."""
-        controllers = [scheduler.controller for scheduler in self._known.values()]
+        controllers = [scheduler.controller for scheduler in self.known.values()]
         return {c.scheduler: c.corner for c in controllers if c.corner is not None}
 
     def corner_news(self) -> list[CornerChange]:
         """Return the corners that schedulers came into since the last call."""
-        return [change for scheduler in self._known.values() for change in scheduler.controller.take_news()]
+        return [change for scheduler in self.known.values() for change in scheduler.controller.take_news()]
 
     def observe(
         self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float, *, unsent: int
@@ -292,18 +279,18 @@ class ConcurrencyLimits:
 
         `unsent` counts the rows that are still to be sent, including those that wait for another attempt.
         """
-        decisions = [self._add(load, now) for load in loads if load.scheduler not in self._known]
+        decisions = [self._add(load, now) for load in loads if load.scheduler not in self.known]
         for load in loads:
-            self._known[load.scheduler].heard_at = now
+            self.known[load.scheduler].heard_at = now
         if unsent == 0 or self.fixed is not None:
-            for scheduler in self._known.values():
+            for scheduler in self.known.values():
                 scheduler.controller.state = "fixed" if unsent else "tail"
             return [] if self.fixed is not None else decisions
         decisions += self._forget_gone(loads, now)
-        self.row_tokens.schedulers = len(self._known)
+        self.row_tokens.schedulers = len(self.known)
         decisions += self._share_out(unsent + sum(in_flight.values()), now)
         moves = self._sample(loads, in_flight, now)
-        moves += [s.controller.tick(now, self._ended_on(s)) for s in self._known.values()]
+        moves += [s.controller.tick(now, self._ended_on(s)) for s in self.known.values()]
         return decisions + [move for move in moves if move]
 
     def ended(self, route: str, now: float, answer: Completion | None) -> None:
@@ -342,9 +329,9 @@ class ConcurrencyLimits:
         band = self._band(load)
         window, why = self._first_window(load, band)
         controller = Controller(name, window, band, most=self.most, now=now)
-        self._known[name] = KnownScheduler(name, route, controller, heard_at=now)
-        self._on_route[route].append(self._known[name])
-        self.row_tokens.schedulers = len(self._known)
+        self.known[name] = KnownScheduler(name, route, controller, heard_at=now)
+        self._on_route[route].append(self.known[name])
+        self.row_tokens.schedulers = len(self.known)
         why = f"{why}; #queue-req {band.low}-{band.high} ({band.why})"
         return Decision(name, 0, controller.window, controller.state, why)
 
@@ -357,7 +344,7 @@ class ConcurrencyLimits:
             for s in gone:
                 why = f"no load sample for {now - s.heard_at:.0f} s"
                 decisions.append(Decision(s.name, s.controller.window, 0, "gone", why))
-                del self._known[s.name]
+                del self.known[s.name]
                 on.remove(s)
         return decisions
 
@@ -369,10 +356,10 @@ class ConcurrencyLimits:
         busy: defaultdict[str, int] = defaultdict(int)
         for load in loads:
             busy[load.route] += load.running + load.queue
-        full = {load.route for load in loads if load.queue > self._known[load.scheduler].controller.band.high}
+        full = {load.route for load in loads if load.queue > self.known[load.scheduler].controller.band.high}
         moves = []
         for load in loads:
-            scheduler, on = self._known[load.scheduler], len(self._on_route[load.route])
+            scheduler, on = self.known[load.scheduler], len(self._on_route[load.route])
             if not scheduler.has_news(load):
                 continue
             scheduler.last = load

@@ -230,4 +230,4 @@ def test_the_band_of_the_job_holds() -> None:
         info, QueueBand(7, 70), 256, most=10**5, passes=ForwardPasses(8192), own_band=True
     )
     limits.begin([SchedulerLoad(URL, "loads", 0, 0, 0.0, route=URL)], 0.0, unsent=10)
-    assert limits.bands[URL] == QueueBand(7, 70)
+    assert limits.known[URL].controller.band == QueueBand(7, 70)
