@@ -181,7 +181,7 @@ def summed(name: str, known: dict[str, int], found: dict[str, Any]) -> dict[str,
         "requests": found.get("requests", known["rows"]),
         "hit_rate": round(found["cached_tokens"] / found["prompt_tokens"], 4),
         "last_rows_share": round(found["last_rows_s"] / found["wall_s"], 4),
-        "load": {k: v for k, v in found.get("load", {}).items() if k != "window_over_time"},
+        "load": found.get("load", {}),
     }  # fmt: skip
     result["ratio_to_least"] = round(result["prefilled_tokens"] / least, 4)
     print(

@@ -95,14 +95,16 @@ class LoadSummary:
         self._last: float | None = None
         self._sums: defaultdict[str, float] = defaultdict(float)  # of values, each times its seconds
         self._running: defaultdict[str, float] = defaultdict(float)
-        self._windows: set[int] = set()
+        self._least_window = self._most_window = 0
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Add a sample, for the time since the one before."""
         span = 0.0 if self._last is None else now - self._last
         self._last = now
         sums, states, corners = self._sums, self._limits.states, self._limits.corners
-        self._windows = {min(new := {*self._windows, self._slots.window}), max(new)}
+        window = self._slots.window
+        self._least_window = min(window, self._least_window or window)
+        self._most_window = max(window, self._most_window)
         sums["all"] += span
         sums["tail"] += span * ("tail" in states.values())
         for load in loads:
@@ -135,8 +137,8 @@ class LoadSummary:
             "tail_share": share("tail", self._sums["all"]),
             "imbalance": self._imbalance(),
             "retractions": self._limits.retractions,
-            "window_min": min(self._windows, default=None),
-            "window_max": max(self._windows, default=None),
+            "window_min": self._least_window or None,
+            "window_max": self._most_window or None,
         }
 
     def _imbalance(self) -> float | None:

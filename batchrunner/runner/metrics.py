@@ -9,7 +9,6 @@ from typing import Any
 
 from batchrunner.core.errors import JobError
 from batchrunner.core.types import MetricsAddress
-from batchrunner.dispatch.progress import Snapshot
 from batchrunner.runner.progress import Display
 
 log = logging.getLogger(__name__)
@@ -23,12 +22,12 @@ class MetricsPage(Display):
     """A display whose last state is what Prometheus gets: each number of a sample event, by its name."""
 
     def __init__(self) -> None:
-        self._snapshot: Snapshot | None = None
+        self._sample: dict[str, Any] | None = None
         self._ended = False
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, sample: dict[str, Any]) -> None:
         """Keep the present state."""
-        self._snapshot = snapshot
+        self._sample = sample
 
     def close(self) -> None:
         """Say from now on that the run ended."""
@@ -38,12 +37,11 @@ class MetricsPage(Display):
         """Yield the metrics, each with its values; called by the server's threads."""
         from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415
 
-        snapshot = self._snapshot
-        running = float(snapshot is not None and not self._ended)
+        sample = self._sample
+        running = float(sample is not None and not self._ended)
         yield GaugeMetricFamily(f"{PREFIX}running", "1 while rows are sent, else 0.", value=running)
-        if snapshot is None:
+        if sample is None:
             return
-        sample = snapshot.as_sample()
         for name, value in _numbers(sample):
             yield GaugeMetricFamily(PREFIX + name, MEANING, value=value)
         families: dict[str, Any] = {}

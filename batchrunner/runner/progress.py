@@ -29,8 +29,8 @@ class Display(ABC):
     """What shows the state of a run."""
 
     @abstractmethod
-    def show(self, snapshot: Snapshot) -> None:
-        """Show the present state; called a few times a second."""
+    def show(self, sample: dict[str, Any]) -> None:
+        """Show the present state, a `sample` event; called a few times a second."""
 
     @abstractmethod
     def close(self) -> None:
@@ -54,21 +54,21 @@ class ProgressLog:
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Show and write a load sample."""
         self._loads = loads
-        snapshot = self._progress.polled(loads, now)
-        self._show(snapshot)
+        sample = self._progress.polled(loads, now)
+        self._show(sample)
         if now >= self._next_sample:
             self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
-            self._events.write("sample", **snapshot.as_sample())
+            self._events.write("sample", **sample)
 
     def finish(self, now: float) -> None:
         """Show and write the last state."""
-        last = self._progress.snapshot(self._loads, now)
+        last = self._progress.sample(self._loads, now)
         self._show(last)
-        self._events.write("sample", **last.as_sample())
+        self._events.write("sample", **last)
 
-    def _show(self, snapshot: Snapshot) -> None:
+    def _show(self, sample: dict[str, Any]) -> None:
         for display in self._displays:
-            display.show(snapshot)
+            display.show(sample)
 
 
 class ProgressLines(Display):
@@ -77,12 +77,12 @@ class ProgressLines(Display):
     def __init__(self) -> None:
         self._next = 0.0
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, sample: dict[str, Any]) -> None:
         """Print a line when the last one is old enough."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + LINE_EVERY_S
-            tell(f"{time.strftime('%H:%M:%S')} {snapshot.line()}")
+            tell(f"{time.strftime('%H:%M:%S')} {sample_line(sample)}")
 
     def close(self) -> None:
         """Leave the lines as they are."""
@@ -94,17 +94,20 @@ class ProgressBar(Display):
     def __init__(self) -> None:
         self._bar: Any = None
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, sample: dict[str, Any]) -> None:
         """Move the bar."""
         if self._bar is None:
             from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is asked for
 
             self._bar = tqdm(
-                initial=snapshot.rows_done, unit="row", dynamic_ncols=True, bar_format=BAR_FORMAT,
-                desc="simulated" if snapshot.simulated else None,
+                initial=sample["rows_done"], unit="row", dynamic_ncols=True, bar_format=BAR_FORMAT,
+                desc="simulated" if sample["simulated"] else None,
             )  # fmt: skip
-        self._bar.n, self._bar.total = snapshot.rows_done, snapshot.rows_total or None  # others may add rows
-        parts = [f"{snapshot.rows_failed:,} failed", *engine_parts(snapshot.as_sample())]
+        self._bar.n, self._bar.total = (
+            sample["rows_done"],
+            sample["rows_total"] or None,
+        )  # others may add rows
+        parts = [f"{sample['rows_failed']:,} failed", *engine_parts(sample)]
         with contextlib.suppress(OSError):  # the terminal was closed
             self._bar.set_postfix_str(", ".join(parts))
 
@@ -146,12 +149,12 @@ class ProgressCalls(Display):
 
     def __init__(self, listener: ProgressListener) -> None:
         self._listener: ProgressListener | None = listener
-        self._untold: Snapshot | None = None
+        self._untold: dict[str, Any] | None = None
         self._next = 0.0
 
-    def show(self, snapshot: Snapshot) -> None:
+    def show(self, sample: dict[str, Any]) -> None:
         """Tell the present state, if the last call is old enough."""
-        self._untold = snapshot
+        self._untold = sample
         if time.monotonic() >= self._next:
             self._tell()
             self._next = time.monotonic() + TIMING.progress
@@ -161,21 +164,21 @@ class ProgressCalls(Display):
         self._tell()
 
     def _tell(self) -> None:
-        snapshot, self._untold = self._untold, None
-        if snapshot is None or self._listener is None:
+        sample, self._untold = self._untold, None
+        if sample is None or self._listener is None:
             return
         try:
-            left_s, total = snapshot.time_left_s, snapshot.rows_total or None
+            total = sample["rows_total"] or None
             self._listener(
                 Progress(
-                    rows_done=snapshot.rows_done,
+                    rows_done=sample["rows_done"],
                     rows_total=total,
-                    rows_failed=snapshot.rows_failed,
-                    rows_per_s=round(snapshot.rows_per_s, 2),
-                    eta_s=None if left_s is None or total is None else round(left_s, 1),
-                    output_tokens_per_s=round(snapshot.output_tokens_per_s, 1),
-                    rows_in_flight=snapshot.in_flight,
-                    simulated=snapshot.simulated,
+                    rows_failed=sample["rows_failed"],
+                    rows_per_s=sample["rows_per_s"],
+                    eta_s=None if total is None else sample["time_left_s"],
+                    output_tokens_per_s=sample["output_tokens_per_s"],
+                    rows_in_flight=sample["in_flight"],
+                    simulated=sample["simulated"],
                 )
             )
         except Exception:  # the rows of a long run matter more than what is shown of it

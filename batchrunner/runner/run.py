@@ -533,7 +533,7 @@ class Run:
             task=self.prepared.job.task,
             engine=asdict(self.info),
             window=sending.limits.window,
-            load=sending.progress.load_report(),
+            load=sending.progress.load.as_dict(),
             incidents=sending.progress.incidents,
             sharing=sending.reorderer.sharing(),
             bundles=sending.bundles.as_dict(),

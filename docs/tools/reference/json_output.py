@@ -27,7 +27,6 @@ LOAD = {
     "retractions": "Requests that SGLang put back into its queue because the KV pool was full.",
     "window_min": "Fewest requests that might be in flight.",
     "window_max": "Most requests that might be in flight.",
-    "window_over_time": "Up to 200 points [seconds since the start, requests that might be in flight].",
 }
 SHARING = {
     "expected_tokens": "Prompt tokens that rows share with a row sent before.",
