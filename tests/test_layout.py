@@ -107,7 +107,7 @@ MOST_TOKENS = {
     "engines": 45_200,
     "advise": 12_800,
     "report": 10_800,
-    "dispatch": 26_200,
+    "dispatch": 25_600,
     "runner": 25_900,
     "tune": 13_700,
     "api": 2_500,
