@@ -212,7 +212,7 @@ class AttemptProgress:
             "rows_done": done,
             "rows_failed": self._done.counts.failed + counts.failed,
             "rows_per_s": round(rows_s, 2),
-            "time_left_s": round((total - done) / rows_s, 1) if rows_s > 0 else None,
+            "time_left_s": round((total - done) / rows_s, 1) if total and rows_s > 0 else None,
             "output_tokens_per_s": round(output_s, 1),
             "prompt_tokens_per_s": round(prompt_s, 1),
             "cached_tokens_per_s": round(cached_s, 1),

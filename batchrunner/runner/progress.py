@@ -168,14 +168,13 @@ class ProgressCalls(Display):
         if sample is None or self._listener is None:
             return
         try:
-            total = sample["rows_total"] or None
             self._listener(
                 Progress(
                     rows_done=sample["rows_done"],
-                    rows_total=total,
+                    rows_total=sample["rows_total"] or None,
                     rows_failed=sample["rows_failed"],
                     rows_per_s=sample["rows_per_s"],
-                    eta_s=None if total is None else sample["time_left_s"],
+                    eta_s=sample["time_left_s"],
                     output_tokens_per_s=sample["output_tokens_per_s"],
                     rows_in_flight=sample["in_flight"],
                     simulated=sample["simulated"],
