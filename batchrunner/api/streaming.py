@@ -1,7 +1,6 @@
 """Answers, row by row as they end."""
 
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from batchrunner.api.runs import engine_of
@@ -30,7 +29,6 @@ def stream(
     limits: Mapping[str, Any] | LimitsSpec | None = None,
     task: TaskName = GENERATE,
     task_options: Mapping[str, Any] | None = None,
-    output: str | Path | None = None,
     progress: bool = False,
     on_progress: ProgressListener | None = None,
 ) -> AsyncGenerator[dict[str, Any], None]:
@@ -46,8 +44,7 @@ def stream(
     `task` is that of a job, and `task_options` are the arguments that only `embed`, `score` or `rerank` have,
     such as `{"labels": [" yes", " no"]}`; the columns are then those of the task, and a vector is a list.
 
-    Without `output` nothing stays on disk. With it the rows are also stored in a run directory of that path,
-    before the first is sent: the same call resumes, and first yields what earlier starts did.
+    Nothing stays on disk: where a crash may lose no answer, give a file to `run`.
 
     Leaving the loop, closing the generator or cancelling the task ends the requests in flight and closes the
     engine, unless it is an open one. Raises BatchrunError, and what an iterator of `rows` raises, after the
@@ -74,5 +71,4 @@ def stream(
         own_rows=files is None,
     )
     displays = make_displays(progress=progress, on_progress=on_progress)
-    running = StreamCall(rows, files, call, opened.loop if opened else None, displays)
-    return running.rows(None if output is None else Path(output))
+    return StreamCall(rows, files, call, opened.loop if opened else None, displays).rows()

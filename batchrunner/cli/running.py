@@ -216,7 +216,6 @@ def ray(
     cpus: Annotated[float, typer.Option(metavar="N", help="Cores that Ray keeps for a worker.")] = 1,
     overrides: SetOption = None,
     limit: LimitOption = None,
-    fresh: FreshOption = False,
     retry_failed: RetryFailedOption = False,
     no_python: NoPythonOption = False,
     quiet: QuietOption = False,
@@ -241,6 +240,6 @@ def ray(
     with telling_report(quiet=quiet or as_json):
         done = run_on_ray(
             job, with_limit(overrides, limit), workers=workers, address=address, cpus=cpus,
-            fresh=fresh, retry_failed=retry_failed, no_python=no_python, quiet=quiet, as_json=as_json,
+            retry_failed=retry_failed, no_python=no_python, quiet=quiet, as_json=as_json,
         )  # fmt: skip
     _end(done, done.exit_code, [done.results], quiet=quiet, as_json=as_json)

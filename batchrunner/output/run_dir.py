@@ -62,7 +62,6 @@ class RunDir:
         self.parts = self.path / "parts"
         self.leases = self.path / "leases"
         self.merged = self.path / "merged"
-        self.given = self.path / "given" / "rows.parquet"
         """Rows that a program gave to `stream`, from where every start reads them."""
         self.copies = self.path / ".input"
         """Parquet copies of input files of other formats, until the run is done."""

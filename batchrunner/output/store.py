@@ -33,7 +33,7 @@ INDEX = ".store.json"
 _JOURNAL = re.compile(
     r"(?P<journal>tasks/(?P<task>[^/]+)/journal-\d+-(?P<token>[0-9a-f]+))(?P<segment>\.\d{6})?"
 )
-_NOT_COPIED = re.compile(r"merged/.*|given/.*|tune/.*|(tasks/[^/]+|leases)/owner|\..*|report\.html|probe-.*")
+_NOT_COPIED = re.compile(r"merged/.*|tune/.*|(tasks/[^/]+|leases)/owner|\..*|report\.html|probe-.*")
 """Names that a working copy does not have from the store."""
 
 

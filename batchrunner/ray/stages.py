@@ -164,14 +164,16 @@ class BlockOutlet:
                 self._blocks.append(block)
             return block
 
-    async def give(self, outcome: Outcome, plan: AnswerPlan) -> None:
+    async def put(self, outcome: Outcome) -> None:
         """Take the outcome of a row."""
-        del plan
         with self._lock:
             block = next(block for block in self._blocks if outcome.ref.row < block.end)
             block.put(outcome)
             if block.done.done():
                 self._blocks.remove(block)
+
+    def check(self) -> None:
+        """Do nothing: nothing is written."""
 
     def end(self) -> None:
         """Give up the blocks that are not done: no more outcomes come."""

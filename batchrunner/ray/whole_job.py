@@ -39,7 +39,7 @@ from batchrunner.report.report import Report, duration, report_of_all
 from batchrunner.runner.control import Control
 from batchrunner.runner.foreground import TERM_DRAIN_S, log_to_stderr
 from batchrunner.runner.progress import LINE_EVERY_S
-from batchrunner.runner.run import discard_run, execute, plan_failed_rows
+from batchrunner.runner.run import execute, plan_failed_rows
 from batchrunner.runner.status import status
 
 log = logging.getLogger(__name__)
@@ -110,15 +110,14 @@ def run_on_ray(
     address: str | None,
     cpus: float,
     no_python: bool,
-    fresh: bool,
     retry_failed: bool,
     quiet: bool,
     as_json: bool,
 ) -> Report:
     """Do a job with so many workers, each with `cpus` cores and the GPUs of its engine; return the report.
 
-    `fresh` discards what earlier attempts wrote, `retry_failed` sends their failed rows again. Raises
-    BatchrunError. A signal drains the run, a second SIGINT ends it at once.
+    `retry_failed` sends the failed rows of earlier attempts again. A signal drains the run, a second SIGINT
+    ends it at once. Raises BatchrunError.
     """
     if workers < 1:
         raise JobError(f"--workers {workers}", hint="give a number from 1 on")
@@ -134,9 +133,7 @@ def run_on_ray(
                 f"--cpus {cpus:g}: no node of the Ray cluster has more than {most:g} cores",
                 hint="give fewer",
             )
-        if fresh:
-            discard_run(loaded)
-        elif retry_failed:
+        if retry_failed:
             plan_failed_rows(loaded)
         actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1)(JobWorker)
         with _noted_signals() as stops, contextlib.closing(Workers(loaded, shared, stops)) as group:

@@ -18,22 +18,18 @@ from batchrunner.engines.model_files import check_model
 from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import decide_order
-from batchrunner.job.fields import MEDIA
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import Failures
 from batchrunner.report.report import cause_lines
 from batchrunner.runner.prepare import PreparedJob, find_done, prepare
 
 if TYPE_CHECKING:
-    from batchrunner.core.hook_pool import HookPool
+    pass
 
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000
 """Rows that are rendered at most, to count those that cannot be sent."""
-ROWS_WITH_FILES_OPENED = 100
-"""Rows whose files are opened at most, to see whether they are whole."""
-_FAR = ("http://", "https://")
 CHARACTERS_SHOWN = 2000
 
 
@@ -60,7 +56,7 @@ class Check:
     rows_looked_at: int
     """Rows, the first ones to send, that were rendered to see whether they can be sent; 1,000 at most."""
     rows_not_sendable: int
-    """Rows of these that cannot be sent: a null or empty prompt, a template that fails, a broken image."""
+    """Rows of these that cannot be sent: a null or empty prompt, a template that fails."""
     not_sendable: list[dict[str, Any]]
     """Why they cannot be sent, largest group first: `rows`, `example_row`, `example`."""
 
@@ -122,8 +118,6 @@ def _check(prepared: PreparedJob) -> Check:
     for item in islice(items, ROWS_LOOKED_AT):
         prompt = _shown(item, loaded.engine.kind)
         looked_at += 1
-        if isinstance(item, Request) and prompt["error"] is None and looked_at <= ROWS_WITH_FILES_OPENED:
-            prompt = _with_files_opened(prompt, item, prepared.functions)
         if prompt["error"] is not None:
             failures.add(item.ref.row, prompt["error"])
         if len(shown) < PROMPTS_SHOWN:
@@ -150,16 +144,6 @@ def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:
         prompt = orjson.loads(item.prompt.content) if body else item.shown
         return {"row": item.ref.row, "kind": item.kind, "prompt": prompt, "error": None}
     return {"row": item.ref.row, "kind": None, "prompt": None, "error": error}
-
-
-def _with_files_opened(prompt: dict[str, Any], row: Request, functions: HookPool | None) -> dict[str, Any]:
-    """Open a row's files as a run does, but for those that must be downloaded; a bad one is the error."""
-    is_far = any(file.place.lower().startswith(_FAR) for file in row.media)
-    if functions is None or not row.media or is_far:
-        return prompt
-    (found,) = functions.call_many(MEDIA, [(row.media,)])
-    error = found.value if found.error is None else found.error
-    return {**prompt, "kind": None, "prompt": None, "error": error} if isinstance(error, str) else prompt
 
 
 def _refusal(request: Request, engine: str) -> str | None:

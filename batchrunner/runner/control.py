@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from batchrunner.core.console import tell_failure, wants_json
@@ -20,9 +19,6 @@ from batchrunner.core.errors import (
     BatchrunError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Outcome
-from batchrunner.dispatch.queue import Slots
-from batchrunner.output.counts import RowCounts
 
 log = logging.getLogger(__name__)
 
@@ -115,45 +111,6 @@ class Control:
         self._stopped.set()
         for listener in self._listeners:
             listener()
-
-
-FEWEST_ROWS = 100
-"""Rows that must have been sent and ended before `limits.abort_failed_share` stops a run."""
-
-
-@dataclass(slots=True)
-class FailureLimit:
-    """Counts outcomes, and stops the run if too large a share of the rows that were sent failed.
-
-    A refusal comes back at once and an answer late, so rows in flight count as rows that did not fail. Rows
-    that were not sent (a null prompt, for example) say nothing about the engine or the other rows.
-    """
-
-    counts: RowCounts
-    control: Control
-    slots: Slots
-    most_failed_share: float
-    """`limits.abort_failed_share`, from 0 to 1."""
-    sent: int = 0
-    """Rows that were sent and have ended."""
-    failed: int = 0
-    """Those of them that failed."""
-
-    def add(self, outcome: Outcome) -> None:
-        """Count one outcome."""
-        self.counts.add(outcome)
-        if not outcome.attempts:
-            return
-        self.sent += 1
-        if outcome.error is None:
-            return
-        self.failed += 1
-        all_sent = self.sent + max(0, self.slots.in_flight - 1)  # the slot of this row is still taken
-        if self.sent >= FEWEST_ROWS and self.failed / all_sent > self.most_failed_share:
-            self.control.drain(
-                f"{self.failed / self.sent:.0%} of the rows failed (limits.abort_failed_share): "
-                "correct what the errors below name, and start with --retry-failed"
-            )
 
 
 SIGNALS = {

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import uvloop
@@ -83,21 +82,8 @@ def log_to_stderr(*, quiet: bool) -> None:
     """Show only batchrunner's log; an engine in this process uses the root logger."""
     ours = logging.getLogger("batchrunner")
     ours.setLevel(logging.ERROR if quiet else logging.INFO)
-    task = _slurm_task(os.environ)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"{task}: %(message)s" if task else None))
-    ours.addHandler(handler)
+    ours.addHandler(logging.StreamHandler(sys.stderr))
     ours.propagate = False
-
-
-def _slurm_task(environ: Mapping[str, str]) -> str | None:
-    """Return node, task and restart for log lines, such as `n1 12_3 restart 1`; None outside Slurm."""
-    job = environ.get("SLURM_ARRAY_JOB_ID") or environ.get("SLURM_JOB_ID")
-    if job is None:
-        return None
-    task, restart = environ.get("SLURM_ARRAY_TASK_ID"), environ.get("SLURM_RESTART_COUNT")
-    name = f"{environ.get('SLURMD_NODENAME', '?')} {job}" + (f"_{task}" if task else "")
-    return f"{name} restart {restart}" if restart else name
 
 
 def _log_above(displays: Sequence[Display]) -> contextlib.AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from batchrunner.output.liveness import POLL_S, SHORT_POLL_S, LivenessMonitor, m
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import done_by_all, drop_failed, read_done
 from batchrunner.output.run_dir import RunDir
-from batchrunner.output.run_json import check_same_run, fingerprint, raise_total
+from batchrunner.output.run_json import check_same_run, raise_total
 from batchrunner.output.task_lock import TaskLock, hold_task
 from batchrunner.runner.control import Control
 from batchrunner.runner.leases import LeasePlan, Leases, next_lease
@@ -332,7 +332,7 @@ def join(
 def _check_plan(leases: Leases, prepared: PreparedJob) -> None:
     """Raise ResumeError where the newest plan is one of another run."""
     if leases.plan is not None:
-        new = fingerprint(prepared.job, prepared.dataset.files, "")
+        new = prepared.fingerprint("")
         check_same_run(leases.plan.fingerprint, new, prepared.run_dir.name, model_known=False)
 
 
@@ -412,7 +412,7 @@ def _add_plan(
         cuts, name = SortedCopy(path).group_starts, path.name
     else:
         cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
-    new = fingerprint(prepared.job, prepared.dataset.files, "")
+    new = prepared.fingerprint("")
     leases.make_plan(LeasePlan(rows, cuts, len(selected), new, name, asdict(choice)))
     raise_total(run_dir, len(selected), new)
 

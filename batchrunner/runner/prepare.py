@@ -26,11 +26,10 @@ from batchrunner.input.render import Renderer
 from batchrunner.input.request_bodies import URL
 from batchrunner.job.answers import AnswerPlan, judges_by_row, open_functions, plan_answers
 from batchrunner.job.arrow_types import arrow_type
-from batchrunner.job.fields import MEDIA
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.output.columns import schema_of_run
-from batchrunner.output.resume import DoneRows, read_done, schema_of_results
+from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir, open_run
 from batchrunner.output.run_json import (
     DISCARD,
@@ -89,16 +88,21 @@ class PreparedJob(JobInput):
         return GENERATE
 
     @property
-    def columns(self) -> list[str]:
-        """Columns of the results, in order."""
-        return list(schema_of_run(self.renderer.carried_schema, self.answers, {}).names)
-
-    @property
     def results_schema(self) -> pa.Schema | None:
         """Schema of the results of a run in an object store; None for one on a disk, which needs none."""
         if not self.run_dir.store.uri:
             return None
         return schema_of_run(self.renderer.carried_schema, self.answers, {})
+
+    def fingerprint(self, model: str) -> dict[str, Any]:
+        """Return what two attempts must have in common: no merge takes columns of two types.
+
+        The types of carried columns are those of all files; `model` is "" where it is not to be compared.
+        """
+        functions = self.functions.facts.values() if self.functions is not None else ()
+        made = {name: str(arrow_type(kind)) for facts in functions for name, kind in facts.columns}
+        carried = {field.name: str(field.type) for field in self.renderer.carried_schema}
+        return {**fingerprint(self.job, self.dataset.files, model), "columns": carried | made}
 
     def close(self) -> None:
         """End the processes of the Python functions."""
@@ -219,7 +223,7 @@ def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> 
     _refuse_results(job.input.path, dataset)
     for file in dataset.files:
         real = Path(file.path) if run_dir.store.input_place else Path(file.path).resolve()
-        if run in real.parents and real != run_dir.given.resolve():
+        if run in real.parents:
             raise OutputError(
                 f"output.path {run_dir.name}: the input file {file.path} lies in it",
                 hint="give another directory",
@@ -268,7 +272,7 @@ def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None 
                 f"{run_dir.name} has results but no run.json", hint=f"take another output.path, or {DISCARD}"
             )
         return False
-    new = fingerprint(prepared.job, prepared.dataset.files, model or "")
+    new = prepared.fingerprint(model or "")
     check_same_run(old["fingerprint"], new, run_dir.name, model_known=model is not None)
     before = old["engine"].get("weights")
     if None not in {before, weights} and before != weights:
@@ -276,63 +280,4 @@ def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None 
             f"{run_dir.name} holds another run: weight_version was {before!r} and is {weights!r}",
             hint=f"take another output.path, or discard what is there with {DISCARD}",
         )
-    _check_carried_types(prepared)
-    _check_functions(old, prepared)
     return True
-
-
-def facts_of_functions(functions: HookPool | None) -> dict[str, Any]:
-    """Return what run.json keeps of a job's Python functions: by place, the file's hash and the columns."""
-    known = functions.facts.values() if functions is not None else ()
-    return {
-        facts.where: {
-            "name": facts.name,
-            "digest": facts.digest,
-            "columns": {name: str(arrow_type(kind)) for name, kind in facts.columns},
-        }
-        for facts in known
-        if facts.where != MEDIA  # no function of the job's
-    }
-
-
-def _check_functions(old: Mapping[str, Any], prepared: PreparedJob) -> None:
-    """Compare the Python functions with those of the last attempt.
-
-    Other columns are refused, since no merge takes both. Another file is no error: a function is corrected,
-    and the rows that failed are done again.
-    """
-    known = old.get("functions")
-    for where, facts in facts_of_functions(prepared.functions).items():
-        before = known.get(where) if isinstance(known, dict) else None
-        if not isinstance(before, dict):
-            continue
-        if before.get("columns") != facts["columns"]:
-            raise ResumeError(
-                f"{prepared.run_dir.name} holds another run: the columns of {where} ({facts['name']}) were "
-                f"{before.get('columns')} and are {facts['columns']}",
-                hint=f"take another output.path, or discard what is there with {DISCARD}",
-            )
-        if before.get("digest") != facts["digest"]:
-            log.warning(
-                "%s: %s changed since the last start: rows that are done keep what the old one made",
-                where,
-                facts["name"],
-            )
-
-
-def _check_carried_types(prepared: PreparedJob) -> None:
-    """Refuse added files that give a carried column another type: no merge takes both.
-
-    Partition columns have their types from all paths, columns of text files from all values.
-    """
-    before = schema_of_results(prepared.run_dir) if prepared.job.input.columns else None
-    columns = zip(prepared.job.input.columns, prepared.renderer.carried_schema, strict=True)
-    for name, field in columns:
-        old = before.field(field.name).type if before and field.name in before.names else field.type
-        if old != field.type:
-            raise ResumeError(
-                f"{prepared.run_dir.name}: the column {name!r} was {old} in the results so far, and "
-                f"the files added make it {field.type}",
-                hint=f"write them alike, give the column's type in input.types with another output.path, or "
-                f"discard what is there with {DISCARD}",
-            )

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-
-import pyarrow as pa
-from pyroaring import BitMap64
 
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, Outcome
-from batchrunner.input.dataset import RowBatch, UnreadableValue, carried_of, rows_of
+from batchrunner.dispatch.queue import Slots
+from batchrunner.input.dataset import carried_of
 from batchrunner.job.answers import AnswerPlan, of_sample
 from batchrunner.job.fields import PARSE
 from batchrunner.job.output import SAMPLE
 from batchrunner.job.tasks import numbers_of
 from batchrunner.output.columns import ResultRow, answer_value, result_rows
-from batchrunner.output.parts import open_part
-from batchrunner.output.run_dir import RunDir
-from batchrunner.output.writer import ResultWriter
-from batchrunner.runner.control import FailureLimit
+from batchrunner.output.counts import RowCounts
+from batchrunner.runner.control import Control
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -33,36 +27,50 @@ MOST_ROWS = 256
 
 
 class Outlet(Protocol):
-    """Takes outcomes for a program, in the event loop of the run."""
+    """Where outcomes go, in the event loop of the run: the writer of a run's results, or a program."""
 
-    async def give(self, outcome: Outcome, plan: AnswerPlan) -> None:
-        """Take an outcome, which becomes what `plan` says; waits while the program is behind."""
+    async def put(self, outcome: Outcome) -> None:
+        """Take an outcome; waits while disk or program are behind."""
 
-    def end(self) -> None:
-        """Record that no more outcomes come."""
+    def check(self) -> None:
+        """Raise what failed in the background for good."""
+
+
+FEWEST_ROWS = 100
+"""Rows that must have been sent and ended before `limits.abort_failed_share` stops a run."""
 
 
 class OutcomeSink:
-    """Takes every outcome once: makes columns of its answer, stores it, and gives it to the program.
+    """Takes every outcome once: makes columns of its answer, counts it, and stores it or hands it over.
 
-    A row keeps its answer where the job's Python function cannot parse it.
+    A row keeps its answer where the job's Python function cannot parse it. The run is stopped if too
+    large a share of the rows that were sent failed.
     """
 
     def __init__(
         self,
         plan: AnswerPlan,
-        counter: FailureLimit,
+        outlet: Outlet,
+        counts: RowCounts,
+        control: Control,
+        slots: Slots,
+        most_failed_share: float,
         *,
-        writer: ResultWriter | None = None,
-        outlet: Outlet | None = None,
         functions: HookPool | None = None,
     ) -> None:
-        """Without a `writer` nothing is stored; `plan` says what an outcome becomes."""
+        """Say what an outcome becomes (`plan`), and where it goes then.
+
+        `most_failed_share` is `limits.abort_failed_share`, from 0 to 1.
+        """
         self.plan = plan
         """What outcomes become."""
-        self._counter = counter
-        self._writer = writer
         self._outlet = outlet
+        self.check = outlet.check
+        self._counts = counts
+        self._control = control
+        self._slots = slots
+        self._most_failed_share = most_failed_share
+        self._sent = self._failed = 0
         self._functions = functions if functions is not None and PARSE in functions.facts else None
         self._last: tuple[Completion, Completion, str | None] | None = None
 
@@ -73,16 +81,22 @@ class OutcomeSink:
         """
         if outcome.completion is not None and outcome.error is None and self._functions is not None:
             outcome = await self._parsed(outcome, outcome.completion, self._functions)
-        self._counter.add(outcome)  # first: the row is in a part even if a stop comes while we wait
-        if self._writer is not None:
-            await self._writer.put(outcome)
-        if self._outlet is not None:
-            await self._outlet.give(outcome, self.plan)
+        self._counts.add(outcome)  # first: the row is in a part even if a stop comes while we wait
+        if outcome.attempts:  # rows that were not sent say nothing about the engine or the other rows
+            self._sent += 1
+            if outcome.error is not None:
+                self._stop_if_too_many_fail()
+        await self._outlet.put(outcome)
 
-    def check(self) -> None:
-        """Raise the StorageError of a background write that failed for good."""
-        if self._writer is not None:
-            self._writer.check()
+    def _stop_if_too_many_fail(self) -> None:
+        """Count a failed row; one in flight counts as good: a refusal comes at once and an answer late."""
+        self._failed += 1
+        all_sent = self._sent + max(0, self._slots.in_flight - 1)  # the slot of this row is still taken
+        if self._sent >= FEWEST_ROWS and self._failed / all_sent > self._most_failed_share:
+            self._control.drain(
+                f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
+                "correct what the errors below name, and start with --retry-failed"
+            )
 
     async def _parsed(self, outcome: Outcome, completion: Completion, functions: HookPool) -> Outcome:
         """Return an outcome with the columns that the job's Python function makes of its answer."""
@@ -118,25 +132,25 @@ class Handover:
     All methods are called in the event loop of the run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, plan: AnswerPlan) -> None:
+        """Make rows of outcomes as `plan` says."""
+        self._plan = plan
         self._rows: deque[dict[str, Any]] = deque()
-        self._further: dict[str, None] = {}  # columns that only rows of earlier attempts have
         self._ended = False
         self._came = asyncio.Event()
         self._room = asyncio.Event()
 
-    async def put(self, row: dict[str, Any]) -> None:
-        """Add a row once there is room."""
-        while len(self._rows) >= MOST_ROWS:
-            self._room.clear()
-            await self._room.wait()
-        self._rows.append(row)
-        self._came.set()
+    async def put(self, outcome: Outcome) -> None:
+        """Add the rows that an outcome becomes, each once there is room."""
+        for row in result_rows([outcome], self._plan):
+            while len(self._rows) >= MOST_ROWS:
+                self._room.clear()
+                await self._room.wait()
+            self._rows.append(_row_given(row, self._plan))
+            self._came.set()
 
-    async def give(self, outcome: Outcome, plan: AnswerPlan) -> None:
-        """Add the rows that an outcome becomes, as `plan` says, each once there is room."""
-        for row in result_rows([outcome], plan):
-            await self.put({**_row_given(row, plan), **self._further})
+    def check(self) -> None:
+        """Do nothing: a program that is behind is waited for."""
 
     async def take(self) -> list[dict[str, Any]]:
         """Take all rows that are there; waits for the first. Empty at the end."""
@@ -148,40 +162,10 @@ class Handover:
         self._room.set()
         return rows
 
-    async def put_earlier(self, run_dir: RunDir, columns: Sequence[str]) -> None:
-        """Add the rows in the parts of a run, each once; raises ResumeError where a part is damaged.
-
-        `columns` are those of the rows of this attempt. All rows have the same ones: what a row was not asked
-        for is None.
-        """
-        parts = [*run_dir.all_parts()]
-        found = await asyncio.to_thread(_columns_of, parts)
-        self._further = dict.fromkeys(name for name in found if name not in columns)
-        blank = dict.fromkeys([*columns, *self._further])
-        given = BitMap64()
-        for path in parts:
-            of_this_part = BitMap64()
-            with open_part(path) as part:
-                for batch in part.iter_batches(MOST_ROWS):
-                    for row in await asyncio.to_thread(_rows_of, batch):
-                        if row["row"] not in given:  # it may have several samples here
-                            of_this_part.add(row["row"])
-                            await self.put(blank | row)
-            given |= of_this_part
-
     def end(self) -> None:
         """Record that no more rows come."""
         self._ended = True
         self._came.set()
-
-
-def _columns_of(parts: Sequence[Path]) -> dict[str, None]:
-    """Return the columns of parts, in the order in which they are met."""
-    found: dict[str, None] = {}
-    for path in parts:
-        with open_part(path) as part:
-            found |= dict.fromkeys(part.schema_arrow.names)
-    return found
 
 
 def _row_given(row: ResultRow, plan: AnswerPlan) -> dict[str, Any]:
@@ -215,12 +199,3 @@ def _value_of(completion: Completion | None, name: str, kind: ColumnKind) -> Any
     """Return the value of a column of a task without decoding; a vector as a list of numbers."""
     value = completion.columns[name][0] if completion and name in completion.columns else None
     return numbers_of(value, kind[1]) if isinstance(value, bytes) else value
-
-
-def _rows_of(batch: pa.RecordBatch) -> list[dict[str, Any]]:
-    """Return the rows of a part."""
-    rows = rows_of(RowBatch(list(range(batch.num_rows)), batch), batch.schema.names)
-    return [
-        {name: None if isinstance(value, UnreadableValue) else value for name, value in row.items()}
-        for row in rows
-    ]

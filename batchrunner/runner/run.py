@@ -8,7 +8,6 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,7 +35,6 @@ from batchrunner.output.parts import recover
 from batchrunner.output.resume import DoneRows, done_by_all, drop_failed, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir
 from batchrunner.output.run_json import (
-    fingerprint,
     read_run_json,
     without_secrets,
     write_limits,
@@ -45,18 +43,16 @@ from batchrunner.output.run_json import (
 from batchrunner.output.task_lock import TaskLock, hold_task
 from batchrunner.output.writer import DiskWait, ResultWriter
 from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
-from batchrunner.runner.control import Control, FailureLimit
+from batchrunner.runner.control import Control
 from batchrunner.runner.prepare import (
     PreparedJob,
     check_resumes,
     drop_copies,
-    facts_of_functions,
     find_done,
     new_task,
     prepare,
 )
 from batchrunner.runner.progress import Display
-from batchrunner.runner.results import Handover, OutcomeSink
 from batchrunner.runner.rows import FixedRows
 from batchrunner.runner.sending import Sending, open_windows
 
@@ -155,13 +151,12 @@ async def execute(
     join: bool = False,
     displays: Sequence[Display] = (),
     control: Control | None = None,
-    handover: Handover | None = None,
 ) -> Report:
     """Run a job to its end and return the report, which is also in report.json.
 
     `engine` is an open engine, with its `info`; without one the job's own is opened and closed. With `join`
-    this task shares the rows with all others that do. `handover` gets every row, those that earlier attempts
-    ended first. Raises BatchrunError if the run could not start or go on; finished rows are kept.
+    this task shares the rows with all others that do. Raises BatchrunError if the run could not start or go
+    on; finished rows are kept.
     """
     if join and fresh:
         raise JobError(
@@ -188,7 +183,6 @@ async def execute(
         stack.push_async_callback(give_back, attempt.rows, lock)
         stack.enter_context(uploading_logs(run_dir))
         if not (attempt.rows.unread or fresh):
-            await _give_earlier(prepared, handover)
             return _finished_before(prepared, attempt)
         if engine is None or info is None:
             task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
@@ -208,10 +202,7 @@ async def execute(
                 run_dir.discard_merged()
         with contextlib.closing(events):
             events.open()
-            await _give_earlier(prepared, handover)
-            return await Run(
-                prepared, attempt, engine, info, lock, counts, events, control, displays, handover
-            ).go()
+            return await Run(prepared, attempt, engine, info, lock, counts, events, control, displays).go()
 
 
 def leave(prepared: PreparedJob) -> None:
@@ -220,11 +211,6 @@ def leave(prepared: PreparedJob) -> None:
     prepared.close()
     if prepared.joins and not prepared.run_dir.journals():
         prepared.run_dir.store.discard_copy(prepared.run_dir.task)
-
-
-async def _give_earlier(prepared: PreparedJob, handover: Handover | None) -> None:
-    if handover is not None:
-        await handover.put_earlier(prepared.run_dir, prepared.columns)
 
 
 @contextlib.contextmanager
@@ -239,6 +225,10 @@ def _rare_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
+
+
+OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")
+"""What a start that finds nothing to do writes anew: the start before may have died without its report."""
 
 
 def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
@@ -262,9 +252,9 @@ def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
         engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
     )  # fmt: skip
     if not prepared.joins:
+        found = report.as_dict()
         last = read_json(prepared.run_dir.report_json)  # it says more than these zeros
-        verdict = {"exit_code": exit_code, "reason": reason}
-        save_report(prepared.run_dir, {**report.as_dict(), **last, **verdict})
+        save_report(prepared.run_dir, {**found, **last, **{name: found[name] for name in OF_RUN}})
     return report
 
 
@@ -288,14 +278,6 @@ def check_engine(job: Job, info: EngineInfo) -> None:
             )
     for note in info.notes:
         log.info("%s", note)
-
-
-def discard_run(job: Job) -> None:
-    """Discard what earlier attempts wrote, once the job is known to be right; raises BatchrunError."""
-    with closing(prepare(job, fresh=True)) as prepared, hold_task(prepared.run_dir):
-        check_nobody_works(prepared.run_dir, Control())
-        with writing(prepared.run_dir.path):
-            prepared.run_dir.discard()
 
 
 def plan_failed_rows(job: Job) -> None:
@@ -354,8 +336,6 @@ class Run:
     events: EventLog
     control: Control
     displays: Sequence[Display]
-    handover: Handover | None
-    """It gets the rows too."""
     began: float = field(default_factory=time.monotonic)
     earlier: Sequence[tuple[float, float]] = ()
     """Times of earlier attempts of this task."""
@@ -420,7 +400,6 @@ class Run:
             decodes=decodes,
             prompt_bytes=own_bytes,
         )
-        counter = FailureLimit(self.counts, self.control, windows.slots, job.limits.abort_failed_share)
         is_away = run_dir.store.objects is not None
         writer = ResultWriter(
             run_dir,
@@ -433,16 +412,9 @@ class Run:
             committed=rows.committed,
             disk=DiskWait(job.limits.disk_wait, lambda: self.control.at_once),
         )
-        results = OutcomeSink(
-            prepared.answers,
-            counter,
-            writer=writer,
-            outlet=self.handover,
-            functions=prepared.functions,
-        )
         sending = Sending(
-            job, rows, attempt.done, self.engine, info, windows, results, self.counts, self.events,
-            self.control, self.displays, began=self.began, functions=prepared.functions,
+            job, rows, attempt.done, self.engine, info, windows, prepared.answers, writer, self.counts,
+            self.events, self.control, self.displays, began=self.began, functions=prepared.functions,
         )  # fmt: skip
         window, first, why = windows.slots.window, windows.first, "set by the job"
         if windows.limits.fixed is None:
@@ -467,7 +439,7 @@ class Run:
 
     def _write_run_json(self) -> None:
         job, rows = self.prepared.job, self.attempt.rows
-        mine, total = fingerprint(job, self.prepared.dataset.files, self.info.model), self.attempt.rows_of_run
+        mine, total = self.prepared.fingerprint(self.info.model), self.attempt.rows_of_run
         if not isinstance(rows, FixedRows):  # another task may have found more files
             plan = rows.newest_plan()
             mine, total = {**plan.fingerprint, "model": self.info.model}, plan.rows_total
@@ -478,7 +450,6 @@ class Run:
             rows_total=total,
             engine=asdict(self.info),
             versions=versions(self.info),
-            functions=facts_of_functions(self.prepared.functions),
         )
 
     def _rows_elsewhere(self) -> tuple[int, int]:

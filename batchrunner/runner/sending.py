@@ -31,14 +31,14 @@ from batchrunner.dispatch.queue import Backlog, RowSource, Slots
 from batchrunner.dispatch.reorder import OutputLengths, Reorderer, ReuseDistance
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
-from batchrunner.job.answers import judges_by_row
+from batchrunner.job.answers import AnswerPlan, judges_by_row
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
 from batchrunner.runner.control import Control
 from batchrunner.runner.progress import Display, ProgressLog
-from batchrunner.runner.results import OutcomeSink
+from batchrunner.runner.results import OutcomeSink, Outlet
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -122,7 +122,8 @@ class Sending:
         engine: Engine,
         info: EngineInfo,
         windows: Windows,
-        results: OutcomeSink,
+        plan: AnswerPlan,
+        outlet: Outlet,
         counts: RowCounts,
         events: EventLog,
         control: Control,
@@ -131,7 +132,7 @@ class Sending:
         began: float,
         functions: HookPool | None = None,
     ) -> None:
-        """Send `rows` to an open engine, and their outcomes to `results`.
+        """Send `rows` to an open engine; their outcomes become what `plan` says, and go to `outlet`.
 
         `done` are rows of earlier attempts, `functions` the job's Python functions. Raises
         CannotTokenizeError if the job needs client-side tokenization and it is not possible.
@@ -139,6 +140,10 @@ class Sending:
         tokenizer = RowTokenizer(job, rows.kind, engine, info, events, functions)
         limits, slots = windows.limits, windows.slots
         self._rows, self._control, self.limits = rows, control, limits
+        self._results = results = OutcomeSink(
+            plan, outlet, counts, control, slots, job.limits.abort_failed_share,
+            functions=functions,
+        )  # fmt: skip
 
         # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count, store (`results`)
         self.reorderer = _reorderer(
@@ -154,10 +159,10 @@ class Sending:
             job, engine, info, windows.passes, self.bundles, events, schedulers=self.reorderer.caches
         )
         checker = None
-        if results.plan.checks:
+        if plan.checks:
             from batchrunner.dispatch.checks import AnswerChecker  # noqa: PLC0415 - only for such jobs
 
-            checker = AnswerChecker(job, results.plan, rows.names, tokenizer, functions)
+            checker = AnswerChecker(job, plan, rows.names, tokenizer, functions)
 
         # load samples: engine → windows → slots → progress: display and event log, `polled`
         self._load_control = LoadControl(engine, limits, slots, self._backlog, events)
@@ -166,7 +171,7 @@ class Sending:
             task=job.task,
         )  # fmt: skip
         self.shown = ProgressLog(self.progress, displays, events, now=began)
-        self._results, self._deadline_s, self._began = results, job.limits.deadline, began
+        self._deadline_s, self._began = job.limits.deadline, began
         self._dispatcher = Dispatcher(
             self._backlog, slots, senders, checker, self.reorderer, limits, self._load_control, events,
             job.limits, by_affinity=info.keeps_together,

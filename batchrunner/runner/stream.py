@@ -11,30 +11,28 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from batchrunner.core.engine_info import EngineInfo
-from batchrunner.core.errors import BatchrunError, InputError, ResumeError
+from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.engines.base import Engine
 from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.dataset import Dataset, RowBatch
-from batchrunner.input.parquet_copy import normalize, normalized, write_rows
+from batchrunner.input.parquet_copy import normalize, normalized
 from batchrunner.input.render import Renderer
+from batchrunner.input.sorted_copy import prepare_order
 from batchrunner.input.tables import (
     as_batches,
     as_mapping,
     as_rows,
-    batches_of,
     batches_of_rows,
     bytes_of,
     rows_known,
@@ -44,15 +42,15 @@ from batchrunner.job.call import LibraryCall
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
-from batchrunner.output.files import make_directory, writing
 from batchrunner.output.resume import DoneRows
 from batchrunner.output.run_dir import RunDir
-from batchrunner.runner.control import Control, FailureLimit
+from batchrunner.runner.control import Control
 from batchrunner.runner.open_engine import EngineLoop, open_portal
-from batchrunner.runner.prepare import renderer_of
+from batchrunner.runner.prepare import prepare, renderer_of
 from batchrunner.runner.progress import Display
-from batchrunner.runner.results import Handover, OutcomeSink, Outlet
-from batchrunner.runner.run import check_engine, execute, open_engine_of
+from batchrunner.runner.results import Handover, Outlet
+from batchrunner.runner.rows import FixedRows
+from batchrunner.runner.run import check_engine, open_engine_of
 from batchrunner.runner.sending import Sending, open_windows
 
 if TYPE_CHECKING:
@@ -65,8 +63,6 @@ MOST_ROWS, MOST_BYTES = 256, 16 << 20
 """Rows that are read ahead, and the bytes of their texts; also the rows that are rendered together."""
 MOST_RENDERERS = 64
 """Schemas whose renderers are kept."""
-COMPARED_ROWS = 1024
-"""Rows that are read at once to compare the rows of two starts."""
 
 Piece: TypeAlias = dict[str, Any] | pa.RecordBatch
 """A row, or a batch of rows."""
@@ -334,9 +330,7 @@ class ProgramRows:
     def _failed(self, rows: range, error: str) -> list[Request | Outcome]:
         """Return rows of which nothing is known but the error; their carried columns are null."""
         schema = self._renderer.carried_schema
-        carried = pa.RecordBatch.from_arrays(
-            [pa.nulls(len(rows), kind) for kind in schema.types], schema=schema
-        )
+        carried = pa.RecordBatch.from_arrays([pa.nulls(len(rows), kind) for kind in schema.types])
         return [Outcome(RowRef(row, carried, at), None, error, None, 0) for at, row in enumerate(rows)]
 
     def _used(self, data: pa.RecordBatch) -> pa.RecordBatch:
@@ -360,10 +354,17 @@ class ProgramRows:
         return self._renderers[schema]
 
 
+class ProgramOutlet(Outlet, Protocol):
+    """Where the outcomes of a stream go."""
+
+    def end(self) -> None:
+        """Record that no more outcomes come."""
+
+
 async def send_stream(
     job: Job,
-    rows: ProgramRows,
-    outlet: Outlet,
+    rows: ProgramRows | FixedRows,
+    outlet: ProgramOutlet,
     displays: Sequence[Display],
     log_directory: Path,
     *,
@@ -374,7 +375,7 @@ async def send_stream(
     """Send all rows and give their outcomes to `outlet`, which ends with them.
 
     `engine` is an open engine, with its `info`; without one the job's own is opened and closed. `functions`
-    are the job's Python functions; `schema` says which vectors fit. Cancelled, it cancels the requests in
+    are the job's Python functions. Cancelled, it cancels the requests in
     flight. Raises BatchrunError where the engine cannot be opened or is lost, or where a limit of the job
     ended the stream.
     """
@@ -390,12 +391,9 @@ async def send_stream(
             events.open()
             began = time.monotonic()
             windows = await open_windows(job, engine, info, unsent=rows.unread, now=began)
-            counter = FailureLimit(counts, control, windows.slots, job.limits.abort_failed_share)
-            answers = plan_answers(job, functions)
-            results = OutcomeSink(answers, counter, outlet=outlet, functions=functions)
             sending = Sending(
-                job, rows, DoneRows(), engine, info, windows, results, counts, events, control, displays,
-                began=began, functions=functions,
+                job, rows, DoneRows(), engine, info, windows, plan_answers(job, functions), outlet, counts,
+                events, control, displays, began=began, functions=functions,
             )  # fmt: skip
             try:
                 await sending.send()
@@ -406,6 +404,10 @@ async def send_stream(
     finally:
         rows.stop()
         outlet.end()
+
+
+Source: TypeAlias = tuple[Job, ProgramRows | FixedRows, "HookPool | None"]
+"""A stream's job, its rows, and the job's Python functions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,23 +422,21 @@ class StreamCall:
     """The loop of an open engine; None where the call opens one."""
     displays: Sequence[Display]
 
-    async def rows(self, output: Path | None) -> AsyncGenerator[dict[str, Any]]:
-        """Yield rows as they end.
-
-        With an `output` they are also stored in that run directory, and rows of earlier starts come first;
-        else nothing stays on disk. Rows of files are sent by a run that is deleted then.
-        """
+    async def rows(self) -> AsyncGenerator[dict[str, Any]]:
+        """Yield rows as they end; nothing stays on disk."""
         async with contextlib.AsyncExitStack() as stack:
-            buffer, handover = RowBuffer(), Handover()
-            if output is None:
-                scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
-            if output is not None or self.paths:
-                work = await self._run(output or scratch / "run", buffer, handover, stack)
-            else:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
+            buffer = RowBuffer()
+            if self.paths is None:
                 stack.push_async_callback(ProgramReader(self.data, buffer).close)
-                work = await asyncio.to_thread(self._stream, buffer, scratch, handover, stack)
-            if work is not None:
+            source = await asyncio.to_thread(self._source, buffer, scratch, stack)
+            if source is not None:
+                job, rows, functions = source
+                handover = Handover(plan_answers(job, functions))
                 loop = await self._open_loop(stack)
+                work = functools.partial(
+                    send_stream, job, rows, handover, self.displays, scratch, functions=functions
+                )
                 running = loop.start_stream(work)
                 stack.push_async_callback(loop.end_stream, running)
                 while taken := await loop.ask(handover.take):
@@ -454,22 +454,10 @@ class StreamCall:
         stack.push_async_callback(asyncio.to_thread, opening.__exit__, None, None, None)
         return EngineLoop(portal, None, None)
 
-    async def _run(
-        self, output: Path, buffer: RowBuffer, handover: Handover, stack: contextlib.AsyncExitStack
-    ) -> Callable[..., Any] | None:
-        """Return the run of all rows in a run directory; None without rows."""
-        paths = self.paths or [await self._keep_rows(output, buffer, stack)]
-        run_dir = RunDir(output)
-        dataset = await asyncio.to_thread(Dataset, paths, run_dir.path.resolve(), copies=run_dir.copies)
-        job = self.call.job(dataset.schema, paths, output)
-        if not dataset.total_rows:
-            return None
-        return functools.partial(_execute_and_give, job, handover, self.displays)
-
-    def _stream(
-        self, buffer: RowBuffer, scratch: Path, handover: Handover, stack: contextlib.AsyncExitStack
-    ) -> Callable[..., Any] | None:
-        """Wait for the first rows of the program, which tell the columns; None without rows."""
+    def _source(self, buffer: RowBuffer, scratch: Path, stack: contextlib.AsyncExitStack) -> Source | None:
+        """Return the job and its rows; None without rows. Blocks until the first rows tell the columns."""
+        if self.paths is not None:
+            return self._files(self.paths, scratch, stack)
         first = take_batches(buffer, 0)
         known = next((piece for piece in first or () if not isinstance(piece, str)), None)
         if first and known is None:
@@ -484,72 +472,17 @@ class StreamCall:
             stack.callback(functions.close)
         total = rows_known(self.data)
         rows = ProgramRows(job, known.schema, buffer, first=first, total=total, functions=functions)
-        if first is None:
+        return None if first is None else (job, rows, functions)
+
+    def _files(self, paths: list[str], scratch: Path, stack: contextlib.AsyncExitStack) -> Source | None:
+        run_dir = RunDir(scratch / "run")
+        dataset = Dataset(paths, run_dir.path, copies=run_dir.copies)
+        job = self.call.job(dataset.schema, paths, run_dir.path)
+        if not dataset.total_rows:
             return None
-        return functools.partial(
-            send_stream, job, rows, handover, self.displays, scratch, functions=functions
-        )
-
-    async def _keep_rows(self, output: Path, buffer: RowBuffer, stack: contextlib.AsyncExitStack) -> str:
-        """Write the rows into the run directory, from where every start reads them; return their path.
-
-        Raises ResumeError where an earlier start had other rows.
-        """
-        run_dir = RunDir(output)
-        run_dir.check_writable()
-        with writing(run_dir.given):
-            make_directory(run_dir.given.parent)
-        data = self.data
-        if isinstance(data, AsyncIterable):
-            stack.push_async_callback(ProgramReader(data, buffer).close)
-            data = _rows_in(buffer)
-        with tempfile.TemporaryDirectory(prefix="given-", dir=run_dir.given.parent) as scratch:
-            new = Path(scratch) / run_dir.given.name
-            await asyncio.to_thread(write_rows, batches_of(data), new)
-            if not run_dir.given.exists():
-                with writing(run_dir.given):
-                    new.replace(run_dir.given)
-            elif not await asyncio.to_thread(_are_equal, run_dir.given, new):
-                raise ResumeError(
-                    f"{run_dir.path} holds another run: it began with other rows",
-                    hint="give the same rows, or take another output",
-                )
-        return str(run_dir.given)
-
-
-def _rows_in(buffer: RowBuffer) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a buffer one by one, and raise what the program's iterator raised."""
-    while (taken := buffer.take()) is not None:
-        assert isinstance(taken, list)
-        yield from taken
-    if buffer.failure is not None:
-        raise buffer.failure
-
-
-def _are_equal(one: Path, other: Path) -> bool:
-    """Tell whether two Parquet files have the same rows; raises nothing where one cannot be read."""
-    with (
-        contextlib.suppress(OSError, pa.ArrowException),
-        pq.ParquetFile(one) as old,
-        pq.ParquetFile(other) as new,
-    ):
-        batches = zip_longest(old.iter_batches(COMPARED_ROWS), new.iter_batches(COMPARED_ROWS))
-        return old.schema_arrow.equals(new.schema_arrow) and all(a == b for a, b in batches)
-    return False
-
-
-async def _execute_and_give(
-    job: Job,
-    handover: Handover,
-    displays: Sequence[Display],
-    *,
-    engine: Engine | None,
-    info: EngineInfo | None,
-) -> None:
-    """Run a job and give its rows to `handover`; raises BatchrunError, also where rows were not sent."""
-    try:
-        report = await execute(job, engine=engine, info=info, displays=displays, handover=handover)
-    finally:
-        handover.end()
-    if report.rows_left:
-        raise BatchrunError(f"{report.reason}: {report.rows_left} of {report.rows_total} rows were not sent")
+        prepared = prepare(job, keeps_copies=True)
+        stack.callback(prepared.close)
+        selected = prepared.selected()
+        copy, _ = prepare_order(prepared, selected, scratch, "stream", lambda: None)
+        rows = FixedRows(prepared, selected, len(selected), copy)
+        return prepared.job, rows, prepared.functions

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import aclosing, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import BatchrunError, EngineStartError, InputError, JobError, ResumeError
+from batchrunner.core.errors import BatchrunError, EngineStartError, InputError, JobError
 from tests.api.test_tables import FORMS, NAMES
 from tests.conftest import INSTANT
 from tests.support.fake_sglang import FakeSGLang
@@ -185,10 +184,9 @@ async def test_a_program_may_use_its_mapping_again() -> None:
     assert sorted((row["row"], row["i"]) for row in came) == [(i, i) for i in range(100)]
 
 
-async def test_nothing_gives_nothing(tmp_path: Path) -> None:
+async def test_nothing_gives_nothing() -> None:
     """A stream of no rows ends at once; no engine is opened for it."""
-    for output in (None, tmp_path / "run"):
-        assert await all_of([], prompt="x", engine="http://127.0.0.1:9", output=output) == []
+    assert await all_of([], prompt="x", engine="http://127.0.0.1:9") == []
 
 
 @pytest.mark.parametrize(
@@ -204,13 +202,12 @@ async def test_nothing_gives_nothing(tmp_path: Path) -> None:
     ],
 )
 async def test_wrong_arguments_are_explained(
-    rows: Any, options: dict[str, Any], error: type[BatchrunError], told: str, scratch: Path, tmp_path: Path
+    rows: Any, options: dict[str, Any], error: type[BatchrunError], told: str, scratch: Path
 ) -> None:
-    """A slip is one clear line, with and without `output`, and leaves nothing behind."""
-    for output in ({}, {"output": tmp_path / "run"}):
-        with pytest.raises(error, match=told) as caught:
-            await all_of(rows, **{"engine": INSTANT, **options, **output})
-        assert len(str(caught.value).splitlines()) == 1
+    """A slip is one clear line, and leaves nothing behind."""
+    with pytest.raises(error, match=told) as caught:
+        await all_of(rows, **{"engine": INSTANT, **options})
+    assert len(str(caught.value).splitlines()) == 1
     assert list(scratch.iterdir()) == []
 
 
@@ -224,17 +221,12 @@ def failing() -> Iterator[str]:
 
 
 @WAYS
-async def test_an_iterator_s_error_is_its_own(way: Way, server: FakeSGLang, tmp_path: Path) -> None:
-    """What the program's iterator raises comes as it is, after the answers to what it gave.
-
-    With `output` all rows are stored before the first is sent: an error of the iterator sends none.
-    """
+async def test_an_iterator_s_error_is_its_own(way: Way, server: FakeSGLang) -> None:
+    """What the program's iterator raises comes as it is, after the answers to what it gave."""
     came: list[int] = []
     with pytest.raises(KeyError, match="mine"):
         await collect(came, "row", way(failing()), prompt=TEXT, engine=server.url)
     assert sorted(came) == list(range(300))
-    with pytest.raises(KeyError, match="mine"):
-        await all_of(way(failing()), prompt=TEXT, engine="http://127.0.0.1:9", output=tmp_path / "run")
 
 
 class Producer:
@@ -359,15 +351,11 @@ async def test_an_open_engine_stays_open(server: FakeSGLang) -> None:
         await all_of(["a"], engine=engine)
 
 
-@pytest.mark.parametrize("output", [True, False])
-async def test_the_engine_is_closed_right_after_the_loop(
-    server: FakeSGLang, tmp_path: Path, *, output: bool
-) -> None:
+async def test_the_engine_is_closed_right_after_the_loop(server: FakeSGLang) -> None:
     """Leaving loop and engine at once ends the stream, though the event loop had no turn for it."""
     server.script = lambda sent: "answer" if sent.prompt == "0" else "hold"
-    options: dict[str, Any] = {"output": tmp_path / "run"} if output else {}
     with batchrunner.open_engine(server.url) as engine:
-        rows = batchrunner.stream(map(str, range(1000)), prompt=TEXT, engine=engine, **options)
+        rows = batchrunner.stream(map(str, range(1000)), prompt=TEXT, engine=engine)
         assert (await anext(rows))["row"] == 0
     with pytest.raises(BatchrunError, match="the engine is closed"):
         await anext(rows)
@@ -380,49 +368,6 @@ async def test_progress() -> None:
     assert (told[-1].rows_done, told[-1].rows_total) == (2, 2)
     await all_of(iter(["a", "b"]), engine=INSTANT, on_progress=told.append)
     assert (told[-1].rows_done, told[-1].rows_total, told[-1].eta_s) == (2, None, None)
-
-
-# --- output ---
-
-
-@pytest.mark.parametrize("form", ["iterator", "asynchronous iterator", "table"])
-async def test_with_output_a_stream_resumes(form: str, tmp_path: Path, server: FakeSGLang) -> None:
-    """The same call goes on where an earlier start was left, and gives its rows first."""
-    texts = [str(number) for number in range(40)]
-    data: dict[str, Callable[[], Any]] = {
-        "iterator": lambda: iter(texts),
-        "asynchronous iterator": lambda: later(texts),
-        "table": lambda: pa.table({"text": texts}),
-    }
-    options: dict[str, Any] = {"prompt": TEXT, "engine": server.url, "output": tmp_path / "run"}
-    server.script = lambda sent: "answer" if int(sent.prompt) < 10 else "hold"
-    async with aclosing(batchrunner.stream(data[form](), **options)) as rows:
-        first = [(await anext(rows))["row"] for _ in range(10)]
-    assert sorted(first) == list(range(10))
-    server.script = lambda _: "answer"
-    await asyncio.to_thread(server.forget)
-    second = await all_of(data[form](), **options)
-    assert sorted(row["row"] for row in second[:10]) == list(range(10))
-    assert sorted(row["row"] for row in second) == list(range(40))
-    assert sorted(int(sent.prompt) for sent in server.sent) == list(range(10, 40))
-    assert [list(row) for row in second] == [list(second[0])] * 40
-    again = await all_of(data[form](), **options)
-    assert {row["row"]: row["output"] for row in again} == {row["row"]: row["output"] for row in second}
-    assert len(server.sent) == 30
-
-
-async def test_with_output_there_is_a_run(tmp_path: Path) -> None:
-    """It holds the answers to one set of rows, which can still be resumed; others are refused."""
-    options: dict[str, Any] = {"engine": INSTANT, "output": tmp_path / "run"}
-    await all_of(["a", "b"], **options)
-    assert (tmp_path / "run" / "report.json").exists()
-    assert sorted(pa.parquet.read_table(tmp_path / "run" / "parts")["row"].to_pylist()) == [0, 1]
-    for other in (["a", "c"], ["a"], ["a", "b", "c"], [{"text": "a"}, {"text": "b", "x": 1}]):
-        with pytest.raises(ResumeError, match="other rows"):
-            await all_of(other, prompt="{{ text }}", **options)
-    with pytest.raises(ResumeError, match="prompt"):
-        await all_of(["a", "b"], prompt="Say {{ text }}", **options)
-    assert len(await all_of(["a", "b"], **options)) == 2
 
 
 def test_a_loop_that_ends(server: FakeSGLang) -> None:

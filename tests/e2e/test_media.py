@@ -303,17 +303,13 @@ async def test_rows_of_a_program(tmp_path: Path, senses: FakeSGLang, monkeypatch
     assert "item 1: is no image" in found[2]
 
 
-def test_check_opens_files(tmp_path: Path) -> None:
-    """`batchrun check` shows where files come from, and tells which cannot be sent; URLs are not loaded."""
-    (tmp_path / "red.png").write_bytes(RED)
-    (tmp_path / "half.png").write_bytes(RED[: len(RED) // 2])
-    prompt = {"user": "See {{ photo }}", "images": {"columns": ["photo"], "allow_urls": True}}
-    places = ["red.png", "half.png", "nowhere.png", "https://example.invalid/a.png"]
-    result = batchrun("check", write_job(_job(tmp_path, INSTANT, prompt, {"photo": places}), tmp_path))
+def test_check_shows_files(tmp_path: Path) -> None:
+    """`batchrun check` shows where files come from, and opens none."""
+    prompt = {"user": "See {{ photo }}", "images": "photo"}
+    job = _job(tmp_path, INSTANT, prompt, {"photo": ["red.png"]})
+    result = batchrun("check", write_job(job, tmp_path))
     assert result.exit_code == 0
-    told(result.output, "column 'photo' (red.png)", "2 of the first 4 rows cannot be sent", "No such file")
-    job = _job(tmp_path, INSTANT, prompt, {"photo": places[1:3]})
-    assert batchrun("check", write_job(job, tmp_path)).exit_code == 3
+    told(result.output, "column 'photo' (red.png)")
 
 
 def test_bytes_in_flight_are_bounded(

@@ -14,7 +14,7 @@ from tests.support.answers import vector_for
 from tests.support.fake_sglang import FakeSGLang
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    pass
 
 
 EVERY = {"row", "prompt_tokens", "cached_tokens", "latency_s", "attempts", "error"}
@@ -26,18 +26,14 @@ async def rows_of(rows: Any, **options: Any) -> list[dict[str, Any]]:
     return sorted([row async for row in batchrunner.stream(rows, **options)], key=lambda row: row["row"])
 
 
-@pytest.mark.parametrize(("stored", "dtype"), [(False, "float32"), (True, "float16")])
-async def test_vectors_are_lists(tmp_path: Path, stored: bool, dtype: str) -> None:
-    """Those of a server, also of a run directory, whose rows come again when the same call resumes."""
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+async def test_vectors_are_lists(dtype: str) -> None:
+    """Those of a server, in each type."""
     with FakeSGLang(arguments={"is_generation": False}) as server:
         call: dict[str, Any] = {"task": "embed", "task_options": {"dtype": dtype}, "engine": server.url}
-        if stored:
-            call["output"] = tmp_path / "run"
         found = await rows_of([*TEXTS, ""], **call)
-        again = await rows_of([*TEXTS, ""], **call) if stored else found
         assert len(server.sent) == len(TEXTS)
     assert [row["embedding"] for row in found] == [*map(vector_for, TEXTS), None]
-    assert again == found
     assert {*found[0]} == {*found[-1]} == {*EVERY, "embedding"}
     assert found[-1]["error"]
 
@@ -79,17 +75,16 @@ async def test_options_of_each_task() -> None:
         {"answers": ["output_ids", "logprobs"]},
     ],
 )
-async def test_rows_that_all_failed_have_the_same_keys(tmp_path: Path, call: dict[str, Any]) -> None:
-    """Those of a run directory too, in whose parts no row may have a vector."""
+async def test_rows_that_all_failed_have_the_same_keys(call: dict[str, Any]) -> None:
+    """What a row does not have is None."""
     call = {"prompt": {"text": "q"}, "columns": ["id"], "engine": INSTANT, **call}
     tolerant = {"max_failed_rows": "100%", "abort_failed_share": 1}
     good, *_ = await rows_of([{"q": "x", "d": ["y"], "id": 7}], **call)
     bad = [{"q": "", "d": ["y"], "id": number} for number in range(3)]
-    stored = {**call, "output": tmp_path / "run", "limits": tolerant}
-    for rows in (await rows_of(bad, **stored), await rows_of(bad, **stored)):
-        assert [row["id"] for row in rows] == [0, 1, 2]
-        assert all(row["error"] for row in rows)
-        assert [list(row) for row in rows] == [list(good)] * 3
+    rows = await rows_of(bad, **call, limits=tolerant)
+    assert [row["id"] for row in rows] == [0, 1, 2]
+    assert all(row["error"] for row in rows)
+    assert [list(row) for row in rows] == [list(good)] * 3
 
 
 async def test_an_open_engine() -> None:

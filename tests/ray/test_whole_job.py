@@ -127,8 +127,8 @@ def tasks_at_work(run: Path, count: int) -> set[int]:
     raise AssertionError(f"{len(pids)} of {count} workers have rows in flight")
 
 
-def test_failed_rows_again_and_a_fresh_start(nodes: RayNodes, server: FakeSGLang, tmp_path: Path) -> None:
-    """`--retry-failed` sends the failed rows alone, whichever worker comes first; `--fresh` all of them."""
+def test_failed_rows_again(nodes: RayNodes, server: FakeSGLang, tmp_path: Path) -> None:
+    """`--retry-failed` sends the failed rows alone, whichever worker comes first."""
     server.script = lambda sent: "too long" if int(sent.prompt.split()[1]) % 10 == 3 else "answer"
     job = job_of(tmp_path, server, rows=40)
     path = write_job(job, tmp_path)
@@ -138,9 +138,6 @@ def test_failed_rows_again_and_a_fresh_start(nodes: RayNodes, server: FakeSGLang
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["rows_failed"] == 0
     assert (len(server.prompts), [row["error"] for row in results_of(job)]) == (44, [None] * 40)
-    done = on_cluster(nodes, path, "--workers", 2, "--fresh")
-    assert done.returncode == 0, done.stderr
-    assert (len(server.prompts), [row["row"] for row in results_of(job)]) == (84, list(range(40)))
 
 
 def test_what_the_cluster_cannot_give_is_one_line(nodes: RayNodes, tmp_path: Path) -> None:
@@ -150,7 +147,7 @@ def test_what_the_cluster_cannot_give_is_one_line(nodes: RayNodes, tmp_path: Pat
     done = on_cluster(nodes, path, "--workers", 2)
     assert done.returncode == 2
     assert last_line(done.stderr) == (
-        "batchrun: engine: it takes 2 GPUs, and no node of the Ray cluster has more than 0; "
+        "batchrun: engine: it takes 2 GPUs, and no node of the Ray cluster has more than 0: "
         "set engine.tp to fewer, or add a node with as many"
     )
     path = write_job(job_of(tmp_path, input={"path": str(tmp_path / "nothing.csv")}), tmp_path)
