@@ -108,11 +108,11 @@ MOST_TOKENS = {
     "advise": 12_800,
     "report": 10_800,
     "dispatch": 25_600,
-    "runner": 25_900,
+    "runner": 24_300,
     "tune": 13_700,
     "api": 2_500,
     "ray": 5_400,
-    "cli": 4_000,
+    "cli": 3_900,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
