@@ -33,26 +33,6 @@ ColumnKind: TypeAlias = str | tuple[str, Any]
 NO_COLUMNS: Mapping[str, list[Any]] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
-class InputFile:
-    """One Parquet file of the input."""
-
-    path: str
-    first_row: int
-    """Ordinal of the file's first row in the whole input."""
-    row_groups: tuple[int, ...]
-    """Rows in each row group."""
-    partitions: dict[str, str | None]
-    """Values of Hive partition columns in the path (`year=2024/`); None is null."""
-    digest: str
-    """Hash of samples of the content, by which a resumed run recognises the file."""
-
-    @property
-    def rows(self) -> int:
-        """Rows in the file."""
-        return sum(self.row_groups)
-
-
 class RowRef(NamedTuple):
     """A row's origin: its ordinal in the input, and its carried columns."""
 

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,9 +26,9 @@ from pyroaring import BitMap64
 from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.files import format_of
 from batchrunner.core.processes import thread_pool
-from batchrunner.core.types import InputFile, RowRef
+from batchrunner.core.types import RowRef
 from batchrunner.input.columns_read import unknown_column
-from batchrunner.input.files import find_files, first_line, hive_partitions, partition_types, without_commit
+from batchrunner.input.files import find_files, first_line, partition_types, without_commit
 from batchrunner.input.parquet_copy import (
     PROBLEM,
     common_schema,
@@ -37,21 +37,16 @@ from batchrunner.input.parquet_copy import (
     not_for_parquet,
     stored_schema,
 )
-from batchrunner.input.source_file import SourceFile, sizes_of
+from batchrunner.input.source_file import SourceFile, size_of
 from batchrunner.job.output import StorageSpec
 from batchrunner.output.arrow_arrays import arrow_array, arrow_scalar
 
 READERS = 8
 """Files that are looked at at once. On a network file system most of the time is waiting."""
-SIZED_FILES = 32
-"""Files from whose footers the size of a column over all files is estimated."""
 BATCH_ROWS, BATCH_BYTES = 256, 8 << 20
 """Most rows and bytes of a batch."""
-_CODES: dict[pa.DataType, Literal["b", "h", "i", "q", "B", "H", "I", "Q"]] = {
-    pa.int8(): "b", pa.int16(): "h", pa.int32(): "i", pa.int64(): "q",
-    pa.uint8(): "B", pa.uint16(): "H", pa.uint32(): "I", pa.uint64(): "Q",
-}  # fmt: skip
-"""Codes of Python's `memoryview` by Arrow's types."""
+_UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
+"""What Arrow raises for a value that Python cannot represent; UnicodeDecodeError is a ValueError."""
 
 Row = dict[str, Any]
 """Values of a row by column."""
@@ -73,10 +68,6 @@ class ColumnSource(Protocol):
     @property
     def schema(self) -> pa.Schema:
         """All columns."""
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Columns that say why a record cannot be read."""
 
     def field(self, name: str, *, where: str) -> pa.Field:
         """Return the field of a column; raises InputError, naming `where`, if it cannot be used."""
@@ -117,51 +108,46 @@ class Dataset:
             weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
         with thread_pool(READERS) as pool:
             shared = repeat(copies or Path()), repeat(types or {}), repeat(is_batch)
-            self._sources = list(pool.map(SourceFile, repeat(fs), paths, *shared))
-        _unify_json_lines(self._sources)
-        self._starts = [0, *accumulate(source.rows for source in self._sources)]
+            self.files = list(pool.map(SourceFile, repeat(fs), paths, *shared))
+        _unify_json_lines(self.files)
+        self._starts = [0, *accumulate(source.rows for source in self.files)]
         self.total_rows = self._starts[-1]
-        self.files = [
-            InputFile(
-                path=source.path,
-                first_row=start,
-                row_groups=source.row_groups,
-                partitions=hive_partitions(source.path),
-                digest=source.digest,
-            )
-            for source, start in zip(self._sources, self._starts, strict=False)
-        ]
+        for source, start in zip(self.files, self._starts, strict=False):
+            source.begin_at(start)
         self._paths_by_schema: dict[pa.Schema, str] = {}  # of the first file that has a schema
-        for source in self._sources:
+        for source in self.files:
             self._paths_by_schema.setdefault(source.schema, source.path)
         stored = {name for schema in self._paths_by_schema for name in schema.names}
         in_paths = partition_types([file.partitions for file in self.files])
         # some writers also store a partition column, and any directory name may contain "="
         self.partition_types = {name: kind for name, kind in in_paths.items() if name not in stored}
-        texts = [source for source in self._sources if source.is_text]
+        texts = [source for source in self.files if source.is_text]
         self.has_text_files = bool(texts)
         """Whether the types of columns come from values, or from `input.types`."""
-        self.problems = (PROBLEM,) if any(source.has_problems for source in self._sources) else ()
-        """Columns that say why a record cannot be read; every reader of rows has to look at them."""
+        self._problems = [PROBLEM] if any(source.has_problems for source in self.files) else []
         _check_types(types or {}, dict.fromkeys(name for source in texts for name in source.schema.names))
         self.schema = pa.schema(
-            [*self._sources[0].schema, *(pa.field(*item) for item in self.partition_types.items())]
+            [*self.files[0].schema, *(pa.field(*item) for item in self.partition_types.items())]
         )
         """All columns."""
 
+    def facts(self) -> list[dict[str, Any]]:
+        """Return what a resumed run recognises its files by."""
+        return [{"path": file.path, "rows": file.rows, "digest": file.digest} for file in self.files]
+
     def row_group_ends(self) -> list[int]:
         """Return the ordinal after the last row of each row group, over all files."""
-        return list(accumulate(rows for file in self.files for rows in file.row_groups))
+        return [end for file in self.files for end in file.starts[1:]]
 
     def check_unchanged(self) -> None:
         """Raise InputChangedError where a file has other content now than when it was found."""
         with thread_pool(READERS) as pool:
-            list(pool.map(SourceFile.check_unchanged, self._sources))
+            list(pool.map(SourceFile.check_unchanged, self.files))
 
     def added_files(self) -> list[str]:
         """Return the files that `input.path` names now and did not name before."""
         with contextlib.suppress(InputError):
-            known = {without_commit(source.path) for source in self._sources}
+            known = {without_commit(source.path) for source in self.files}
             return [path for path in self._find()[1] if without_commit(path) not in known]
         return []
 
@@ -197,24 +183,13 @@ class Dataset:
 
     def directory_of(self, row: int) -> str | None:
         """Return the directory of the file that has this row; None for a file that is not on this machine."""
-        source = self._sources[bisect_right(self._starts, row) - 1]
-        return str(Path(source.path).absolute().parent) if source.is_local else None
+        (file,) = self.files_of(BitMap64([row]))
+        return str(Path(file.path).absolute().parent) if file.is_local else None
 
     def schema_of(self, columns: Iterable[str]) -> pa.Schema:
-        """Return the schema in which these columns are read, of which some may be among `problems`."""
-        return pa.schema(
-            [
-                pa.field(name, pa.string() if name in self.problems else self.schema.field(name).type)
-                for name in columns
-            ]
-        )
-
-    def bytes_of(self, columns: Iterable[str]) -> int:
-        """Return the uncompressed bytes of these columns over all files, estimated where these are many."""
-        names = list(columns)
-        sampled = self._sources[:: -(-len(self._sources) // SIZED_FILES)]
-        rows = sum(source.rows for source in sampled)
-        return sum(source.bytes_of(names) for source in sampled) * self.total_rows // max(rows, 1)
+        """Return the schema in which these columns are read, with PROBLEM last where there are problems."""
+        fields = [pa.field(name, self.schema.field(name).type) for name in columns]
+        return pa.schema([*fields, *(pa.field(name, pa.string()) for name in self._problems)])
 
     def read(self, wanted: BitMap64, columns: Sequence[str]) -> Iterator[RowBatch]:
         """Yield the wanted rows in input order with these columns, a bounded batch at a time.
@@ -224,14 +199,16 @@ class Dataset:
         with contextlib.closing(DatasetReader(self, columns)) as reader:
             yield from reader.read(wanted)
 
-    def sources_of(self, wanted: BitMap64) -> Iterator[tuple[SourceFile, InputFile]]:
-        """Yield the files that have wanted rows, in order."""
+    def files_of(self, wanted: BitMap64) -> list[SourceFile]:
+        """Return the files that have wanted rows, in order."""
         if not wanted:
-            return
-        first = bisect_right(self._starts, wanted.min()) - 1
-        for number in range(first, bisect_right(self._starts, wanted.max())):
-            if wanted.range_cardinality(self._starts[number], self._starts[number + 1]):
-                yield self._sources[number], self.files[number]
+            return []
+        first, end = (bisect_right(self._starts, row) for row in (wanted.min(), wanted.max()))
+        return [
+            file
+            for file in self.files[first - 1 : end]
+            if wanted.range_cardinality(file.starts[0], file.starts[-1])
+        ]
 
 
 class DatasetReader:
@@ -244,7 +221,7 @@ class DatasetReader:
     def __init__(self, dataset: Dataset, columns: Sequence[str]) -> None:
         self._dataset = dataset
         self._schema = dataset.schema_of(columns)
-        self._source: SourceFile | None = None  # the open file
+        self._file: SourceFile | None = None  # the open file
         self._content: pq.ParquetFile | None = None
         self._stored: list[str] = []  # columns that are read of it
         self._group: int | None = None  # the row group that was read last
@@ -258,50 +235,48 @@ class DatasetReader:
         Raises InputError where a file cannot be read, InputChangedError where it is not the same any more.
         """
         del positions
-        for source, file in self._dataset.sources_of(wanted):
+        for file in self._dataset.files_of(wanted):
             try:
-                for batch in self._read_file(source, file, wanted):
+                for batch in self._read_file(file, wanted):
                     yield RowBatch(batch.rows, self._with_partitions(fitted(batch.data, self._schema), file))
             except BatchrunError:
                 raise
-            except source.read_errors as failure:
-                source.check_unchanged()
+            except file.read_errors as failure:
+                file.check_unchanged()
                 raise InputError(f"{file.path}: cannot be read: {first_line(failure)}") from None
 
     def close(self) -> None:
         """Close the open file."""
-        self._source = self._group = None
+        self._file = self._group = None
         if self._content is not None:
             self._content.close(force=True)
             self._content = None
 
-    def _read_file(self, source: SourceFile, file: InputFile, wanted: BitMap64) -> Iterator[RowBatch]:
-        if self._source is not source:
+    def _read_file(self, file: SourceFile, wanted: BitMap64) -> Iterator[RowBatch]:
+        if self._file is not file:
             self.close()
-            self._content = source.open()
+            self._content = file.open()
             self._stored = [name for name in self._schema.names if name in self._content.schema_arrow.names]
-            self._source = source
-        starts = list(accumulate(file.row_groups, initial=file.first_row))
+            self._file = file
+        starts = file.starts
         first, last = max(wanted.min(), starts[0]), min(wanted.max(), starts[-1] - 1)
         for group in range(bisect_right(starts, first) - 1, bisect_right(starts, last)):
             rows = range(*starts[group : group + 2])
             if in_group := wanted & BitMap64(rows):
-                yield from self._read_group(source, group, rows, in_group)
+                yield from self._read_group(file, group, rows, in_group)
 
-    def _read_group(
-        self, source: SourceFile, group: int, rows: range, wanted: BitMap64
-    ) -> Iterator[RowBatch]:
+    def _read_group(self, file: SourceFile, group: int, rows: range, wanted: BitMap64) -> Iterator[RowBatch]:
         if self._group != group or wanted.min() < self._start:
             assert self._content is not None
             self._group = None
-            size = sum(sizes_of(self._content.metadata, self._stored, [group]))
+            size = size_of(self._content.metadata, self._stored, group)
             self._batches = self._content.iter_batches(
                 batch_size=batch_rows(len(rows), size),
                 row_groups=[group],
                 columns=self._stored,
                 use_threads=False,
             )
-            self._start, self._data = rows.start, self._next(source)
+            self._start, self._data = rows.start, self._next(file)
             self._group = group
         while True:
             assert self._data is not None
@@ -314,16 +289,16 @@ class DatasetReader:
                 yield RowBatch(picked, self._data.take(places))
             if wanted.max() < end:
                 return
-            self._start, self._data = end, self._next(source)
+            self._start, self._data = end, self._next(file)
 
-    def _next(self, source: SourceFile) -> pa.RecordBatch:
+    def _next(self, file: SourceFile) -> pa.RecordBatch:
         """Return the next batch of the row group, which was read from the right file."""
         for data in self._batches:
-            source.check_after_reading()
+            file.check_after_reading()
             return normalize(data)
         raise pa.ArrowInvalid("it has fewer rows than its footer says")
 
-    def _with_partitions(self, data: pa.RecordBatch, file: InputFile) -> pa.RecordBatch:
+    def _with_partitions(self, data: pa.RecordBatch, file: SourceFile) -> pa.RecordBatch:
         """Return a batch with the values of the columns that stand in the file's path."""
         for at, name in enumerate(data.schema.names):
             if kind := self._dataset.partition_types.get(name):
@@ -337,56 +312,61 @@ def batch_rows(rows: int, size: int) -> int:
     return max(1, min(BATCH_ROWS, BATCH_BYTES * rows // max(size, 1)))
 
 
-def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row]:
-    """Return the rows of a batch as Python values of these columns, see `values_of`."""
-    columns = [values_of(batch.data.column(name)) for name in names]
-    if not columns:
-        return [{} for _ in batch.rows]
-    return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
+    """Return the rows of a batch as Python values of these columns, or why a row cannot be read."""
+    wrong: dict[int, str] = {}
+    if PROBLEM in batch.data.schema.names:
+        wrong = {at: why for at, why in enumerate(batch.data.column(PROBLEM).to_pylist()) if why}
+    columns = []
+    for name in names:
+        values, unreadable = values_of(batch.data.column(name))
+        columns.append(values)
+        wrong = unreadable | wrong
+    rows: list[Row | str] = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
+    rows = rows or [{} for _ in batch.rows]
+    for at, why in wrong.items():
+        rows[at] = why
+    return rows
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadableValue:
-    """Stands for a value that Python cannot represent (bad UTF-8, a date out of range)."""
+def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
+    """Return a column as Python values, and by place why Python cannot represent one, which is None there.
 
-    reason: str
-
-
-def values_of(column: pa.Array) -> list[Any]:
-    """Return a column as Python values; one that Python cannot represent becomes an UnreadableValue."""
-    if (pt.is_list(column.type) or pt.is_large_list(column.type)) and pt.is_integer(column.type.value_type):
-        ends = _integers(column.offsets)
-        values = column.values.slice(ends[0], ends[-1] - ends[0])
-        if not column.null_count and not values.null_count:  # token ids: many times faster than `to_pylist`
-            numbers = _integers(values)
-            return [numbers[start - ends[0] : end - ends[0]] for start, end in pairwise(ends)]
+    It cannot represent bad UTF-8, and a date out of range.
+    """
+    kind = column.type
     try:
-        return list(column.to_pylist())
-    except (ValueError, OverflowError, pa.ArrowException):  # UnicodeDecodeError is a ValueError
-        return [_value_of(item) for item in column]
+        if (pt.is_list(kind) or pt.is_large_list(kind)) and pt.is_integer(kind.value_type):
+            ends = _integers(column.offsets)
+            inner = column.values.slice(ends[0], ends[-1] - ends[0])
+            if not column.null_count and not inner.null_count:  # token ids: much faster than `to_pylist`
+                numbers = _integers(inner)
+                return [numbers[start - ends[0] : end - ends[0]] for start, end in pairwise(ends)], {}
+        return list(column.to_pylist()), {}
+    except _UNREADABLE:
+        pass
+    found: list[Any] = []
+    unreadable = {}
+    for at, item in enumerate(column):
+        try:
+            found.append(item.as_py())
+        except _UNREADABLE as failure:
+            found.append(None)
+            unreadable[at] = f"unreadable value: {failure}"
+    return found, unreadable
 
 
 def carried_of(ref: RowRef) -> dict[str, Any]:
     """Return the carried columns of a row; a value that Python cannot represent is None."""
-    found = {}
-    for at, name in enumerate(ref.carried.schema.names):
-        (value,) = values_of(ref.carried.column(at).slice(ref.position, 1))
-        found[name] = None if isinstance(value, UnreadableValue) else value
-    return found
+    row = ref.carried.slice(ref.position, 1)
+    return {name: values_of(row.column(at))[0][0] for at, name in enumerate(row.schema.names)}
 
 
 def _integers(column: pa.Array) -> list[int]:
-    """Return a column of integers without nulls."""
-    data, width = column.buffers()[1], column.type.bit_width // 8
-    first, end = column.offset, column.offset + len(column)
-    return memoryview(data or b"")[first * width : end * width].cast(_CODES[column.type]).tolist()
-
-
-def _value_of(item: pa.Scalar[Any]) -> Any:
-    try:
-        return item.as_py()
-    except (ValueError, OverflowError, pa.ArrowException) as failure:
-        return UnreadableValue(f"unreadable value: {failure}")
+    """Return a column of integers without nulls; raises ArrowInvalid for one that is too large."""
+    numbers = column.cast(pa.int64())
+    data, first = memoryview(numbers.buffers()[1] or b""), numbers.offset
+    return data[first * 8 : (first + len(numbers)) * 8].cast("q").tolist()
 
 
 def _unify_json_lines(sources: Iterable[SourceFile]) -> None:

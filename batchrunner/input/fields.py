@@ -20,7 +20,7 @@ from typing import Any
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import RowRefusedError
-from batchrunner.input.dataset import Dataset, UnreadableValue, rows_of
+from batchrunner.input.dataset import Dataset, rows_of
 from batchrunner.input.order import STRETCHES, stretches
 from batchrunner.input.templates import Predicate, field_line
 from batchrunner.job.spec import InputSpec
@@ -77,14 +77,13 @@ def decide_fields(
 def _rows(
     dataset: Dataset, total: int, columns: list[str], predicate: Predicate | None
 ) -> Iterator[dict[str, Any]]:
-    used = sorted({*columns, *(predicate.columns if predicate else []), *dataset.problems})
+    used = sorted({*columns, *(predicate.columns if predicate else [])})
     every = BitMap64(range(total))
     parts = [s[: SAMPLED_ROWS // STRETCHES] for s in stretches(every, dataset.row_group_ends())]
     for some in parts if total > SAMPLED_ROWS else [every]:
         for batch in dataset.read(some, used):
             for row in rows_of(batch, used):
-                broken = any(row.pop(name) for name in dataset.problems)
-                if not broken and not any(isinstance(value, UnreadableValue) for value in row.values()):
+                if not isinstance(row, str):
                     yield row
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath, PurePosixPath
 from urllib.parse import unquote
 
@@ -63,22 +63,24 @@ def find_files(
             raise InputError(f"{name}: lies on another file system than {given[0]}: one input lies on one")
         try:
             local = isinstance(fs, pafs.LocalFileSystem)
-            files = _local_files(name, Path(path), run) if local else _remote_files(name, fs, path)
+            files, is_directory = _local_files(name, Path(path)) if local else _remote_files(fs, path)
         except InputError:
             raise
         except read_errors(fs) as failure:  # a name is too long, a directory not accessible
             raise InputError(f"{name}: {getattr(failure, 'strerror', None) or first_line(failure)}") from None
+        files = {real: file for real, file in files.items() if run not in Path(real).parents} or files
+        if is_directory:
+            files = _of_one_kind(name, files)
         if not files:
             raise InputError(f"{name}: no Parquet file there, and no CSV, JSON Lines or Arrow file")
-        others = {real: file for real, file in files.items() if run not in Path(real).parents}
-        for real, file in (others or files).items():
-            try:
-                file.encode()  # Arrow and run.json need it
-            except UnicodeEncodeError:
-                raise InputError(
-                    f"{os.fsencode(file)!r}: its name is not valid UTF-8", hint="rename it"
-                ) from None
-            found.setdefault(real, file)
+        found = files | found
+    for file in found.values():
+        try:
+            file.encode()  # Arrow and run.json need it
+        except UnicodeEncodeError:
+            raise InputError(
+                f"{os.fsencode(file)!r}: its name is not valid UTF-8", hint="rename it"
+            ) from None
     return fs, sorted(found.values())
 
 
@@ -111,51 +113,51 @@ def _locate(given: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
         ) from None
 
 
-def _local_files(given: str, path: Path, run: Path | None) -> dict[str, str]:
-    """Return files by their resolved paths, since one directory may be named in several ways."""
+def _local_files(given: str, path: Path) -> tuple[dict[str, str], bool]:
+    """Return files by their real paths, as one may have several, and whether it is a directory."""
     if path.is_dir():
-        below = [p for p in _local_files_below(path) if not _hidden(p.relative_to(path))]
-        ours = path.resolve() if run is not None and path.resolve() in (run, *run.parents) else None
-        others = [p for p in below if ours is None or run not in (ours / p.relative_to(path)).parents]
-        files = [Path(p) for p in _of_one_kind(given, [str(p) for p in others or below])]
-    elif path.exists():
+        return dict(_local_files_below(path)), True
+    if path.exists():
         files = [path]
+        if is_special(path):
+            raise InputError(
+                f"{path}: is a device or a pipe", hint="save it to a file: it is read several times"
+            )
     elif glob.has_magic(given):
         files = [p for p in map(Path, glob.glob(given, recursive=True)) if p.is_file()]  # noqa: PTH207 - `given` may be absolute
     else:
         begins = None if path.is_absolute() else f"relative paths begin in {Path.cwd()}"
         raise InputError(f"{given}: no such file or directory", hint=begins)
-    for file in files:
-        if is_special(file):
-            raise InputError(
-                f"{file}: is a device or a pipe", hint="save it to a file: it is read several times"
-            )
-    return {str(file.parent.resolve() / file.name): str(file) for file in files}
+    return {str(file.parent.resolve() / file.name): str(file) for file in files}, False
 
 
-def _local_files_below(directory: Path) -> Iterator[Path]:
-    """Yield the files below a directory; one that may not be looked into has none."""
+def _local_files_below(directory: Path) -> Iterator[tuple[str, str]]:
+    """Yield files by their real paths; a directory that may not be looked into has none."""
 
     def refuse(failure: OSError) -> None:
         if not isinstance(failure, PermissionError):
             raise failure
 
     for parent, _, names in os.walk(directory, onerror=refuse):
-        yield from (Path(parent, name) for name in names)
+        place = Path(parent)
+        real = place.resolve()
+        for name in names:
+            if not _hidden(place.relative_to(directory) / name):
+                yield str(real / name), str(place / name)
 
 
-def _of_one_kind(given: str, paths: Sequence[str]) -> list[str]:
+def _of_one_kind(given: str, files: Mapping[str, str]) -> dict[str, str]:
     """Return those files of a directory that are input: Parquet files, or else those of one other kind.
 
     Beside Parquet files there may be descriptions in JSON, or a list in CSV. Raises InputError where there
     are several other kinds.
     """
-    kinds: dict[str, list[str]] = {}
-    for path in paths:
+    kinds: dict[str, dict[str, str]] = {}
+    for real, path in files.items():
         if found := known_format(path):
-            kinds.setdefault(found.kind, []).append(path)
+            kinds.setdefault(found.kind, {})[real] = path
     if "Parquet" in kinds or len(kinds) < 2:  # noqa: PLR2004
-        return kinds.get("Parquet") or next(iter(kinds.values()), [])
+        return kinds.get("Parquet") or next(iter(kinds.values()), {})
     example = next(ending for ending, kind in ENDINGS.items() if kind == min(kinds))
     raise InputError(
         f"{given}: has {' and '.join(sorted(kinds))} files",
@@ -163,20 +165,19 @@ def _of_one_kind(given: str, paths: Sequence[str]) -> list[str]:
     )
 
 
-def _remote_files(given: str, fs: pafs.FileSystem, path: str) -> dict[str, str]:
+def _remote_files(fs: pafs.FileSystem, path: str) -> tuple[dict[str, str], bool]:
     kind = fs.get_file_info(path).type
     files: list[str] = []
     if kind == pafs.FileType.File:
         files = [path]
     elif kind == pafs.FileType.Directory:
         found = _files_below(fs, path)
-        shown = [file for file in found if not _hidden(PurePosixPath(file.removeprefix(path)))]
-        files = _of_one_kind(given, shown)
+        files = [file for file in found if not _hidden(PurePosixPath(file.removeprefix(path)))]
     elif "*" in path:  # the only magic character in a URI, where `?` begins the query
         pattern = re.escape(path).replace(r"\*\*/", "(?:.*/)?").replace(r"\*", "[^/]*")
         top = path.partition("*")[0].rpartition("/")[0]
         files = [file for file in _files_below(fs, top) if re.fullmatch(pattern, file)]
-    return {file: file for file in files}
+    return {file: file for file in files}, kind == pafs.FileType.Directory
 
 
 def _files_below(fs: pafs.FileSystem, directory: str) -> list[str]:

@@ -11,7 +11,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Outcome, Request
-from batchrunner.input.dataset import Dataset, UnreadableValue, rows_of
+from batchrunner.input.dataset import Dataset, rows_of
 from batchrunner.input.prompt_types import is_text
 from batchrunner.input.render import Renderer
 from batchrunner.input.templates import Predicate
@@ -62,14 +62,11 @@ class JobInput:
         if predicate is None:
             return BitMap64(range(min(limit or total, total)))
         selected = BitMap64()
-        problems = self.dataset.problems
-        columns = [*predicate.columns, *problems]
-        for batch in self.dataset.read(BitMap64(range(total)), columns):
-            for row, values in zip(batch.rows, rows_of(batch, columns), strict=True):
+        for batch in self.dataset.read(BitMap64(range(total)), predicate.columns):
+            for row, values in zip(batch.rows, rows_of(batch, predicate.columns), strict=True):
                 check_stop()
-                # a record that cannot be read is no row to leave out: it ends as a failed row
-                wrong = [values.pop(name) for name in problems]
-                if any(wrong) or _selects(predicate, values):
+                # a row that cannot be read is none to leave out: it ends as a failed row
+                if isinstance(values, str) or _selects(predicate, values):
                     selected.add(row)
                     if len(selected) == limit:
                         return selected
@@ -88,8 +85,6 @@ class JobInput:
 
 
 def _selects(predicate: Predicate, values: dict[str, object]) -> bool:
-    if any(isinstance(value, UnreadableValue) for value in values.values()):
-        return True
     try:
         return predicate(values)
     except RowRefusedError:

@@ -23,7 +23,7 @@ class PythonPrompts:
         facts = pool.facts[PROMPT]
         self._label = f"{PROMPT}: {facts.name}"
         if facts.reads is None:
-            self.columns = [name for name in dict.fromkeys(source.schema.names) if _is_usable(source, name)]
+            self.columns = [name for name in dict.fromkeys(source.schema.names) if _can_be_read(source, name)]
         else:
             self.columns = list(facts.reads)
             for name in self.columns:
@@ -65,10 +65,10 @@ class PythonPrompts:
         return request._replace(kind=kind, prompt=messages, continues=messages[-1]["role"] == ASSISTANT)
 
 
-def _is_usable(source: ColumnSource, name: str) -> bool:
-    """Tell whether a column of the input can be read, and is not the package's own."""
+def _can_be_read(source: ColumnSource, name: str) -> bool:
+    """Tell whether a column of the input can be read."""
     try:
         source.field(name, where="prompt")
     except BatchrunError:  # files disagree on it, or it stands twice
         return False
-    return name not in source.problems
+    return True

@@ -24,7 +24,7 @@ from batchrunner.core.types import (
     Tools,
 )
 from batchrunner.input.columns_read import template_of_column
-from batchrunner.input.dataset import ColumnSource, Row, RowBatch, UnreadableValue, rows_of
+from batchrunner.input.dataset import ColumnSource, Row, RowBatch, rows_of
 from batchrunner.input.messages import holds_messages, messages_in, tools_in
 from batchrunner.input.prompt_types import holds_bytes, is_ids, is_list, is_text
 from batchrunner.input.request_bodies import RequestBodies
@@ -126,8 +126,7 @@ class Renderer:
         self._used = sorted(names)
         self._carried = list(source.columns)
         self._carried_names = source.carried_names
-        self._problems = dataset.problems
-        self.columns = sorted({*self._used, *self._carried, *self._problems})
+        self.columns = sorted({*self._used, *self._carried})
         for name in self._used:
             dataset.field(name, where="prompt")
         self.carried_schema = pa.schema(
@@ -146,8 +145,7 @@ class Renderer:
         """
         carried = batch.data.select(self._carried).rename_columns(self._carried_names)
         items: list[Request | Outcome] = []
-        used = [*self._used, *self._problems]
-        for position, (row, values) in enumerate(zip(batch.rows, rows_of(batch, used), strict=True)):
+        for position, (row, values) in enumerate(zip(batch.rows, rows_of(batch, self._used), strict=True)):
             if is_stopped():
                 break
             ref = RowRef(row, carried, position)
@@ -157,13 +155,9 @@ class Renderer:
                 items.append(Outcome(ref, None, str(failure), None, 0))
         return items if self._python is None else self._python.fill(items, is_stopped)
 
-    def _request(self, ref: RowRef, row: Row) -> Request:
-        for name in self._problems:
-            if problem := row.pop(name):
-                raise RowRefusedError(problem)
-        for value in row.values():
-            if type(value) is UnreadableValue:
-                raise RowRefusedError(value.reason)
+    def _request(self, ref: RowRef, row: Row | str) -> Request:
+        if isinstance(row, str):  # why it cannot be read
+            raise RowRefusedError(row)
         if self.predicate is not None:
             self.predicate(row)  # raises the error of a row on which the filter fails: such rows are selected
         media: tuple[PromptFile, ...] = ()

@@ -308,7 +308,7 @@ def prepare_order(
     began = time.monotonic()
     log.info("sorting %d rows", len(rows))
     about = {
-        "order": decision.order, "fingerprint": fingerprint(job_input.job, job_input.dataset.files, ""),
+        "order": decision.order, "fingerprint": fingerprint(job_input.job, job_input.dataset.facts(), ""),
     }  # fmt: skip
     try:
         write_sorted(job_input, rows, path, about, check_stop)
@@ -348,7 +348,7 @@ def find_sorted_copy(
     for path in directory.glob("order-*.parquet"):
         try:
             copy = SortedCopy(path)
-            now = fingerprint(job_input.job, job_input.dataset.files, "")
+            now = fingerprint(job_input.job, job_input.dataset.facts(), "")
             check_same_run(copy.about["fingerprint"], now, directory, model_known=False)
         except (InputError, ResumeError):
             continue

@@ -9,6 +9,7 @@ import io
 import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 
 import pyarrow as pa
@@ -17,7 +18,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.core.errors import InputChangedError, InputError
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, known_format
-from batchrunner.input.files import first_line, read_errors, without_commit
+from batchrunner.input.files import first_line, hive_partitions, read_errors, without_commit
 from batchrunner.input.parquet_copy import PROBLEM, normalized, write_parquet
 from batchrunner.output.files import make_directory, whole_file, writing
 
@@ -77,8 +78,16 @@ class SourceFile:
         """Whether some of its records cannot be read."""
         self.schema = normalized(pa.schema([field for field in schema if field.name != PROBLEM]))
         """Columns of the file."""
-        self.row_groups = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
-        self.rows: int = sum(self.row_groups)
+        self._group_rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
+        self.rows: int = sum(self._group_rows)
+        self.partitions = hive_partitions(path)
+        """Values of Hive partition columns in the path (`year=2024/`); None is null."""
+        self.starts: list[int] = []
+        """Ordinals of the first row of each row group, and of the row after the last one."""
+
+    def begin_at(self, row: int) -> None:
+        """Give the file's first row its ordinal in the whole input."""
+        self.starts = [*accumulate(self._group_rows, initial=row)]
 
     @property
     def is_text(self) -> bool:
@@ -119,14 +128,6 @@ class SourceFile:
                 "command again, or take another output.path for the new one",
             )
         self._seen = seen  # it was touched, or replaced by a copy of itself
-
-    def bytes_of(self, columns: Iterable[str]) -> int:
-        """Return the uncompressed bytes of these columns; raises InputError."""
-        try:
-            with contextlib.closing(self._opened()) as file:
-                return sum(sizes_of(file.metadata, columns, range(file.num_row_groups)))
-        except self.read_errors as failure:
-            raise InputError(f"{self.path}: cannot be read: {first_line(failure)}") from None
 
     def _opened(self) -> pq.ParquetFile:
         fs, path = self._parquet
@@ -227,14 +228,11 @@ def _only_one(path: Path) -> Iterator[None]:
         yield
 
 
-def sizes_of(footer: pq.FileMetaData, columns: Iterable[str], groups: Iterable[int]) -> Iterator[int]:
-    """Yield the uncompressed bytes of these columns in each of these row groups."""
+def size_of(footer: pq.FileMetaData, columns: Iterable[str], group: int) -> int:
+    """Return the uncompressed bytes of these columns in a row group."""
     tops = tuple(f"{name}." for name in columns)  # leaf columns have paths such as `column.list.element`
-    paths = (f"{footer.schema.column(leaf).path}." for leaf in range(footer.num_columns))
-    leaves = [leaf for leaf, path in enumerate(paths) if path.startswith(tops)]
-    for group in groups:
-        found = footer.row_group(group)
-        yield sum(found.column(leaf).total_uncompressed_size for leaf in leaves)
+    leaves = map(footer.row_group(group).column, range(footer.num_columns))
+    return sum(leaf.total_uncompressed_size for leaf in leaves if f"{leaf.path_in_schema}.".startswith(tops))
 
 
 def _batch_format(path: str) -> FileFormat:

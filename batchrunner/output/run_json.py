@@ -12,7 +12,6 @@ import orjson
 
 from batchrunner.core.errors import OutputError, ResumeError
 from batchrunner.core.files import read_json
-from batchrunner.core.types import InputFile
 from batchrunner.job.fields import name_of
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TASKS
@@ -31,14 +30,15 @@ _LONGEST_VALUE = 60
 """Characters of a value in an error message."""
 
 
-def fingerprint(job: Job, files: Sequence[InputFile], model: str) -> dict[str, Any]:
+def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
     """Return what two attempts must have in common to belong to the same run.
 
-    `files` are those of the input, in its order; `model` is "" where it is not to be compared.
+    `files` are those of the input, in its order, by path, rows and digest; `model` is "" where it is not to
+    be compared.
     """
     fields = () if job.task == GENERATE else TASKS[job.task].takes
     return {
-        "files": [{"path": file.path, "rows": file.rows, "digest": file.digest} for file in files],
+        "files": files,
         "limit": job.input.limit,
         "task": job.task,
         **{field: attrgetter(field)(job) for field in fields},

@@ -83,7 +83,7 @@ class PreparedJob(JobInput):
             return self.job.task
         for batch in self.dataset.read(BitMap64(range(self.dataset.total_rows)), [URL]):
             for row in rows_of(batch, [URL]):
-                if row[URL] is not None:
+                if not isinstance(row, str):
                     return EMBED if row[URL] == EMBEDDINGS_PATH else GENERATE
         return GENERATE
 
@@ -102,7 +102,7 @@ class PreparedJob(JobInput):
         functions = self.functions.facts.values() if self.functions is not None else ()
         made = {name: str(arrow_type(kind)) for facts in functions for name, kind in facts.columns}
         carried = {field.name: str(field.type) for field in self.renderer.carried_schema}
-        return {**fingerprint(self.job, self.dataset.files, model), "columns": carried | made}
+        return {**fingerprint(self.job, self.dataset.facts(), model), "columns": carried | made}
 
     def close(self) -> None:
         """End the processes of the Python functions."""

@@ -236,8 +236,6 @@ def take_batches(buffer: RowBuffer, first: int) -> list[pa.RecordBatch | str] | 
 class ProgramColumns:
     """The columns of one batch of a program's rows, for its renderer."""
 
-    problems = ()
-
     def __init__(self, schema: pa.Schema) -> None:
         self.schema = schema
 

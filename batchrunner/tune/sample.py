@@ -76,9 +76,10 @@ def _van_der_corput(count: int) -> list[int]:
 
 
 def _affordable(prepared: PreparedJob) -> int:
-    """Return how many rows fit into MOST_BYTES, by the mean size of a row."""
-    size = prepared.dataset.bytes_of(prepared.renderer.columns)
-    row_bytes: int = max(1, size // prepared.dataset.total_rows)
+    """Return how many rows fit into MOST_BYTES, by the mean size of the first ones."""
+    every = BitMap64(range(prepared.dataset.total_rows))
+    first = next(prepared.dataset.read(every, prepared.renderer.columns))
+    row_bytes: int = max(1, first.data.nbytes // len(first.rows))
     return max(BLOCK_ROWS, MOST_BYTES // row_bytes // BLOCK_ROWS * BLOCK_ROWS)
 
 

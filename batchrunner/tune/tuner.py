@@ -185,7 +185,7 @@ def _search(
     log.info("sample: %s", sample)
     machine = machine_for(job, engine)
     facts = {
-        "rows": fingerprint(job, prepared.dataset.files, engine.model),
+        "rows": fingerprint(job, prepared.dataset.facts(), engine.model),
         "job": [job.order, job.dedupe, job.window, job.tokenize, job.queue],
         "engine": [engine.args, engine.env, machine.flags.version],
         "machine": [machine.cpu, machine.card, machine.card_gb],

@@ -119,7 +119,7 @@ def values_in(path: Path, content: str, name: str = "a", types: dict[str, str] |
     path.write_text(content)
     dataset = Dataset(str(path), types=types)
     batches = dataset.read(BitMap64(range(dataset.total_rows)), [name])
-    return [row[name] for batch in batches for row in rows_of(batch, [name])]
+    return [row[name] for batch in batches for row in rows_of(batch, [name]) if isinstance(row, dict)]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_copy_is_kept_until_the_run_is_done(tmp_path: Path) -> None:
     first = Dataset(str(path), copies=copies)
     (copy,) = copies.glob("*.parquet")
     made = copy.stat().st_mtime_ns
-    assert Dataset(str(path), copies=copies).files == first.files
+    assert Dataset(str(path), copies=copies).facts() == first.facts()
     assert copy.stat().st_mtime_ns == made
     batchrunner.run(job_of(tmp_path, INSTANT, input={"path": str(path)}))
     assert not (tmp_path / "run" / ".input").exists()
