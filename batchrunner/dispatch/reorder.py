@@ -17,7 +17,7 @@ from zlib import crc32
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Outcome, Request
 from batchrunner.dispatch.queue import PendingRow, RowSource
-from batchrunner.input.prefixes import common_length, prompt_bytes
+from batchrunner.input.order import common_length, prompt_bytes
 
 LEAST_SHARED_BYTES = 256
 """Length of the shortest prefix that is worth an order: about 64 tokens."""

@@ -27,17 +27,23 @@ from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.files import format_of
 from batchrunner.core.processes import thread_pool
 from batchrunner.core.types import RowRef
-from batchrunner.input.columns_read import unknown_column
-from batchrunner.input.files import find_files, first_line, partition_types, without_commit
+from batchrunner.input.files import (
+    SourceFile,
+    find_files,
+    partition_types,
+    size_of,
+    without_commit,
+)
 from batchrunner.input.parquet_copy import (
     PROBLEM,
     common_schema,
+    first_line,
     fitted,
     normalize,
     not_for_parquet,
     stored_schema,
 )
-from batchrunner.input.source_file import SourceFile, size_of
+from batchrunner.input.templates import unknown_column
 from batchrunner.job.output import StorageSpec
 from batchrunner.output.arrow_arrays import arrow_array, arrow_scalar
 
@@ -50,6 +56,36 @@ _UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
 
 Row = dict[str, Any]
 """Values of a row by column."""
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Tell whether a column holds texts."""
+    return _plain(kind) in {pa.string(), pa.large_string(), pa.string_view()}
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Tell whether a column holds lists."""
+    return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
+
+
+def is_ids(kind: pa.DataType) -> bool:
+    """Tell whether a column holds lists of integers."""
+    return is_list(kind) and pt.is_integer(kind.value_type)
+
+
+def is_bytes(kind: pa.DataType) -> bool:
+    """Tell whether a column holds bytes."""
+    plain = _plain(kind)
+    return plain in {pa.binary(), pa.large_binary(), pa.binary_view()} or pt.is_fixed_size_binary(plain)
+
+
+def holds_bytes(kind: pa.DataType) -> bool:
+    """Tell whether a column holds bytes, or lists or structs with them."""
+    return is_bytes(kind) or any(holds_bytes(kind.field(at).type) for at in range(kind.num_fields))
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pt.is_dictionary(kind) else kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +194,7 @@ class Dataset:
         where Parquet cannot hold its type.
         """
         if name not in self.schema.names:
-            unknown, hint = unknown_column(where, name, self.schema.names)
-            raise InputError(unknown, hint=hint)
+            raise unknown_column(InputError, where, name, self.schema.names)
         field = self.schema.field(self.schema.names.index(name))
         if name in self.partition_types:
             return field
@@ -384,5 +419,4 @@ def _check_types(types: Iterable[str], known: Mapping[str, None]) -> None:
         if not known:
             raise InputError("input.types: is for CSV and JSON Lines, and the input has no such file")
         if name not in known:
-            unknown, hint = unknown_column("input.types", name, known)
-            raise InputError(unknown, hint=hint)
+            raise unknown_column(InputError, "input.types", name, known)

@@ -11,8 +11,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Outcome, Request
-from batchrunner.input.dataset import Dataset, rows_of
-from batchrunner.input.prompt_types import is_text
+from batchrunner.input.dataset import Dataset, is_text, rows_of
 from batchrunner.input.render import Renderer
 from batchrunner.input.templates import Predicate
 from batchrunner.job.spec import Job

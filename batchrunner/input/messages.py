@@ -11,7 +11,7 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import Tools
-from batchrunner.input.prompt_types import is_list, is_text
+from batchrunner.input.dataset import is_list, is_text
 from batchrunner.job.prompt import tool_problem
 
 ASSISTANT = "assistant"

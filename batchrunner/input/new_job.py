@@ -13,10 +13,9 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import BatchrunError, InputError, JobError, OutputError
-from batchrunner.input.columns_read import template_of_column
-from batchrunner.input.dataset import Dataset
+from batchrunner.input.dataset import Dataset, is_ids, is_text
 from batchrunner.input.messages import holds_messages
-from batchrunner.input.prompt_types import is_ids, is_text
+from batchrunner.input.templates import template_of_column
 from batchrunner.job.fields import user_paths
 from batchrunner.job.output import RESULT_COLUMNS
 from batchrunner.output.files import refuse_uri

@@ -17,10 +17,14 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError
-from batchrunner.input.files import first_line
 from batchrunner.output.files import writing
 
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+
+
+def first_line(failure: BaseException) -> str:
+    """Return the first line of an error's text; Arrow may add a stack trace below it."""
+    return str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
 
 
 def normalized(schema: pa.Schema) -> pa.Schema:

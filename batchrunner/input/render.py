@@ -23,10 +23,17 @@ from batchrunner.core.types import (
     RowRef,
     Tools,
 )
-from batchrunner.input.columns_read import template_of_column
-from batchrunner.input.dataset import ColumnSource, Row, RowBatch, rows_of
+from batchrunner.input.dataset import (
+    ColumnSource,
+    Row,
+    RowBatch,
+    holds_bytes,
+    is_ids,
+    is_list,
+    is_text,
+    rows_of,
+)
 from batchrunner.input.messages import holds_messages, messages_in, tools_in
-from batchrunner.input.prompt_types import holds_bytes, is_ids, is_list, is_text
 from batchrunner.input.request_bodies import RequestBodies
 from batchrunner.input.templates import (
     FIELDS,
@@ -34,6 +41,7 @@ from batchrunner.input.templates import (
     Predicate,
     Template,
     is_template,
+    template_of_column,
     with_fields,
 )
 from batchrunner.job.prompt import PromptSpec

@@ -26,11 +26,10 @@ from pyroaring import BitMap64
 from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.types import Request, rows_of_column
 from batchrunner.input.dataset import DatasetReader, RowBatch, batch_rows
-from batchrunner.input.files import first_line
+from batchrunner.input.files import READ_BUFFER_BYTES
 from batchrunner.input.job_input import MOST_LEASE_ROWS, JobInput, lease_rows
-from batchrunner.input.order import OrderDecision, decide_by_sample
-from batchrunner.input.prefixes import common_length, prompt_bytes, sort_key
-from batchrunner.input.source_file import READ_BUFFER_BYTES
+from batchrunner.input.order import OrderDecision, common_length, decide_by_sample, prompt_bytes, sort_key
+from batchrunner.input.parquet_copy import first_line
 from batchrunner.job.sampling import FromColumn
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.buckets import Buckets

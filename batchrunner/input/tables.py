@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeAlias
 import pyarrow as pa
 
 from batchrunner.core.errors import InputError
-from batchrunner.input.files import find_files, first_line
-from batchrunner.input.parquet_copy import array_of
+from batchrunner.input.files import find_files
+from batchrunner.input.parquet_copy import array_of, first_line
 
 TEXT = "text"
 """Name of the column that texts become."""

@@ -4,23 +4,28 @@ Whoever writes the job may compute what they like. What is refused is a prompt t
 null or bytes in it, which would read "None" or "b'…'".
 """
 
+from __future__ import annotations
+
+import difflib
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
 from functools import cache, wraps
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import jinja2.filters
-import jinja2.nodes
+import jinja2.meta
+from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchrunner.core.errors import JobError, RowRefusedError
-from batchrunner.input.columns_read import FILTERS_TO_TEXT, ColumnsRead, odd_names
+from batchrunner.core.errors import BatchrunError, JobError, RowRefusedError
+
+Error = TypeVar("Error", bound=BatchrunError)
 
 LONGEST_PROMPT = 64 << 20
 """Most characters that a template makes: far more than any model reads."""
@@ -28,6 +33,19 @@ LINE_SHOWN = 100
 """Characters of a template's line that an error shows at most."""
 ANSWER_NAMES = ("output", "parsed", "reasoning", "finish_reason")
 """Names of what `check.expression` knows of an answer; it cannot read a column of such a name."""
+FILTERS_TO_TEXT = (
+    "string", "upper", "lower", "trim", "title", "capitalize", "replace", "center", "truncate", "wordwrap",
+    "indent", "striptags", "escape", "e", "forceescape", "urlize", "wordcount",
+)  # fmt: skip
+"""Filters of jinja2 that would turn a null into the text "None", and bytes into "b'…'"."""
+PRINTING = frozenset({*FILTERS_TO_TEXT, "default", "d", "safe", "tojson"})
+"""Filters whose result shows the value that they are given."""
+ROW = "row"
+"""Name of the mapping of all columns in a template."""
+_TAKEN = {ROW, "self", "true", "false", "none", "not", "and", "or", "in", "is", "if", "else"}
+"""Words of templates, which do not read columns of these names."""
+_METHODS = {"items", "keys", "values", "get"}
+"""Methods of a mapping, by which a template may read any column."""
 _ABOUT_NULL = re.compile(r"\bNone(Type)?\b")
 """What Python's and jinja2's errors about a null have in common."""
 _RESULT = "batchrunner_value"
@@ -56,23 +74,52 @@ def is_template(text: str) -> bool:
     return "{{" in text or "{%" in text
 
 
-class Template:
-    """A template of a text; `columns` are the input columns that it reads."""
+class _OfColumns:
+    """What a job says over the columns of a row; `columns` are those that it reads."""
+
+    def __init__(
+        self,
+        parse: Callable[[str], nodes.Template],
+        source: str,
+        *,
+        where: str,
+        available: Collection[str],
+    ) -> None:
+        try:
+            tree = parse(source)
+            found, self._reads_row = _columns_read(tree, available)
+            self._template = _environment().from_string(tree)
+        except Exception as failure:  # noqa: BLE001 - of jinja2, and of Python, which compiles what jinja2 writes
+            problem = (str(failure).partition("\n")[0] or type(failure).__name__).removesuffix(".")
+            line = failure.lineno if isinstance(failure, jinja2.TemplateSyntaxError) else 1
+            for text in source.splitlines()[line - 1 : line]:
+                problem += f", in {text.strip()[:LINE_SHOWN]!r}"
+            raise JobError(f"{where}: line {line}: {problem}", hint=odd_names(available)) from None
+        for name in sorted(found.difference(available)):
+            raise unknown_column(JobError, where, name, available, in_template=True)
+        self.columns = sorted(found)
+        self.printed = sorted(found.intersection(_printed(tree)))
+        """Columns that are shown as they are, or through filters that do."""
+
+    def _variables(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what stands for its names: the columns, and the mapping of them where it is read."""
+        return {**row, ROW: row} if self._reads_row else row
+
+
+class Template(_OfColumns):
+    """A template of a text."""
 
     def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
         """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
-        template, self._read = _compiled(_environment().parse, source, where, available)
-        self.columns = self._read.names
-        self.printed = self._read.printed
-        """Columns of them that are shown as they are."""
-        self._globals = dict(template.globals)
-        self._new_context, self._parts = template.new_context, template.root_render_func
+        super().__init__(_environment().parse, source, where=where, available=available)
+        self._globals = dict(self._template.globals)
+        self._new_context, self._parts = self._template.new_context, self._template.root_render_func
 
     def render(self, row: Mapping[str, Any]) -> str:
         """Return the text for a row; raises RowRefusedError where the template fails on its values."""
         try:
             # like jinja2's render, which merges the globals again for each row and takes twice as long
-            context = self._new_context({**self._globals, **self._read.variables(row)}, shared=True)
+            context = self._new_context({**self._globals, **self._variables(row)}, shared=True)
             text = "".join(self._parts(context))
         except NotTextError as failure:
             held = [name for name in self.columns if isinstance(row[name], failure.kind)]
@@ -87,13 +134,12 @@ class Template:
         return text
 
 
-class Predicate:
-    """A boolean expression; `columns` are the input columns that it reads."""
+class Predicate(_OfColumns):
+    """A boolean expression."""
 
     def __init__(self, source: str, *, where: str, available: Collection[str]) -> None:
         """Compile `source`; raises JobError, naming `where`, on bad syntax or an unknown column."""
-        self._template, self._read = _compiled(_expression_tree, source, where, available)
-        self.columns = self._read.names
+        super().__init__(_expression_tree, source, where=where, available=available)
 
     def __call__(self, row: Mapping[str, Any]) -> bool:
         """Return the expression's truth for a row; one that fails on a null is false.
@@ -101,7 +147,7 @@ class Predicate:
         Raises RowRefusedError where it fails otherwise.
         """
         try:
-            context = self._template.new_context(dict(self._read.variables(row)))
+            context = self._template.new_context(dict(self._variables(row)))
             for _ in self._template.root_render_func(context):
                 pass
             return bool(context.vars[_RESULT])
@@ -169,7 +215,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 class _Code(CodeGenerator):
     """Compiles `~` so that it refuses nulls, and `or` so that its left side may fail on one."""
 
-    def visit_Concat(self, node: jinja2.nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802 - jinja2 calls it so
         """Write the call that joins the operands."""
         self.write("environment.joined(")
         for part in node.nodes:
@@ -177,7 +223,7 @@ class _Code(CodeGenerator):
             self.write(", ")
         self.write(")")
 
-    def visit_Or(self, node: jinja2.nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
+    def visit_Or(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
         """Write `left or right`."""
         self.write("(environment.unless_null(lambda: ")
         self.visit(node.left, frame)
@@ -194,7 +240,6 @@ def _environment() -> _Environment:
     for name in FILTERS_TO_TEXT:
         filters[name] = _guarded(filters[name], as_text)
     filters["join"] = _guarded(filters["join"], lambda values: [*map(as_text, values)])
-    filters["format"] = _format
     filters["tojson"] = _tojson  # jinja2's own escapes < > & ' for HTML
     return environment
 
@@ -208,11 +253,6 @@ def _guarded(text_of: Callable[..., Any], check: Callable[[Any], Any]) -> Callab
         return text_of(*args[:first], check(args[first]), *args[first + 1 :], **named)
 
     return guarded
-
-
-def _format(text: str, *values: Any, **named: Any) -> str:
-    checked = {name: as_text(value) for name, value in named.items()}
-    return jinja2.filters.do_format(text, *map(as_text, values), **checked)
 
 
 def _tojson(value: Any, indent: int | None = None) -> str:
@@ -243,30 +283,93 @@ def _told(failure: Exception, columns: Sequence[str], row: Mapping[str, Any]) ->
     return f"{told}: {', '.join(texts)} holds text: write a text beside it, or give it a type in input.types"
 
 
-def _expression_tree(source: str) -> jinja2.nodes.Template:
+def _expression_tree(source: str) -> nodes.Template:
     """Return the syntax tree of an expression, as jinja2's `compile_expression` makes it."""
     parser = Parser(_environment(), source, state="variable")
     value = parser.parse_expression()
     if not parser.stream.eos:
         found = parser.stream.current.value
         parser.fail(f"unexpected {found!r} after the expression (write ==, and, or, not, in, is none)")
-    target = jinja2.nodes.Name(_RESULT, "store", lineno=1)
-    tree = jinja2.nodes.Template([jinja2.nodes.Assign(target, value, lineno=1)], lineno=1)
+    target = nodes.Name(_RESULT, "store", lineno=1)
+    tree = nodes.Template([nodes.Assign(target, value, lineno=1)], lineno=1)
     tree.set_environment(_environment())
     return tree
 
 
-def _compiled(
-    tree_of: Callable[[str], jinja2.nodes.Template], source: str, where: str, available: Collection[str]
-) -> tuple[jinja2.Template, ColumnsRead]:
-    try:
-        read = ColumnsRead(tree_of(source), _environment(), where, available)
-        return _environment().from_string(read.tree), read
-    except JobError:
-        raise
-    except Exception as failure:  # noqa: BLE001 - of jinja2, and of Python, which compiles what jinja2 writes
-        problem = (str(failure).partition("\n")[0] or type(failure).__name__).removesuffix(".")
-        line = failure.lineno if isinstance(failure, jinja2.TemplateSyntaxError) else 1
-        for text in source.splitlines()[line - 1 : line]:
-            problem += f", in {text.strip()[:LINE_SHOWN]!r}"
-        raise JobError(f"{where}: line {line}: {problem}", hint=odd_names(available)) from None
+def _columns_read(tree: nodes.Template, available: Collection[str]) -> tuple[set[str], bool]:
+    """Return the names of the columns that a template reads, and whether it reads `row`."""
+    found = _free_names(tree, available)
+    if ROW not in found:
+        return found, False
+    fields = [_field_of_row(node) for node in tree.find_all((nodes.Getattr, nodes.Getitem))]
+    names = {name for name in fields if name and (name in available or name not in _METHODS)}
+    uses = sum(name.name == ROW for name in tree.find_all(nodes.Name))
+    is_each_named = sum(name in names for name in fields) == uses
+    return found - {ROW} | (names if is_each_named else {*available}), True
+
+
+def _field_of_row(node: nodes.Node) -> str | None:
+    """Return the name of the column that an expression such as `row.name` or `row["name"]` reads."""
+    match node:
+        case nodes.Getattr(node=nodes.Name(name="row"), attr=name):
+            return name
+        case nodes.Getitem(node=nodes.Name(name="row"), arg=nodes.Const(value=str(name))):
+            return name
+    return None
+
+
+def _printed(tree: nodes.Template) -> Iterator[str | None]:
+    """Yield the names of what a template prints."""
+    for output in tree.find_all(nodes.Output):
+        for node in output.nodes:
+            shown: nodes.Expr = node
+            while isinstance(shown, nodes.Filter) and shown.name in PRINTING and shown.node:
+                shown = shown.node
+            yield shown.name if isinstance(shown, nodes.Name) else _field_of_row(shown)
+
+
+def _free_names(tree: nodes.Template, available: Collection[str]) -> set[str]:
+    """Return the names that are neither the template's own nor jinja2's: a column wins over the latter.
+
+    jinja2 reports a variable that only one branch of an `if` sets as undeclared. It is the template's own all
+    the same, except for `row`, which may mean the mapping of all columns in the other branch.
+    """
+    environment = _environment()
+    bare = environment.overlay()
+    bare.globals = {}
+    tree.set_environment(bare)
+    names = jinja2.meta.find_undeclared_variables(tree)
+    tree.set_environment(environment)
+    own = {macro.name for macro in tree.find_all(nodes.Macro)}
+    own |= {name.name for name in tree.find_all(nodes.Name) if name.ctx == "store"}
+    others = (own - {ROW}) | set(environment.globals)
+    return names - (others - set(available))
+
+
+def unknown_column(
+    kind: type[Error], where: str, name: str, available: Collection[str], *, in_template: bool = False
+) -> Error:
+    """Return the error of this kind for a missing column; its hint names the most similar one."""
+    near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
+    near = near or [column for column in available if name in column.split() or column.startswith(name)][:1]
+    hint = odd_names(available) if in_template else None
+    if near:
+        is_odd = in_template and not near[0].isidentifier()  # it can only be read through `row`
+        hint = f"did you mean {template_of_column(near[0]) if is_odd else repr(near[0])}?"
+    if len(available) == 1 and any(mark in column for mark in ";\t|" for column in available):
+        hint = "write the file with commas, or as Parquet"
+    names = ", ".join(column or '""' for column in available)
+    told = f"{where}: unknown column {name!r}{f'; {hint}' if hint else ''} (the input has: {names})"
+    return kind(told, hint=hint)
+
+
+def template_of_column(name: str) -> str:
+    """Return the expression by which a template reads a column, whatever its name."""
+    plain = name.isidentifier() and name.isascii() and name.lower() not in _TAKEN
+    return name if plain else f"{ROW}[{json.dumps(name, ensure_ascii=False)}]"
+
+
+def odd_names(available: Collection[str]) -> str | None:
+    """Return how a template reads columns whose names are no identifiers; None where there are none."""
+    odd = next((name for name in available if name and not name.isidentifier()), None)
+    return odd and f"a column whose name is not an identifier is written {template_of_column(odd)}"

@@ -21,7 +21,7 @@ from batchrunner.core.console import counted
 from batchrunner.core.errors import BatchrunError, InputError, JobError
 from batchrunner.core.types import Outcome
 from batchrunner.engines.model_memory import cards_of
-from batchrunner.input.columns_read import unknown_column
+from batchrunner.input.templates import unknown_column
 from batchrunner.job.answers import AnswerPlan, open_functions, plan_answers
 from batchrunner.job.call import LibraryCall, Prompt
 from batchrunner.job.engine import AttachEngine, EngineSpec, GatewayEngine, SimulatedEngine
@@ -109,8 +109,7 @@ class StageCall:
         kept = columns.names if self.columns is None else self.columns
         for name in kept:
             if name not in columns.names:
-                unknown, hint = unknown_column("columns", name, columns.names)
-                raise InputError(unknown, hint=hint)
+                raise unknown_column(InputError, "columns", name, columns.names)
         results = {f"{self.prefix}{name}" for name in result_names(plan)}
         if both := [name for name in kept if name in results]:
             raise JobError(

@@ -24,7 +24,6 @@ from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.engines.base import Engine
-from batchrunner.input.columns_read import unknown_column
 from batchrunner.input.dataset import Dataset, RowBatch
 from batchrunner.input.parquet_copy import normalize, normalized
 from batchrunner.input.render import Renderer
@@ -37,6 +36,7 @@ from batchrunner.input.tables import (
     bytes_of,
     rows_known,
 )
+from batchrunner.input.templates import unknown_column
 from batchrunner.job.answers import open_functions, plan_answers
 from batchrunner.job.call import LibraryCall
 from batchrunner.job.spec import Job
@@ -243,8 +243,7 @@ class ProgramColumns:
         """Return the field of a column; raises InputError where there is none, or several."""
         found = self.schema.get_all_field_indices(name)
         if not found:
-            unknown, hint = unknown_column(where, name, self.schema.names)
-            raise InputError(unknown, hint=hint)
+            raise unknown_column(InputError, where, name, self.schema.names)
         if len(found) > 1:
             raise InputError(f"{where}: the rows have {len(found)} columns {name!r}", hint="give one only")
         return self.schema.field(found[0])

@@ -25,7 +25,7 @@ from batchrunner.dispatch.reorder import (
     ReuseDistance,
     find_leaders,
 )
-from batchrunner.input.prefixes import common_length
+from batchrunner.input.order import common_length
 from benchmarks.order_simulated import Case, run
 from tests.support.prompts import CARRIED, INFO, PASS_TOKENS, request, shared, slots, words
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.types import Request, RowRef
-from batchrunner.input.order import STRETCHES, WINDOW_ROWS, decide
-from batchrunner.input.prefixes import common_length, prompt_bytes, sort_key
+from batchrunner.input.order import STRETCHES, WINDOW_ROWS, common_length, decide, prompt_bytes, sort_key
 from batchrunner.input.sorted_copy import cut_into_groups
 from tests.support.inputs import document, shuffled
 

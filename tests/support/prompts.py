@@ -11,7 +11,7 @@ import pyarrow as pa
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Request, RowRef
 from batchrunner.dispatch.queue import Slots
-from batchrunner.input.prefixes import common_length
+from batchrunner.input.order import common_length
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

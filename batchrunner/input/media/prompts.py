@@ -17,9 +17,8 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, JobError, RowRefusedError
 from batchrunner.core.media import KIND_OF_FIELD, KINDS, MediaRules, PromptFile, page_ranges
-from batchrunner.input.dataset import ColumnSource
+from batchrunner.input.dataset import ColumnSource, is_bytes, is_list, is_text
 from batchrunner.input.media.prepare import tokens_of, tokens_of_file
-from batchrunner.input.prompt_types import is_bytes, is_list, is_text
 from batchrunner.job.prompt import ImagesSpec, MediaSpec, PdfSpec, PromptSpec
 
 PAGE_INCHES = 8.5 * 11
