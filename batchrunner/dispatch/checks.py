@@ -23,14 +23,12 @@ from batchrunner.input.templates import AnswerExpression
 from batchrunner.job.answers import AnswerPlan, of_sample
 from batchrunner.job.arrow_types import fit, kind_of_schema
 from batchrunner.job.fields import CHECK
-from batchrunner.job.output import CUT, IDS_TO_CONTINUE, PARSED, REASONING, TOOL_CALLS
-from batchrunner.job.sampling import GRAMMARS
+from batchrunner.job.output import CUT, PARSED, REASONING, TOOL_CALLS
 from batchrunner.job.spec import CheckSpec, Job
-from batchrunner.output.columns import OF_THE_PROMPT
 from batchrunner.output.counts import ASKED_AGAIN, AskedAgain, Rejected
 
-MOST_CONTINUED = 3
-"""Times that a cut answer is continued, or asked for with more tokens: twice as many each time."""
+MOST_LENGTHENED = 3
+"""Times that a cut answer is asked for with more tokens: twice as many each time."""
 LONGEST_SEARCH_S = 0.2
 """Seconds after which the search for a regular expression in an answer is given up."""
 KEPT_SCHEMAS = 256
@@ -66,7 +64,7 @@ class AnswerChecker:
         self._conditions = AnswerConditions(job, plan, columns)
         self._check = job.check
         self._tries = plan.tries
-        self._continues = plan.on_length == "continue"
+        self._lengthens = plan.on_length == "longer"
         self._tokenizer = tokenizer
         self._functions = functions if functions is not None and CHECK in functions.facts else None
         self._thread = None if self._conditions.are_quick else ThreadPoolExecutor(1, "checks")
@@ -75,42 +73,39 @@ class AnswerChecker:
     async def check(self, row: PendingRow, completion: Completion) -> Verdict:
         """Check an answer of a row; what is asked next is tokenised. Raises HookLostError."""
         history = row.answers = row.answers or AnswerHistory(row.request)
-        whole = completion if history.begun is None else _joined(history.begun, completion)
         if self._thread is None:
-            whole, complaint = self._conditions.check(row.request, whole)
+            answer, complaint = self._conditions.check(row.request, completion)
         else:
             loop = asyncio.get_running_loop()
-            whole, complaint = await loop.run_in_executor(
-                self._thread, self._conditions.check, row.request, whole
+            answer, complaint = await loop.run_in_executor(
+                self._thread, self._conditions.check, row.request, completion
             )
-        history.last = whole
+        history.last = answer
         if complaint is None and self._functions is not None:
-            complaint = await _python_complaint(self._functions, row.request, whole)
+            complaint = await _python_complaint(self._functions, row.request, answer)
         if complaint is None:
             return Verdict(_with_history(history, is_good=True), None)
-        if CUT in whole.finish_reasons and self._continues and history.continued < MOST_CONTINUED:
-            longer = _with_twice_the_tokens(row.request)
-            if longer is not None:
-                rest = _rest_of(longer, completion)
-                history.begun = whole if rest is not None else history.begun
-                history.continued += 1
-                return Verdict(whole, None, rest or longer)
-        history.rejected.append(Rejected(complaint, whole.output_tokens))
-        history.begun = None
-        again = await self._next_try(row, history, whole, complaint)
+        history.rejected.append(Rejected(complaint, answer.output_tokens))
+        again = await self._next_request(row, history, answer, complaint)
         if again is None:
             return Verdict(_with_history(history, is_good=False), complaint)
-        return Verdict(whole, None, again)
+        return Verdict(answer, None, again)
 
     def last_answer(self, row: PendingRow) -> Completion | None:
         """Return the last answer of a row that ends without a further one; None where it had none."""
         history = row.answers
         return None if history is None or history.last is None else _with_history(history, is_good=None)
 
-    async def _next_try(
+    async def _next_request(
         self, row: PendingRow, history: AnswerHistory, answer: Completion, complaint: str
     ) -> Request | None:
-        number = len(history.rejected)
+        """Return what is asked next; None where the row ends with this answer."""
+        most = row.request.sampling.get("max_new_tokens")
+        is_cut = self._lengthens and CUT in answer.finish_reasons
+        if is_cut and most and history.lengthened < MOST_LENGTHENED:
+            history.lengthened += 1
+            return row.request._replace(sampling={**row.request.sampling, "max_new_tokens": most * 2})
+        number = len(history.rejected) - history.lengthened
         if number >= self._tries:
             return None
         again: Request | Outcome = _next_try(history.first, self._check, number)
@@ -123,10 +118,10 @@ class AnswerChecker:
 def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion:
     """Return the last answer of a row, with what its others came to where it had others or is not good."""
     assert history.last is not None
-    asks = history.asks - (is_good is False)  # the last one was rejected, and nothing was asked after it
+    asks = len(history.rejected) + (is_good is not False)  # nothing was asked after the last rejected one
     if asks == 1 and is_good:
         return history.last
-    asked = AskedAgain(asks, history.continued, tuple(history.rejected), is_good)
+    asked = AskedAgain(asks, tuple(history.rejected), is_good)
     return history.last._replace(columns={**history.last.columns, ASKED_AGAIN: [asked]})
 
 
@@ -229,9 +224,7 @@ class AnswerConditions:
         except Exception as failure:  # noqa: BLE001 - a schema may fail on a value in any way
             return value, None, f"the answer cannot be checked against its schema ({type(failure).__name__})"
         if wrong is not None:
-            at = "".join(f"[{step!r}]" for step in wrong.instance_path)
-            told = f"{at} {_short(wrong.message)}".lstrip()
-            return value, None, f"the answer does not satisfy its schema: {told}"
+            return value, None, f"the answer does not satisfy its schema: {_with_place(wrong)}"
         try:
             return value, fit(value, self._kind), None
         except ValueError as failure:
@@ -253,8 +246,8 @@ def _validator(schema: dict[str, Any], where: str) -> Any:
     try:
         return jsonschema_rs.validator_for(schema, offline=True)
     except ValueError as failure:
-        problem = _short(getattr(failure, "message", str(failure)))
-        raise JobError(f"{where}: not a JSON Schema that answers can be checked against: {problem}") from None
+        problem = f"not a JSON Schema that answers can be checked against: {_with_place(failure)}"
+        raise JobError(f"{where}: {problem}") from None
 
 
 @lru_cache(KEPT_SCHEMAS)
@@ -263,6 +256,12 @@ def _validator_of_text(schema: str) -> Any:
         return _validator(orjson.loads(schema), "the row's json_schema")
     except orjson.JSONDecodeError:
         raise JobError("the row's json_schema is not JSON") from None
+
+
+def _with_place(failure: Any) -> str:
+    """Return what is wrong with a JSON value, or a schema, after the keys that lead there."""
+    place = "".join(f"[{step!r}]" for step in getattr(failure, "instance_path", ()))
+    return f"{place} {_short(getattr(failure, 'message', str(failure)))}".lstrip()
 
 
 def _short(text: str) -> str:
@@ -297,69 +296,3 @@ def _with_complaint(request: Request, answer: Completion, complaint: str) -> Req
         {"role": "user", "content": f"This answer is not good: {complaint}. Answer again."},
     ]
     return request._replace(prompt=messages)
-
-
-def _with_twice_the_tokens(request: Request) -> Request | None:
-    """Return a request with twice the tokens; None where it has no limit."""
-    most = request.sampling.get("max_new_tokens")
-    if not most:
-        return None
-    return request._replace(sampling={**request.sampling, "max_new_tokens": most * 2})
-
-
-def _rest_of(request: Request, answer: Completion) -> Request | None:
-    """Return the request for the rest of an answer that was cut; None where it can only be asked for anew.
-
-    A grammar would begin anew with the rest, and so would a call of a tool that the model has to make.
-    Reasoning that was cut, or a call, is no beginning of a text. What came has `min_new_tokens` already.
-    """
-    others = (answer.columns.get(name, [None])[0] for name in (REASONING, TOOL_CALLS))
-    has_grammar = any(request.sampling.get(name) for name in GRAMMARS)
-    if any(others) or has_grammar or (request.tools is not None and request.tools.must_be_called):
-        return None
-    sampling = {name: value for name, value in request.sampling.items() if name != "min_new_tokens"}
-    request = request._replace(sampling=sampling)
-    text = answer.texts[0]
-    if request.kind == "text":
-        return request._replace(prompt=request.prompt + text)
-    if request.kind == "input_ids":
-        ids = answer.columns.get(IDS_TO_CONTINUE)
-        return request._replace(prompt=[*request.prompt, *ids[0]]) if ids and ids[0] else None
-    messages: list[dict[str, Any]] = list(request.prompt)
-    if messages and messages[-1]["role"] == "assistant" and request.continues:
-        last = messages.pop()
-        text = f"{last['content']}{text}"
-    if not text:
-        return None
-    messages.append({"role": "assistant", "content": text})
-    return request._replace(prompt=messages, continues=True)
-
-
-def _joined(first: Completion, rest: Completion) -> Completion:
-    """Return an answer and its continuation as one.
-
-    Where the rest ends reasoning, all that came before was reasoning too: its beginning may be in the prompt.
-    """
-    begun, thoughts = first.texts[0], rest.columns.get(REASONING)
-    columns = {name: _joined_values(first.columns.get(name), after) for name, after in rest.columns.items()}
-    columns |= {name: first.columns[name] for name in OF_THE_PROMPT if name in first.columns}
-    if thoughts and thoughts[0]:
-        columns[REASONING] = [begun + thoughts[0]]
-        begun = ""
-    return rest._replace(
-        texts=[begun + rest.texts[0]],
-        completion_tokens=[first.output_tokens + rest.output_tokens],
-        prompt_tokens=first.prompt_tokens,
-        cached_tokens=first.cached_tokens,
-        retractions=first.retractions + rest.retractions,
-        columns=columns,
-    )
-
-
-def _joined_values(before: list[Any] | None, after: list[Any]) -> list[Any]:
-    """Return lists one after the other; of other values the last one that there is."""
-    if not before or before[0] is None:
-        return after
-    if after[0] is None:
-        return before
-    return [before[0] + after[0]] if isinstance(after[0], list) else after

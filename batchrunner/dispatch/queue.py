@@ -21,17 +21,10 @@ class AnswerHistory(msgspec.Struct):
     """Its first request, as it was sent."""
     rejected: list[Rejected] = []
     """Answers that were not good."""
-    continued: int = 0
-    """Answers that were cut, and whose rest was asked for."""
-    begun: Completion | None = None
-    """The answer so far, of which the rest was asked for."""
+    lengthened: int = 0
+    """Those of them that were cut, and asked for with more tokens."""
     last: Completion | None = None
     """The last answer, which the row keeps if it fails."""
-
-    @property
-    def asks(self) -> int:
-        """Times that the row was asked, without tries that had no answer."""
-        return 1 + len(self.rejected) + self.continued
 
 
 class PendingRow(msgspec.Struct, eq=False):

@@ -10,7 +10,6 @@ from batchrunner.core.types import AskedColumns, ColumnKind, Completion, Forward
 from batchrunner.job.fields import CHECK, PARSE
 from batchrunner.job.output import (
     ANSWER_COLUMNS,
-    IDS_TO_CONTINUE,
     OF_TOKENS,
     PARSED,
     REASONING,
@@ -61,11 +60,9 @@ class AnswerPlan:
     def asks(self) -> AskedColumns | None:
         """What each request asks for; None for nothing."""
         names = {*self.columns} - {PARSED, RESPONSE}
-        if self.on_length == "continue":
-            names.add(IDS_TO_CONTINUE)
         if not names:
             return None
-        of_tokens = not names.isdisjoint({*OF_TOKENS, "output_ids", IDS_TO_CONTINUE})
+        of_tokens = not names.isdisjoint({*OF_TOKENS, "output_ids"})
         return AskedColumns(
             frozenset(names), self.top_logprobs, of_tokens, only_reasoning=names == {REASONING}
         )

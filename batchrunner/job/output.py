@@ -50,8 +50,6 @@ ANSWER_COLUMNS = {
 }
 """Columns that a job can ask for, with their meanings. They come after those of every result."""
 PARSED = "parsed"
-IDS_TO_CONTINUE = "ids_to_continue"
-"""Name under which an answer brings the token ids from which a cut one goes on; no column of a result."""
 CUT = "length"
 """The finish reason of an output that was cut at `max_new_tokens`."""
 RESPONSE = "response"

@@ -75,7 +75,7 @@ def check_task_fields(task: TaskName, given: Collection[str]) -> None:
         raise ValueError(f"task: score: takes either labels, which are single tokens, or {CHOICES}")
 
 
-OnLength: TypeAlias = Literal["keep", "fail", "continue"]
+OnLength: TypeAlias = Literal["keep", "fail", "longer"]
 _Temperature: TypeAlias = Annotated[float, Field(ge=0)]
 
 
@@ -251,9 +251,8 @@ class Job(Spec):
     """When an answer is good. One that is not is asked for again, and then fails its row, which keeps it."""
     on_length: OnLength | None = None
     """What becomes of an answer that was cut at `max_new_tokens`. `keep`: it is the row's. `fail`: it is not
-    good, as if by `check`. `continue`: the rest is asked for, with twice the tokens, three times at most;
-    with a grammar, the whole answer. By default `fail` where answers are checked against a JSON Schema, else
-    `keep`."""
+    good, as if by `check`. `longer`: it is asked for again, with twice the tokens, three times at most;
+    then it is not good. By default `fail` where answers are checked against a JSON Schema, else `keep`."""
     limits: LimitsSpec = LimitsSpec()
     """When a run gives up, and when it counts as failed."""
     order: Literal["auto", "input", "prefix", "longest_first"] = "auto"
@@ -311,7 +310,7 @@ class Job(Spec):
         check_task_fields(self.task, given_fields(self))
         prompt, sampling, check, asked = self.prompt, self.sampling, self.check, self.output.asked
         first, sampled = check.first_temperature, sampling.temperature
-        fails_cut = self.on_length in {"fail", "continue"}
+        fails_cut = self.on_length in {"fail", "longer"}
         has_schema = sampling.json_schema is not None and check.json_ is not False
         is_checked = check.has_condition or fails_cut or has_schema or check.json_ is False
         rules = (
@@ -337,8 +336,8 @@ class Job(Spec):
                 "check.feedback, sampling.tool_choice and the column tool_calls go with chats only",
             ),
             (
-                sampling.n > 1 and (check.feedback or self.on_length == "continue"),
-                "check.feedback and on_length: continue go with one output of a row, not with sampling.n",
+                sampling.n > 1 and check.feedback,
+                "check.feedback goes with one output of a row, not with sampling.n",
             ),
             (
                 "prompt_logprobs" in asked and (TOOL_CALLS in asked or prompt.tools is not None),

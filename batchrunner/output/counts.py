@@ -90,8 +90,6 @@ class AskedAgain(NamedTuple):
 
     asks: int
     """Times that it was asked, without tries that had no answer."""
-    continued: int
-    """Those of them that asked for the rest of an answer that was cut."""
     rejected: tuple[Rejected, ...]
     is_good: bool | None
     """Whether the last answer is good; None where the row ended without a further one."""
@@ -103,9 +101,7 @@ class CheckCounts:
 
     rows_asked_again: int = 0
     asked_again: int = 0
-    """Further asks, continuations included."""
-    continued: int = 0
-    """Asks for the rest of an answer that was cut."""
+    """Further asks."""
     rows_mended: int = 0
     """Rows that were asked again and then had a good answer."""
     rows_failed: int = 0
@@ -125,7 +121,6 @@ class CheckCounts:
         found: AskedAgain = asked[0]
         self.rows_asked_again += found.asks > 1
         self.asked_again += found.asks - 1
-        self.continued += found.continued
         self.rows_mended += found.is_good is True and found.asks > 1
         self.rows_failed += found.is_good is False
         self.prompt_tokens += (found.asks - 1) * (completion.prompt_tokens or 0)
@@ -139,7 +134,7 @@ class CheckCounts:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no answer was rejected or continued."""
+        """Whether no answer was rejected."""
         return not (self.asked_again or self.rows_failed)
 
     def as_dict(self) -> dict[str, Any]:

@@ -96,9 +96,8 @@ class Report:
     several rows), the `most_rows` of one, and `rows_resent` after their bundle left them unanswered."""
     checks: dict[str, Any] = field(default_factory=dict)
     """Answers that were not good, of all attempts; empty where all were: `rows_asked_again`, the further
-    asks (`asked_again`, `continued` of them for the rest of a cut answer), `rows_mended` by them,
-    `rows_failed`, the `output_tokens` that were rejected, about how many `prompt_tokens` the further asks
-    had, and the `causes`."""
+    asks (`asked_again`), `rows_mended` by them, `rows_failed`, the `output_tokens` that were rejected, about
+    how many `prompt_tokens` the further asks had, and the `causes`."""
     simulated: bool = False
     """Whether the answers are invented."""
     versions: dict[str, str | None] = field(default_factory=dict)

@@ -263,82 +263,28 @@ def test_equal_rows_are_told_apart_by_what_the_check_reads(tmp_path: Path, serve
     assert [row["output"] for row in results_of(job)] == ["a"] * 4
 
 
-@pytest.mark.parametrize("kind", ["text", "chat", "ids"])
-def test_a_cut_answer_goes_on(tmp_path: Path, server: FakeSGLang, kind: str) -> None:
-    """The answer so far is the beginning of the next, with twice the tokens and no least length."""
-    write_rows(tmp_path / "input.parquet", 1, ids=[[7, 8]])
-    prompt: Any = {"text": {"text": "text"}, "chat": CHAT, "ids": {"input_ids": "ids"}}[kind]
-    parts = ["one ", "two ", "three"]
-
-    def script(sent: Sent) -> Body:
-        number = len(server.sent) - 1
-        ids = {"output_ids": [number]} if kind != "chat" else {}
-        return says(sent, parts[number], "stop" if number == 2 else "length", **ids)
-
-    server.script = script
-    sampling = {"max_new_tokens": 4, "min_new_tokens": 3}
-    job = job_of(tmp_path, server, prompt=prompt, on_length="continue", sampling=sampling)
-    assert batchrunner.run(job).exit_code == 0
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_cut_answer_is_asked_for_with_more_tokens(
+    tmp_path: Path, server: FakeSGLang, *, goes_on: bool
+) -> None:
+    """Twice as many each time, also with a grammar; the fourth one that is cut fails its row."""
+    texts = ['{"ki', '{"kind', '{"kind"', '{"kin' if goes_on else json.dumps(GOOD)]
+    server.script = lambda sent: says(
+        sent, texts[sent.tries - 1], "length" if goes_on or sent.tries < 4 else "stop"
+    )
+    job = schema_job(tmp_path, server, on_length="longer", check={"tries": 1}, sampling={"max_new_tokens": 4})
+    assert batchrunner.run(job).exit_code == (3 if goes_on else 0)
+    assert [sampling_of(sent)["max_new_tokens"] for sent in server.sent] == [4, 8, 16, 32]
     (row,) = results_of(job)
-    assert (row["output"], row["finish_reason"], row["completion_tokens"]) == ("one two three", "stop", 3)
-    name = "max_completion_tokens" if kind == "chat" else "max_new_tokens"
-    assert [sampling_of(sent)[name] for sent in server.sent] == [4, 8, 16]
-    least = "min_tokens" if kind == "chat" else "min_new_tokens"
-    assert [sampling_of(sent).get(least) for sent in server.sent] == [3, None, None]
-    if kind == "chat":
-        assert [sent.body["messages"][-1] for sent in server.sent[1:]] == [
-            {"role": "assistant", "content": text} for text in ("one ", "one two ")
-        ]
-        assert server.sent[1].body["continue_final_message"] is True
-    else:
-        key, begun = ("text", ["row 0", "row 0one ", "row 0one two "])
-        if kind == "ids":
-            key, begun = ("input_ids", [[7, 8], [7, 8, 0], [7, 8, 0, 1]])  # type: ignore[list-item]
-        assert [sent.body[key] for sent in server.sent] == begun
-    assert report_of(job)["checks"]["continued"] == 2
-
-
-def test_reasoning_that_was_cut_goes_on(tmp_path: Path, server: FakeSGLang) -> None:
-    """Where the chat template begins it, only its end tells that it was reasoning."""
-    parts = ["first ", "then\n</think>\nha", "then\n</think>\nwhole"]
-
-    def script(sent: Sent) -> Body:
-        number = len(server.sent)
-        return says(sent, parts[number - 1], "length" if number < len(parts) else "stop")
-
-    server.script = script
-    job = job_of(tmp_path, server, rows=1, prompt=CHAT, on_length="continue")
-    assert batchrunner.run(job).exit_code == 0
-    (row,) = results_of(job)
-    assert (row["reasoning"], row["output"]) == ("first then", "whole")
-    assert [sent.body["messages"][1:] for sent in server.sent[1:]] == [
-        [{"role": "assistant", "content": "first "}]
-    ] * (len(parts) - 1)
-
-
-def test_an_answer_that_does_not_end(tmp_path: Path, server: FakeSGLang) -> None:
-    """It goes on three times, and then fails with all that there is."""
-    server.script = lambda sent: says(sent, "x ", "length")
-    job = job_of(tmp_path, server, rows=1, on_length="continue")
-    assert batchrunner.run(job).exit_code == 3
-    (row,) = results_of(job)
-    assert (row["output"], row["error"]) == ("x " * 4, "the answer was cut at max_new_tokens")
-
-
-def test_an_answer_of_a_grammar_is_asked_for_anew(tmp_path: Path, server: FakeSGLang) -> None:
-    """A grammar would begin anew with the rest: the whole answer is asked for, with twice the tokens."""
-    texts = ['{"ki', json.dumps(GOOD)]
-    server.script = lambda sent: says(sent, texts[sent.tries - 1], "length" if sent.tries == 1 else "stop")
-    job = schema_job(tmp_path, server, on_length="continue", sampling={"max_new_tokens": 4})
-    assert batchrunner.run(job).exit_code == 0
-    assert [sampling_of(sent)["max_new_tokens"] for sent in server.sent] == [4, 8]
-    assert results_of(job)[0]["output"] == json.dumps(GOOD)
+    assert row["output"] == texts[-1]
+    assert row["error"] == ("the answer was cut at max_new_tokens" if goes_on else None)
+    assert report_of(job)["checks"]["asked_again"] == 3
 
 
 def test_a_row_that_is_refused_later_keeps_its_answer(tmp_path: Path, server: FakeSGLang) -> None:
-    """Its continuation may be too long for the model."""
+    """With more tokens it may be too long for the model."""
     server.script = lambda sent: says(sent, "x", "length") if len(server.sent) == 1 else "too long"
-    job = job_of(tmp_path, server, rows=1, on_length="continue")
+    job = job_of(tmp_path, server, rows=1, on_length="longer")
     batchrunner.run(job)
     (row,) = results_of(job)
     assert row["output"] == "x"
@@ -380,7 +326,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "check.temperature and sampling.temperature differ",
     ),
     "no chat": ({"check": {"regex": "x", "feedback": True}}, "go with chats only"),
-    "samples": ({"on_length": "continue", "sampling": {"n": 2}}, "on_length: continue go with one output"),
+    "samples": (
+        {"check": {"regex": "x", "feedback": True}, "prompt": CHAT, "sampling": {"n": 2}},
+        "check.feedback goes with one output",
+    ),
     "schema": ({"sampling": {"json_schema": {"type": "strin"}}}, "not a JSON Schema that answers"),
     "parsed": (
         {"output": {"columns": ["parsed"]}, "input": {"columns": ["parsed"]}},
@@ -415,7 +364,6 @@ def counts_of(rows: int) -> dict[str, Any]:
     return {
         "rows_asked_again": rows,
         "asked_again": rows,
-        "continued": 0,
         "rows_mended": rows - failed,
         "rows_failed": failed,
         "output_tokens": rows + failed,

@@ -111,31 +111,6 @@ def test_the_column_of_calls_in_later_starts(tmp_path: Path, server: FakeSGLang)
     assert [row["tool_calls"] for row in results_of(job)] == ["mine", "own"]
 
 
-@pytest.mark.parametrize("choice", ["required", "auto"])
-def test_a_call_that_was_cut_is_asked_for_anew(tmp_path: Path, server: FakeSGLang, choice: Any) -> None:
-    """The server's grammar would begin again after the first half of a call; a text goes on."""
-
-    def script(sent: Sent) -> Body:
-        reply = answer(sent, '[{"name": "get_')
-        choice = reply["choices"][0]
-        choice["finish_reason"] = "length"
-        if len(server.sent) > 1:
-            choice["finish_reason"] = "tool_calls"
-            choice["message"].update(content=None, tool_calls=[TOOL_CALL])
-        return Body(json.dumps(reply).encode())
-
-    server.script = script
-    sampling = {"tool_choice": choice, "max_new_tokens": 4}
-    job = job_of(tmp_path, server, rows=1, prompt=CHAT, sampling=sampling, on_length="continue")
-    assert batchrunner.run(job).exit_code == 0
-    (row,) = results_of(job)
-    assert (row["tool_calls"], row["attempts"]) == (CALLS, 2)
-    goes_on = choice == "auto"
-    assert row["output"] == ('[{"name": "get_' if goes_on else "")
-    assert [len(sent.body["messages"]) for sent in server.sent] == [1, 2 if goes_on else 1]
-    assert [sent.body["max_completion_tokens"] for sent in server.sent] == [4, 8]
-
-
 def test_several_outputs_with_calls(tmp_path: Path, server: FakeSGLang) -> None:
     """Each has its calls, or none."""
 

@@ -23,7 +23,7 @@ from batchrunner.core.types import (
 )
 from batchrunner.engines.http.failures import error_of, known_status, short
 from batchrunner.input.request_bodies import fields_of, prompts_in
-from batchrunner.job.output import IDS_TO_CONTINUE, RESPONSE
+from batchrunner.job.output import RESPONSE
 from batchrunner.job.tasks import check_embeddings
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
@@ -367,7 +367,6 @@ def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[An
         "reasoning": lambda: [answer.reasoning for answer in answers],
         "tool_calls": lambda: [_calls(answer.calls) for answer in answers],
         "matched_stop": lambda: [_text(answer.matched) for answer in answers],
-        IDS_TO_CONTINUE: lambda: [answer.ids for answer in answers],
         "output_ids": lambda: [_there(answer.ids, "output_ids") for answer in answers],
         "logprobs": lambda: [_tokens(_there(meta.output_token_logprobs, "logprobs")) for meta in metas],
         "top_logprobs": lambda: [
