@@ -126,7 +126,7 @@ def test_a_run_that_takes_every_blow(tiny: Path, tmp_path: Path) -> None:
         eventually(lambda: not processes_of(tmp_path) and not any(map(command_line, pids)))
     assert len(tree) >= 4  # runner, launcher, server, scheduler
     assert any(line.startswith(f"{OTHER_PYTHON} ") and "launcher.py" in line for line in tree)
-    assert "***" in (tmp_path / "run" / "engine-server.log").read_text(errors="replace")
+    assert (tmp_path / "run" / "engine-server.log").stat().st_mode & 0o77 == 0  # it may have the server's key
     assert "the engine died" in "".join(lines)
 
 
