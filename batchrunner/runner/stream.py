@@ -327,7 +327,9 @@ class ProgramRows:
     def _failed(self, rows: range, error: str) -> list[Request | Outcome]:
         """Return rows of which nothing is known but the error; their carried columns are null."""
         schema = self._renderer.carried_schema
-        carried = pa.RecordBatch.from_arrays([pa.nulls(len(rows), kind) for kind in schema.types])
+        carried = pa.RecordBatch.from_arrays(
+            [pa.nulls(len(rows), kind) for kind in schema.types], schema=schema
+        )
         return [Outcome(RowRef(row, carried, at), None, error, None, 0) for at, row in enumerate(rows)]
 
     def _used(self, data: pa.RecordBatch) -> pa.RecordBatch:
