@@ -29,9 +29,8 @@ from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.engines.base import PlacedRequest
 from batchrunner.engines.http import replies
 from batchrunner.engines.http.client import BundleAnswer, Endpoint
-from batchrunner.engines.http.failures import error_of
+from batchrunner.engines.http.guard import ModelGuard, common_model, model_in
 from batchrunner.engines.http.loads import LOADS, METRICS, counters_in, load_in
-from batchrunner.engines.http.model_guard import ModelGuard, common_model, model_in
 from batchrunner.engines.http.server_info import describe
 from batchrunner.engines.http.worker_list import urls_in
 from batchrunner.job.answers import AnswerPlan
@@ -98,13 +97,14 @@ def check_bundle(events: list[bytes], rows: int) -> dict[int, list[str]]:
     assert set(answers.ends) <= {row.place for row in placed}
     assert set(answers.ends.values()) <= {1}
     if answer.refusal is not None:
-        str(error_of(*answer.refusal)).encode("utf-8")
+        refusal = answer.refusal
+        str(replies.error_of(refusal.status, refusal.content)).encode("utf-8")
     return answers.texts
 
 
 def check_error(code: int, body: bytes, retry_after: str | None) -> None:
     """Read a reply with another status."""
-    error = error_of(code, body, retry_after)
+    error = replies.error_of(code, body, retry_after)
     assert isinstance(error, RequestError)
     assert code not in {429, 502, 503, 504} or not isinstance(error, (AttemptFailedError, RowRefusedError))
     str(error).encode("utf-8")

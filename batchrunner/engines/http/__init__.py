@@ -1,5 +1,6 @@
 """HTTP: requests to SGLang servers and gateways, and what their replies and failures mean.
 
-Others import `loads` (how a server is asked, and its load) and `server_info` (how it describes itself). The
-other files are for engines: `client` sends, `wire` writes requests, `replies` and `failures` read answers.
+A row passes through `client` (sends it), `wire` (writes its request) and `replies` (reads its answer).
+`guard` tells which server answers. Others import `loads` (how a server is asked, and its load) and
+`server_info` (what it says of itself).
 """

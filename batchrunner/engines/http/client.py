@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -37,15 +37,21 @@ from batchrunner.core.types import Completion, ForwardTask, Request
 from batchrunner.engines.base import Engine, PlacedRequest, RowAnswers
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
-from batchrunner.engines.http.direct import PostedAnswer, PostSender
-from batchrunner.engines.http.failures import FailureClassifier, error_of, in_words
-from batchrunner.engines.http.loads import LOADS, METRICS, NOT_REACHED, NOT_SGLANG, ServerStatus
-from batchrunner.engines.http.model_guard import (
+from batchrunner.engines.http.guard import (
+    FailureClassifier,
     GuardedConnector,
     Model,
     ModelGuard,
     common_model,
     model_in,
+)
+from batchrunner.engines.http.loads import (
+    LOADS,
+    METRICS,
+    NOT_REACHED,
+    NOT_SGLANG,
+    ServerStatus,
+    in_words,
 )
 from batchrunner.engines.http.server_info import (
     ServerQuestions,
@@ -53,6 +59,7 @@ from batchrunner.engines.http.server_info import (
     events_of_tokens,
     pooling_note,
 )
+from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.model_files import vocabulary_of
 from batchrunner.input.request_bodies import with_model
@@ -65,15 +72,13 @@ KEEPALIVE_S = 3.0
 """Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
 LONGEST_TICK_S = 1.0
 """Pause between two looks for requests that take too long."""
-MOST_ANSWER_BYTES = 128 << 20
-"""Most bytes of an answer, or of an event in one: a part of the results holds 64 MiB."""
 EVENTS_A_ROW = 4
 """Events a row, two of which are usual, above which a server does not heed `stream_interval`."""
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 GATEWAY_ROUTE = "gateway"
 AFFINITY_HEADER = "X-SMG-Routing-Key"
 """With sglang_router's policy `manual` requests with the same value go to the same replica."""
-_DATA, _END = b"data:", b"[DONE]"
+_END = b"[DONE]"
 _OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
 _NO_SUCH_PATH = {404, 405}
 
@@ -87,8 +92,8 @@ class Endpoint:
     url: str
     senders: dict[str, PostSender] = field(default_factory=dict)
     """What posts to a path."""
-    requests: dict[asyncio.Timeout, float] = field(default_factory=dict)
-    """Requests that are sent and not answered: what ends each, and when it was sent (monotonic)."""
+    requests: dict[asyncio.Task[Any], float] = field(default_factory=dict)
+    """Tasks whose requests are sent and not answered, with the times at which they were sent (monotonic)."""
     answers: int = 0
     """Requests answered so far, with whatever status."""
     closed: str | None = None
@@ -105,22 +110,14 @@ class Endpoint:
         self.end_requests(math.inf)
 
     def end_requests(self, sent_before: float) -> None:
-        """Raise TimeoutError in the requests that were sent before a time."""
-        for limit, sent_at in self.requests.items():
-            if sent_at < sent_before and not limit.expired():
-                limit.reschedule(0)
+        """Cancel the requests that were sent before a time: their tasks are no longer among `requests`."""
+        for task in [task for task, sent_at in self.requests.items() if sent_at < sent_before]:
+            del self.requests[task]
+            task.cancel()
 
     def reopen(self) -> None:
         """Take requests again."""
         self.closed = None
-
-
-class WholeAnswer(NamedTuple):
-    """An HTTP answer whose body is read."""
-
-    status: int
-    content: bytes
-    retry_after: str | None
 
 
 class HttpEngine(Engine):
@@ -235,18 +232,17 @@ class HttpEngine(Engine):
         endpoint, headers = self.endpoints[route], self._affinity(request)
         if request.task is not None:
             reply = await self._post_task(endpoint, request.task, [request], headers)
-            completion = replies.answer_of(request, reply)
-        elif request.kind == "body":
-            body = with_model(request.prompt, self._model_name(request.prompt.model))
-            reply = await self._post(endpoint, request.prompt.path, body, headers)
-            completion = replies.completion_of_body(request.prompt, reply)
         else:
-            body = wire.bytes_of(wire.body_of(request))
+            if request.kind == "body":
+                body = with_model(request.prompt, self._model_name(request.prompt.model))
+            else:
+                body = wire.bytes_of(wire.body_of(request))
             reply = await self._post(endpoint, wire.path_of(request), body, headers)
-            completion = replies.completion_of(request, reply)
+        completion = replies.completion_of(request, reply)
         if self._confirms_answers:
             await self.guard.confirm(endpoint.url)
-        await self.guard.check_answer(endpoint.url, completion.weights)
+        if completion.weights != self.guard.weights or endpoint.url in self.guard.in_doubt:
+            await self.guard.check_answer(endpoint.url, completion.weights)
         return completion
 
     async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
@@ -274,7 +270,7 @@ class HttpEngine(Engine):
         """Ask the first replica; see `Engine.tokens_of`."""
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
         sent_at = time.monotonic()
-        answer = await self._exchange(self._first, wire.TOKENIZE_PATH, body, None, _whole)
+        answer = await self._exchange(self._first, wire.TOKENIZE_PATH, body, None, replies.whole)
         if answer.status in _NO_SUCH_PATH:
             return None
         if answer.status != _OK:
@@ -333,7 +329,7 @@ class HttpEngine(Engine):
 
     def _guard_model(self, model: Model, questions: ServerQuestions, workers: WorkerList | None) -> None:
         """Guard the model of every address that takes rows; that of replicas that we started too."""
-        self.guard.begin(model)
+        self.guard.model = model
         if workers is not None:
 
             async def of_workers() -> Mapping[str, Model]:
@@ -389,7 +385,7 @@ class HttpEngine(Engine):
     ) -> bytes:
         """Send a body and return the reply; raises RequestError for another status, whose `body` it has."""
         sent_at = time.monotonic()
-        answer = await self._exchange(endpoint, path, body, headers, _whole)
+        answer = await self._exchange(endpoint, path, body, headers, replies.whole)
         if answer.status != _OK:
             raise await self._refusal(endpoint, answer, sent_at)
         return answer.content
@@ -405,9 +401,9 @@ class HttpEngine(Engine):
         bodies = [wire.bytes_of(body) for body in task.steps(requests)]
         return task.whole([await self._post(endpoint, task.path, body, headers) for body in bodies])
 
-    async def _refusal(self, endpoint: Endpoint, answer: WholeAnswer, sent_at: float) -> RequestError:
+    async def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer, sent_at: float) -> RequestError:
         """Return what an answer with another status than 200 means for its rows: all are judged here."""
-        error = error_of(*answer)
+        error = replies.error_of(answer.status, answer.content, answer.retry_after)
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
             self.guard.doubt(endpoint.url)
         if isinstance(error, EngineDownError):  # a gateway names the replica that is down
@@ -434,7 +430,7 @@ class HttpEngine(Engine):
             raise BundleRefusedError(str(failure)) from None
         if self._confirms_answers:
             await self.guard.confirm(endpoint.url)
-        await self.guard.settle(endpoint.url)
+        await self.guard.check_answer(endpoint.url, None)
         for row, result in zip(rows, results, strict=True):
             answers.ended(row.place, result)
 
@@ -474,26 +470,31 @@ class HttpEngine(Engine):
         if sender is None:
             assert self._rows is not None
             sender = endpoint.senders[path] = PostSender(self._rows, URL(endpoint.url + path))
-        sent_at = time.monotonic()
-        limit = asyncio.timeout(None)
+        task, sent_at = asyncio.current_task(), time.monotonic()
+        assert task is not None
+        endpoint.requests[task] = sent_at
         try:
-            async with limit:
-                endpoint.requests[limit] = sent_at
-                if not self.guard.is_settled(endpoint.url):
-                    await self.guard.settle(endpoint.url)
-                posted = await sender.post(body, headers)
-                try:
-                    answer = await read(posted)
-                finally:
-                    posted.release()
+            if endpoint.url in self.guard.in_doubt:
+                await self.guard.confirm(endpoint.url)
+            posted = await sender.post(body, headers)
+            try:
+                answer = await read(posted)
+            finally:
+                posted.release()
         except (RequestError, BatchrunError):
             raise
+        except asyncio.CancelledError:
+            if task in endpoint.requests or task.uncancel():  # others want the task to end
+                raise
+            late = f"no answer within {self._timeout_s:g} s"
+            raise (EngineDownError(endpoint.closed) if endpoint.closed else NoAnswerError(late)) from None
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise await self._meaning(endpoint, failure, sent_at) from None
         finally:
-            endpoint.requests.pop(limit, None)
+            endpoint.requests.pop(task, None)
         endpoint.answers += 1
-        self.failures.record(endpoint.url, alive=True)
+        if self.failures.dead:
+            self.failures.record(endpoint.url, alive=True)
         return answer
 
     async def _meaning(self, endpoint: Endpoint, failure: Exception, sent_at: float) -> Exception:
@@ -504,9 +505,6 @@ class HttpEngine(Engine):
         match failure:
             case aiohttp.ConnectionTimeoutError():  # a host that is gone: no row is why
                 return EngineDownError(f"no connection to {url} within {CONNECT_TIMEOUT_S:g} s")
-            case TimeoutError():
-                late = f"no answer within {self._timeout_s:g} s"
-                return EngineDownError(endpoint.closed) if endpoint.closed else NoAnswerError(late)
             case aiohttp.ClientConnectorError():
                 return EngineDownError(f"no connection to {url}: {in_words(failure)}")
             case aiohttp.ClientError() | OSError():
@@ -516,44 +514,6 @@ class HttpEngine(Engine):
                 return await self.failures.classify(url, sent_at, what)
         log.debug("an answer of %s", url, exc_info=failure)
         return AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})")
-
-
-async def _whole(answer: PostedAnswer) -> WholeAnswer:
-    content = await content_of(answer.content)
-    return WholeAnswer(answer.status, content, answer.headers.get("Retry-After"))
-
-
-async def content_of(content: aiohttp.StreamReader) -> bytes:
-    """Return the body of an answer; raises AttemptFailedError for one that is larger than any can be."""
-    if content.is_eof() and content.total_bytes <= MOST_ANSWER_BYTES:
-        return content.read_nowait()
-    found = bytearray()
-    async for part in content.iter_any():
-        found += part
-        if len(found) > MOST_ANSWER_BYTES:
-            raise AttemptFailedError(f"the answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
-    return bytes(found)
-
-
-class EventLines:
-    """Cuts an answer into events (server-sent, with their data in one line), wherever its pieces begin."""
-
-    def __init__(self) -> None:
-        self._rest = bytearray()
-
-    def feed(self, part: bytes) -> list[bytes]:
-        """Take the next piece; return the data of the events that it completes. Other lines are left out.
-
-        Raises BundleRefusedError for an event that is too large.
-        """
-        *lines, rest = part.split(b"\n")
-        if lines and self._rest:
-            lines[0] = bytes(self._rest) + lines[0]
-            self._rest.clear()
-        self._rest += rest
-        if len(self._rest) > MOST_ANSWER_BYTES:
-            raise BundleRefusedError(f"an event is larger than {MOST_ANSWER_BYTES >> 20} MiB")
-        return [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
 
 
 @dataclass(slots=True, eq=False)
@@ -570,18 +530,18 @@ class BundleAnswer:
     """Places in the bundle of the rows that have ended."""
     events: int = 0
     """Events that came so far."""
-    refusal: WholeAnswer | None = None
+    refusal: replies.WholeAnswer | None = None
     """What an event said of the whole request, as if it were the answer to it."""
 
-    async def read(self, answer: PostedAnswer) -> WholeAnswer | None:
+    async def read(self, answer: PostedAnswer) -> replies.WholeAnswer | None:
         """Pass on the events of an answer until it ends, or for a second after the last one that is wanted.
 
         Return an answer that is not one of events, or a refusal of all rows.
         """
         kind = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if kind != "text/event-stream":
-            return await _whole(answer)
-        lines = EventLines()
+            return await replies.whole(answer)
+        lines = replies.EventLines()
         try:
             async with asyncio.timeout(None) as end:
                 async for part in answer.content.iter_any():
@@ -616,7 +576,7 @@ class BundleAnswer:
             index = event.index
             if index is None:
                 if event.error is not None:
-                    self.refusal = WholeAnswer(replies.status_of(event.error), content, None)
+                    self.refusal = replies.WholeAnswer(replies.status_of(event.error), content)
             elif event.meta_info.finish_reason is not None and 0 <= index < len(self.rows):
                 await self._end(index, event)
 
@@ -627,7 +587,7 @@ class BundleAnswer:
         self.endpoint.answers += 1
         place, request = self.rows[index]
         try:
-            completion = replies.completion_of_samples(request, (event,))
+            completion = replies.completion_of(request, event)
             await self.guard.check_answer(self.endpoint.url, completion.weights)
         except RequestError as failure:
             self.answers.ended(place, failure)

@@ -30,6 +30,13 @@ NOT_SGLANG = (ValueError, KeyError, TypeError, msgspec.MsgspecError)
 """Errors that `load` raises too, for a reply that is not SGLang's."""
 
 
+def in_words(failure: Exception) -> str:
+    """Say in one line why a server gave no answer; some of aiohttp's errors do not say it, or in several."""
+    if isinstance(failure, aiohttp.TooManyRedirects):
+        return "its redirects lead in a circle"
+    return " ".join(str(getattr(failure, "os_error", failure)).split()) or type(failure).__name__
+
+
 class ServerStatus:
     """GET requests to the server at `url`, each of which ends after its `timeout_s`."""
 

@@ -1,4 +1,4 @@
-"""Replies of SGLang's HTTP interface → completions and errors. Pure.
+"""Replies of SGLang's HTTP interface → completions and errors.
 
 Whatever bytes come, reading them ends in a completion or in a RequestError of the row.
 """
@@ -6,13 +6,21 @@ Whatever bytes come, reading them ends in a completion or in a RequestError of t
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import msgspec
 import orjson
 
-from batchrunner.core.errors import AttemptFailedError, RequestError
+from batchrunner.core.errors import (
+    AttemptFailedError,
+    BundleRefusedError,
+    EngineBusyError,
+    EngineDownError,
+    RequestError,
+    RowRefusedError,
+)
 from batchrunner.core.types import (
     CHAT_PATH,
     EMBEDDINGS_PATH,
@@ -21,7 +29,7 @@ from batchrunner.core.types import (
     Request,
     RequestBody,
 )
-from batchrunner.engines.http.failures import error_of, known_status, short
+from batchrunner.engines.http.wire import PostedAnswer
 from batchrunner.input.request_bodies import fields_of, prompts_in
 from batchrunner.job.output import RESPONSE
 from batchrunner.job.tasks import check_embeddings
@@ -158,6 +166,16 @@ _read_tokens = msgspec.json.Decoder(TokensReply)
 read_event = msgspec.json.Decoder(Event).decode
 """Decode an event; raises for what is none."""
 
+MOST_ANSWER_BYTES = 128 << 20
+"""Most bytes of an answer, or of an event in one: a part of the results holds 64 MiB."""
+ERROR_CHARACTERS = 500
+"""Most characters of an error message in a result row."""
+_BUSY = {429, 502, 503, 504}
+_REFUSED = {400, 404, 413, 422}
+_REPLICA_DOWN = re.compile(rb'"(call_upstream_|read_response_|no_(available_|healthy_)?workers)')
+"""A gateway's error codes where no replica took the row, or where the replica ended before the answer was
+complete. sglang_router 0.3.2 gives them with status 500."""
+_DATA = b"data:"
 BEGIN, END = "<think>", "</think>"
 """What models write around their reasoning, unless their template writes the first."""
 TAGS = "think>"
@@ -169,7 +187,92 @@ ENDED = "stop"
 """The finish reason of an answer that the model ended, at its end token or at a stop text."""
 
 
-class Answer(NamedTuple):
+class WholeAnswer(msgspec.Struct):
+    """An HTTP answer whose body is read."""
+
+    status: int
+    content: bytes
+    retry_after: str | None = None
+
+
+async def whole(answer: PostedAnswer) -> WholeAnswer:
+    """Read the body of an answer; raises AttemptFailedError for one that is larger than any can be."""
+    stream = answer.content
+    if stream.is_eof() and stream.total_bytes <= MOST_ANSWER_BYTES:
+        content = stream.read_nowait()
+    else:
+        found = bytearray()
+        async for part in stream.iter_any():
+            found += part
+            if len(found) > MOST_ANSWER_BYTES:
+                raise AttemptFailedError(f"the answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
+        content = bytes(found)
+    return WholeAnswer(answer.status, content, answer.headers.get("Retry-After"))
+
+
+class EventLines:
+    """Cuts an answer into events (server-sent, with their data in one line), wherever its pieces begin."""
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+
+    def feed(self, part: bytes) -> list[bytes]:
+        """Take the next piece; return the data of the events that it completes. Other lines are left out.
+
+        Raises BundleRefusedError for an event that is too large.
+        """
+        *lines, rest = part.split(b"\n")
+        if lines and self._rest:
+            lines[0] = bytes(self._rest) + lines[0]
+            self._rest.clear()
+        self._rest += rest
+        if len(self._rest) > MOST_ANSWER_BYTES:
+            raise BundleRefusedError(f"an event is larger than {MOST_ANSWER_BYTES >> 20} MiB")
+        return [line[len(_DATA) :].strip() for line in lines if line.startswith(_DATA)]
+
+
+def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
+    """Return the error that a reply with a status other than 200 means for the row."""
+    message = f"{status}: {short(_sentence_in(body)) or 'no explanation'}"
+    error: RequestError
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR and _REPLICA_DOWN.search(body):
+        error = EngineDownError(message)
+    elif status == HTTPStatus.UNAUTHORIZED:  # it would be so for any row
+        error = EngineDownError(f"refuses the API key ({message}): see engine.api_key_env")
+    elif status in _BUSY:
+        pause_s = float(retry_after) if retry_after and retry_after.isdecimal() else None
+        error = EngineBusyError(message, pause_s)
+    else:
+        error = (RowRefusedError if status in _REFUSED else AttemptFailedError)(message)
+    error.body = body
+    return error
+
+
+def known_status(code: Any) -> int:
+    """Return the status that an error tells inside of a reply with status 200; 500 where it tells none."""
+    is_status = type(code) is int and HTTPStatus.BAD_REQUEST <= code < 600  # noqa: PLR2004
+    return code if is_status else HTTPStatus.INTERNAL_SERVER_ERROR.value
+
+
+def short(text: str) -> str:
+    """Return the first paragraph as one line, cut to 500 characters: a stack trace may follow it."""
+    line = " ".join(text.strip().split("\n\n")[0].split())
+    return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"
+
+
+def _sentence_in(body: bytes) -> str:
+    """Return the sentence in an error's body, of which SGLang has several formats."""
+    try:
+        found = orjson.loads(body)
+        for key in ("error", "message", "detail"):
+            if isinstance(found, dict) and found.get(key):
+                found = found[key]
+        return found if isinstance(found, str) else orjson.dumps(found).decode()
+    except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
+        return body.decode(errors="replace")
+
+
+class Answer(msgspec.Struct):
     """One sample, whichever endpoint made it."""
 
     text: str
@@ -214,21 +317,28 @@ def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
 
 
 @_reads_anything
-def completion_of(request: Request, reply: bytes) -> Completion:
-    """Read a reply with status 200.
+def completion_of(request: Request, reply: bytes | Sample) -> Completion:
+    """Read a reply with status 200, or an event of one.
 
     Raises RequestError where the reply is an abort, no answer, one with fewer or more samples than were asked
     for, or an empty one that the model did not end.
     """
+    if isinstance(reply, Sample):
+        return _from_generate(request, (reply,))
+    if request.task is not None:
+        (result,) = answers_of([request], reply)
+        if isinstance(result, RequestError):
+            raise result
+        return result
+    if request.kind == "body":
+        return _from_body(request.prompt, reply)
     if request.kind == "messages":
         return _from_chat(request, _decoded(_read_choices, reply))
     found = _decoded(_read_generate, reply)
-    return completion_of_samples(request, found if isinstance(found, list) else (found,))
+    return _from_generate(request, found if isinstance(found, list) else (found,))
 
 
-@_reads_anything
-def completion_of_samples(request: Request, samples: Sequence[Sample]) -> Completion:
-    """Return the answer that samples of `/generate` are; raises as `completion_of`."""
+def _from_generate(request: Request, samples: Sequence[Sample]) -> Completion:
     asks = request.asks
     has_ids = asks is not None and asks.of_tokens
     answers = []
@@ -354,7 +464,8 @@ def _parted(answer: Answer) -> Answer:
         reasoning, rest = text[: end.start()], text[end.end() :]
     else:
         return answer
-    return answer._replace(text=rest.strip(), reasoning=answer.reasoning or reasoning.strip() or None)
+    parted = answer.reasoning or reasoning.strip() or None
+    return msgspec.structs.replace(answer, text=rest.strip(), reasoning=parted)
 
 
 def _columns(asks: AskedColumns, answers: Sequence[Answer]) -> dict[str, list[Any]]:
@@ -421,9 +532,8 @@ def tokens_in(reply: bytes) -> list[int] | None:
         return None
 
 
-@_reads_anything
-def completion_of_body(body: RequestBody, reply: bytes) -> Completion:
-    """Read a reply with status 200 to a whole request; the name of its model becomes that of the request.
+def _from_body(body: RequestBody, reply: bytes) -> Completion:
+    """Read a reply to a whole request; the name of its model becomes that of the request.
 
     Raises RequestError where it is an abort or no answer, or a vector has no use.
     """
@@ -467,14 +577,6 @@ def _as_line(reply: bytes, model: str | None) -> str:
     if b"\n" in content or b"\r" in content:
         content = msgspec.json.format(content, indent=-1)
     return content.decode()
-
-
-def answer_of(request: Request, reply: bytes) -> Completion:
-    """Read a reply to one request of a task without decoding; raises RequestError where it has no answer."""
-    (result,) = answers_of([request], reply)
-    if isinstance(result, RequestError):
-        raise result
-    return result
 
 
 @_reads_anything

@@ -10,7 +10,7 @@ import aiohttp
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad, TokenizerInfo
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.http.failures import in_words
+from batchrunner.engines.http.guard import Model, model_in
 from batchrunner.engines.http.loads import (
     KEY_REFUSED,
     MODEL_INFO,
@@ -18,8 +18,8 @@ from batchrunner.engines.http.loads import (
     NOT_REACHED,
     SERVER_INFO,
     ServerStatus,
+    in_words,
 )
-from batchrunner.engines.http.model_guard import Model, model_in
 from batchrunner.engines.model_files import model_identity, takes_mean
 from batchrunner.job.tasks import TASKS, TaskName
 

@@ -1,11 +1,18 @@
-"""The format of requests of SGLang's HTTP interface. Pure."""
+"""Requests as SGLang's HTTP interface takes them: their bodies, and how these are written to a connection."""
 
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import aiohttp
+import msgspec
 import orjson
+from aiohttp.connector import Connection
+from aiohttp.helpers import get_env_proxy_for_url
+from aiohttp.http_exceptions import HttpProcessingError
+from yarl import URL
 
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.media import PromptFile, file_of_part
@@ -46,9 +53,11 @@ def refuse_deadly(request: Request, vocabulary: int | None) -> None:
         if request.task is not None:
             raise RowRefusedError(f"task: {request.task.name} takes a text or token ids, and this is a chat")
         return
-    whole = isinstance(request.prompt, RequestBody)
-    for prompt in prompts_in(request.prompt) if whole else (request.prompt,):
-        _refuse_deadly_prompt(prompt, vocabulary)
+    if isinstance(request.prompt, RequestBody):
+        for prompt in prompts_in(request.prompt):
+            _refuse_deadly_prompt(prompt, vocabulary)
+    else:
+        _refuse_deadly_prompt(request.prompt, vocabulary)
 
 
 def _refuse_deadly_prompt(prompt: Any, vocabulary: int | None) -> None:
@@ -97,7 +106,8 @@ def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = Non
 def generate_body(request: Request) -> dict[str, Any]:
     """Make the body for `/generate`."""
     body = {request.kind: request.prompt, "sampling_params": request.sampling}
-    body.update(_data_of(request))
+    if request.media:
+        body.update(_data_of(request))
     if request.lora_path is not None:
         body["lora_path"] = request.lora_path
     if request.asks is not None and request.asks.of_tokens:
@@ -272,3 +282,95 @@ def _json(value: Any, name: str) -> Any:
         return orjson.loads(value)
     except orjson.JSONDecodeError as failure:
         raise RowRefusedError(f"{name} is not JSON: {failure}") from None
+
+
+JSON = "application/json"
+_REDIRECTS = {301, 302, 303, 307, 308}
+_NEWEST_KNOWN = (3, 14)
+"""Newest aiohttp whose pool is known. The pool is no public interface: newer ones send by the session."""
+
+
+class DirectAnswer(msgspec.Struct):
+    """An answer on a connection of aiohttp's pool, whose head has come."""
+
+    status: int
+    headers: Mapping[str, str]
+    content: aiohttp.StreamReader
+    connection: Connection
+
+    def release(self) -> None:
+        """Give the connection back to the pool; close it where the body was not read to its end."""
+        self.connection.release()
+
+
+PostedAnswer = DirectAnswer | aiohttp.ClientResponse
+
+
+class PostSender:
+    """Posts JSON to one URL, on a connection of the pool of an aiohttp session.
+
+    For each row `aiohttp.ClientSession.post` makes a request, a writer with a task of its own and a response:
+    a plain row costs 44 % more instructions by it. Here the head of the request is made once. Connecting,
+    TLS, the pool and the reading of HTTP are aiohttp's own, and so are requests by a proxy or a redirect.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: URL) -> None:
+        assert session.connector is not None
+        self._session = session
+        self._connector = session.connector
+        self._url = url
+        # tells the connector where to connect, and has the headers that aiohttp adds
+        self._request = aiohttp.ClientRequest("POST", url, headers={**session.headers, "Content-Type": JSON})
+        self._head = f"POST {url.raw_path_qs} HTTP/1.1\r\n{_lines(self._request.headers)}".encode()
+        is_known = tuple(int(part) for part in aiohttp.__version__.split(".")[:2]) <= _NEWEST_KNOWN
+        self.is_direct = is_known and not (session.trust_env and _has_proxy(url))
+
+    async def post(self, body: bytes, headers: Mapping[str, str] | None) -> PostedAnswer:
+        """Send a body with further `headers`, and wait for the head of the answer.
+
+        Raises aiohttp.ClientError, or OSError.
+        """
+        if not self.is_direct:
+            return await self._post_by_session(body, headers)
+        more = _lines(headers).encode() if headers else b""
+        try:
+            connection = await self._connector.connect(self._request, [], self._session.timeout)
+        except TimeoutError:
+            raise aiohttp.ConnectionTimeoutError(f"no connection to {self._url}") from None
+        try:
+            protocol = connection.protocol
+            assert protocol is not None
+            assert protocol.transport is not None
+            protocol.set_response_params(read_until_eof=True)
+            protocol.transport.write(
+                b"%b%bContent-Length: %d\r\n\r\n%b" % (self._head, more, len(body), body)
+            )
+            message, content = await protocol.read()
+            while message.code < 200:  # noqa: PLR2004 - it only announces an answer, such as 100 Continue
+                message, content = await protocol.read()
+        except BaseException as failure:
+            connection.close()
+            if isinstance(failure, HttpProcessingError):
+                raise aiohttp.ClientPayloadError(failure.message) from None
+            raise
+        if message.code in _REDIRECTS:
+            connection.release()
+            return await self._post_by_session(body, headers)
+        return DirectAnswer(message.code, message.headers, content, connection)
+
+    async def _post_by_session(
+        self, body: bytes, headers: Mapping[str, str] | None
+    ) -> aiohttp.ClientResponse:
+        payload = aiohttp.BytesPayload(body, content_type=JSON)
+        return await self._session.post(self._url, data=payload, headers=headers)
+
+
+def _has_proxy(url: URL) -> bool:
+    """Tell whether the environment has a proxy for a URL."""
+    with suppress(LookupError):
+        return bool(get_env_proxy_for_url(url))
+    return False
+
+
+def _lines(headers: Mapping[str, str]) -> str:
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items() if name != "Content-Length")

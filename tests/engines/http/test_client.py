@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pyarrow as pa
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -22,12 +23,10 @@ from batchrunner.core.errors import (
     EngineBusyError,
     EngineDownError,
 )
-from batchrunner.core.types import RequestBody
-from batchrunner.engines.http.client import EventLines
+from batchrunner.core.types import Completion, Request, RequestBody, RowRef
 from batchrunner.engines.http.connections import HeldPort, free_port
-from batchrunner.engines.http.direct import PostedAnswer, PostSender
-from batchrunner.engines.http.failures import error_of
-from batchrunner.engines.http.replies import completion_of_body
+from batchrunner.engines.http.replies import EventLines, completion_of, error_of
+from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from tests.support.reader_checks import (
     ANY_JSON,
     KINDS,
@@ -77,7 +76,7 @@ def test_events_in_any_pieces(events: list[bytes], end: bytes, data: st.DataObje
 
 
 def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("batchrunner.engines.http.client.MOST_ANSWER_BYTES", 100)
+    monkeypatch.setattr("batchrunner.engines.http.replies.MOST_ANSWER_BYTES", 100)
     lines = EventLines()
     lines.feed(b"data: " + b"x" * 90)
     with pytest.raises(BundleRefusedError, match="an event is larger than"):
@@ -289,6 +288,10 @@ REPLY: dict[str, Any] = {
 }
 
 
+def _read(body: RequestBody, reply: bytes) -> Completion:
+    return completion_of(Request(RowRef(0, pa.RecordBatch.from_pylist([{}]), 0), "body", body, {}), reply)
+
+
 @given(
     st.binary()
     | st.builds(
@@ -300,7 +303,7 @@ REPLY: dict[str, Any] = {
 def test_no_reply_breaks_the_reader(reply: bytes) -> None:
     """Any reply is an answer, which is kept as JSON on one line, or a failed try."""
     try:
-        completion = completion_of_body(BODY, reply)
+        completion = _read(BODY, reply)
     except AttemptFailedError:
         return
     (kept,) = completion.columns["response"]
@@ -317,7 +320,7 @@ def test_the_number_of_choices(asked: bytes, came: int, *, is_answer: bool) -> N
     body = BODY._replace(content=b'{"messages": [], "n": %s}' % asked)
     reply = json.dumps({**REPLY, "choices": REPLY["choices"] * came}).encode()
     if is_answer:
-        assert completion_of_body(body, reply).texts == ["yes"]
+        assert _read(body, reply).texts == ["yes"]
     else:
         with pytest.raises(AttemptFailedError, match="were asked for"):
-            completion_of_body(body, reply)
+            _read(body, reply)

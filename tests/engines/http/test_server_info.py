@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import EngineStartError
+from batchrunner.engines.http.guard import common_model
 from batchrunner.engines.http.loads import LOADS, METRICS, counters_in, from_metrics, load_in
-from batchrunner.engines.http.model_guard import common_model
 from batchrunner.engines.http.server_info import describe
 from tests.support.reader_checks import ANY_JSON, check_description, check_load, json_of, some_odd
 

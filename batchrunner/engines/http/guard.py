@@ -1,4 +1,4 @@
-"""The model guard: compares the model that servers serve with the run's, whenever another server may answer.
+"""Which server answers: whether it serves the run's model, and whether it died of a row.
 
 A connection leads to one process for as long as it lives. So a new connection takes a request only once its
 server has said, after the connection was made, that it serves the run's model (`GuardedConnector`). Behind a
@@ -7,16 +7,25 @@ or before an answer counts (`confirm`).
 """
 
 import asyncio
-import weakref
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from aiohttp.connector import Connection
+from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
-from batchrunner.core.errors import AnotherModelError, BatchrunError, EngineDownError, EngineStartError
+from batchrunner.core.errors import (
+    AnotherModelError,
+    AttemptFailedError,
+    BatchrunError,
+    EngineDiedError,
+    EngineDownError,
+    EngineStartError,
+    RequestError,
+)
 
 Model = Mapping[str, str]
 """What a server says of its model: those of MODEL_FIELDS that it tells."""
@@ -56,7 +65,7 @@ ModelQuestion = Callable[[], Awaitable[Mapping[str, Model]]]
 
 @dataclass(slots=True, eq=False)
 class _Address:
-    """An address that takes requests, and what is known of the model there."""
+    """An address that takes requests, and the questions about the model there."""
 
     question: ModelQuestion
     pause_s: float
@@ -65,49 +74,32 @@ class _Address:
     """A question that is not put yet; it ends with what is wrong."""
     asked_at: float = 0.0
     """Time of the last question, in seconds of the loop's clock."""
-    doubts: int = 0
-    """Signs that another server may be there by now."""
-    cleared: int = 0
-    """Those before the last question that was answered with the run's model."""
 
 
 class ModelGuard:
-    """Knows the run's model, and asks servers for theirs: one question answers all who wait for it."""
+    """Compares the model of servers with the run's: one question to a server answers all who wait for it."""
 
     def __init__(self) -> None:
-        self._model: Model = {}
-        self._addresses: dict[str, _Address] = {}
-        self._origins: dict[URL, list[str]] = {}
-        self._version: str | None = None
+        self.model: Model = {}
+        """The run's model."""
+        self.weights: str | None = None
         """Version of the weights that all answers have had."""
-
-    def begin(self, model: Model) -> None:
-        """Take the run's model."""
-        self._model = model
+        self.in_doubt: dict[str, int] = {}
+        """Addresses where another server may be by now, with the number of signs of it."""
+        self._addresses: dict[str, _Address] = {}
 
     def watch(self, url: str, question: ModelQuestion, *, pause_s: float = 0.0) -> None:
         """Guard the address `url`; there are `pause_s` seconds at least from one question to the next."""
         self._addresses[url] = _Address(question, pause_s)
-        self._origins.setdefault(URL(url).origin(), []).append(url)
 
     def addresses_at(self, url: URL) -> Sequence[str]:
         """Return the guarded addresses that a connection to a URL may be for."""
-        return self._origins.get(url.origin(), ())
+        return [address for address in self._addresses if URL(address).origin() == url.origin()]
 
     def doubt(self, url: str) -> None:
         """Record that another server may be at the address by now: it was away."""
-        if address := self._addresses.get(url):
-            address.doubts += 1
-
-    def is_settled(self, url: str) -> bool:
-        """Tell whether nothing is in doubt."""
-        address = self._addresses.get(url)
-        return address is None or address.cleared == address.doubts
-
-    async def settle(self, url: str) -> None:
-        """Return at once, or if there is doubt, after a question; raises as `confirm` does."""
-        if not self.is_settled(url):
-            await self.confirm(url)
+        if url in self._addresses:
+            self.in_doubt[url] = self.in_doubt.get(url, 0) + 1
 
     async def confirm(self, url: str) -> None:
         """Return once a question that was put after this call was answered with the run's model.
@@ -117,34 +109,36 @@ class ModelGuard:
         if (address := self._addresses.get(url)) is None:
             return
         if address.next_question is None:
-            address.next_question = asyncio.create_task(self._ask(address))
+            address.next_question = asyncio.create_task(self._ask(url, address))
         wrong = await asyncio.shield(address.next_question)
         if wrong is not None:
             raise wrong
 
     async def check_answer(self, url: str, version: str | None) -> None:
         """Return once an answer counts; raises as `confirm`, or for another version of the weights."""
-        await self.settle(url)
+        if url in self.in_doubt:
+            await self.confirm(url)
         if version is None:
             return
-        self._version = self._version or version
-        if version != self._version:
-            raise _another_model(url, "weight_version", self._version, version)
+        self.weights = self.weights or version
+        if version != self.weights:
+            raise _another_model(url, "weight_version", self.weights, version)
 
-    async def _ask(self, address: _Address) -> BatchrunError | EngineDownError | None:
+    async def _ask(self, url: str, address: _Address) -> BatchrunError | EngineDownError | None:
         async with address.lock:
             loop = asyncio.get_running_loop()
             await asyncio.sleep(max(0.0, address.asked_at + address.pause_s - loop.time()))
             address.next_question, address.asked_at = None, loop.time()
-            doubts = address.doubts
+            doubts = self.in_doubt.get(url)
             try:
-                for url, model in (await address.question()).items():
-                    for name, was in self._model.items():
+                for server, model in (await address.question()).items():
+                    for name, was in self.model.items():
                         if model.get(name, was) != was:
-                            raise _another_model(url, name, was, model[name])
+                            raise _another_model(server, name, was, model[name])
             except (BatchrunError, EngineDownError) as wrong:
                 return wrong
-            address.cleared = doubts
+            if self.in_doubt.get(url) == doubts:
+                self.in_doubt.pop(url, None)
             return None
 
 
@@ -164,21 +158,70 @@ class GuardedConnector(aiohttp.TCPConnector):
         """Take the guard, and the options of TCPConnector."""
         super().__init__(**options)
         self._guard = guard
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    async def connect(self, req: Any, traces: Any, timeout: aiohttp.ClientTimeout) -> Connection:
-        """Return a connection from the pool, or a new one after its server's answer."""
-        connection = await super().connect(req, traces=traces, timeout=timeout)
-        protocol = connection.protocol
-        if protocol not in self._known:
-            try:
-                for address in self._guard.addresses_at(req.url):
-                    await self._guard.confirm(address)
-            except BaseException:
-                connection.close()
-                raise
-            if connection.closed:
-                connection.close()
-                raise EngineDownError(f"the connection to {req.url.origin()} was lost before it was used")
-            self._known.add(protocol)
-        return connection
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: Any, timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        protocol = await super()._create_connection(req, traces, timeout)
+        try:
+            for address in self._guard.addresses_at(req.url):
+                await self._guard.confirm(address)
+        except BaseException:
+            protocol.close()
+            raise
+        if not protocol.is_connected():
+            protocol.close()
+            raise EngineDownError(f"the connection to {req.url.origin()} was lost before it was used")
+        return protocol
+
+
+class FailureClassifier:
+    """Judges whether a row was cut off by its own fault, its server's death, or neither."""
+
+    def __init__(
+        self,
+        is_alive: Callable[[str], Awaitable[bool]],
+        excuses: Callable[[str, float], Awaitable[bool]] | None,
+    ) -> None:
+        """Take what asks a server whether it answers.
+
+        For servers that this run started take too what tells whether one ended after a time for a reason
+        that is no row's fault.
+        """
+        self._is_alive = is_alive
+        self._excuses = excuses
+        self.dead: set[str] = set()
+        """Servers that did not answer when last asked."""
+        self._questions: dict[str, asyncio.Future[bool]] = {}
+        self._died_at: dict[str, float] = {}
+
+    def record(self, url: str, *, alive: bool) -> None:
+        """Record whether a server is alive now."""
+        if alive:
+            self.dead.discard(url)
+        elif url not in self.dead:
+            self.dead.add(url)
+            self._died_at[url] = time.monotonic()
+
+    async def classify(self, url: str, sent_at: float, what: str) -> RequestError:
+        """Return the error of a row that was sent to a server at `sent_at` and cut off; `what` is its text.
+
+        If the server is alive, the row may be at fault, and the attempt counts against it. If the server
+        died after the row was sent, it may have died of the row, unless its death excuses all rows. If it
+        was dead before, no row is at fault.
+        """
+        alive = await self._ask(url)
+        if sent_at < self._died_at.get(url, -math.inf):
+            excused = self._excuses is not None and await self._excuses(url, sent_at)
+            return EngineDownError(what) if excused else EngineDiedError(what)
+        return AttemptFailedError(what) if alive else EngineDownError(what)
+
+    async def _ask(self, url: str) -> bool:
+        """Ask a server, once for all rows that were cut off together."""
+        question = self._questions.get(url)
+        if question is None:
+            question = self._questions[url] = asyncio.ensure_future(self._is_alive(url))
+            question.add_done_callback(lambda _: self._questions.pop(url, None))
+        alive = await asyncio.shield(question)
+        self.record(url, alive=alive)
+        return alive
