@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 19_600,
     "output": 25_000,
     "input": 34_500,
-    "engines": 45_200,
+    "engines": 45_100,
     "advise": 12_800,
     "report": 10_800,
     "dispatch": 25_000,
