@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.reader import LogReader, number
-from batchrunner.engines.logs.series import LoadSample, Series, Thresholds, spread
+from batchrunner.engines.logs.series import LoadSample, Series, Thresholds
 from batchrunner.output.columns import has_texts
 from batchrunner.output.counts import each_sample
 from batchrunner.output.events import read_events
@@ -86,16 +86,14 @@ class _TaskReader:
         """What the runner did in all tasks read so far."""
         self._name = name
         self._load = load
-        self._before = dict(load.tracks), replace(client)
+        self._before = dict(load.tracks), load.retractions, replace(client)
         self._start: Mapping[str, Any] | None = None
         self._learned: dict[str, Any] = {}
         """Flags that the runner gave the servers beyond the job's."""
         self._tracks: dict[str, str] = {}
         """Names of this attempt's schedulers, by order: launched servers have new ports in each attempt."""
-        self._retractions: dict[str, int] = {}
-        """Retractions of this attempt so far, by scheduler; "" for all of them."""
-        self._unplaced = 0
-        """Retractions whose scheduler is not known."""
+        self._retractions = 0
+        """Retractions of this attempt so far."""
 
     def read(self, path: Path) -> None:
         """Read the task's event log to its end."""
@@ -104,7 +102,7 @@ class _TaskReader:
                 case "start":
                     if self._start and not _alike(self._start, event):
                         self._restart()
-                    self._start, self._tracks, self._retractions = event, {}, {}
+                    self._start, self._tracks, self._retractions = event, {}, 0
                 case "engine_recalled" | "engine_healed" if (
                     not _new_args(event).items() <= self._learned.items()
                 ):
@@ -115,35 +113,24 @@ class _TaskReader:
                 case "order":
                     self.client.possible_share = _possible_share(event)
                 case "sample" if event.keys() >= _SAMPLED:
-                    self._count_retractions(event)
                     self._add(event)
-        tracks = [track for name, track in self._load.tracks.items() if name.startswith(f"{self._name} ")]
-        spread(max(0, self._unplaced), tracks)  # their schedulers may be known only later
 
     def _restart(self) -> None:
         """Forget the load so far: it is of servers with other flags."""
-        tracks, client = self._before
+        tracks, self._load.retractions, client = self._before
         self._load.tracks = dict(tracks)
         self.client = replace(
             client, tokenize=self.client.tokenize, possible_share=self.client.possible_share
         )
-        self._unplaced = 0
 
     def _track(self, scheduler: str) -> str:
         return self._tracks.setdefault(scheduler, f"{self._name} {len(self._tracks)}")
 
-    def _count_retractions(self, sample: Mapping[str, Any]) -> None:
-        counts = {s["scheduler"]: s["retractions"] for s in sample["signals"] if "retractions" in s}
-        counts[""] = sample.get("retractions", 0)
-        new = {who: count - self._retractions.get(who, 0) for who, count in counts.items()}
-        self._retractions |= counts
-        self._unplaced += new.pop("") - sum(new.values())
-        for who, count in new.items():
-            if count:
-                self._load.track(self._track(who)).retractions += count
-
     def _add(self, sample: Mapping[str, Any]) -> None:
         client, signals = self.client, sample["signals"]
+        retractions = sample.get("retractions", 0)
+        self._load.retractions += retractions - self._retractions
+        self._retractions = retractions
         in_flight, window = sample["in_flight"], sample["window"]
         unsent = max(0, sample["rows_total"] - sample["rows_done"] - in_flight)
         client.widest = max(client.widest, in_flight)

@@ -29,7 +29,7 @@ from batchrunner.engines.http.loads import (
 from batchrunner.engines.http.server_info import limit_in_effect, scheduler_states
 from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.reader import Facts, number
-from batchrunner.engines.logs.series import LoadSample, Series, Thresholds, spread
+from batchrunner.engines.logs.series import LoadSample, Series, Thresholds
 
 KEY_VARIABLE = "SGLANG_API_KEY"
 
@@ -116,8 +116,7 @@ class _Server:
         prefills.cached_tokens = int(grown.get("cached_tokens_total", 0))
         prefills.new_tokens = max(0, int(prompt) - prefills.cached_tokens)
         prefills.prompts = int(grown.get("num_requests_total", 0))
-        tracks = list(self._series.tracks.values())[: self._summed]
-        spread(int(grown.get("num_retracted_requests_total", 0)), tracks)
+        self._series.retractions = int(grown.get("num_retracted_requests_total", 0))
         self._series.settle()
         self._facts.mute = not self._seen
         return Situation(self._series, self._series, self._facts)

@@ -108,15 +108,14 @@ def oom_prefill(s: Situation, flags: Flags) -> Finding | None:
 
 def oom_decode(s: Situation, flags: Flags) -> Finding | None:
     """Find that decoding ran out of memory."""
-    trouble = _last(s, "decode") or _last(s, "requests")
+    trouble = _last(s, "decode")
     where = f"in decoding, at {trouble.running} running" if trouble else ""
     return _ran_out(s, trouble, flags, where, beside=_narrower(s, flags))
 
 
 def oom_graph(s: Situation, flags: Flags) -> Finding | None:
     """Find that capturing CUDA graphs ran out of memory."""
-    trouble = _last(s, "graph") or _last(s, "prefill-graph")
-    return _ran_out(s, trouble, flags, "while CUDA graphs were captured")
+    return _ran_out(s, _last(s, "graph"), flags, "while CUDA graphs were captured")
 
 
 def oom_weights(s: Situation, flags: Flags) -> Finding | None:
@@ -186,7 +185,7 @@ def _narrower(s: Situation, flags: Flags) -> str:
 
 
 def _last(s: Situation, phase: Phase) -> Trouble | None:
-    return next((trouble for trouble in reversed(s.facts.troubles) if trouble.phase == phase), None)
+    return s.facts.troubles.get(phase)
 
 
 def _ran_out(
@@ -196,13 +195,12 @@ def _ran_out(
     """Return the finding with the flags that recovery would use; `beside` is another remedy."""
     if trouble is None:
         return None
-    times = sum(other.phase == trouble.phase for other in s.facts.troubles)
-    text = trouble.what.text
+    text = trouble.text
     args = safer(Death(trouble.phase, text, trouble.running), s.facts, flags)
     ways = [way for way in (command_line(args), beside) if way] or ["a smaller model, or a larger card"]
     return Finding(
         f"out of memory{where and ' '}{where}: {text[:LONGEST_LINE]}",
         args,
         ", or ".join(ways),
-        {**(known or {}), "times": times, "running": trouble.running},
+        {**(known or {}), "running": trouble.running},
     )

@@ -24,7 +24,7 @@ from batchrunner.core.files import cache_directory, read_json
 from batchrunner.engines.device import cards
 from batchrunner.engines.flags import Flags, name_in, of_arguments, version_of
 from batchrunner.engines.logs.lines import Phase, clean
-from batchrunner.engines.logs.reader import Facts, LogReader, prefill_graph_off
+from batchrunner.engines.logs.reader import Facts, LogReader
 from batchrunner.engines.logs.series import Thresholds
 from batchrunner.engines.model_files import model_identity
 from batchrunner.engines.model_memory import split_over
@@ -99,9 +99,7 @@ Kind = Literal["killed", "crash"]
 NAMES: Mapping[Phase | Kind, str] = {
     "prefill": "out of memory in prefill",
     "decode": "out of memory in decode",
-    "requests": "out of request slots",
     "graph": "out of memory at graph capture",
-    "prefill-graph": "out of memory at capture of prefill graphs",
     "general": "out of memory",
     "load": "the weights do not fit",
     "pool": "no room for a KV pool",
@@ -147,7 +145,7 @@ class Death:
 def examine(ended: EndedServer, facts: Facts) -> Death:
     """Diagnose a death; `facts` are read from the server's log."""
     if last := facts.last_trouble:
-        return Death(last.phase, unstamped(last.what.text)[:300], last.running)
+        return Death(last.phase, unstamped(last.text)[:300], last.running)
     killed = ended.exit_code == KILLED or (facts.died is not None and facts.died.killed)
     if ended.oom_kills and killed:
         return Death("killed", f"killed by the kernel for want of memory ({ended.oom_kills} processes)")
@@ -249,14 +247,8 @@ def _no_graphs(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
     if facts.graph_disabled:
         return {}
     off = flags.setting("cuda-graph-backend-decode", "disabled")
-    return off or flags.setting("disable-cuda-graph", value=True)
-
-
-def _no_prefill_graphs(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
-    if prefill_graph_off(facts.arguments):
-        return {}
-    off = flags.setting("cuda-graph-backend-prefill", "disabled")
-    return off or flags.setting("disable-piecewise-cuda-graph", value=True)
+    off = off or flags.setting("disable-cuda-graph", value=True)
+    return off | flags.setting("cuda-graph-backend-prefill", "disabled")
 
 
 def _smaller_pool(facts: Facts, flags: Flags, _: Death) -> dict[str, Any]:
@@ -280,9 +272,7 @@ def _larger_share(facts: Facts, flags: Flags, death: Death) -> dict[str, Any]:
 _STEPS: Mapping[Phase | Kind, tuple[Step, ...]] = {
     "prefill": (_smaller_chunks, _smaller_pool),
     "decode": (_fewer_running, _smaller_pool),
-    "requests": (_fewer_running,),
     "graph": (_smaller_graphs, _no_graphs),
-    "prefill-graph": (_smaller_pool, _no_prefill_graphs),
     "pool": (_larger_share,),
     "general": (_smaller_pool, _smaller_chunks, _fewer_running),
     "killed": (_smaller_pool, _fewer_running),

@@ -171,16 +171,12 @@ def test_what_servers_with_other_flags_did_is_forgotten(
     assert found.client.empty == 60 + samples
 
 
-@pytest.mark.parametrize(("told", "per_min"), [([30, 0], 30), ([None, None], 15), ([20, None], 20)])
-def test_retractions_count_where_they_were(told: list[int | None], per_min: float, own: Path) -> None:
-    """Replicas of which it is known have their own; only what is nobody's is shared out."""
+def test_retractions_are_of_all_schedulers(own: Path) -> None:
+    """Thirty in a minute are fifteen of each of two."""
     load = {"running": 100, "queue": 300, "token_usage": 0.95, "max_running": 256}
-    signals = [
-        {**load, "scheduler": name} | ({} if count is None else {"retractions": count})
-        for name, count in zip("ab", told, strict=True)
-    ]
-    tell(own / "events.jsonl", samples=61, retractions=sum(filter(None, told)) or 30, signals=signals)
-    assert advise(str(own)).situation.retractions_per_min == per_min
+    signals = [{**load, "scheduler": name} for name in "ab"]
+    tell(own / "events.jsonl", samples=61, retractions=30, signals=signals)
+    assert advise(str(own)).situation.retractions_per_min == 15
 
 
 def test_starts_of_a_run_are_of_one_scheduler(own: Path) -> None:

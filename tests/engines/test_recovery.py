@@ -63,7 +63,7 @@ def died_of(life: EndedServer) -> Death:
         ("decode", f"{READY}\n[2025-08-11 17:20:00] Decode out of memory. Try to lower your batch size."),
         ("general", f"{READY}\nRuntimeError: Out of memory. Try to lower your batch size."),
         (
-            "requests",
+            "decode",
             (f"{READY}\nRuntimeError: alloc_req_slots runs out of memory. Please set a smaller number for "
             "`--max-running-requests`. req_to_token_pool.available_size()=0, num_reqs=3,"),
         ),
@@ -74,7 +74,7 @@ def died_of(life: EndedServer) -> Death:
             "Exception: Capture cuda graph failed: CUDA out of memory. Tried to allocate 672.00 MiB."),
         ),
         (
-            "prefill-graph",  # 0.5.23: what it captures is a forward pass of prefill
+            "graph",  # 0.5.23: what it captures is a forward pass of prefill
             ("Capture target prefill CUDA graph begin. backend=breakable, num_tokens=[4]\n"
             "[2026-11-22 10:00:00] OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
             f"{traceback('layers/attention/flashinfer_backend.py forward_extend')}\n{CUDA}"),
@@ -173,10 +173,9 @@ CPU = {
                         {"cuda-graph-max-bs-decode": 64, "mem-fraction-static": 0.7},
                         {"cuda-graph-max-bs-decode": 32, "mem-fraction-static": 0.6},
                         {"cuda-graph-max-bs-decode": 16},
-                        {"cuda-graph-backend-decode": "disabled"}, {}]),
+                        {"cuda-graph-backend-decode": "disabled", "cuda-graph-backend-prefill": "disabled"},
+                        {}]),
         ("graph", GPU | {"cuda_graph_max_bs": 8}, [{"mem-fraction-static": 0.8}]),  # never larger graphs
-        ("prefill-graph", GPU | {"mem_fraction_static": 0.7},
-         [{"mem-fraction-static": 0.6}, {"cuda-graph-backend-prefill": "disabled"}, {}]),
         ("general", GPU | {"mem_fraction_static": 0.7},
          [{"mem-fraction-static": 0.6}, {"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048},
           {"max-running-requests": 225}]),
@@ -203,7 +202,7 @@ def test_what_the_server_chose_counts() -> None:
     ready = ServerReady(20_000, 4096, 200, 4096, None)
     facts = Facts(arguments={"device": "cpu", "max_total_tokens": None}, ready=ready)
     assert safer(Death("prefill", ""), facts, Flags()) == {"chunked-prefill-size": 2048}
-    assert safer(Death("requests", ""), facts, Flags()) == {"max-running-requests": 150}
+    assert safer(Death("decode", ""), facts, Flags()) == {"max-running-requests": 150}
     assert safer(Death("killed", ""), facts, Flags()) == {"max-total-tokens": 10_000}
 
 
@@ -211,7 +210,8 @@ def test_weights_keep_their_place() -> None:
     """The pool is not made smaller than the weights allow: then graphs are left away, or fewer run."""
     facts = Facts(arguments=GPU | {"cuda_graph_max_bs": 8}, card_gb=15, weights_gb=12)
     old = of_arguments(None, ["cuda_graph_max_bs", "disable_cuda_graph", "mem_fraction_static"])
-    assert safer(Death("graph", ""), facts, Flags()) == {"cuda-graph-backend-decode": "disabled"}
+    off = {"cuda-graph-backend-decode": "disabled", "cuda-graph-backend-prefill": "disabled"}
+    assert safer(Death("graph", ""), facts, Flags()) == off
     assert safer(Death("graph", ""), facts, old) == {"disable-cuda-graph": True}
     assert safer(Death("general", ""), facts, Flags()) == {"chunked-prefill-size": 4096}
 

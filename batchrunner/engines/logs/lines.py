@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 STEPS_A_LINE = 40
 """Decode steps between two lines of the log: SGLang's default of `--decode-log-interval`."""
-Phase = Literal["load", "pool", "graph", "prefill-graph", "prefill", "decode", "requests", "general"]
+Phase = Literal["load", "pool", "graph", "prefill", "decode", "general"]
 
 
 class LoggedBatch(NamedTuple):
@@ -79,8 +79,6 @@ class OutOfMemory(NamedTuple):
 
     phase: Phase
     text: str
-    total_gb: float | None = None
-    """Memory of the card in GB, where torch says it."""
 
 
 class Died(NamedTuple):
@@ -109,15 +107,9 @@ class Arguments(NamedTuple):
     values: dict[str, Any]
 
 
-class LoggedCard(NamedTuple):
-    """The card's name, as SGLang's files of kernel settings have it."""
-
-    name: str
-
-
 SGLangRecord: TypeAlias = LoggedBatch | Retraction | ServerReady | WeightsLoaded | Arguments
 """A record of a line that only SGLang writes."""
-Record: TypeAlias = SGLangRecord | OutOfMemory | Died | Raised | PhaseBegins | LoggedCard
+Record: TypeAlias = SGLangRecord | OutOfMemory | Died | Raised | PhaseBegins
 
 
 class Origin(NamedTuple):
@@ -160,9 +152,7 @@ _GAINED = re.compile(rf"#new_tokens_gained: {_COUNT}")
 _WEIGHTS = re.compile(rf"Load weight (begin|end)\.(?:.*?\btype=(\w+))?.*?avail mem={_NUMBER} ?GB")
 _QUANTISED = re.compile(r"\bquant=([\w-]+)")
 _USED = re.compile(rf"mem usage=(-?{_NUMBER}) ?GB")
-_CAPACITY = re.compile(rf"total capac\w+ of {_NUMBER} GiB")
 _ARGUMENT = re.compile(r"\b(\w+)=('(?:[^'\\]|\\.)*'|\[[^\]]{0,4096}\]|[^,()\s]+)")
-_CARD = re.compile(r"device_name=(\w+?)(?:,|\.json)")
 _RAISED = re.compile(_LABEL + r"(?:\[[^\]]*\]:? *)?(?:[A-Z]+:? +)?(?P<error>[\w.]*(?:Error|Exception)\b: .*)")
 _KILLED = re.compile(
     r"exit ?code[:=]? ?-9\b|unexpectedly failed with (?:an )?exit ?code[ =]9\b|"  # 9: a status of waitpid
@@ -174,8 +164,9 @@ _CRASHED = re.compile(
 )
 _OUT_OF_MEMORY: dict[Phase, re.Pattern[str]] = {
     "prefill": re.compile("Prefill out of memory"),
-    "decode": re.compile("Decode out of memory"),
-    "requests": re.compile("alloc_req_slots runs out of memory|Not enough space for mamba cache"),
+    "decode": re.compile(
+        "Decode out of memory|alloc_req_slots runs out of memory|Not enough space for mamba cache"
+    ),
     "pool": re.compile(
         "Not enough memory. Please|leave no GPU memory for the KV cache|Not enough GPU memory for hybrid"
         "|state cache is too small to serve"
@@ -195,12 +186,11 @@ _REQUESTS = ("Receive: obj=", "Finish: obj=", '"request.received"', '"request.fi
 _PHASES: dict[Phase, re.Pattern[str]] = {
     "prefill": re.compile("in forward_extend|in _execute_extend"),  # the second of each: 0.5.23
     "decode": re.compile("in forward_decode|in _execute_decode"),
-    "prefill-graph": re.compile("(prefill|piecewise) CUDA graph begin"),
     "graph": re.compile("apture cuda graph begin|CUDA graph begin"),
     "general": re.compile("apture cuda graph end|CUDA graph end|KV Cache is allocated"),
 }
 _RARE = (
-    "mem", "forward_", "_execute_", "raph", "server_args=", "KV Cache", "_name=",
+    "mem", "forward_", "_execute_", "raph", "server_args=", "KV Cache",
     "rror: ", "xception: ", "exit", "illed", "child failed",
 )  # fmt: skip
 """Each other line that matters has one of these in it: a quick test for the many that do not."""
@@ -287,8 +277,6 @@ def _rare(line: str) -> Record | None:
         return WeightsLoaded(free, float(used[1]) if used else None, weights[2], _quantised(line))
     if "server_args=" in line:
         return _arguments(line.partition("server_args=")[2].strip())
-    if card := _CARD.search(line):
-        return LoggedCard(card[1])
     return next((PhaseBegins(phase) for phase, signs in _PHASES.items() if signs.search(line)), None)
 
 
@@ -307,9 +295,7 @@ def _out_of_memory(line: str) -> OutOfMemory | None:
     phase = next((phase for phase, signs in _OUT_OF_MEMORY.items() if signs.search(line)), None)
     if phase is None:
         return None
-    capacity = _CAPACITY.search(line)
-    phase = "graph" if "graph failed: " in line else phase
-    return OutOfMemory(phase, line.strip(), float(capacity[1]) if capacity else None)
+    return OutOfMemory("graph" if "graph failed: " in line else phase, line.strip())
 
 
 def _quantised(line: str) -> str | None:

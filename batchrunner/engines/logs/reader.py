@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.lines import (
@@ -14,7 +14,6 @@ from batchrunner.engines.logs.lines import (
     Arguments,
     Died,
     LoggedBatch,
-    LoggedCard,
     OutOfMemory,
     Phase,
     PhaseBegins,
@@ -56,12 +55,12 @@ _SPARSE = re.compile("DeepseekV32|GlmMoeDsa|Glm5Next")
 """Parts of the names of classes (0.5.23), for models whose config.json is not on this machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trouble:
+class Trouble(NamedTuple):
     """A time at which memory ran out."""
 
     phase: Phase
-    what: OutOfMemory
+    text: str
+    """The line that says so."""
     running: int = 0
     """Requests that ran just before, `#running-req`."""
 
@@ -74,7 +73,8 @@ class Facts:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Server arguments by SGLang's own names, with underscores."""
     ready: ServerReady | None = None
-    troubles: list[Trouble] = field(default_factory=list)
+    troubles: dict[Phase, Trouble] = field(default_factory=dict)
+    """The last trouble of each phase."""
     last_trouble: Trouble | None = None
     """The last trouble since the last batch: the server survived those before."""
     died: Died | None = None
@@ -224,8 +224,8 @@ _TUNED = (
     "page_size", "disable_radix_cache", "schedule_policy",
 )  # fmt: skip
 """Arguments that change the load: when a server restarts with others, what was read before is dropped."""
-_CAPTURES, _FORWARD = {"graph", "prefill-graph"}, {"prefill", "decode"}
-"""Phases that capture graphs, and those of forward passes, which in a traceback may belong to a capture."""
+_FORWARD = {"prefill", "decode"}
+"""Phases of forward passes, which in a traceback may belong to a capture of graphs."""
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -249,7 +249,7 @@ class LogReader:
     def read(self, path: Path) -> Self:
         """Read a file to its end; raises InputError where it is not an SGLang log."""
         others, self._old_death = self.facts, None
-        self.facts = replace(others, arguments={}, troubles=[], last_trouble=None, died=None)
+        self.facts = replace(others, arguments={}, troubles={}, last_trouble=None, died=None)
         try:
             with path.open(encoding="utf-8", errors="replace") as log:  # all that matters is ASCII
                 while line := log.readline(LONGEST_LINE):
@@ -270,7 +270,7 @@ class LogReader:
         """Add the troubles of the servers of other logs."""
         facts = self.facts
         facts.arguments = facts.arguments or others.arguments
-        facts.troubles = others.troubles + facts.troubles
+        facts.troubles = others.troubles | facts.troubles
         if facts.died is None:
             facts.died, facts.last_trouble = others.died, others.last_trouble
 
@@ -289,7 +289,7 @@ class LogReader:
             case Retraction():
                 scheduler, _ = self._speaker(line)
                 if scheduler is not None:
-                    self.series.track(scheduler).retractions += 1
+                    self.series.retractions += 1
                     self.series.prefills.retracted_tokens += record.tokens
             case Arguments():
                 self._started(record)
@@ -298,10 +298,8 @@ class LogReader:
                 self._phase = "general"
             case WeightsLoaded():
                 self._weights(record)
-            case PhaseBegins(phase) if self._phase not in _CAPTURES or phase not in _FORWARD:
+            case PhaseBegins(phase) if self._phase != "graph" or phase not in _FORWARD:
                 self._phase = phase
-            case LoggedCard():
-                self.facts.card = record.name
             case OutOfMemory() | Died() | Raised():
                 self._failed(record)
 
@@ -340,12 +338,12 @@ class LogReader:
         self._phase = "load"
 
     def _forget(self) -> None:
-        """Drop this log's schedulers, and the prefill passes, which all logs share, with the last of them."""
+        """Drop this log's schedulers, and the sums over all logs with the last of them."""
         series = self.series
         tracks = series.tracks.items()
         series.tracks = {name: track for name, track in tracks if not name.startswith(f"{self.source} ")}
         if not series.tracks:
-            series.prefills = Prefills()
+            series.prefills, series.retractions = Prefills(), 0
 
     def _weights(self, record: WeightsLoaded) -> None:
         facts = self.facts
@@ -367,9 +365,7 @@ class LogReader:
             self.facts.died = known._replace(text=record.text)
 
     def _trouble(self, record: OutOfMemory) -> None:
-        phase = self._phase if record.phase == "general" or self._phase == "prefill-graph" else record.phase
-        self.facts.card_gb = record.total_gb or self.facts.card_gb
-        self.facts.last_trouble = new = Trouble(phase, record, self._running)
-        last = self.facts.troubles[-1] if self.facts.troubles else None
-        if last is None or (last.phase, last.what.text) != (phase, record.text):
-            self.facts.troubles = [*self.facts.troubles[-7:], new]
+        phase = self._phase if record.phase == "general" else record.phase
+        new = Trouble(phase, record.text, self._running)
+        self.facts.last_trouble = new
+        self.facts.troubles = {**self.facts.troubles, phase: new}

@@ -1,10 +1,11 @@
-"""The load of schedulers over time in bounded memory: exact counts of signs, and some samples of each."""
+"""The load of schedulers over time in bounded memory: their newest samples, and the signs that these show."""
 
 import math
 import statistics
-from collections import Counter, deque
-from collections.abc import Callable, Collection
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import NamedTuple
 
 from batchrunner.core.console import counted
@@ -169,8 +170,8 @@ SIGNS: dict[str, Callable[[LoadSample, Thresholds], bool | None]] = {
 """The test for each sign; None where the sign does not apply to the sample."""
 
 
-MOST_SAMPLES = 4096
-"""Newest samples kept of a scheduler, for medians."""
+MOST_SAMPLES = 16_384
+"""Newest samples kept of a scheduler."""
 PAUSE_S = 30.0
 """A gap of more seconds between two samples is a pause: it counts as no work, and the job before it ended.
 So does time that runs backwards by as much: an older log follows a newer one."""
@@ -182,53 +183,26 @@ class Track:
 
     samples: deque[LoadSample] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
     """The newest, oldest first."""
-    counted: int = 0
-    """Number of all samples."""
-    longest_queue: int = 0
-    max_running: int = 0
-    """Largest limit on the running requests."""
     busy_s: float = 0.0
     """Seconds under load, without pauses."""
-    yes: Counter[str] = field(default_factory=Counter)
-    """Number of samples that show each sign."""
-    silent: Counter[str] = field(default_factory=Counter)
-    """Number of samples that each sign does not apply to."""
-    retractions: int = 0
-    _dry: int = 0
-    _queued: bool = False
 
-    def add(self, sample: LoadSample, limits: Thresholds) -> None:
+    def add(self, sample: LoadSample) -> None:
         """Count a sample."""
         last = self.samples[-1].at if self.samples else None
         gap_s = 0.0 if sample.at is None or last is None else sample.at - last
         if abs(gap_s) > PAUSE_S:
-            self.settle(limits)
+            self.settle()
         else:
             self.busy_s += max(0.0, gap_s)
-        for name, shows in SIGNS.items():
-            has_sign = shows(sample, limits)
-            self.yes[name] += has_sign is True
-            self.silent[name] += has_sign is None
-        self._dry = 0 if sample.queue else self._dry + 1
-        self._queued |= sample.queue > 0
-        self.longest_queue = max(self.longest_queue, sample.queue)
-        self.max_running = max(self.max_running, sample.max_running or 0)
         self.samples.append(sample)
-        self.counted += 1
 
-    def settle(self, limits: Thresholds) -> None:
-        """End a stretch of work: the empty queue at its end is no sign, unless rows were left to send."""
-        if self._queued and self.samples[-1].unsent is None:
-            for sign in ("empty", "in_band"):
-                self.yes[sign] -= self._dry if SIGNS[sign](self.samples[-1], limits) else 0
-                self.silent[sign] += self._dry
-        self._dry, self._queued = 0, False
-
-
-def spread(retractions: int, tracks: Collection[Track]) -> None:
-    """Add retractions to tracks evenly, where it is not known which scheduler had them."""
-    for number, track in enumerate(tracks):
-        track.retractions += (retractions + number) // len(tracks)
+    def settle(self) -> None:
+        """End a stretch of work: the empty queue at its end is no sign, as no rows were left to send."""
+        samples = self.samples
+        dry = list(takewhile(lambda sample: not sample.queue and sample.unsent is None, reversed(samples)))
+        if len(dry) < len(samples) and samples[-len(dry) - 1].queue:
+            for at, sample in enumerate(dry, 1):
+                samples[-at] = sample._replace(unsent=0)
 
 
 @dataclass(slots=True)
@@ -238,24 +212,27 @@ class Series:
     limits: Thresholds
     tracks: dict[str, Track] = field(default_factory=dict)
     prefills: Prefills = field(default_factory=Prefills)
-
-    def track(self, scheduler: str) -> Track:
-        """Return the track of a scheduler, a new one at its first mention."""
-        return self.tracks.setdefault(scheduler, Track())
+    retractions: int = 0
+    """Retractions of all schedulers."""
 
     def add(self, scheduler: str, sample: LoadSample) -> None:
         """Count a sample."""
-        self.track(scheduler).add(sample, self.limits)
+        self.tracks.setdefault(scheduler, Track()).add(sample)
 
     def settle(self) -> None:
         """End the series: the source has no more samples."""
         for track in self.tracks.values():
-            track.settle(self.limits)
+            track.settle()
+
+    @property
+    def samples(self) -> list[LoadSample]:
+        """The newest samples of all schedulers."""
+        return [sample for track in self.tracks.values() for sample in track.samples]
 
     @property
     def counted(self) -> int:
-        """Number of samples of all schedulers."""
-        return sum(track.counted for track in self.tracks.values())
+        """Number of these samples."""
+        return sum(len(track.samples) for track in self.tracks.values())
 
     @property
     def busy_s(self) -> float:
@@ -263,15 +240,9 @@ class Series:
         return max((track.busy_s for track in self.tracks.values()), default=0.0)
 
     @property
-    def retractions(self) -> int:
-        """Number of retractions of all schedulers."""
-        return sum(track.retractions for track in self.tracks.values())
-
-    @property
     def retractions_per_min(self) -> float:
-        """Retractions per minute of the scheduler that has most; less than a minute counts as one."""
-        tracks = self.tracks.values()
-        return max((track.retractions / max(1.0, track.busy_s / 60) for track in tracks), default=0.0)
+        """Retractions per minute of a scheduler, on average; less than a minute counts as one."""
+        return self.retractions / max(1, len(self.tracks)) / max(1.0, self.busy_s / 60)
 
     @property
     def recomputed_share(self) -> float | None:
@@ -294,8 +265,9 @@ class Series:
 
     def share(self, sign: str) -> float:
         """Return the fraction of samples with a sign, among those that it applies to; 0 without any."""
-        of = self.counted - sum(track.silent[sign] for track in self.tracks.values())
-        return sum(track.yes[sign] for track in self.tracks.values()) / of if of > 0 else 0.0
+        shows = SIGNS[sign]
+        found = [has for sample in self.samples if (has := shows(sample, self.limits)) is not None]
+        return sum(found) / len(found) if found else 0.0
 
     def frequent(self, sign: str) -> bool:
         """Tell whether a sign is in a large enough fraction of enough samples."""
@@ -303,18 +275,18 @@ class Series:
 
     def median(self, name: str) -> float:
         """Return the median of a field over the newest samples, 0 if none of them has it."""
-        values = (getattr(sample, name) for track in self.tracks.values() for sample in track.samples)
+        values = [getattr(sample, name) for sample in self.samples]
         return float(statistics.median([value for value in values if value is not None] or [0]))
 
     @property
     def longest_queue(self) -> int:
         """The longest queue of a scheduler."""
-        return max((track.longest_queue for track in self.tracks.values()), default=0)
+        return max((sample.queue for sample in self.samples), default=0)
 
     @property
     def max_running(self) -> int:
         """The largest limit on the running requests of a scheduler; 0 where it is not known."""
-        return max((track.max_running for track in self.tracks.values()), default=0)
+        return max((sample.max_running or 0 for sample in self.samples), default=0)
 
     def over(self) -> str:
         """Return, in words, how many samples there are and over how many seconds.
