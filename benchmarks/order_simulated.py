@@ -66,7 +66,6 @@ ARMS = (
     "runner",
     "shuffled",
     "sorted",
-    "sorted, lpm",
     *(f"windows {share}" for share in SHARES),
     *(f"apart {tokens}" for tokens in DISTANCES),
 )
@@ -272,9 +271,7 @@ def run(case: Case) -> dict[str, Any]:
     """Let a whole run pass in virtual time."""
     began = time.perf_counter()
     rows = planned(case.workload, case.rows)
-    config = SchedulerConfig(
-        case.max_running, case.kv_tokens, policy="lpm" if case.arm.endswith("lpm") else "fcfs"
-    )
+    config = SchedulerConfig(case.max_running, case.kv_tokens)
     if case.arm == "runner":
         fleet = AsTheRunner(rows, case.kv_tokens).run(config)
     else:

@@ -84,12 +84,9 @@ class Setting:
             context_tokens=4096,
             chunked_prefill_tokens=self.args["chunked-prefill-size"],
             max_prefill_tokens=self.args["max-prefill-tokens"],
-            policy=self.args.get("schedule-policy", "fcfs"),
             conservativeness=self.args.get("schedule-conservativeness", 1.0),
             clip_tokens=int(self.env.get(CLIP, CLIP_TOKENS)),
             decode_interval=self.args.get("prefill-decode-interval", 0),
-            decode_interval_samples=self.args.get("prefill-decode-interval-min-bs", 0),
-            mixed_chunk="enable-mixed-chunk" in self.args,
         )
 
 
@@ -164,15 +161,6 @@ def settings() -> Iterator[Setting]:
             Workload("starved, nothing stops early", 120, plain(150, (32, 96), (50, 200))),
             Workload("starved, shared prefixes", 200, shuffled[:240]),
             Workload("long prompts in chunks", 100, plain(80, (400, 1200), (8, 100))),
-        ],
-    )  # fmt: skip
-    yield Setting(
-        {
-            **COMMON_ARGS, "max-total-tokens": 20_000, "max-running-requests": 64, "schedule-policy": "lpm",
-        },
-        [
-            Workload("lpm, short queue", 160, shuffled[:320]),
-            Workload("lpm, long queue", 300, shuffled),
         ],
     )  # fmt: skip
 

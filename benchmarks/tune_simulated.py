@@ -50,7 +50,6 @@ SPACE: dict[str, tuple[Any, ...]] = {
     "schedule-conservativeness": (0.1, 0.3, 1.0, 1.43, 3.0),
     CLIP: (32, 64, 128, 256, 512, 4096),
     "prefill-decode-interval": (0, 0, 2, 4, 8, 16, 32),
-    "enable-mixed-chunk": (False, False, True),
 }
 
 
@@ -91,8 +90,6 @@ def random_search(rows: list[tuple[int, int, int]]) -> tuple[Args, float, float]
     spent_s = 0.0
     while len(found) < RANDOM:
         args = {name: made.choice(values) for name, values in SPACE.items()}
-        if args["enable-mixed-chunk"] and args["chunked-prefill-size"] < 2 * args["max-running-requests"]:
-            continue  # the server fails of it
         spent_s += lab(rows).measure(TrialRequest(args, "", 0)).cost_s
         found.append((true_speed(rows, args), args))
     speed, args = max(found, key=lambda pair: pair[0])
@@ -132,8 +129,6 @@ def dropped(pairs: int = 120) -> dict[str, Any]:
     for number in range(pairs):
         rows = list(workloads().values())[number % 3]
         best, other = ({name: made.choice(values) for name, values in SPACE.items()} for _ in range(2))
-        for args in (best, other):
-            args["enable-mixed-chunk"] = False
         truth = [true_speed(rows, args) for args in (best, other)]
         if truth[1] < truth[0]:
             best, other, truth = other, best, truth[::-1]

@@ -80,19 +80,18 @@ def config_of(state: TuningState) -> SchedulerConfig | None:
         return None
     if int(state.value("dp-size", 1)) > 1 or int(state.value("page-size", 1)) > 1:
         return None  # the signs are sums over schedulers; the simulation's pages have one token
+    if state.value("enable-mixed-chunk", False) or state.value("schedule-policy", "fcfs") != "fcfs":
+        return None  # neither is simulated
     chunk = int(signs.prefill_limit)
     return SchedulerConfig(
         max_running=signs.max_running,
         max_total_tokens=signs.pool_tokens,
         chunked_prefill_tokens=chunk if chunk > 0 else None,
         max_prefill_tokens=int(state.value("max-prefill-tokens", MOST_PREFILL_TOKENS)),
-        policy="lpm" if state.value("schedule-policy", "fcfs") == "lpm" else "fcfs",
         conservativeness=float(state.value("schedule-conservativeness", 1.0)),
         radix_cache=not state.value("disable-radix-cache", False),
         clip_tokens=int(state.value(CLIP, CLIP_TOKENS)),
         decode_interval=int(state.value("prefill-decode-interval", 0)),
-        decode_interval_samples=int(state.value("prefill-decode-interval-min-bs", 0)),
-        mixed_chunk=bool(state.value("enable-mixed-chunk", False)),
     )
 
 
@@ -103,14 +102,12 @@ FLAGS = {
     "conservativeness": "schedule-conservativeness",
     "clip_tokens": CLIP,
     "decode_interval": "prefill-decode-interval",
-    "mixed_chunk": "enable-mixed-chunk",
 }
 """The flag of each part of a setting that is changed here."""
 GROUPS = (
     ("max_running", "chunked_prefill_tokens", "max_total_tokens"),
     ("conservativeness", "clip_tokens"),
     ("decode_interval", "max_running"),
-    ("mixed_chunk", "chunked_prefill_tokens"),
 )
 """Parts that limit one another."""
 SIZES = ("max_running", "chunked_prefill_tokens", "max_total_tokens")
@@ -123,8 +120,6 @@ INTERVALS = (0, 2, 4, 8, 16, 32)
 QUANTILES = (0.5, 0.9, 0.99)
 """Quantiles of the outputs' lengths that are tried as the clip of `max_new_tokens`."""
 CLIP_STEP = 16
-ROOM = 2
-"""A mixed chunk has to have room for this many times the running requests: the server fails without any."""
 MOST_ROUNDS = 6
 STEEP = 1.005
 """Gain from which a step of the climb counts."""
@@ -166,12 +161,12 @@ class JointMoves:
         if now is None or not any(FLAGS[part] in change.args for part in SIZES):
             return None
         parts: dict[str, Any] = {
-            part: change.args[flag] or False for part, flag in FLAGS.items() if flag in change.args
+            part: change.args[flag] for part, flag in FLAGS.items() if flag in change.args
         }
         sizes = {part: round(math.sqrt(getattr(now, part) * parts[part])) for part in SIZES if part in parts}
         config = replace(now, **(parts | sizes))
         gain = self._forecast.speed(config) / max(self._forecast.speed(now), 1e-9)
-        if gain < 1 + WORTH or not _is_sound(config):
+        if gain < 1 + WORTH:
             return None
         why = f"half as far as before: the simulated scheduler expects {gain:.2f} x"
         return FlagChange(arguments_of(config, now), why)
@@ -201,7 +196,7 @@ class JointMoves:
         """Return the settings that a change of these parts leads to, and the setting itself."""
         values = [dict.fromkeys([getattr(config, name), *self._values(config, name)]) for name in group]
         made = (replace(config, **dict(zip(group, chosen, strict=True))) for chosen in product(*values))
-        return [config, *(other for other in made if _is_sound(other))]
+        return [config, *made]
 
     def _values(self, config: SchedulerConfig, name: str) -> list[Any]:
         values: dict[str, Callable[[], list[Any]]] = {
@@ -211,7 +206,6 @@ class JointMoves:
             "conservativeness": lambda: [LEAST_CONSERVATIVE, LESS_CONSERVATIVE, NORMAL],
             "clip_tokens": lambda: clips(self._forecast.rows),
             "decode_interval": lambda: list(INTERVALS),
-            "mixed_chunk": lambda: [False, True],
         }
         return values[name]()
 
@@ -231,9 +225,7 @@ class JointMoves:
 def arguments_of(config: SchedulerConfig, now: SchedulerConfig) -> Args:
     """Return the flags by which a setting differs from the present one."""
     different = {flag: (getattr(config, name), getattr(now, name)) for name, flag in FLAGS.items()}
-    return {
-        flag: (None if value is False else value) for flag, (value, old) in different.items() if value != old
-    }
+    return {flag: value for flag, (value, old) in different.items() if value != old}
 
 
 def clips(rows: Sequence[RowLengths]) -> list[int]:
@@ -253,8 +245,3 @@ def _chunks(config: SchedulerConfig) -> list[int]:
     if chunk is None:
         return []
     return [v for v in (int(chunk * step) for step in STEPS) if SMALLEST_CHUNK <= v <= LARGEST_CHUNK]
-
-
-def _is_sound(config: SchedulerConfig) -> bool:
-    chunk = config.chunked_prefill_tokens
-    return not config.mixed_chunk or (chunk is not None and chunk >= ROOM * config.max_running)

@@ -174,11 +174,9 @@ class Lab:
             if self.card
             else args.get("max-total-tokens", self.pool_tokens),
             conservativeness=args.get("schedule-conservativeness", 1.0),
-            policy=args.get("schedule-policy", "fcfs"),
             chunked_prefill_tokens=args.get("chunked-prefill-size", self.chunk),
             clip_tokens=args.get(CLIP, 4096),
             decode_interval=args.get("prefill-decode-interval", 0),
-            mixed_chunk=bool(args.get("enable-mixed-chunk")),
         )
 
 

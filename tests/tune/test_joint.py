@@ -55,11 +55,11 @@ def test_a_change_that_a_server_dies_of_is_tried_half_as_far() -> None:
 
 
 def test_only_differences_become_flags() -> None:
-    """A flag that is switched off is null, as in `engine.args`; what stays is not named."""
-    now = SchedulerConfig(8, 1000, mixed_chunk=True)
+    """What stays is not named."""
+    now = SchedulerConfig(8, 1000)
     other = SchedulerConfig(16, 1000, clip_tokens=64, decode_interval=4)
     assert arguments_of(other, now) == {
-        "max-running-requests": 16, CLIP: 64, "prefill-decode-interval": 4, "enable-mixed-chunk": None,
+        "max-running-requests": 16, CLIP: 64, "prefill-decode-interval": 4,
     }  # fmt: skip
 
 
@@ -76,11 +76,9 @@ SIGNS = TrialSigns(max_running=16, pool_tokens=40_000, prefill_limit=8192)
 
 def test_a_setting_as_the_simulation_has_it() -> None:
     """Limits are those that the server told; what it does not tell is the job's own flag, or the default."""
-    args = {CLIP: 200, "prefill-decode-interval": 4, "enable-mixed-chunk": True, "schedule-policy": "lpm"}
+    args = {CLIP: 200, "prefill-decode-interval": 4}
     config = config_of(TuningState(args, SIGNS, CPU))
-    assert config == SchedulerConfig(
-        16, 40_000, policy="lpm", clip_tokens=200, decode_interval=4, mixed_chunk=True
-    )
+    assert config == SchedulerConfig(16, 40_000, clip_tokens=200, decode_interval=4)
     whole = config_of(TuningState({}, replace(SIGNS, prefill_limit=-1), CPU))
     assert whole is not None
     assert whole.chunked_prefill_tokens is None
@@ -91,6 +89,8 @@ def test_a_setting_as_the_simulation_has_it() -> None:
     [
         ({"dp-size": 2}, {}),
         ({"page-size": 64}, {}),
+        ({"enable-mixed-chunk": True}, {}),
+        ({"schedule-policy": "lpm"}, {}),
         ({}, {"max_running": None}),
         ({}, {"pool_tokens": None}),
         ({}, {"prefill_limit": None}),

@@ -212,9 +212,7 @@ class EndedRequest(NamedTuple):
 class Replica:
     """One server with one scheduler on a virtual clock that the caller moves.
 
-    What is submitted to the scheduler, or dropped, takes effect at its next pass: move the clock to that time
-    first. A sample that is dropped while it waits is not reported; one that decodes is reported when its last
-    pass ends.
+    What is submitted to the scheduler takes effect at its next pass: move the clock to that time first.
     """
 
     def __init__(

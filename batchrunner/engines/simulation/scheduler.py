@@ -5,9 +5,10 @@ order of the queue), `schedule_batch.py` (retraction), `scheduler_components/new
 `mem_cache/prefill_budget.py`.
 
 Not modelled: the overlap of a pass with the processing of the last one, by which a sample that stops early
-decodes once more and its successor starts one pass later; pages of more than one token; priorities; sliding
-windows and Mamba states; speculation; and, with the radix cache off, the admission of `ignore_eos` requests
-by a simulation of their ends (`add_one_req_ignore_eos`).
+decodes once more and its successor starts one pass later; policies other than `fcfs`; mixed chunks; aborted
+requests; pages of more than one token; priorities; sliding windows and Mamba states; speculation; and, with
+the radix cache off, the admission of `ignore_eos` requests by a simulation of their ends
+(`add_one_req_ignore_eos`).
 """
 
 import math
@@ -31,11 +32,9 @@ CLIP_TOKENS = 4096
 PAGE_TOKENS = 1
 """Tokens reserved for each admitted sample beside its own: the default page of flashinfer and fa3."""
 MATCHED_AT_MOST = 128
-"""`WAITING_QUEUE_PREFIX_MATCH_MAX`: a longer queue is served first come, first served under `lpm` too."""
+"""`WAITING_QUEUE_PREFIX_MATCH_MAX`: waiting samples whose prefixes are kept in the cache."""
 REFRESH_PASSES = 32
 """`WAITING_PREFIX_REFRESH_INTERVAL`: admission passes between two refreshes of waiting prefixes."""
-SHORT_MATCH_TOKENS = 32
-"""`IN_BATCH_PREFIX_CACHING_CHECK_THRESHOLD` and `…_DEPRIORITIZE_THRESHOLD`, which are the same."""
 RETRACT_STEPS = 20
 """`SGLANG_RETRACT_DECODE_STEPS`: steps ahead for which a retraction makes room, where it can."""
 
@@ -54,8 +53,6 @@ class SchedulerConfig:
     """`--chunked-prefill-size`; None: prompts are never cut."""
     max_prefill_tokens: int = 16_384
     """`--max-prefill-tokens`."""
-    policy: Literal["fcfs", "lpm"] = "fcfs"
-    """`--schedule-policy`."""
     conservativeness: float = 1.0
     """`--schedule-conservativeness`."""
     radix_cache: bool = True
@@ -64,15 +61,6 @@ class SchedulerConfig:
     """`SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION`, an environment variable."""
     decode_interval: int = 0
     """`--prefill-decode-interval`: decode passes between two prefill passes; 0: prefill goes first."""
-    decode_interval_samples: int = 0
-    """`--prefill-decode-interval-min-bs`: with fewer running samples prefill goes first all the same."""
-    mixed_chunk: bool = False
-    """`--enable-mixed-chunk`: running samples decode in the prefill passes too. Needs chunks."""
-
-    @property
-    def mixes(self) -> bool:
-        """Whether prefill passes decode too."""
-        return self.mixed_chunk and self.chunked_prefill_tokens is not None
 
     @property
     def initial_ratio(self) -> float:
@@ -97,7 +85,7 @@ class SimulatedRequest:
     payload: Any = None
     """The caller's own data; the scheduler does not read it."""
 
-    state: Literal["new", "waiting", "chunked", "running", "finished", "aborted", "dropped"] = field(
+    state: Literal["new", "waiting", "chunked", "running", "finished", "aborted"] = field(
         default="new", init=False
     )
     outputs: int = field(default=0, init=False)
@@ -119,8 +107,6 @@ class SimulatedRequest:
     """Tokens from the start of its context that the cache owns."""
     filled_tokens: int = field(default=0, init=False)
     """Tokens of its context that are computed so far, while it is prefilled in chunks."""
-    dropping: bool = field(default=False, init=False)
-    """Whether it was dropped while it decoded; it leaves with the next pass."""
     joined: int = field(default=0, init=False)
     """Its outputs when it began to decode, less the scheduler's count of decode passes then."""
 
@@ -202,7 +188,7 @@ class PrefillBudget:
     """Tokens of the pool that running and admitted samples are expected to take beyond what they hold."""
 
     def charge(self, prefill_tokens: int, new_tokens: int) -> None:
-        """Count an admitted sample, or others that decode in the same pass."""
+        """Count an admitted sample."""
         self.expected_tokens += prefill_tokens + new_tokens
         self.input_tokens -= prefill_tokens
         self.chunk_tokens -= prefill_tokens
@@ -222,19 +208,17 @@ class StepResult(NamedTuple):
     kv_tokens: float
     """Context tokens that attention reads in a pass, on average over the passes."""
     finished: Sequence[SimulatedRequest]
-    """Samples that ended with the last pass; their state is `finished`, `aborted` or `dropped`."""
+    """Samples that ended with the last pass; their state is `finished` or `aborted`."""
     retracted: int = 0
     admitted: int = 0
     """Samples that are prefilled in this pass."""
     prefill_tokens: int = 0
     """Tokens that the pass computes in a prefill."""
-    decoded: int = 0
-    """Samples that got their next token in a prefill pass, with mixed chunks."""
 
     @property
     def samples(self) -> int:
         """Samples in a pass."""
-        return self.admitted + self.decoded if self.kind == "prefill" else self.running
+        return self.admitted if self.kind == "prefill" else self.running
 
 
 class Scheduler:
@@ -301,25 +285,12 @@ class Scheduler:
         sample.path = (*sample.prefix, (sample, sys.maxsize))
         self._wait(sample)
 
-    def drop(self, sample: SimulatedRequest) -> None:
-        """Abort a sample: a waiting one leaves at once, a running one with the next pass."""
-        if sample.state == "waiting":
-            self.waiting.remove(sample)
-            sample.state = "dropped"
-        elif sample.state == "chunked":
-            self.chunked = None
-            self.pool.release(sample, sample.filled_tokens, keep=False)
-            sample.state = "dropped"
-        elif sample.state == "running" and not sample.dropping:
-            self.decoding[sample] = self._tokens_each + 1
-            sample.dropping = True
-
     def step(self, limit: int = sys.maxsize) -> StepResult | None:
         """Run the next forward pass, or up to `limit` decode passes in which nothing else happens.
 
         Return None when there is nothing to do. The next step takes account of what is submitted meanwhile.
         """
-        if self._owed and self.running >= max(self.config.decode_interval_samples, 1):
+        if self._owed and self.running:
             return self._decode(limit)
         self._owed = 0
         if admitted := self._admit_waiting():
@@ -357,11 +328,9 @@ class Scheduler:
         if not self._may_admit():
             return []
         config, pool = self.config, self.pool
-        self._order_queue()
+        self._refresh_prefixes()
         chunk_tokens = sys.maxsize if config.chunked_prefill_tokens is None else config.chunked_prefill_tokens
         budget = PrefillBudget(config.max_prefill_tokens, chunk_tokens, self.expected_tokens())
-        if config.mixes:  # each running sample gets its next token in this pass
-            budget.charge(self.running, 0)
         admitted: list[tuple[SimulatedRequest, int]] = []
         if self.chunked is not None:
             admitted.append((self.chunked, self._next_chunk(self.chunked, budget)))
@@ -440,34 +409,14 @@ class Scheduler:
         new_tokens = min(sample.asked_tokens, self.config.clip_tokens) if tokens == missing else 0
         budget.charge(tokens, PAGE_TOKENS + new_tokens)
 
-    def _order_queue(self) -> None:
-        """Sort the queue as the policy wants it, or keep the prefixes of its first samples in the cache."""
-        cache = self.pool.cache
+    def _refresh_prefixes(self) -> None:
+        """Keep the prefixes of the first waiting samples in the cache."""
         if not self.pool.caching or not self.waiting:
-            return
-        if self.config.policy == "lpm" and self.queue <= MATCHED_AT_MOST:
-            self._sort_by_prefix()
             return
         if self._refreshes % REFRESH_PASSES == 0:
             for sample in reversed(list(islice(self.waiting, MATCHED_AT_MOST))):  # the head is most recent
-                cache.match(sample.path, sample.fill_tokens)
+                self.pool.cache.match(sample.path, sample.fill_tokens)
         self._refreshes += 1
-
-    def _sort_by_prefix(self) -> None:
-        """Put the longest cached prefix first, and last the samples whose prefix another one will compute."""
-        others = RadixCache()
-        ranked = []
-        for sample in self.waiting:
-            matched = self.pool.cache.match(sample.path, sample.fill_tokens)[1]
-            rank = float(-min(matched, sample.fill_tokens - 1))
-            if matched <= SHORT_MATCH_TOKENS and sample.prefix:
-                if others.match(sample.path, sample.fill_tokens)[1] >= SHORT_MATCH_TOKENS:
-                    rank = math.inf
-                else:
-                    others.insert(sample.path, sample.fill_tokens)
-            ranked.append((rank, sample))
-        ranked.sort(key=lambda pair: pair[0])
-        self.waiting = deque(sample for _, sample in ranked)
 
     def _prefill(self, admitted: list[tuple[SimulatedRequest, int]]) -> StepResult:
         running = self.running
@@ -475,11 +424,7 @@ class Scheduler:
         assert self.pool.make_room(prefill_tokens), "admission took in more than the pool can hold"
         self.pool.free_tokens -= prefill_tokens
         used_tokens, kv_tokens = self.pool.used_tokens, 0
-        decoded = running if self.config.mixes and self.pool.make_room(running) else 0
         finished: list[SimulatedRequest] = []
-        if decoded:
-            kv_tokens += self.context_tokens + decoded
-            finished += self._advance(1)
         for sample, tokens in admitted:
             sample.filled_tokens += tokens
             kv_tokens += sample.filled_tokens
@@ -496,9 +441,8 @@ class Scheduler:
                 sample.joined = sample.outputs - self._tokens_each
                 self.decoding[sample] = sample.target_tokens - sample.joined
                 self.context_tokens += self.context_of(sample)
-        if finished or decoded or self.chunked is not None:
-            # fewer samples join than were in the pass, which SGLang takes for a batch that shrank; a pass
-            # with decodes leaves a batch of its own, of which nothing is known
+        if finished or self.chunked is not None:
+            # fewer samples join than were in the pass, which SGLang takes for a batch that shrank
             self._full = False
         self._owed = self.config.decode_interval
         self.prefill_passes += 1
@@ -506,7 +450,7 @@ class Scheduler:
         self._reset_when_idle()
         return StepResult(
             "prefill", 1, running, self.queue, used_tokens, kv_tokens, finished,
-            admitted=len(admitted), prefill_tokens=prefill_tokens, decoded=decoded,
+            admitted=len(admitted), prefill_tokens=prefill_tokens,
         )  # fmt: skip
 
     def _decode(self, limit: int) -> StepResult:
@@ -572,11 +516,7 @@ class Scheduler:
             self.pool.make_room(len(kept) * RETRACT_STEPS)
             sample.retractions += 1
             retracted += 1
-            if sample.dropping:
-                sample.state = "dropped"
-                ended.append(sample)
-            else:
-                self._wait(sample)
+            self._wait(sample)
         if len(kept) == 1 and not self.pool.make_room(1):
             last = kept.pop()
             self.pool.release(last, self._leave(last), keep=False)
@@ -589,7 +529,7 @@ class Scheduler:
 
     def _end(self, sample: SimulatedRequest, context_tokens: int) -> None:
         self.pool.release(sample, context_tokens, keep=True)
-        sample.state = "dropped" if sample.dropping else "finished"
+        sample.state = "finished"
 
     def _reset_when_idle(self) -> None:
         """Reset the ratio when nothing is left to do, as SGLang does."""

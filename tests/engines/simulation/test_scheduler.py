@@ -57,15 +57,6 @@ def step(scheduler: Scheduler, limit: int = 1) -> StepResult:
     return found
 
 
-# One sample, and a few
-
-
-# Admission
-
-
-# The ratio and retraction
-
-
 @pytest.mark.parametrize("radix_cache", [True, False])
 def test_when_the_pool_is_full_the_shortest_output_goes_back(radix_cache: bool) -> None:
     """A scheduler that expects too little sends the youngest back to the end of the queue; all end."""
@@ -131,9 +122,6 @@ def test_the_order_decides_what_is_cached() -> None:
     assert shares == pytest.approx([0.28, 0.556, 0.80], abs=0.06)
 
 
-# Dropping
-
-
 # Invariants
 
 rows = st.lists(
@@ -144,7 +132,6 @@ rows = st.lists(
         st.integers(0, 100),  # asked beyond them
         st.booleans(),  # ignore_eos
         st.integers(0, 30),  # passes until it is submitted
-        st.integers(0, 300),  # passes until it is dropped, if 250 or more never
     ),
     min_size=1,
     max_size=60,
@@ -157,22 +144,19 @@ rows = st.lists(
     max_running=st.integers(1, 20),
     max_total_tokens=st.integers(300, 900),
     chunk=st.sampled_from([None, 16, 64, 4096]),
-    policy=st.sampled_from(["fcfs", "lpm"]),
     conservativeness=st.sampled_from([0.01, 0.3, 1.0]),
     radix_cache=st.booleans(),
     decode_interval=st.sampled_from([0, 0, 1, 7]),
-    decode_interval_samples=st.sampled_from([0, 4]),
-    mixed_chunk=st.booleans(),
     clip_tokens=st.sampled_from([20, 4096]),
     limit=st.sampled_from([1, 5, NO_LIMIT]),
 )
 @example(  # the pool is full when the next chunk of a prompt is due
     rows=[
-        (1, 0, 0, 0, False, 0, 0), (20, 1, 17, 0, False, 0, 19), (46, 1, 0, 0, False, 1, 20),
-        (84, 0, 11, 0, False, 0, 19), (1, 1, 8, 0, False, 0, 19),
+        (1, 0, 0, 0, False, 0), (20, 1, 17, 0, False, 0), (46, 1, 0, 0, False, 1), (84, 0, 11, 0, False, 0),
+        (1, 1, 8, 0, False, 0),
     ],
-    max_running=4, max_total_tokens=300, chunk=16, policy="fcfs", conservativeness=0.01, radix_cache=False,
-    decode_interval=0, decode_interval_samples=0, mixed_chunk=True, clip_tokens=20, limit=1,
+    max_running=4, max_total_tokens=300, chunk=16, conservativeness=0.01, radix_cache=False,
+    decode_interval=0, clip_tokens=20, limit=1,
 )  # fmt: skip
 def test_every_sample_ends_once_and_no_token_is_lost(
     rows: list[tuple[int, ...]], limit: int, chunk: int | None, **config: Any
@@ -180,22 +164,20 @@ def test_every_sample_ends_once_and_no_token_is_lost(
     """Whatever comes and goes: limits are kept, sums are right, and in the end the pool is as it was."""
     scheduler = make(chunked_prefill_tokens=chunk, **config)
     coming = []
-    for own, group, outputs, more, ignore_eos, arrival, leave in rows:
+    for own, group, outputs, more, ignore_eos, arrival in rows:
         prefix = ((("group", group), 40),) if group else ()
         asked = max(outputs, 1) if ignore_eos else outputs + more
         sample = SimulatedRequest(
             own + 40 * bool(group), outputs, asked, ignore_eos=bool(ignore_eos), prefix=prefix
         )
-        coming.append((arrival, leave, sample))
+        coming.append((arrival, sample))
     ended: list[SimulatedRequest] = []
     passes = 0
     while coming or scheduler.in_flight:
-        for arrival, leave, sample in coming:
-            if arrival <= passes and sample.state == "new":
+        for arrival, sample in coming:
+            if arrival <= passes:
                 scheduler.submit(sample)
-            if leave <= passes and leave < 250 and sample.state != "new":
-                scheduler.drop(sample)
-        coming = [entry for entry in coming if entry[2].state not in {"finished", "aborted", "dropped"}]
+        coming = [entry for entry in coming if entry[1].state == "new"]
         found = scheduler.step(limit)
         passes += found.steps if found else 1
         if found:
@@ -208,9 +190,6 @@ def test_every_sample_ends_once_and_no_token_is_lost(
     finished = [sample for sample in ended if sample.state == "finished"]
     assert all(sample.outputs == sample.target_tokens for sample in finished)
     assert scheduler.pool.used_tokens == 0
-
-
-# Mixed chunks
 
 
 def passes(limit: int, rows: list[tuple[int, int]], **config: Any) -> str:
@@ -230,11 +209,10 @@ def passes(limit: int, rows: list[tuple[int, int]], **config: Any) -> str:
     [
         ({}, "PdPdPdddd"),
         ({"decode_interval": 3}, "PdddPddd"),
-        ({"decode_interval": 3, "decode_interval_samples": 4}, "PdPdPdddd"),
     ],
 )
 def test_a_prefill_waits_for_the_decodes_owed(limit: int, config: dict[str, int], wanted: str) -> None:
-    """Rows that end meanwhile are replaced together; a batch below the least size fills at once."""
+    """Rows that end meanwhile are replaced together."""
     rows = [(10, 2), (10, 3), (10, 4), (10, 5), (10, 5), (10, 5)]
     assert passes(limit, rows, **config)[: len(wanted)] == wanted
 
