@@ -57,7 +57,7 @@ class LoggedCost(CostModel):
 
     def step_s(self, step: StepResult) -> float:
         seconds = super().step_s(step)
-        tokens = step.decoded if step.kind == "prefill" else step.steps * step.running
+        tokens = 0 if step.kind == "prefill" else step.steps * step.running
         self.steps.append((PassWork().plus(step, tokens), seconds))
         return seconds
 

@@ -48,7 +48,7 @@ def test_a_change_that_a_server_dies_of_is_tried_half_as_far() -> None:
     first, second, third = found.trials[:3]
     assert first["args"] == {}
     assert second["verdict"] == "unsafe: no memory"
-    assert {"max-running-requests": 32, "chunked-prefill-size": 512}.items() <= third["args"].items()
+    assert third["args"]["max-running-requests"] == 32
     assert third["verdict"].startswith("faster")
     assert 32 <= search.best.args["max-running-requests"] <= 64
     assert 512 <= search.best.args["chunked-prefill-size"] <= 1024
