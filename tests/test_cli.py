@@ -143,7 +143,6 @@ def test_a_job_named_like_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["nothing.yaml"], "JobError"),
         (["slurm", "nothing.yaml", "--array", "0-1"], "JobError"),
         (["merge", "nowhere"], "OutputError"),
-        (["init", "nothing.csv"], "InputError"),
         (["advise", "nothing.log"], "InputError"),
         (["check"], "MissingParameter"),
         (["--nonsense", "status", "nowhere"], "NoSuchOption"),

@@ -1,8 +1,6 @@
 """Commands that make and improve a job: init, check, tune, schema."""
 
 import logging
-from dataclasses import asdict
-from shlex import quote
 from typing import Annotated
 
 import typer
@@ -16,36 +14,22 @@ from batchrunner.cli.options import (
     SetOption,
     with_limit,
 )
-from batchrunner.core.console import show, tell
+from batchrunner.core.console import show
 
 
 def init(
     data: Annotated[str, typer.Argument(metavar="FILE", help="The data: a file, a directory or a glob.")],
-    output: Annotated[
-        str, typer.Option("--output", "-o", metavar="JOB.yaml", help="Where to write the job; - prints it.")
-    ] = "job.yaml",
     engine: Annotated[
         str, typer.Option(metavar="KIND", help="Engine of the job: server or simulated.")
     ] = "server",
-    as_json: JsonOption = False,
 ) -> None:
-    """Write a commented job for a data file, with its columns.
+    """Print a commented job for a data file, with its columns.
 
-    An existing file is not overwritten.
-
-    Example: batchrun init docs.parquet
+    Example: batchrun init docs.parquet > job.yaml
     """
     from batchrunner.input.new_job import new_job  # noqa: PLC0415
 
-    made = new_job(data, engine, output if output != "-" else "job.yaml")
-    if output != "-":
-        made.save(output)
-        tell(
-            f"wrote {output}: the prompt is the column {made.prompt_column!r}; "
-            f"next: batchrun check {quote(output)}"
-        )
-    shown = made.text.rstrip("\n") if output == "-" else output
-    show({"job": None if output == "-" else output, **asdict(made)} if as_json else [shown])
+    show([new_job(data, engine).rstrip("\n")])
 
 
 def check(

@@ -3,7 +3,6 @@
 A lease is a range of rows; the tasks of one run take lease after lease.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Outcome, Request
-from batchrunner.input.dataset import Dataset, is_text, rows_of
+from batchrunner.input.dataset import Dataset, rows_of
 from batchrunner.input.render import Renderer
 from batchrunner.input.templates import Predicate
 from batchrunner.job.spec import Job
@@ -22,7 +21,6 @@ few tasks are idle."""
 LEAST_LEASE_ROWS, MOST_LEASE_ROWS = 128, 8192
 """Rows of a lease. With fewer rows, taking a lease would cost more than reading it; with more, tasks would
 end at very different times."""
-_EQUALS_NUMBER = re.compile(r"[=!]=\s*[-+]?\d|\d\s*[=!]=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +69,11 @@ class JobInput:
                         return selected
         if not selected:
             told = f"input.filter: true for none of the {total} rows: {self.job.input.filter}"
-            raise InputError(told, hint=self._text_columns(predicate))
+            hint = (
+                "values of CSV are texts: input.types gives others" if self.dataset.has_text_files else None
+            )
+            raise InputError(told, hint=hint)
         return selected
-
-    def _text_columns(self, predicate: Predicate) -> str | None:
-        """Say which columns of a filter are text, if it asks whether one equals a number."""
-        kinds = {name: self.dataset.schema.field(name).type for name in predicate.columns}
-        texts = [name for name, kind in kinds.items() if is_text(kind)]
-        if not texts or not _EQUALS_NUMBER.search(self.job.input.filter or ""):
-            return None
-        return f"no text equals a number: give {', '.join(map(repr, texts))} a type in input.types"
 
 
 def _selects(predicate: Predicate, values: dict[str, object]) -> bool:

@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from shlex import quote
 
 import pyarrow as pa
 import pyarrow.types as pt
 
-from batchrunner.core.errors import BatchrunError, InputError, JobError, OutputError
+from batchrunner.core.errors import BatchrunError, InputError, JobError
 from batchrunner.input.dataset import Dataset, is_ids, is_text
 from batchrunner.input.messages import holds_messages
 from batchrunner.input.templates import template_of_column
 from batchrunner.job.fields import user_paths
 from batchrunner.job.output import RESULT_COLUMNS
-from batchrunner.output.files import refuse_uri
 
 TEXT_NAMES = (
     "prompt", "instruction", "question", "query", "input", "text", "content", "document", "body", "article",
@@ -42,36 +38,8 @@ ENGINES = {
 """The part `engine` of a job, by its kind."""
 
 
-@dataclass(frozen=True, slots=True)
-class NewJob:
-    """A job that `init` made."""
-
-    text: str
-    """The job file."""
-    prompt_column: str
-    """Column that is the prompt, or stands in it."""
-    columns: Mapping[str, str]
-    """Types of the data's columns, by their names."""
-
-    def save(self, path: str) -> None:
-        """Write the job file; raises OutputError, also where the file exists."""
-        refuse_uri(path, path)
-        try:
-            with Path(path).open("x", encoding="utf-8") as file:
-                file.write(self.text)
-        except FileExistsError:
-            raise OutputError(
-                f"{path}: exists, and init overwrites nothing", hint="give another file with -o"
-            ) from None
-        except (OSError, ValueError) as failure:  # ValueError: a NUL in the path
-            raise OutputError(f"{path}: cannot be written: {failure}") from None
-
-
-def new_job(path: str, engine: str, file: str) -> NewJob:
-    """Return a job for the data at `path`, with an engine of a kind; raises JobError or InputError.
-
-    `file` is the name of the job: the commands in its first lines and its output path have it.
-    """
+def new_job(path: str, engine: str) -> str:
+    """Return a job for the data at `path`, with an engine of a kind; raises JobError or InputError."""
     if engine not in ENGINES:
         raise JobError(
             f"--engine {engine}", hint="give server or simulated; change the job for the other kinds"
@@ -83,13 +51,11 @@ def new_job(path: str, engine: str, file: str) -> NewJob:
     name, prompt = _prompt(usable)
     carried = [other for other, kind in usable.items() if ID_NAME.fullmatch(other) and not pt.is_nested(kind)]
     carried = [other for other in carried if other not in {name, *RESULT_COLUMNS}]
-    known = {field.name: str(field.type) for field in dataset.schema}
-    columns = "".join(f"#   {_quoted(column)}: {' '.join(kind.split())}\n" for column, kind in known.items())
-    job = quote(file) if file.isprintable() else "JOB.yaml"
-    text = (
-        "# A job for batchrunner, made by `batchrun init`. Change what you like, then:\n"
-        f"#   batchrun check {job}   validates it and shows three prompts; sends nothing\n"
-        f"#   batchrun {job}         runs it; the same command resumes\n"
+    columns = "".join(f"#   {_quoted(f.name)}: {' '.join(str(f.type).split())}\n" for f in dataset.schema)
+    return (
+        "# A job for batchrunner, made by `batchrun init`. Save it as job.yaml, change what you like, then:\n"
+        "#   batchrun check job.yaml   validates it and shows three prompts; sends nothing\n"
+        "#   batchrun job.yaml         runs it; the same command resumes\n"
         f"#\n# Columns of the data, {dataset.total_rows:,} rows:\n{columns}\n"
         f"input:\n  path: {_quoted(path)}\n"
         f"  columns: [{', '.join(map(_quoted, carried))}]"
@@ -99,11 +65,10 @@ def new_job(path: str, engine: str, file: str) -> NewJob:
         "sampling:\n"
         "  max_new_tokens: 256             # the longest output, in tokens\n"
         "  temperature: 0\n\n"
-        f"output:\n  path: {_quoted(f'out/{Path(file).stem}')}   # the results come into parts/ below it\n\n"
+        "output:\n  path: out/job                   # the results come into parts/ below it\n\n"
         f"{ENGINES[engine]}"
         "\nlimits:\n  max_failed_rows: 1%             # with more the exit code is 3\n"
     )
-    return NewJob(text, name, known)
 
 
 def _usable(dataset: Dataset) -> dict[str, pa.DataType]:

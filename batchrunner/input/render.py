@@ -34,7 +34,7 @@ from batchrunner.input.dataset import (
     rows_of,
 )
 from batchrunner.input.messages import holds_messages, messages_in, tools_in
-from batchrunner.input.request_bodies import RequestBodies
+from batchrunner.input.request_bodies import BODY, URL, request_of
 from batchrunner.input.templates import (
     FIELDS,
     AnswerExpression,
@@ -224,8 +224,7 @@ def _prompt_source(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
         _check(dataset, column, "prompt.messages", holds_messages, wanted)
         return PromptSource("messages", partial(messages_in, column, continues=prompt.continues), [column])
     if prompt.is_batch:
-        requests = RequestBodies()
-        return PromptSource("body", requests.prompt, requests.columns)
+        return PromptSource("body", request_of, [URL, BODY])
     if prompt.input_ids is not None:
         _check(dataset, prompt.input_ids, "prompt.input_ids", is_ids, "lists of integers")
         return PromptSource("input_ids", partial(_prompt_in, prompt.input_ids), [prompt.input_ids])

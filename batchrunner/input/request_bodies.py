@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from batchrunner.core.types import BATCH_PATHS, COMPLETIONS_PATH, EMBEDDINGS_PATH, RequestBody
-
-log = logging.getLogger(__name__)
 
 CUSTOM_ID, URL, BODY = BATCH_COLUMNS = ("custom_id", "url", "body")
 """Columns of a batch file: the ID of a request, and what makes it."""
@@ -93,28 +90,18 @@ def _named(text: bytes) -> dict[str, str]:
         return {}
 
 
-class RequestBodies:
-    """Makes requests of the rows of a batch file."""
-
-    columns = (URL, BODY)
-
-    def __init__(self) -> None:
-        self._told = False
-
-    def prompt(self, row: dict[str, Any]) -> RequestBody:
-        """Return a row's request, with the values of its body as they stand in the file."""
-        fields = fields_of(row[BODY].encode())
-        model = fields.pop("model", None)
-        streamed = [bytes(fields.pop(name)) for name in _STREAMED if name in fields]
-        if b"true" in streamed and not self._told:
-            self._told = True
-            log.warning("the requests have `stream: true`: it is left out, each answer comes whole")
-        return RequestBody(
-            path=row[URL],
-            content=msgspec.json.encode(fields),
-            model=None if model is None else msgspec.json.decode(model),
-            most_tokens=_most_tokens(row[URL], fields),
-        )
+def request_of(row: dict[str, Any]) -> RequestBody:
+    """Return the request of a row, with the values of its body as they stand in the file."""
+    fields = fields_of(row[BODY].encode())
+    model = fields.pop("model", None)
+    for name in _STREAMED:  # each answer comes whole
+        fields.pop(name, None)
+    return RequestBody(
+        path=row[URL],
+        content=msgspec.json.encode(fields),
+        model=None if model is None else msgspec.json.decode(model),
+        most_tokens=_most_tokens(row[URL], fields),
+    )
 
 
 def fields_of(content: bytes) -> dict[str, msgspec.Raw]:

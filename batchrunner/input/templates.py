@@ -276,10 +276,8 @@ def _told(failure: Exception, columns: Sequence[str], row: Mapping[str, Any]) ->
     """Return an error in words; where a text stands beside something else, with what to write."""
     told = f"{type(failure).__name__}: {failure}"
     texts = [repr(name) for name in columns if isinstance(row.get(name), str)]
-    if not isinstance(failure, TypeError) or "str" not in str(failure):
+    if not texts or not isinstance(failure, TypeError) or "str" not in str(failure):
         return told
-    if not texts:
-        return f"{told}: a text is compared with NAME | string"
     return f"{told}: {', '.join(texts)} holds text: write a text beside it, or give it a type in input.types"
 
 
