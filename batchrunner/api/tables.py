@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrunner.api.runs import engine_of, run_blocking
-from batchrunner.core.errors import BatchrunError
+from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.dispatch.checks import AnswerConditions
 from batchrunner.input.dataset import Dataset
-from batchrunner.input.parquet_copy import write_rows
+from batchrunner.input.parquet_copy import first_line, write_parquet
 from batchrunner.input.render import Renderer
 from batchrunner.input.tables import Data, batches_of, paths_of
 from batchrunner.job.answers import open_functions, plan_answers
@@ -44,7 +44,10 @@ def results_of(
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
         source, out = Path(scratch) / "input.parquet", Path(scratch) / "run"
         if paths is None:
-            write_rows(batches_of(rows), source)
+            try:
+                write_parquet(batches_of(rows), source)
+            except pa.ArrowException as failure:
+                raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
         dataset = Dataset(paths or str(source), copies=RunDir(out).copies)
         job = call.job(dataset.schema, paths or [str(source)], out)
         if not dataset.total_rows:

@@ -6,7 +6,7 @@ Parquet once the type of each column is known. Values without a common type beco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
-from batchrunner.core.errors import InputError
 from batchrunner.output.files import writing
 
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
@@ -80,7 +79,7 @@ def write_parquet(
 ) -> None:
     """Write batches, of which there is one at least, as a Parquet file with `about` in its metadata.
 
-    Raises OSError or ArrowException, and what the batches raise.
+    Raises StorageError or ArrowException, and what the batches raise.
     """
     spool = path.with_name(f"{path.name}.arrows")
     try:
@@ -89,11 +88,14 @@ def write_parquet(
             for batch in batches:
                 if schema is None or not batch.schema.equals(schema):
                     schema = common_schema([schema, batch.schema] if schema else [batch.schema])
-                with pa.ipc.new_stream(file, batch.schema, options=_LZ4) as stream:
-                    stream.write_batch(batch)
+                with writing(path):
+                    with pa.ipc.new_stream(file, batch.schema, options=_LZ4) as stream:
+                        stream.write_batch(batch)
+                    file.flush()
         assert schema is not None
         schema = stored_schema(schema)
         with (
+            writing(path),
             pa.OSFile(str(spool)) as source,
             pq.ParquetWriter(path, schema.with_metadata(about), compression="zstd") as writer,
         ):
@@ -103,28 +105,6 @@ def write_parquet(
                         writer.write_batch(fitted(batch, schema).replace_schema_metadata())
     finally:
         spool.unlink(missing_ok=True)
-
-
-def write_rows(batches: Iterable[pa.RecordBatch], path: Path) -> None:
-    """Write a program's rows as a Parquet file; raises InputError, StorageError, and what the rows raise."""
-    raised: list[Exception] = []
-
-    def rows() -> Iterator[pa.RecordBatch]:
-        try:
-            yield from batches
-        except Exception as failure:
-            raised.append(failure)
-            raise
-
-    try:
-        with writing(path):
-            write_parquet(rows(), path)
-    except Exception as failure:
-        if raised:  # it says nothing of the file that is written
-            raise raised[0] from None
-        if isinstance(failure, pa.ArrowException):
-            raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
-        raise
 
 
 def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:

@@ -48,24 +48,17 @@ _ABOUT = b"batchrunner"
 class SortedCopy:
     """Reads a sorted copy. Its row groups keep rows with a common prefix together."""
 
-    def __init__(self, path: Path, *, leased: bool = False) -> None:
-        """Open the file; raises InputError where it is missing or damaged.
-
-        `leased` says that it lies in the run's directory of leases, for the text of the error.
-        """
+    def __init__(self, path: Path) -> None:
+        """Open the file; raises InputError where it is missing or damaged."""
         self._path = path
         try:
             self._file = pq.ParquetFile(path, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
             self.about: dict[str, Any] = orjson.loads(self._file.schema_arrow.metadata[_ABOUT])
         except (OSError, pa.ArrowException, KeyError, TypeError, orjson.JSONDecodeError):
-            again = "run the command again: they are sorted again"
-            if leased:
-                again = (
-                    f"once no task is at work, delete {path.parent} and run --join again: done rows are kept"
-                )
             raise InputError(
                 f"{path}: the rows in the order of this run are missing or damaged",
-                hint=f"put the file back, or {again}",
+                hint="put the file back, or run the command again (with --join, once no task is at work and "
+                f"{path.parent} is deleted): the rest is sorted again, and done rows are kept",
             ) from None
         groups = range(self._file.num_row_groups)
         counts = [self._file.metadata.row_group(group).num_rows for group in groups]
@@ -329,14 +322,11 @@ A position is the index of a row in that order, counted from 0; in input order i
 """
 
 
-def open_order(job_input: JobInput, path: Path | None, *, leased: bool = False) -> RowReader:
-    """Open a sorted copy, or the input where `path` is None; raises InputError where the copy is missing.
-
-    `leased` is as for SortedCopy.
-    """
+def open_order(job_input: JobInput, path: Path | None) -> RowReader:
+    """Open a sorted copy, or the input where `path` is None; raises InputError where the copy is missing."""
     if path is None:
         return DatasetReader(job_input.dataset, job_input.renderer.columns)
-    return SortedCopy(path, leased=leased)
+    return SortedCopy(path)
 
 
 def find_sorted_copy(

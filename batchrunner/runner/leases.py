@@ -224,7 +224,7 @@ class Leases:
         if plan.order is None:
             return plan.rows & BitMap64(positions)
         if plan.order not in self._copies:
-            self._copies[plan.order] = SortedCopy(self._copy(plan.order), leased=True)
+            self._copies[plan.order] = SortedCopy(self._copy(plan.order))
         return self._copies[plan.order].rows(positions)
 
     def _next_turn(self, number: int) -> int:

@@ -153,8 +153,7 @@ class _PatientReader:
             left -= BitMap64(batch.rows)
 
     def _open(self) -> RowReader:
-        leased = self._copy is not None and self._copy.parent == self._prepared.run_dir.leases
-        return open_order(self._prepared, self._copy, leased=leased)
+        return open_order(self._prepared, self._copy)
 
     @property
     def _retrying(self) -> Retrying:
