@@ -103,7 +103,7 @@ MOST_TOKENS = {
     "core": 8_000,
     "job": 19_600,
     "output": 25_000,
-    "input": 34_500,
+    "input": 34_100,
     "engines": 44_200,
     "advise": 12_600,
     "report": 10_800,
@@ -112,7 +112,7 @@ MOST_TOKENS = {
     "tune": 13_600,
     "api": 2_500,
     "ray": 5_400,
-    "cli": 3_900,
+    "cli": 3_800,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
