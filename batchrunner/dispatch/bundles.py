@@ -7,8 +7,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import (
@@ -40,7 +40,7 @@ class BundleTotals:
     """Requests with several rows."""
     most_rows: int = 0
     """Most rows of a request."""
-    resent: int = 0
+    rows_resent: int = 0
     """Rows that were sent again because the engine refused their bundle, or did not answer them in it."""
 
     def add(self, rows: int) -> None:
@@ -52,14 +52,9 @@ class BundleTotals:
 
     def as_dict(self) -> dict[str, Any]:
         """Return report.json's `bundles`."""
-        mean = round(self.rows / self.requests, 2) if self.requests else None
-        return {
-            "requests": self.requests,
-            "rows_per_request": mean,
-            "bundles": self.bundles,
-            "most_rows": self.most_rows,
-            "rows_resent": self.resent,
-        }
+        found = asdict(self)
+        rows = found.pop("rows")
+        return {**found, "rows_per_request": round(rows / self.requests, 2) if self.requests else None}
 
 
 MOST_ROWS = 64
@@ -241,23 +236,6 @@ class _Filling:
         self.tokens += tokens
 
 
-class RequestSize(Protocol):
-    """Says how many rows share a request."""
-
-    @property
-    def most_tokens(self) -> int:
-        """Prompt tokens that a request holds at most, unless one row has more."""
-
-    def rows(self, outstanding: int) -> int:
-        """Return the most rows of a request while so many are in flight; 0 and 1 are one row."""
-
-    def taken(self, request: Request) -> None:
-        """Count a row that may share a request."""
-
-    def ended(self, now: float) -> None:
-        """Count a row that ended `now`, in seconds of the monotonic clock."""
-
-
 class BundleSender:
     """Sends the rows of one route."""
 
@@ -265,7 +243,7 @@ class BundleSender:
         self,
         engine: Engine,
         route: str,
-        size: RequestSize,
+        size: BundleSize | PassSize,
         totals: BundleTotals,
         events: EventLog,
         one_by_one: str | None,
@@ -322,9 +300,7 @@ class BundleSender:
     def _may_share(self, request: Request) -> bool:
         why = self._one_by_one or why_alone(request, one_replica=self._one_replica)
         if why is not None and not self._told:
-            self._told = True
-            log.info("rows are sent one by one: %s", why)
-            self._events.write("bundles_off", route=self._route, why=why)
+            self._tell(why)
         return why is None
 
     async def _share(self, request: Request, most: int, key: str | None) -> Completion | None:
@@ -407,7 +383,7 @@ class BundleSender:
         self._refused += bool(left) and not bundle.answers
         if not self._works and self._refused >= MOST_REFUSALS:
             self._stop_bundles(f"the engine refused {self._refused} requests with several rows: {why}")
-        self._totals.resent += len(left)
+        self._totals.rows_resent += len(left)
         if bundle.answers:
             for row in left:
                 row.answer.set_result(None)
@@ -419,9 +395,12 @@ class BundleSender:
     def _stop_bundles(self, why: str) -> None:
         if self._one_by_one is None:
             self._one_by_one = why
-            self._told = True
-            log.info("rows are sent one by one from now on: %s", why)
-            self._events.write("bundles_off", route=self._route, why=why)
+            self._tell(why)
+
+    def _tell(self, why: str) -> None:
+        self._told = True
+        log.info("rows are sent one by one: %s", why)
+        self._events.write("bundles_off", route=self._route, why=why)
 
 
 def bundle_senders(
@@ -448,11 +427,12 @@ def bundle_senders(
     one_replica = info.keeps_together and passes is None
 
     def sender(route: str) -> BundleSender:
-        size: RequestSize = BundleSize(
-            TIMING.bundle_fill, fixed, short=short, replicas=schedulers if one_replica else 1
-        )
+        size: BundleSize | PassSize
         if passes is not None and fixed is None:
             size = PassSize(passes)
+        else:
+            replicas = schedulers if one_replica else 1
+            size = BundleSize(TIMING.bundle_fill, fixed, short=short, replicas=replicas)
         return BundleSender(engine, route, size, totals, events, one_by_one, one_replica=one_replica)
 
     return {route: sender(route) for route in info.routes}

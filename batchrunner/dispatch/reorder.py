@@ -231,14 +231,6 @@ MOST_HELD_ROWS, MOST_HELD_BYTES = 1024, 32 << 20
 """Followers held back while more rows can come, and the bytes of their prompts."""
 
 
-class Released(NamedTuple):
-    """A row that may be sent now."""
-
-    row: PendingRow
-    is_early: bool
-    """Whether its leader is not far enough ahead, but nothing else was left to send."""
-
-
 class FollowerRelease:
     """Rows not sent yet: leaders in order, and followers until their leader is far enough ahead."""
 
@@ -271,9 +263,10 @@ class FollowerRelease:
             self._held_bytes += row.memory_bytes
         leader.followers = []
 
-    def take(self, *, last: bool) -> Released | None:
+    def take(self, *, last: bool) -> tuple[PendingRow, bool] | None:
         """Take the next row; None if all should wait on. With `last` no more rows come: then none waits.
 
+        Tell too whether it is early: its leader is not far enough ahead, but nothing else was left to send.
         Of the followers that are due, the one with the longest shared prefix goes first. Below a common
         prefix many fall due together and have followers in turn: in the order of their times all of them
         would go first, and their prefixes would be evicted before their own followers came.
@@ -294,7 +287,7 @@ class FollowerRelease:
         if self._distance is not None:
             self._distance.mark_sent(row)
             self.hold_followers(row)
-        return Released(row, is_early)
+        return row, is_early
 
     def _holds_most(self) -> bool:
         return len(self._held) > MOST_HELD_ROWS or self._held_bytes > MOST_HELD_BYTES
@@ -483,11 +476,11 @@ class Reorderer:
         primes: dict[PendingRow, PrimeTask] = {}
         size = 0
         while len(rows) < PIECE_ROWS and size < PIECE_BYTES and (released := self._release.take(last=last)):
-            rows.append(released.row)
-            size += IDS_BYTES * released.row.prompt_bytes
-            size += sum(file.expected_size for file in released.row.request.media)
-            if released.is_early and not self._began:
-                self._prime_leader_of(released.row, primes)
+            row, is_early = released
+            rows.append(row)
+            size += IDS_BYTES * row.prompt_bytes + sum(file.expected_size for file in row.request.media)
+            if is_early and not self._began:
+                self._prime_leader_of(row, primes)
         self._began = self._began or bool(rows)
         sent = set(self._sent)
         for row in rows:

@@ -254,7 +254,6 @@ class RowTokenizer:
         """
         self._functions = functions if job.prompt.has_media else None
         self._job, self._engine, self._info, self._events = job, engine, info, events
-        self._kind = kind
         self._task = job.forward
         if isinstance(self._task, ClassifyTask):
             self._task = dataclasses.replace(self._task, names=class_names(info.model))
@@ -309,8 +308,6 @@ class RowTokenizer:
 
     async def _prompts(self, requests: list[Request]) -> list[Request | Outcome]:
         """Tokenise each prompt by its kind."""
-        if self._kind is not None:
-            return await self._of_kind(self._kind).tokenize(requests)
         found: list[Request | Outcome] = [*requests]
         for kind in {request.kind for request in requests}:
             places = [at for at, request in enumerate(requests) if request.kind == kind]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,9 +24,8 @@ from batchrunner.dispatch.reorder import (
     ReuseDistance,
     find_leaders,
 )
-from batchrunner.input.order import common_length
 from benchmarks.order_simulated import Case, run
-from tests.support.prompts import CARRIED, INFO, PASS_TOKENS, request, shared, slots, words
+from tests.support.prompts import CARRIED, INFO, request, shared, slots, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -93,28 +91,6 @@ def rows_of(works: Iterable[PendingRow]) -> list[int]:
     return [work.request.ref.row for work in works]
 
 
-def grouped(groups: int, members: int, count: int = 200) -> list[str]:
-    """Return prompts of groups with a long common beginning, shuffled."""
-    texts = [words(f"g{g}", count) + words(f"r{g}.{m}", 5) for g in range(groups) for m in range(members)]
-    random.Random(1).shuffle(texts)
-    return texts
-
-
-def prefilled_apart(works: Sequence[PendingRow]) -> int:
-    """Return the bytes that are computed if a beginning is cached when the pass that it began in is over."""
-    sent: list[tuple[float, bytes]] = []
-    clock, total = 0.0, 0
-    for work in works:
-        prompt = work.request.prompt.encode()
-        best = max(
-            (common_length(prompt, other) for at, other in sent if at + PASS_TOKENS <= clock), default=0
-        )
-        total += len(prompt) - best
-        sent.append((clock, prompt))
-        clock += (len(prompt) - best) / 4
-    return total
-
-
 @given(
     st.lists(st.sampled_from([words(f"p{p}", 80) for p in range(5)] + ["short", "bad"]), max_size=60),
     st.integers(1, 7),
@@ -136,33 +112,6 @@ def test_every_row_goes_once(texts: list[str], batch_rows: int, dedupe: bool) ->
     assert by.held == 0
     good = [text for text in texts if text != "bad"]
     assert len(works) == (len(set(good)) if dedupe else len(good))
-
-
-def test_followers_come_a_pass_behind_their_leader() -> None:
-    """Shuffled groups are computed with hardly more than the least possible; as they come, with much more."""
-    texts = grouped(60, 8)
-    batch = [request(row, text) for row, text in enumerate(texts)]
-    works, _, _ = arranged(arranger(), [batch])
-    least = sum(map(len, texts)) - shared(text.encode() for text in texts)
-    assert prefilled_apart(works) <= 1.05 * least
-    as_given = [PendingRow(request(row, text)) for row, text in enumerate(sorted(texts))]
-    assert prefilled_apart(as_given) > 1.5 * least
-
-
-def test_what_a_row_brought_in_is_used_soon() -> None:
-    """Documents below one system prompt fall due together: the questions to each go soon after it."""
-    system = words("system", 100)
-    texts = [system + words(f"d{d}", 200) + words(f"q{d}.{q}", 5) for d in range(60) for q in range(4)]
-    works, _, _ = arranged(arranger(), [[request(row, text) for row, text in enumerate(sorted(texts))]])
-    sent_at: dict[PendingRow, float] = {}
-    clock = 0.0
-    for work in works:
-        clock += (work.prompt_bytes - work.shared_bytes) / 4
-        sent_at[work] = clock
-    questions = [work for work in works if work.shared_bytes > len(system) + 256]
-    waits = [sent_at[work] - sent_at[work.leader] for work in questions if work.leader]
-    assert len(waits) == 60 * 3
-    assert max(waits) <= 4 * PASS_TOKENS  # of some 24,000
 
 
 def test_nested_beginnings_are_primed_one_inside_the_other() -> None:
@@ -334,14 +283,23 @@ SMALL_POOL = 20_000
 """Tokens: less than what 128 rows of 284 tokens need, and two and a half prefill passes."""
 
 
-@pytest.mark.parametrize("rows", [600, 6000])
-def test_followers_find_their_prefix_in_a_small_pool(rows: int) -> None:
-    """Rows of 224 prompt tokens, eight to a prefix of 200: hardly more is computed than must be.
+@pytest.mark.parametrize(
+    ("workload", "rows", "kv_tokens", "max_running"),
+    [
+        ("small groups, short prompts", 600, SMALL_POOL, 128),
+        ("small groups, short prompts", 6000, SMALL_POOL, 128),
+        ("nested", 1000, 60_000, 4096),
+    ],
+)
+def test_followers_find_their_prefix_in_a_small_pool(
+    workload: str, rows: int, kv_tokens: int, max_running: int
+) -> None:
+    """Hardly more is computed than must be: eight rows to a prefix, and documents below a system prompt.
 
     All of them are among the last rows of the input: their leaders do not all go ahead, since their prefixes
-    would be evicted, and single misses do not widen the distance.
+    would be evicted, and single misses do not widen the distance. What a row brought in is used soon.
     """
-    found = run(Case("small groups, short prompts", rows, SMALL_POOL, "runner", max_running=128))
+    found = run(Case(workload, rows, kv_tokens, "runner", max_running=max_running))
     assert found["ratio_to_least"] < 1.1
     assert found["retractions"] == 0
 

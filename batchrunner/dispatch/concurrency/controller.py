@@ -296,7 +296,7 @@ def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None)
 
 
 def cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
-    """Return what too few connections cost, in a line; None where they are enough.
+    """Return what to do about too few connections, in a line; None where they are enough.
 
     `fixed` is the job's window, if it sets one; else as many are needed as the engine can run.
     """
