@@ -107,7 +107,7 @@ MOST_TOKENS = {
     "engines": 44_200,
     "advise": 12_600,
     "report": 10_800,
-    "dispatch": 25_000,
+    "dispatch": 24_900,
     "runner": 24_300,
     "tune": 13_600,
     "api": 2_500,
