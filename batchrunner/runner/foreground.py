@@ -18,7 +18,7 @@ from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from batchrunner.report.report import Report
 from batchrunner.runner.control import SIGNALS, Control, RunSignals
-from batchrunner.runner.progress import Display, ProgressBar, ProgressLines
+from batchrunner.runner.progress import Display, ProgressBar, ProgressLines, metrics_server
 from batchrunner.runner.run import execute
 
 log = logging.getLogger(__name__)
@@ -66,8 +66,6 @@ def run_in_foreground(
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     with contextlib.ExitStack() as stack:
         if metrics is not None:
-            from batchrunner.runner.metrics import metrics_server  # noqa: PLC0415 - only where it is asked for
-
             displays.append(stack.enter_context(metrics_server(metrics)))
         try:
             return runner.run(supervised())

@@ -11,10 +11,11 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
-from batchrunner.core.types import PromptKind
+from batchrunner.core.errors import RowRefusedError
+from batchrunner.core.types import Completion, Outcome, PromptKind
 from batchrunner.dispatch.bundles import BundleTotals, bundle_senders
 from batchrunner.dispatch.concurrency.controller import (
     BYTES_A_TOKEN,
@@ -31,14 +32,15 @@ from batchrunner.dispatch.queue import Backlog, RowSource, Slots
 from batchrunner.dispatch.reorder import OutputLengths, Reorderer, ReuseDistance
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
-from batchrunner.job.answers import AnswerPlan, judges_by_row
+from batchrunner.input.dataset import carried_of
+from batchrunner.job.answers import AnswerPlan, judges_by_row, of_sample
+from batchrunner.job.fields import PARSE
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
 from batchrunner.runner.control import Control
 from batchrunner.runner.progress import Display, ProgressLog
-from batchrunner.runner.results import OutcomeSink, Outlet
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -97,6 +99,106 @@ def _most_new_tokens(job: Job) -> int | None:
     if job.forward is not None:
         return 0
     return job.sampling.max_new_tokens if isinstance(job.sampling.max_new_tokens, int) else None
+
+
+class Outlet(Protocol):
+    """Where outcomes go, in the event loop of the run: the writer of a run's results, or a program."""
+
+    async def put(self, outcome: Outcome) -> None:
+        """Take an outcome; waits while disk or program are behind."""
+
+    def check(self) -> None:
+        """Raise what failed in the background for good."""
+
+
+FEWEST_ROWS = 100
+"""Rows that must have been sent and ended before `limits.abort_failed_share` stops a run."""
+
+
+class OutcomeSink:
+    """Takes every outcome once: makes columns of its answer, counts it, and stores it or hands it over.
+
+    A row keeps its answer where the job's Python function cannot parse it. The run is stopped if too
+    large a share of the rows that were sent failed.
+    """
+
+    def __init__(
+        self,
+        plan: AnswerPlan,
+        outlet: Outlet,
+        counts: RowCounts,
+        control: Control,
+        slots: Slots,
+        most_failed_share: float,
+        *,
+        functions: HookPool | None = None,
+    ) -> None:
+        """Say what an outcome becomes (`plan`), and where it goes then.
+
+        `most_failed_share` is `limits.abort_failed_share`, from 0 to 1.
+        """
+        self.plan = plan
+        """What outcomes become."""
+        self._outlet = outlet
+        self.check = outlet.check
+        self._counts = counts
+        self._control = control
+        self._slots = slots
+        self._most_failed_share = most_failed_share
+        self._sent = self._failed = 0
+        self._functions = functions if functions is not None and PARSE in functions.facts else None
+        self._last: tuple[Completion, Completion, str | None] | None = None
+
+    async def put(self, outcome: Outcome) -> None:
+        """Count, store and give an outcome; waits while disk or program are behind.
+
+        Raises StorageError, and HookLostError where the Python function's processes cannot go on.
+        """
+        if outcome.completion is not None and outcome.error is None and self._functions is not None:
+            outcome = await self._parsed(outcome, outcome.completion, self._functions)
+        self._counts.add(outcome)  # first: the row is in a part even if a stop comes while we wait
+        if outcome.attempts:  # rows that were not sent say nothing about the engine or the other rows
+            self._sent += 1
+            if outcome.error is not None:
+                self._stop_if_too_many_fail()
+        await self._outlet.put(outcome)
+
+    def _stop_if_too_many_fail(self) -> None:
+        """Count a failed row; one in flight counts as good: a refusal comes at once and an answer late."""
+        self._failed += 1
+        all_sent = self._sent + max(0, self._slots.in_flight - 1)  # the slot of this row is still taken
+        if self._sent >= FEWEST_ROWS and self._failed / all_sent > self._most_failed_share:
+            self._control.drain(
+                f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
+                "correct what the errors below name, and start with --retry-failed"
+            )
+
+    async def _parsed(self, outcome: Outcome, completion: Completion, functions: HookPool) -> Outcome:
+        """Return an outcome with the columns that the job's Python function makes of its answer."""
+        takes_row = functions.facts[PARSE].takes_row
+        last = self._last
+        if last is None or last[0] is not completion or takes_row:  # else that of an equal row
+            row = (carried_of(outcome.ref),) if takes_row else ()
+            parsed, error = await _columns_of_answer(completion, row, functions)
+            last = self._last = completion, parsed, error
+        return outcome._replace(completion=last[1], error=last[2])
+
+
+async def _columns_of_answer(
+    completion: Completion, row: tuple[Any, ...], functions: HookPool
+) -> tuple[Completion, str | None]:
+    """Return an answer with the values of the columns, or as it is with an error."""
+    calls = (functions.call(PARSE, text, *row) for text in completion.texts)
+    samples: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+    failures = {number: each for number, each in enumerate(samples) if isinstance(each, BaseException)}
+    for failure in failures.values():
+        if not isinstance(failure, RowRefusedError):
+            raise failure
+    for number, failure in failures.items():
+        return completion, of_sample(str(failure), number, completion)
+    names = [name for name, _ in functions.facts[PARSE].columns]
+    made = {name: [sample[name] for sample in samples] for name in names}
+    return completion._replace(columns={**completion.columns, **made}), None
 
 
 class KnownRows(RowSource, Protocol):

@@ -22,9 +22,9 @@ import pyarrow.types as pt
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Outcome, Request, RowRef
+from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, Outcome, Request, RowRef
 from batchrunner.engines.base import Engine
-from batchrunner.input.dataset import Dataset, RowBatch
+from batchrunner.input.dataset import Dataset, RowBatch, carried_of
 from batchrunner.input.parquet_copy import normalize, normalized
 from batchrunner.input.render import Renderer
 from batchrunner.input.sorted_copy import prepare_order
@@ -37,9 +37,12 @@ from batchrunner.input.tables import (
     rows_known,
 )
 from batchrunner.input.templates import unknown_column
-from batchrunner.job.answers import open_functions, plan_answers
+from batchrunner.job.answers import AnswerPlan, open_functions, plan_answers
 from batchrunner.job.call import LibraryCall
+from batchrunner.job.output import SAMPLE
 from batchrunner.job.spec import Job
+from batchrunner.job.tasks import numbers_of
+from batchrunner.output.columns import ResultRow, answer_value, result_rows
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
@@ -48,10 +51,9 @@ from batchrunner.runner.control import Control
 from batchrunner.runner.open_engine import EngineLoop, open_portal
 from batchrunner.runner.prepare import prepare, renderer_of
 from batchrunner.runner.progress import Display
-from batchrunner.runner.results import Handover, Outlet
 from batchrunner.runner.rows import FixedRows
 from batchrunner.runner.run import check_engine, open_engine_of
-from batchrunner.runner.sending import Sending, open_windows
+from batchrunner.runner.sending import Outlet, Sending, open_windows
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -60,7 +62,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MOST_ROWS, MOST_BYTES = 256, 16 << 20
-"""Rows that are read ahead, and the bytes of their texts; also the rows that are rendered together."""
+"""Rows that are read ahead, and the bytes of their texts; also the rows that are rendered together, and
+the rows that wait for the program."""
 MOST_RENDERERS = 64
 """Schemas whose renderers are kept."""
 
@@ -351,6 +354,81 @@ class ProgramRows:
             columns = ProgramColumns(schema)
             self._renderers[schema] = renderer_of(self._job, columns, answers, self._functions)
         return self._renderers[schema]
+
+
+class Handover:
+    """Rows that ended, as dicts, bounded: `put` waits while the program is behind.
+
+    All methods are called in the event loop of the run.
+    """
+
+    def __init__(self, plan: AnswerPlan) -> None:
+        """Make rows of outcomes as `plan` says."""
+        self._plan = plan
+        self._rows: deque[dict[str, Any]] = deque()
+        self._ended = False
+        self._came = asyncio.Event()
+        self._room = asyncio.Event()
+
+    async def put(self, outcome: Outcome) -> None:
+        """Add the rows that an outcome becomes, each once there is room."""
+        for row in result_rows([outcome], self._plan):
+            while len(self._rows) >= MOST_ROWS:
+                self._room.clear()
+                await self._room.wait()
+            self._rows.append(_row_given(row, self._plan))
+            self._came.set()
+
+    def check(self) -> None:
+        """Do nothing: a program that is behind is waited for."""
+
+    async def take(self) -> list[dict[str, Any]]:
+        """Take all rows that are there; waits for the first. Empty at the end."""
+        while not self._rows and not self._ended:
+            self._came.clear()
+            await self._came.wait()
+        rows = list(self._rows)
+        self._rows.clear()
+        self._room.set()
+        return rows
+
+    def end(self) -> None:
+        """Record that no more rows come."""
+        self._ended = True
+        self._came.set()
+
+
+def _row_given(row: ResultRow, plan: AnswerPlan) -> dict[str, Any]:
+    """Return a row of the results as its columns have it."""
+    outcome, sample = row
+    completion = outcome.completion
+    decodes = plan.task is None
+    reason: Any = None
+    if outcome.is_left_out:
+        reason = LEFT_OUT if plan.samples == 1 or plan.explode else [LEFT_OUT] * plan.samples
+
+    def each(values: list[Any]) -> Any:
+        return values if sample is None else values[sample]
+
+    given: dict[str, Any] = {"row": outcome.ref.row, **({SAMPLE: sample} if plan.explode else {})}
+    given |= carried_of(outcome.ref)
+    if decodes:
+        given["output"] = each(completion.texts) if completion else None
+        given["finish_reason"] = each(completion.finish_reasons) if completion else reason
+    given["prompt_tokens"] = completion.prompt_tokens if completion else None
+    given["cached_tokens"] = completion.cached_tokens if completion else None
+    if decodes:
+        given["completion_tokens"] = each(completion.completion_tokens) if completion else None
+    given |= {"latency_s": outcome.latency_s, "attempts": outcome.attempts, "error": outcome.error}
+    if decodes:
+        return given | {name: answer_value(row, name) for name in plan.names}
+    return given | {name: _value_of(completion, name, kind) for name, kind in plan.parsed}
+
+
+def _value_of(completion: Completion | None, name: str, kind: ColumnKind) -> Any:
+    """Return the value of a column of a task without decoding; a vector as a list of numbers."""
+    value = completion.columns[name][0] if completion and name in completion.columns else None
+    return numbers_of(value, kind[1]) if isinstance(value, bytes) else value
 
 
 class ProgramOutlet(Outlet, Protocol):
