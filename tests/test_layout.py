@@ -108,7 +108,7 @@ MOST_TOKENS = {
     "advise": 12_600,
     "report": 10_800,
     "dispatch": 24_900,
-    "runner": 24_300,
+    "runner": 24_200,
     "tune": 13_600,
     "api": 2_500,
     "ray": 5_400,
