@@ -12,7 +12,7 @@ from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.hang_detector import HangDetector, progress_of
 from batchrunner.engines.http.client import GATEWAY_ROUTE, HttpEngine
-from batchrunner.engines.http.worker_list import WorkerList
+from batchrunner.engines.http.server_info import WorkerList
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TaskName
 

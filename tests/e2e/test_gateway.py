@@ -22,7 +22,7 @@ from batchrunner.core.errors import (
 from batchrunner.core.types import Request, RowRef
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.connections import free_port
-from batchrunner.engines.http.worker_list import WorkerList
+from batchrunner.engines.http.server_info import WorkerList
 from batchrunner.engines.launched.fleet import GatewayProcess
 from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine
 from batchrunner.job.sampling import SamplingSpec

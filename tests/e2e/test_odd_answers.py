@@ -98,23 +98,7 @@ def test_ever_new_finish_reasons(tmp_path: Path, server: FakeSGLang) -> None:
     assert len({row["finish_reason"] for row in results_of(job_of(tmp_path, server))}) == 200
 
 
-def samples(*texts: str | None, numbers: list[Any] | None = None) -> list[dict[str, Any]]:
-    """Choices of a chat, numbered in order."""
-    numbered = zip(numbers or list(range(len(texts))), texts, strict=True)
-    return [{"index": n, "message": {"content": text}, "finish_reason": "stop"} for n, text in numbered]
-
-
-def chat(choices: list[dict[str, Any]]) -> Body:
-    return Body(json.dumps({"choices": choices, "usage": {}}).encode())
-
-
-CHATS: dict[str, Body] = {
-    "a number twice": chat(samples("a", "b", "c", "d", numbers=[0, 1, 1, 3])),
-    "a number that is none": chat(samples("a", "b", "c", "d", numbers=[0, 1, None, 3])),
-    "no text in one": chat(samples("a", "b", None, "d")),
-}
-
-
+CHOICES = [{"message": {"content": text}, "finish_reason": "stop"} for text in ("a", "b", None, "d")]
 SAMPLE = {"text": "a", "meta_info": {}}
 TEXTS: dict[str, tuple[int, Any]] = {
     "two of four": (4, [SAMPLE] * 2),
@@ -123,24 +107,14 @@ TEXTS: dict[str, tuple[int, Any]] = {
 }
 
 
-@pytest.mark.parametrize("odd", [*CHATS, *TEXTS])
+@pytest.mark.parametrize("odd", ["no text in one", *TEXTS])
 def test_other_samples_than_asked_for(tmp_path: Path, server: FakeSGLang, odd: str) -> None:
     """The answer is asked for again, as often as an answer that failed."""
-    if odd in CHATS:
-        changes = {"sampling": {"n": 4}, "prompt": {"user": "{{ text }}"}}
-        row = run_with(tmp_path, server, CHATS[odd], **changes)[3]
-    else:
-        n, reply = TEXTS[odd]
-        row = run_with(tmp_path, server, Body(json.dumps(reply).encode()), sampling={"n": n})[3]
+    n, reply = TEXTS.get(odd, (4, {"choices": CHOICES, "usage": {}}))
+    changes = {} if odd in TEXTS else {"prompt": {"user": "{{ text }}"}}
+    row = run_with(tmp_path, server, Body(json.dumps(reply).encode()), sampling={"n": n}, **changes)[3]
     assert "sample" in row["error"]
     assert row["attempts"] == 2
-
-
-def test_samples_in_another_order(tmp_path: Path, server: FakeSGLang) -> None:
-    """They have numbers: they are put into their order."""
-    reply = chat(samples("d", "a", "c", "b", numbers=[3, 0, 2, 1]))
-    changes = {"sampling": {"n": 4}, "prompt": {"user": "{{ text }}"}}
-    assert run_with(tmp_path, server, reply, **changes)[3]["output"] == ["a", "b", "c", "d"]
 
 
 NUMBERS = [

@@ -31,8 +31,7 @@ from batchrunner.engines.http import replies
 from batchrunner.engines.http.client import BundleAnswer, Endpoint
 from batchrunner.engines.http.guard import ModelGuard, common_model, model_in
 from batchrunner.engines.http.loads import LOADS, METRICS, counters_in, load_in
-from batchrunner.engines.http.server_info import describe
-from batchrunner.engines.http.worker_list import urls_in
+from batchrunner.engines.http.server_info import describe, urls_in
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.output.columns import schema_of_run, table_of
 from batchrunner.output.counts import RowCounts

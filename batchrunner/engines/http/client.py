@@ -55,12 +55,12 @@ from batchrunner.engines.http.loads import (
 )
 from batchrunner.engines.http.server_info import (
     ServerQuestions,
+    WorkerList,
     describe,
     events_of_tokens,
     pooling_note,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
-from batchrunner.engines.http.worker_list import WorkerList
 from batchrunner.engines.model_files import vocabulary_of
 from batchrunner.input.request_bodies import with_model
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
@@ -228,7 +228,7 @@ class HttpEngine(Engine):
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
-        request = self._checked(request)
+        self._check(request)
         endpoint, headers = self.endpoints[route], self._affinity(request)
         if request.task is not None:
             reply = await self._post_task(endpoint, request.task, [request], headers)
@@ -250,7 +250,8 @@ class HttpEngine(Engine):
         rows: list[PlacedRequest] = []
         for place, request in enumerate(requests):
             try:
-                rows.append(PlacedRequest(place, self._checked(request)))
+                self._check(request)
+                rows.append(PlacedRequest(place, request))
             except RowRefusedError as refusal:
                 answers.ended(place, refusal)
         if not rows:
@@ -358,12 +359,11 @@ class HttpEngine(Engine):
     async def _is_alive(self, url: str) -> bool:
         return self._questions is not None and await ServerStatus(self._questions, url).is_alive()
 
-    def _checked(self, request: Request) -> Request:
-        """Return a request as it is sent; raises RowRefusedError for one that must not be."""
+    def _check(self, request: Request) -> None:
+        """Raise RowRefusedError for a request that must not be sent."""
         wire.refuse_deadly(request, self._vocabulary)
         if self._behind_gateway:
             wire.refuse_dropped(request)
-        return request
 
     def _affinity(self, request: Request) -> dict[str, str] | None:
         """Return the header by which a gateway chooses a replica."""

@@ -59,7 +59,7 @@ class Meta(msgspec.Struct):
     completion_tokens: Count | None = None
     cached_tokens: Count | None = None
     num_retractions: Count | None = None
-    weight_version: Any = None
+    weight_version: str | None = None
     output_token_logprobs: list[TokenLogprob] | None = None
     output_top_logprobs: list[list[TokenLogprob] | None] | None = None
     input_token_logprobs: list[TokenLogprob] | None = None
@@ -112,7 +112,6 @@ class Choice(msgspec.Struct):
 
     message: Message | None = None
     text: str | None = None
-    index: int | None = None
     finish_reason: Word | None = None
     meta_info: Meta = msgspec.field(default_factory=Meta)
     matched_stop: Any = None
@@ -141,7 +140,7 @@ class Extension(msgspec.Struct):
 class Metadata(msgspec.Struct):
     """What SGLang says of the model in a reply in OpenAI's form."""
 
-    weight_version: Any = None
+    weight_version: str | None = None
 
 
 class ChoicesReply(msgspec.Struct):
@@ -352,7 +351,7 @@ def _from_generate(request: Request, samples: Sequence[Sample]) -> Completion:
 
 
 def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
-    choices, usage = _in_order(reply.choices), reply.usage or Usage()
+    choices, usage = reply.choices, reply.usage or Usage()
     ids = reply.sglext.output_ids if reply.sglext else None
     has_ids = ids is not None and len(ids) == len(choices)
     answers = []
@@ -381,16 +380,6 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
     if cached_tokens is None and usage.prompt_tokens_details is not None:
         cached_tokens = usage.prompt_tokens_details.cached_tokens
     return _completion(request, answers, prompt_tokens, cached_tokens)
-
-
-def _in_order(choices: list[Choice]) -> list[Choice]:
-    """Return the samples of a chat by their numbers, if they have any."""
-    numbers = [choice.index for choice in choices]
-    if len(choices) == 1 or numbers == [None] * len(choices):
-        return choices
-    if sorted(-1 if number is None else number for number in numbers) != list(range(len(choices))):
-        raise AttemptFailedError(f"the samples are numbered {short(str(numbers))}")
-    return sorted(choices, key=lambda choice: choice.index or 0)
 
 
 def _says_something(message: Message) -> bool:
@@ -435,7 +424,7 @@ def _completion(
         raise AttemptFailedError("aborted by the engine")
     if is_empty:
         raise AttemptFailedError("empty answer")
-    weights = _weights(answers[0].meta.weight_version)
+    weights = answers[0].meta.weight_version
     completion = Completion(texts, reasons, counts, prompt_tokens, cached_tokens, retractions, weights)
     asks = request.asks
     if asks is None:
@@ -445,11 +434,6 @@ def _completion(
     if "reasoning" in asks.names:
         answers = [_parted(answer) for answer in answers]
     return completion._replace(texts=[answer.text for answer in answers], columns=_columns(asks, answers))
-
-
-def _weights(version: Any) -> str | None:
-    """Return the version of the weights that made an answer, where the server tells it."""
-    return version if isinstance(version, str) else None
 
 
 def _parted(answer: Answer) -> Answer:
@@ -551,7 +535,7 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
         completion_tokens=[usage.completion_tokens],
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=details.cached_tokens if details else None,
-        weights=_weights(found.metadata.weight_version) if found.metadata else None,
+        weights=found.metadata.weight_version if found.metadata else None,
         columns={RESPONSE: [_as_line(reply, body.model)]},
     )
 

@@ -32,7 +32,7 @@ from batchrunner.engines.http import wire
 from batchrunner.engines.http.client import Endpoint, HttpEngine
 from batchrunner.engines.http.connections import HeldPort, free_port, raise_file_limit
 from batchrunner.engines.http.guard import FailureClassifier
-from batchrunner.engines.http.worker_list import WorkerList
+from batchrunner.engines.http.server_info import WorkerList
 from batchrunner.engines.launched.supervisor import SupervisedProgram, to_argv
 from batchrunner.engines.model_files import check_model, model_identity
 from batchrunner.engines.model_memory import cards_of, split_over, with_tp
