@@ -20,7 +20,6 @@ from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import (
     CHAT_PATH,
     EMBEDDINGS_PATH,
-    AskedColumns,
     Completion,
     Request,
     RequestBody,
@@ -97,22 +96,9 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
     if schema := request.sampling.get("json_schema"):  # a grammar ends where its value does
         texts, reasons = [made_up(schema, sample) for sample in samples], [ENDED] * len(samples)
     completion = Completion(texts, reasons, [tokens for tokens, _ in lengths], prompt_tokens, 0)
-    return completion if request.asks is None else completion._replace(columns=_columns(request.asks, texts))
-
-
-def _columns(asks: AskedColumns, texts: Sequence[str]) -> dict[str, list[Any]]:
-    """Make up what is asked for besides the text: tokens are words, and each is as likely as the next."""
-    tokens = [
-        [{"id": crc32(word.encode()) % 32_000, "token": word, "logprob": -1.0} for word in text.split()]
-        for text in texts
-    ]
-    found: dict[str, list[Any]] = {
-        "output_ids": [[token["id"] for token in some] for some in tokens],
-        "logprobs": tokens,
-        "top_logprobs": [[[token] * asks.top_logprobs for token in some] for some in tokens],
-        "prompt_logprobs": [[]],
-    }
-    return {name: found.get(name, [None] * len(texts)) for name in asks.names}
+    if request.asks is None:
+        return completion
+    return completion._replace(columns={name: [None] * len(texts) for name in request.asks.names})
 
 
 def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: int) -> Completion:

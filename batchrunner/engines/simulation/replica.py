@@ -94,8 +94,8 @@ def steady_work(config: SchedulerConfig, rows: Sequence[RowLengths]) -> PassWork
 
 PARTS = 5
 """Parts of a model."""
-MOST_SWEEPS, SETTLED = 20_000, 1e-9
-"""When the fit ends: after so many sweeps, or when no part moves by more than this share."""
+MOST_SWEEPS = 20_000
+"""Sweeps after which the fit ends, where parts still move."""
 RIDGE = 1e-3
 """Weight against large parts when a model is fitted to stretches of passes, which are much alike."""
 
@@ -172,29 +172,21 @@ def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
 def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     """Return what a unit of each column costs, none below 0, with the least sum of squares over the rows.
 
-    Columns are scaled to a mean square of 1, since amounts differ by orders of magnitude. Each part is set to
-    its best value beside the others, again and again: that converges, as no part may be negative.
+    Each part is set to its best value beside the others, again and again: that converges, as no part may be
+    negative.
     """
-    count, columns = len(rows), range(len(rows[0]))
-    scales = [(sum(row[i] ** 2 for row in rows) / count) ** 0.5 or 1.0 for i in columns]
-    products = [
-        [sum(row[i] * row[j] for row in rows) / (scales[i] * scales[j] * count) for j in columns]
-        for i in columns
-    ]
-    sums = [
-        sum(row[i] * value for row, value in zip(rows, values, strict=True)) / (scales[i] * count)
-        for i in columns
-    ]
+    columns = range(len(rows[0]))
+    products = [[sum(row[i] * row[j] for row in rows) for j in columns] for i in columns]
+    sums = [sum(row[i] * value for row, value in zip(rows, values, strict=True)) for i in columns]
     parts = [0.0] * len(columns)
     for _ in range(MOST_SWEEPS):
-        moved = 0.0
+        before = [*parts]
         for i in columns:
             others = sum(products[i][j] * parts[j] for j in columns if j != i)
-            best = max(0.0, (sums[i] - others) / (products[i][i] + RIDGE))
-            moved, parts[i] = max(moved, abs(best - parts[i])), best
-        if moved <= SETTLED * max(parts):
+            parts[i] = max(0.0, (sums[i] - others) / ((1 + RIDGE) * products[i][i] or 1.0))
+        if all(map(math.isclose, parts, before)):
             break
-    return [part / scale for part, scale in zip(parts, scales, strict=True)]
+    return parts
 
 
 INTERVAL_STEPS = 15
