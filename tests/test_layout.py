@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 19_600,
     "output": 25_000,
     "input": 34_100,
-    "engines": 44_000,
+    "engines": 43_700,
     "advise": 12_600,
     "report": 10_800,
     "dispatch": 24_900,
