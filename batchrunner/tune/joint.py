@@ -110,8 +110,6 @@ GROUPS = (
     ("decode_interval", "max_running"),
 )
 """Parts that limit one another."""
-SIZES = ("max_running", "chunked_prefill_tokens", "max_total_tokens")
-"""Parts that take memory."""
 STEPS = (0.5, 2.0, 4.0)
 """Factors by which a step changes a size."""
 SMALLEST_CHUNK = 128
@@ -151,25 +149,6 @@ class JointMoves:
             for config, gain in gains
             if gain >= 1 + WORTH
         ]
-
-    def halfway(self, state: TuningState, change: FlagChange) -> FlagChange | None:
-        """Return a change that goes half as far as one that a server died of: by the root of each factor.
-
-        None where it is expected to bring too little, or where the other changes no size.
-        """
-        now = config_of(state)
-        if now is None or not any(FLAGS[part] in change.args for part in SIZES):
-            return None
-        parts: dict[str, Any] = {
-            part: change.args[flag] for part, flag in FLAGS.items() if flag in change.args
-        }
-        sizes = {part: round(math.sqrt(getattr(now, part) * parts[part])) for part in SIZES if part in parts}
-        config = replace(now, **(parts | sizes))
-        gain = self._forecast.speed(config) / max(self._forecast.speed(now), 1e-9)
-        if gain < 1 + WORTH:
-            return None
-        why = f"half as far as before: the simulated scheduler expects {gain:.2f} x"
-        return FlagChange(arguments_of(config, now), why)
 
     def _climb(self, now: SchedulerConfig) -> SchedulerConfig:
         speed = self._forecast.speed

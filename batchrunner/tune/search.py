@@ -117,8 +117,6 @@ FAILED_MORE = 0.01
 """Share of rows by which failures may exceed those of the best: trials end with different rows."""
 MOST_MISSES = 2
 """Joint changes of one setting that are tried although none was faster: then the forecast is not believed."""
-MOST_HALVES = 2
-"""Times that a joint change of which the server died is tried half as far: memory may be the reason."""
 TOGETHER = TunedFlag("together", lambda _: "the forecast chooses")
 """Several flags at once."""
 
@@ -188,18 +186,8 @@ class Search:
         improved, misses = False, 0
         while misses < MOST_MISSES and (change := self._next_together()) is not None:
             won = yield from self._try_change(change, TOGETHER)
-            for _ in range(MOST_HALVES):
-                smaller = self._joint.halfway(self._state(), change) if self._died(change) else None
-                if smaller is None or not self._is_new(smaller):
-                    break
-                won, change = (yield from self._try_change(smaller, TOGETHER)), smaller
             improved, misses = improved | won, 0 if won else misses + 1
         return improved
-
-    def _died(self, change: FlagChange) -> bool:
-        """Tell whether the server died of a change of the best setting."""
-        setting = self.settings.get(key_of(self._changed_to(change)))
-        return setting is not None and setting.newest.ended == "died"
 
     def _next_together(self) -> FlagChange | None:
         found = self._joint.candidates(self._state())

@@ -13,7 +13,7 @@ from batchrunner.engines.simulation.scheduler import SchedulerConfig
 from batchrunner.tune.joint import Forecast, arguments_of, clips, config_of
 from batchrunner.tune.measurement import TrialSigns
 from batchrunner.tune.search import TrialRequest
-from batchrunner.tune.space import Args, TuningState
+from batchrunner.tune.space import TuningState
 from tests.support.tuning_lab import CPU, ROWS, Lab, chat_rows, tuned
 
 LONG_ROWS = [(row[0] + 500, *row[1:]) for row in chat_rows(700)]
@@ -33,25 +33,6 @@ def test_two_flags_out_of_a_corner() -> None:
     good = {"max-running-requests": 128, "chunked-prefill-size": 8192}
     true, best = (lab().measure(TrialRequest(args, "", 0)) for args in (search.best.args, good))
     assert true.tokens_per_s >= 0.95 * best.tokens_per_s
-
-
-def test_a_change_that_a_server_dies_of_is_tried_half_as_far() -> None:
-    """A server whose memory is too small for the forecast's best still leaves the corner, in few trials."""
-
-    def deadly(args: Args) -> str | None:
-        too_much = args.get("chunked-prefill-size", 0) > 1024 or args["max-running-requests"] > 64
-        return "no memory" if too_much else None
-
-    small = lab()
-    small.deadly = deadly
-    found, search = tuned(small, CORNER, budget_s=300)
-    first, second, third = found.trials[:3]
-    assert first["args"] == {}
-    assert second["verdict"] == "unsafe: no memory"
-    assert third["args"]["max-running-requests"] == 32
-    assert third["verdict"].startswith("faster")
-    assert 32 <= search.best.args["max-running-requests"] <= 64
-    assert 512 <= search.best.args["chunked-prefill-size"] <= 1024
 
 
 def test_only_differences_become_flags() -> None:
