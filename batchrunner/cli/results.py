@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 from batchrunner.cli.options import JsonOption, RunArgument
-from batchrunner.cli.running import telling_report
 from batchrunner.core.console import show, tell
 
 
@@ -41,8 +40,7 @@ def merge(
     """
     from batchrunner.report.merged import merge_run  # noqa: PLC0415
 
-    with telling_report(quiet=as_json):
-        merged = merge_run(run, file, force=force)
+    merged = merge_run(run, file, force=force)
     if not as_json:
         tell("\n".join(merged.lines()))
     show(merged.as_dict() if as_json else [merged.path])

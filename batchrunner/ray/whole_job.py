@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from batchrunner.core.console import tell
+from batchrunner.core.console import counted, tell
 from batchrunner.core.errors import (
     EXIT_DONE,
     EXIT_INTERRUPTED,
@@ -139,10 +139,10 @@ def run_on_ray(
         with _noted_signals() as stops, contextlib.closing(Workers(loaded, shared, stops)) as group:
             for _ in range(workers):
                 group.start(actor_class.remote(quiet=quiet))
-            progress = RunProgress(path)
+            next_line = 0.0
             while group.go_on():
-                if not quiet:
-                    progress.show(group.working)
+                if not quiet and time.monotonic() >= next_line:
+                    next_line = show_progress(path, group.working)
         return _report(group, path, stops)
 
 
@@ -327,27 +327,18 @@ def _is_ready(reference: Any) -> bool:
     return bool(ray.wait([reference], timeout=0)[0])
 
 
-class RunProgress:
-    """Shows how far a run is by a line every 5 s, read from its files."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._next = 0.0
-
-    def show(self, workers: int) -> None:
-        """Show the run if the last line is old enough, with so many workers."""
-        now = time.monotonic()
-        if now < self._next:
-            return
-        with contextlib.suppress(BatchrunError):  # no worker has begun
-            state = status(self._path, watch=False)  # the cluster knows which workers live
-            if state["rows_total"] is not None:
-                done = f"{state['rows_on_disk']:,}/{state['rows_total']:,} rows"
-                at_work = "1 worker" if workers == 1 else f"{workers} workers"
-                text = f"{state['rows_per_s']:.1f} rows/s, {at_work}, {state['rows_failed']} failed"
-                left = "" if state["time_left_s"] is None else f", {duration(state['time_left_s'])} left"
-                tell(f"{time.strftime('%H:%M:%S')} {done}, {text}{left}")
-        self._next = now + max(LINE_EVERY_S, (time.monotonic() - now) / COST_SHARE)
+def show_progress(path: str, workers: int) -> float:
+    """Show how far a run is by a line, read from its files; return when to show the next one."""
+    began = time.monotonic()
+    with contextlib.suppress(BatchrunError):  # no worker has begun
+        state = status(path, watch=False)  # the cluster knows which workers live
+        if state["rows_total"] is not None:
+            done = f"{state['rows_on_disk']:,}/{state['rows_total']:,} rows"
+            at_work = f"{counted(workers, 'worker')}, {state['rows_failed']} failed"
+            left = "" if state["time_left_s"] is None else f", {duration(state['time_left_s'])} left"
+            tell(f"{time.strftime('%H:%M:%S')} {done}, {state['rows_per_s']:.1f} rows/s, {at_work}{left}")
+    now = time.monotonic()
+    return now + max(LINE_EVERY_S, (now - began) / COST_SHARE)
 
 
 def _report(group: Workers, path: str, stops: Stops) -> Report:

@@ -41,10 +41,6 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         .say("Prefill out of memory. Try to lower your batch size."),
         {"oom-prefill": "--chunked-prefill-size 4096"},
     ),
-    "prefill, at the last chunk": (
-        LogWriter().started(chunk=2048).decode(9).prefill(2).say(cuda_oom("forward_extend")),
-        {"oom-prefill": "--mem-fraction-static 0.8"},
-    ),
     "decode, torch's": (
         LogWriter().started().decode(9, r=400).say(cuda_oom("forward_decode")),
         {"oom-decode": "--max-running-requests 300"},
@@ -86,13 +82,6 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         {"killed": "--max-total-tokens 225000, or more memory for it (the machine's, the container's or "
          "Slurm's --mem), if `dmesg` says `oom-kill`"},
     ),
-    "killed beside a GPU": (
-        LogWriter().started(enable_hierarchical_cache=True).say(
-            "RuntimeError: Rank 0 scheduler died during initialization (exit code: -9). If exit code is -9 "
-            "(SIGKILL), a common cause is the OS OOM killer. Run `dmesg -T | grep -i oom` to check."),
-        {"killed": "more memory for it (the machine's, the container's or Slurm's --mem), if `dmesg` says "
-         "`oom-kill`, or a smaller --hicache-ratio"},
-    ),
     "crashed": (
         LogWriter().started().decode(30)
         .say("Scheduler hit an exception: Traceback (most recent call last):\n"
@@ -124,7 +113,6 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().started(gpu_gb=0.6, card_gb=5, weights_gb=1),
         {"memory-tight": "--mem-fraction-static 0.78 (from 0.83: 0.2 GB of 5 less for the KV pool)"},
     ),
-    "memory enough, for a small card": (LogWriter().started(gpu_gb=3.2, card_gb=22), {}),
     "memory tight, and it is the weights": (
         LogWriter().started(gpu_gb=0.5, card_gb=22, weights_gb=17.5), {},
     ),
@@ -158,10 +146,6 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
         LogWriter().started(chunk=1024, attn_dp_size=8, schedule_conservativeness=0.3, weights_gb=60)
         .decode(30, r=100, u=0.5).prefill(new=1024),
         {"conservative": "a max_new_tokens nearer to real outputs"},
-    ),
-    "retracting under DP attention": (
-        _retracting(LogWriter().started(attn_dp_size=8, schedule_conservativeness=0.9)),
-        {"retractions": "--schedule-conservativeness 3.9"},
     ),
     "retracting, as conservative as can be": (
         _retracting(LogWriter().started(schedule_conservativeness=1.43)),

@@ -21,7 +21,6 @@ from batchrunner.core.errors import (
     InputError,
     JobError,
     OutputError,
-    ResumeError,
 )
 from tests.conftest import INSTANT, job_of, results_of, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
@@ -42,13 +41,6 @@ def test_a_job_may_be_a_path_a_mapping_or_a_job(tmp_path: Path) -> None:
     assert [(report.rows_ok, report.exit_code) for report in reports] == [(10, 0)] * 4
 
 
-def test_failed_rows_are_reported_and_not_raised(tmp_path: Path, server: FakeSGLang) -> None:
-    """A caller decides himself what failed rows mean to him."""
-    server.script = lambda _: "too long"
-    report = batchrunner.run(job_of(tmp_path, server))
-    assert (report.exit_code, report.rows_failed) == (3, 10)
-
-
 @pytest.mark.parametrize(
     ("change", "error"),
     [
@@ -66,14 +58,6 @@ def test_errors_are_types(tmp_path: Path, change: dict[str, Any], error: type[Ba
     assert isinstance(caught.value, batchrunner.BatchrunError)
     assert caught.value.exit_code == 2
     assert len(str(caught.value).splitlines()) == 1
-
-
-def test_another_run_is_its_own_error(tmp_path: Path) -> None:
-    """A path that holds another run can be told from a broken one."""
-    job = job_of(tmp_path)
-    batchrunner.run(job)
-    with pytest.raises(ResumeError):
-        batchrunner.run({**job, "prompt": {"text": "Say {{ text }}"}})
 
 
 @pytest.mark.parametrize(

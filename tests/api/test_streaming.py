@@ -14,7 +14,6 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import BatchrunError, EngineStartError, InputError, JobError
-from tests.api.test_tables import FORMS, NAMES
 from tests.conftest import INSTANT
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
@@ -89,14 +88,6 @@ async def test_a_record_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
     for errors in ([row["error"] for row in rows], table["error"].to_pylist()):
         assert [error is None for error in errors] == [True, False, True]
         assert "line 2" in errors[1]
-
-
-@pytest.mark.parametrize("form", ["reader", "data set of Hugging Face", "iterator", "directory"])
-async def test_rows_of_any_form(form: str, tmp_path: Path) -> None:
-    """The data may be whatever `generate` takes."""
-    rows = await all_of(FORMS[form](tmp_path), prompt="{{ name }}", engine=INSTANT, columns=["id", "name"])
-    rows.sort(key=lambda row: row["row"])
-    assert [{"id": row["id"], "name": row["name"]} for row in rows] == NAMES.to_pylist()
 
 
 async def test_rows_come_as_they_end(server: FakeSGLang) -> None:
@@ -197,8 +188,6 @@ async def test_nothing_gives_nothing() -> None:
         ([7], {}, InputError, "a row of type int: row 0"),
         ([{"a": 1}], {}, InputError, "prompt: give one"),
         (["a"], {"prompt": "{{ nothing }}"}, JobError, "unknown column 'nothing'"),
-        (["a"], {"columns": ["nothing"]}, InputError, "unknown column 'nothing'"),
-        (["a"], {"sampling": {"top": 1}}, JobError, "unknown key 'sampling.top'"),
     ],
 )
 async def test_wrong_arguments_are_explained(
@@ -316,13 +305,6 @@ async def test_a_stream_that_fails_altogether(server: FakeSGLang) -> None:
     assert None not in came
 
 
-async def test_a_server_that_goes_away(server: FakeSGLang) -> None:
-    """A lost engine is the error of a run."""
-    server.script = lambda _: "busy 503"
-    with pytest.raises(BatchrunError, match="the engine took no row"):
-        await all_of(["a"], prompt=TEXT, engine=server.url, limits={"engine_wait": 0.5})
-
-
 async def test_a_pause_after_a_refusal(server: FakeSGLang) -> None:
     """While the consumer pauses nothing is sent: that is no time in which the engine takes no row."""
     server.script = lambda sent: "busy 503" if sent.prompt == "row 10" and sent.tries < 3 else "answer"
@@ -368,18 +350,6 @@ async def test_progress() -> None:
     assert (told[-1].rows_done, told[-1].rows_total) == (2, 2)
     await all_of(iter(["a", "b"]), engine=INSTANT, on_progress=told.append)
     assert (told[-1].rows_done, told[-1].rows_total, told[-1].eta_s) == (2, None, None)
-
-
-def test_a_loop_that_ends(server: FakeSGLang) -> None:
-    """A stream works in a loop that `asyncio.run` makes and ends, however it is left."""
-    server.script = lambda sent: "answer" if sent.prompt == "0" else "hold"
-
-    async def first() -> int:
-        async for row in batchrunner.stream(map(str, range(100)), prompt=TEXT, engine=server.url):
-            return int(row["row"])  # the loop's end closes the generator
-        return -1
-
-    assert asyncio.run(first()) == 0
 
 
 async def test_a_stream_takes_functions(server: FakeSGLang) -> None:

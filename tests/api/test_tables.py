@@ -43,6 +43,15 @@ class HubDataset:
         yield NAMES[1:]
 
 
+class Foreign:
+    """A data frame that speaks Arrow's interface, as those of pandas and polars do."""
+
+    __arrow_c_stream__ = NAMES.__arrow_c_stream__
+
+    def __iter__(self) -> Iterator[str]:  # over its columns' names
+        return iter(NAMES.column_names)
+
+
 def saved(directory: Path) -> Path:
     """Write the names as two files, and return their directory."""
     (directory / "in").mkdir()
@@ -58,6 +67,7 @@ FORMS: dict[str, Callable[[Path], Any]] = {
     "data set of files": lambda path: pads.dataset(saved(path)),
     "relation of duckdb": lambda path: duckdb.sql(f"from '{saved(path)}/*.parquet'"),
     "data set of Hugging Face": lambda _: HubDataset(),
+    "data frame": lambda _: Foreign(),
     "mappings": lambda _: NAMES.to_pylist(),
     "iterator": lambda _: iter(NAMES.to_pylist()),
     "directory": saved,
@@ -149,17 +159,6 @@ def test_wrong_rows_are_explained(rows: Any, told: str) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_an_iterator_s_error_is_its_own() -> None:
-    """What the program's own iterator raises comes through as it is."""
-
-    def rows() -> Iterator[str]:
-        yield "a"
-        raise OSError(5, "my disk")
-
-    with pytest.raises(OSError, match="my disk"):
-        batchrunner.generate(rows(), engine=INSTANT)
-
-
 def test_an_iterator_is_not_kept_in_memory() -> None:
     """The rows of an iterator are never all in memory."""
     rows = ({"id": number, "text": f"{number} " + "x" * 20_000} for number in range(4000))
@@ -213,20 +212,6 @@ def test_generate_is_in_input_order(fates: list[Behaviour], window: int) -> None
     assert [text is None for text in table.column("error").to_pylist()] == [f == "answer" for f in fates]
 
 
-def test_generate_takes_tables_of_others() -> None:
-    """Any table that speaks Arrow's interface will do, as those of pandas and polars do."""
-
-    class Foreign:
-        def __init__(self, table: pa.Table) -> None:
-            self.__arrow_c_stream__ = table.__arrow_c_stream__
-
-        def __iter__(self) -> Iterator[str]:  # a DataFrame iterates over its columns' names
-            return iter(["name"])
-
-    table = batchrunner.generate(Foreign(pa.table({"name": ["Ada"]})), prompt="{{ name }}", engine=INSTANT)
-    assert table.num_rows == 1
-
-
 def test_generate_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline that calls it a thousand times does not fill the disk."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -272,22 +257,6 @@ def test_mistakes_are_found_without_rows(options: dict[str, Any], told: str) -> 
 # --- functions of the program ---
 
 
-def test_the_library_takes_functions(server: FakeSGLang) -> None:
-    """Lambdas and closures too; nothing of them stays at work."""
-    before = children_of(os.getpid())
-    greeting = "Hello "
-    table = batchrunner.generate(
-        ["Ada", "Bob"],
-        prompt=lambda row: greeting + row["text"],
-        parse={"python": lambda answer: {"size": len(answer)}, "columns": {"size": "int32"}},
-        engine=server.url,
-    )
-    assert sorted(server.prompts) == ["Hello Ada", "Hello Bob"]
-    assert table.column("size").to_pylist() == [len(text) for text in table.column("output").to_pylist()]
-    assert table.schema.field("size").type == pa.int32()
-    assert children_of(os.getpid()) <= before
-
-
 class Inner(TypedDict):
     word: str
 
@@ -301,11 +270,13 @@ class Row(TypedDict):
     text: str
 
 
-def test_annotations_of_a_program(server: FakeSGLang) -> None:
-    """They are read in the program, where their names are known, also as texts."""
+def test_the_library_takes_functions(server: FakeSGLang) -> None:
+    """Closures too; annotations are read in the program, also as texts; nothing of them stays at work."""
+    before = children_of(os.getpid())
+    greeting = "Hello "
 
     def ask(row: Row) -> str:
-        return f"{sorted(row)} {row['text']}"
+        return f"{greeting}{sorted(row)} {row['text']}"
 
     def parse(answer: str) -> Sizes | None:
         if "Bob" in answer:
@@ -314,7 +285,8 @@ def test_annotations_of_a_program(server: FakeSGLang) -> None:
 
     rows = pa.table({"id": [1, 2], "text": ["Ada", "Bob"]})
     table = batchrunner.generate(rows, prompt=ask, parse=parse, engine=server.url)
-    assert sorted(server.prompts) == ["['text'] Ada", "['text'] Bob"]
-    assert table.column("size").to_pylist() == [len("answer 0 to ['text'] Ada"), None]
+    assert sorted(server.prompts) == ["Hello ['text'] Ada", "Hello ['text'] Bob"]
+    assert table.column("size").to_pylist() == [len("answer 0 to Hello ['text'] Ada"), None]
     assert table.column("words").to_pylist() == [[{"word": "['text']"}, {"word": "Ada"}], None]
     assert table.column("error").null_count == 2
+    assert children_of(os.getpid()) <= before
