@@ -169,7 +169,8 @@ def _answers(part: Path) -> list[dict[str, Any]]:
     with pq.ParquetFile(part) as file:
         names = [name for name in file.schema_arrow.names if name in _SHOWN or name not in _READ]
         batch = next(file.iter_batches(batch_size=ANSWERS, columns=names, use_threads=False), None)
-    columns = [values_of(batch.column(name))[0] for name in names] if batch else []
+    read = [values_of(batch.column(name)) for name in names] if batch else []
+    columns = [[unreadable.get(at, value) for at, value in enumerate(values)] for values, unreadable in read]
     return [
         {name: str(value)[:SHOWN] for name, value in zip(names, values, strict=True) if value is not None}
         for values in zip(*columns, strict=True)
