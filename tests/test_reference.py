@@ -34,6 +34,8 @@ KEY = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
 NO_VARIABLES = {
     "LABEL_": "the beginning of the name of a class",
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "a variable of SGLang that advice names",
+    "SC_AVPHYS_PAGES": "a name of sysconf",
+    "SC_PAGE_SIZE": "a name of sysconf",
 }
 
 
