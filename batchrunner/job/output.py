@@ -88,10 +88,10 @@ class OutputSpec(Spec):
     1. Else the outputs of a row are lists in one row."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
     """Most rows of the input in a result file (part), each with all its samples. A part is also written
-    every 30 s."""
+    every 30 s, in an object store as often as `durable` says."""
     durable: Duration = 1.0
-    """Time within which a finished row is safe on disk, in a journal or in a part; in an object store it is
-    10 s by default."""
+    """Time within which a finished row is safe on disk, in a journal or in a part; in an object store, where
+    it is in a part, 10 s by default."""
     dtype: Dtype = "float32"
     """With `task: embed`: type of the numbers of a vector."""
     normalize: bool = False

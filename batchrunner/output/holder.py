@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import socket
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import orjson
@@ -39,6 +39,10 @@ class LockHolder:
     """Start time of the process in kernel ticks: process IDs are reused."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
     """Random name of this holder, part of the names of its files."""
+    beats: int = 0
+    """Heartbeats, where the lock is an object, which has no file `heartbeat`."""
+    is_clean: bool = False
+    """Whether an object's holder gave the task up when all that it had was written."""
 
     def __str__(self) -> str:
         """Name it for a person."""
@@ -80,35 +84,6 @@ def parse_holder(content: bytes) -> LockHolder | None:
         return LockHolder(**{each.name: found[each.name] for each in fields(LockHolder)})
     except (ValueError, TypeError, KeyError):
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class OwnerObject:
-    """The content of `owner` of a task in an object store: its holder, and whose results were recovered."""
-
-    holder: LockHolder
-    beats: int = 0
-    before: tuple[str, ...] = ()
-    """Tokens of the holders before whose journals may hold rows to recover."""
-    over: tuple[str, ...] = ()
-    """Tokens of earlier ones that have left none: what they still write is ignored."""
-    is_clean: bool = False
-    """Whether the holder gave the task up when all that it had was written."""
-
-    @classmethod
-    def read(cls, content: bytes) -> OwnerObject | None:
-        """Return what an object says; None where it names no holder."""
-        holder = parse_holder(content)
-        if holder is None:
-            return None
-        found = orjson.loads(content)
-        values = {each.name: found[each.name] for each in fields(cls) if each.name != "holder"}
-        return cls(holder, **{**values, "before": (*found["before"],), "over": (*found["over"],)})
-
-    def content(self) -> bytes:
-        """Return the bytes of the object, which names its holder as the file `owner` does."""
-        values = asdict(self)
-        return orjson.dumps({**values.pop("holder"), **values})
 
 
 def _start_time(pid: int) -> str:

@@ -37,8 +37,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        self.end = 0
-        """Bytes of the whole frames, which are on disk."""
+        self._end = 0  # bytes of the whole frames, which are on disk
         try:
             sync_directory(path.parent)
         except OSError:
@@ -54,9 +53,9 @@ class Journal:
         frame = memoryview(_HEADER.pack(payload.size, zlib.crc32(payload), table.num_rows) + payload)
         written = 0
         while written < len(frame):  # after the last whole frame: overwrites what a failed try left
-            written += os.pwrite(self._file, frame[written:], self.end + written)
+            written += os.pwrite(self._file, frame[written:], self._end + written)
         os.fsync(self._file)
-        self.end += len(frame)
+        self._end += len(frame)
 
     def close(self) -> None:
         """Close the file, which stays on disk."""
@@ -134,19 +133,23 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
     OSError or TaskLockLostError.
     """
     next_number = 1 + max(map(number_of, run_dir.own_parts()), default=-1)
+    before = lock.replaced
     for torn in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
         torn.unlink(missing_ok=True)
-    for path in run_dir.journals():
+    for path in run_dir.journals(before.token if before else None):
         if tables := list(read_journal(path)):
             make_directory(run_dir.parts)
             write_part(run_dir, number_of(path), tables, lock)
             schema = schema or tables[0].schema
-        run_dir.store.remove(path)
+        path.unlink(missing_ok=True)
+    for other in run_dir.task_directory.glob("journal-*"):  # another machine has done its rows since
+        other.unlink(missing_ok=True)
     # without a run.json the holder before wrote no part, and a part alone would be taken for a strange run
-    if lock.replaced_unclean and schema is not None and run_dir.run_json.exists():
+    if before is not None and not before.is_clean and run_dir.run_json.exists():
+        if schema is None:
+            return
         _take_name(run_dir, next_number, schema, lock)
-        lock.replaced_unclean = False
-    lock.note_recovered()
+    lock.replaced = None
 
 
 def _take_name(run_dir: RunDir, number: int, schema: pa.Schema, lock: TaskLock) -> None:

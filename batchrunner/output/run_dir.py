@@ -135,9 +135,10 @@ class RunDir:
         """Return the path of the journal of part `number`; `token` is that of the writer's task lock."""
         return self.task_directory / f"journal-{number:06d}-{token}"
 
-    def journals(self) -> list[Path]:
-        """Return the journals of this task, oldest first."""
-        return sorted(self.task_directory.glob("journal-*"))
+    def journals(self, last: str | None = None) -> list[Path]:
+        """Return the journals of this task, oldest first; `last` is as for `Store.journals`."""
+        with self._asking_store():
+            return self.store.journals(self.task_directory, last)
 
     def check_writable(self) -> None:
         """Raise OutputError where results cannot be written here; changes nothing."""

@@ -21,7 +21,7 @@ from batchrunner.core.errors import JobError, OutputError
 from batchrunner.core.files import read_json
 from batchrunner.core.processes import thread_pool
 from batchrunner.output.files import link_new, link_part, make_directory, whole_file, write_json
-from batchrunner.output.holder import OWNER, OwnerObject
+from batchrunner.output.holder import OWNER, parse_holder
 
 if TYPE_CHECKING:
     from batchrunner.output.objects import RunObjects
@@ -30,9 +30,6 @@ TRANSFERS = 8
 """Objects that are fetched at once."""
 INDEX = ".store.json"
 """Name of the file in a working copy with the e_tags of what was fetched or published."""
-_JOURNAL = re.compile(
-    r"(?P<journal>tasks/(?P<task>[^/]+)/journal-\d+-(?P<token>[0-9a-f]+))(?P<segment>\.\d{6})?"
-)
 _NOT_COPIED = re.compile(r"merged/.*|tune/.*|(tasks/[^/]+|leases)/owner|\..*|report\.html|probe-.*")
 """Names that a working copy does not have from the store."""
 
@@ -70,7 +67,15 @@ class Store:
         """
 
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
-        """Bring run.json, and the parts and journals of these tasks or of all, here as they are now."""
+        """Bring run.json, and the parts of these tasks or of all, here as they are now."""
+
+    def journals(self, task_directory: Path, last: str | None = None) -> list[Path]:  # noqa: ARG002 - of a store
+        """Return the journals of a task that this machine has, oldest first.
+
+        In a store only its last holder's, whose token is `last`, by default that in `owner`: what others left
+        is done again by those who came after them.
+        """
+        return sorted(task_directory.glob("journal-*"))
 
     def add(self, temporary: Path, path: Path) -> None:
         """Give a file a name that no file has; raises FileExistsError. No other task uses this name."""
@@ -84,9 +89,6 @@ class Store:
         """Give a file a name, also in place of a file that has it."""
         temporary.replace(path)
 
-    def add_segment(self, path: Path, number: int, content: bytes) -> None:
-        """Publish the next piece of a file that grows, counted from 0; `path` is that of the file."""
-
     def publish(self, path: Path) -> None:
         """Publish a file as it is now, also in place of an earlier state of it."""
 
@@ -94,7 +96,7 @@ class Store:
         """Publish the files of a directory in place of all that were there; `_SUCCESS` comes last."""
 
     def remove(self, path: Path) -> None:
-        """Delete a file, and what was published of it piece by piece, where it is there."""
+        """Delete a file, where it is there."""
         path.unlink(missing_ok=True)
 
     def clear(self, names: re.Pattern[str]) -> None:
@@ -113,9 +115,8 @@ LOCAL = Store()
 class ObjectStore(Store):
     """The files of a run as objects below its URI. Methods may be called from several threads.
 
-    Each file is published by one request. A journal is published in segments, `journal-000003-TOKEN.000000`,
-    `.000001` and so on, which together are the journal. The working copy has the files that were fetched, or
-    published as such.
+    Each file is published by one request. Journals are not: there parts come often. The working copy has the
+    files that were fetched, or published as such.
     """
 
     def __init__(self, objects: RunObjects, root: Path, copies: Path) -> None:
@@ -169,66 +170,35 @@ class ObjectStore(Store):
     def bring_results(self, tasks: Collection[str] | None = None) -> None:
         """Fetch what changed."""
         of = "[^/]+" if tasks is None else f"(?:{'|'.join(map(re.escape, tasks))})"
-        self.bring_all(re.compile(rf"run\.json|parts/part-{of}-\d+\.parquet|tasks/{of}/journal-[^/]+"))
+        self.bring_all(re.compile(rf"run\.json|parts/part-{of}-\d+\.parquet"))
+
+    def journals(self, task_directory: Path, last: str | None = None) -> list[Path]:
+        """Return those in the working copy of the task itself."""
+        task = task_directory.name
+        found = sorted((self._copies / task / "tasks" / task).glob("journal-*"))
+        if found and last is None:
+            holder = parse_holder(self.objects.look(f"tasks/{task}/{OWNER}")[0])
+            last = holder.token if holder else None
+        return [path for path in found if path.name.endswith(f"-{last}")]
 
     def bring_all(self, wanted: re.Pattern[str]) -> None:
         """Make the files with wanted names what the store has.
 
-        A file that this machine has published or fetched, and that the store has unchanged, stays. A journal
-        that a task of this machine has left has at least the rows of its segments, and is taken instead.
+        A file that this machine has published or fetched, and that the store has unchanged, stays.
         """
         found = [each for each in self.objects.below() if _is_wanted(each.name, wanted)]
         names = {each.name for each in found}
         for name in [name for name in self._e_tags if name not in names and _is_wanted(name, wanted)]:
             (self._root / name).unlink(missing_ok=True)
             del self._e_tags[name]
-        changed: list[str] = []
-        segments: dict[str, list[str]] = {}  # by journal
-        for each in sorted(found, key=lambda each: each.name):
-            journal = _JOURNAL.fullmatch(each.name)
-            if journal:
-                segments.setdefault(journal["journal"], []).append(each.name)
-            elif self._e_tags.get(each.name) != each.e_tag or not (self._root / each.name).exists():
-                changed.append(each.name)
+        changed = [
+            each.name
+            for each in found
+            if self._e_tags.get(each.name) != each.e_tag or not (self._root / each.name).exists()
+        ]
         with thread_pool(TRANSFERS) as pool:
             list(pool.map(self._fetch, changed))
-        self._bring_journals(segments, wanted)
         self._save()
-
-    def _bring_journals(self, segments: dict[str, list[str]], wanted: re.Pattern[str]) -> None:
-        """Bring the journals that hold rows which may be in no part yet."""
-        left = {  # by tasks of this machine, each in its own copy
-            path.relative_to(path.parents[2]).as_posix(): path
-            for path in self._copies.glob("*/tasks/*/journal-*")
-            if path.parents[2].name == path.parent.name
-        }
-        here = {path.relative_to(self._root).as_posix() for path in self._root.glob("tasks/*/journal-*")}
-        over: dict[str, tuple[str, ...]] = {}
-        for name in sorted({*segments, *left, *here}):
-            journal = _JOURNAL.fullmatch(name)
-            if journal is None or not _is_wanted(name, wanted):
-                continue
-            task, path = journal["task"], self._root / name
-            if task not in over:
-                owner = OwnerObject.read(self.objects.look(f"tasks/{task}/{OWNER}")[0])
-                over[task] = owner.over if owner else ()
-            if journal["token"] in over[task]:
-                path.unlink(missing_ok=True)
-            elif name in left:
-                self._copy_journal(left[name], path)
-            elif name in segments:
-                make_directory(path.parent)
-                with whole_file(path) as temporary, temporary.open("wb") as file:
-                    for segment in segments[name]:
-                        file.write(self.objects.look(segment)[0])
-            else:
-                path.unlink(missing_ok=True)
-
-    def _copy_journal(self, journal: Path, path: Path) -> None:
-        if journal != path:
-            make_directory(path.parent)
-            with contextlib.suppress(FileNotFoundError), whole_file(path) as temporary:
-                shutil.copyfile(journal, temporary)
 
     def _fetch(self, name: str) -> None:
         """Bring an object here; one that is gone is left out."""
@@ -255,12 +225,6 @@ class ObjectStore(Store):
         temporary.replace(path)
         self._note(self._name(path), e_tag)
 
-    def add_segment(self, path: Path, number: int, content: bytes) -> None:
-        """Create the object of a segment."""
-        name = f"{self._name(path)}.{number:06d}"
-        if self.objects.create(name, content) is None:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.objects.uri(name))
-
     def publish(self, path: Path) -> None:
         """Write the object."""
         self._note(self._name(path), self.objects.put(self._name(path), path))
@@ -278,9 +242,8 @@ class ObjectStore(Store):
         self.objects.put(mark, b"")
 
     def remove(self, path: Path) -> None:
-        """Delete the object, its segments, and then the file."""
-        name = self._name(path)
-        self._delete([name, *(found.name for found in self.objects.below(f"{name}."))])
+        """Delete the object, then the file."""
+        self._delete([self._name(path)])
         path.unlink(missing_ok=True)
 
     def clear(self, names: re.Pattern[str]) -> None:

@@ -29,7 +29,6 @@ from batchrunner.output.holder import (
     HELD_HERE,
     OWNER,
     LockHolder,
-    OwnerObject,
     parse_holder,
     this_process,
 )
@@ -53,8 +52,6 @@ HEARTBEAT_S, STORE_HEARTBEAT_S = 5.0, 15.0
 """Seconds between two heartbeats, of a file or an object; the latter are 240 requests an hour."""
 TRUSTED_S = 45.0
 """Seconds after a heartbeat in a store during which the lock is held for sure, less than DEAD_AFTER_S."""
-MOST_OVER = 100
-"""Earlier holders that the object `owner` names once they have left nothing to recover."""
 
 
 class TaskLock:
@@ -78,8 +75,8 @@ class TaskLock:
         self._beats = 0
         self.is_abandoned = False
         """Whether `release` will leave the lock to a process that recovers the task."""
-        self.replaced_unclean = False
-        """Whether a write of the holder before may still be under way."""
+        self.replaced: LockHolder | None = None
+        """The holder before, until what it left is recovered; None on a disk, where everybody sees that."""
 
     @property
     def token(self) -> str:
@@ -173,9 +170,6 @@ class TaskLock:
         winner = parse_holder(owner) or "another process"
         raise TaskLockLostError(f"{self._directory}: {winner} took this task over: what is stored is kept")
 
-    def note_recovered(self) -> None:
-        """Note that earlier holders have left nothing to recover. Raises OSError."""
-
     def abandon(self) -> None:
         """Make `release` keep `owner`, marked as dead: another process is to recover the task."""
         self.is_abandoned = True
@@ -225,15 +219,13 @@ class StoreTaskLock(TaskLock):
         super().__init__(Path(name).parent, me, clock=clock, sleep=sleep)
         self._objects = objects
         self._name = name
-        self._object = OwnerObject(self._me)
         self._e_tag: str | None = None
         self._beaten_at = 0.0
         self._turn = threading.Lock()  # the thread of the heartbeat, and those that verify
 
     def _take(self) -> bool:
         asked_at = self._clock()
-        self._object = OwnerObject(self._me)
-        self._e_tag = self._objects.create(self._name, self._object.content())
+        self._e_tag = self._objects.create(self._name, orjson.dumps(asdict(self._me)))
         self._beaten_at = asked_at
         return self._e_tag is not None
 
@@ -242,13 +234,9 @@ class StoreTaskLock(TaskLock):
         found = self._objects.read(self._name)
         if found is None or found[0] != dead_owner:
             return False
-        earlier = OwnerObject.read(dead_owner)
-        mine = OwnerObject(self._me)
-        if earlier is not None:
-            mine = replace(mine, before=(*earlier.before, earlier.holder.token), over=earlier.over)
-        self.replaced_unclean = not (earlier and earlier.is_clean)
         self._e_tag = found[1]
-        self._write(mine)
+        self._write(self._me)
+        self.replaced = parse_holder(dead_owner)
         return self._e_tag is not None
 
     def _monitor(self) -> LivenessMonitor:
@@ -259,20 +247,14 @@ class StoreTaskLock(TaskLock):
     def beat(self) -> None:
         """Rewrite the object; `verify` tells where another process holds the lock. Raises OSError."""
         with self._turn:
-            self._write(replace(self._object, beats=self._object.beats + 1))
+            self._me = replace(self._me, beats=self._me.beats + 1)
+            self._write(self._me)
 
-    def note_recovered(self) -> None:
-        """Note that earlier holders have left nothing to recover. Raises OSError."""
-        with self._turn:
-            mine = self._object
-            if mine.before:
-                self._write(replace(mine, before=(), over=(*mine.over, *mine.before)[-MOST_OVER:]))
-
-    def _write(self, content: OwnerObject) -> None:
+    def _write(self, holder: LockHolder) -> None:
         if self._e_tag is not None:
             asked_at = self._clock()
-            self._e_tag = self._objects.swap(self._name, content.content(), self._e_tag)
-            self._object, self._beaten_at = content, asked_at
+            self._e_tag = self._objects.swap(self._name, orjson.dumps(asdict(holder)), self._e_tag)
+            self._beaten_at = asked_at
 
     def verify(self) -> None:
         """Raise TaskLockLostError where another process holds the lock, OSError where the store fails."""
@@ -282,10 +264,13 @@ class StoreTaskLock(TaskLock):
             self._lost(self._objects.look(self._name)[0])
 
     def release(self) -> None:
-        """Mark the object as given up, so that the next attempt need not wait; errors are ignored."""
+        """Mark the object as given up, so that the next attempt need not wait; errors are ignored.
+
+        Whom this one replaced without recovering the task stands in it again.
+        """
         with self._turn, contextlib.suppress(OSError):
-            holder = replace(self._me, pid=ABANDONED_PID)
-            self._write(replace(self._object, holder=holder, is_clean=not self.is_abandoned))
+            left = self.replaced or replace(self._me, is_clean=not self.is_abandoned)
+            self._write(replace(left, pid=ABANDONED_PID))
         self._e_tag = None
         HELD_HERE.discard(self.token)
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from typing import Any
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome, rows_of_column
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.output.columns import table_of
@@ -89,17 +87,17 @@ class ResultWriter:
         part_rows: int,
         plan: AnswerPlan,
         durable_s: float,
-        upload_s: float | None = None,
+        part_s: float,
         lock: TaskLock,
         committed: Callable[[BitMap64], None],
         disk: DiskWait,
     ) -> None:
         """Create the directory of the parts; raises StorageError.
 
-        `plan` says what an outcome becomes, `durable_s` the seconds within which a row is on disk, `upload_s`
-        those within which it is in the run's store, where that is not the disk. `lock` is the lock of the
-        task, which the caller holds. `committed` is called in a thread with rows that are in a part, and so
-        need no journal or input any more; it may block and raise OSError.
+        `plan` says what an outcome becomes, `durable_s` the seconds within which a row is in a journal on
+        disk, `part_s` those within which it is in a part. `lock` is the lock of the task, which the caller
+        holds. `committed` is called in a thread with rows that are in a part, and so need no journal or input
+        any more; it may block and raise OSError.
         """
         with writing(run_dir.parts):
             make_directory(run_dir.parts)
@@ -109,7 +107,7 @@ class ResultWriter:
         self._plan = plan
         self._disk = disk
         self._durable_s = durable_s
-        self._upload_s = upload_s
+        self._part_s = part_s
         self._lock = lock
         self._committed = committed
         self._buffer: list[Outcome] = []
@@ -118,7 +116,6 @@ class ResultWriter:
         self._part = _PendingPart(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1), lock)
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
-        self._uploading: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # the buffer has its first row, or is full; or no more rows come
         self._has_room = asyncio.Event()  # rows were taken out of the buffer, or no further ones are
         self._is_closing = False
@@ -135,8 +132,6 @@ class ResultWriter:
         self._bytes += _text_bytes(outcome)
         if self._writing is None:
             self._writing = asyncio.ensure_future(self._write_when_due())
-            if self._upload_s is not None:
-                self._uploading = asyncio.ensure_future(self._upload(self._upload_s))
         while self._is_full():
             self.check()
             self._changed.set()
@@ -145,7 +140,7 @@ class ResultWriter:
 
     def check(self) -> None:
         """Raise the StorageError of a background write that failed for good."""
-        for task in (self._writing, self._publishing, self._uploading):
+        for task in (self._writing, self._publishing):
             if task is not None and task.done():
                 task.result()
 
@@ -158,7 +153,7 @@ class ResultWriter:
                 await asyncio.shield(self._writing)
             await self._wait_for_part()
         finally:
-            for task in (self._writing, self._publishing, self._uploading):
+            for task in (self._writing, self._publishing):
                 if task is not None:  # after another failure this must not go on either
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
@@ -185,7 +180,7 @@ class ResultWriter:
         """Return the seconds until the oldest row of the buffer must become durable, or the part is due."""
         due_at = [self._began + self._durable_s * FLUSH_FRACTION] if self._buffer else []
         if self._part.rows:
-            due_at.append(self._part.began + TIMING.part)
+            due_at.append(self._part.began + self._part_s)
         return min(due_at) - time.monotonic() if due_at else None
 
     async def _write(self) -> None:
@@ -198,9 +193,10 @@ class ResultWriter:
         if outcomes:
             part.add(await asyncio.to_thread(self._table_of, outcomes), len(outcomes))
         whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
-        is_due = self._is_closing or whole or time.monotonic() - part.began >= TIMING.part
+        is_due = self._is_closing or whole or time.monotonic() - part.began >= self._part_s
         is_behind = self._publishing is not None and not self._publishing.done()
-        if outcomes and (is_behind or not is_due):  # else the part itself makes them durable
+        is_away = self._run_dir.store.objects is not None  # a store may be away for long
+        if outcomes and (is_behind or is_away or not is_due):  # else the part itself makes them durable
             await self._disk.write(part.path, part.append_journal)
         if is_due:
             await self._wait_for_part()  # so that at most two parts are in memory
@@ -218,13 +214,6 @@ class ResultWriter:
         self._part.number = max(self._part.number, part.number + 1)
         await self._disk.write(part.path, functools.partial(self._committed, part.row_set()))
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
-
-    async def _upload(self, upload_s: float) -> None:
-        """Publish what came into the journal, again and again."""
-        while True:
-            await asyncio.sleep(upload_s * FLUSH_FRACTION)
-            part = self._part
-            await self._disk.write(part.path, part.publish_journal)
 
     async def _wait_for_part(self) -> None:
         if self._publishing is not None:
@@ -250,9 +239,6 @@ class _PendingPart:
         self.began = 0.0
         self._journal_path = run_dir.journal(number, lock.token)
         self._journal: Journal | None = None
-        self._segments = 0
-        self._published = 0  # bytes of the journal that are in segments
-        self._turn = threading.Lock()  # of what publishes segments, and what deletes them
         self._tables: list[pa.Table] = []
 
     @property
@@ -275,25 +261,11 @@ class _PendingPart:
             self._journal = Journal(self._journal_path)
         self._journal.append(self._tables[-1])
 
-    def publish_journal(self) -> None:
-        """Publish what the journal has got since the last call, as a segment."""
-        with self._turn:
-            if self._journal is None or self._journal.end == self._published:
-                return
-            self._lock.verify()
-            end = self._journal.end
-            with self._journal_path.open("rb") as file:
-                file.seek(self._published)
-                content = file.read(end - self._published)
-            self._run_dir.store.add_segment(self._journal_path, self._segments, content)
-            self._segments, self._published = self._segments + 1, end
-
     def publish(self) -> None:
         """Write the part and delete its journal."""
         number = write_part(self._run_dir, self.number, self._tables, self._lock)
-        with self._turn:
-            self.close()
-            self._run_dir.store.remove(self._journal_path)
+        self.close()
+        self._journal_path.unlink(missing_ok=True)
         self.number = number  # not earlier: a repeated call must begin at the same number
 
     def row_set(self) -> BitMap64:

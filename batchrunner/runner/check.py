@@ -20,8 +20,9 @@ from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import decide_order
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import Failures
+from batchrunner.output.resume import read_done
 from batchrunner.report.report import cause_lines
-from batchrunner.runner.prepare import PreparedJob, find_done, prepare
+from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
 
 if TYPE_CHECKING:
     pass
@@ -110,7 +111,8 @@ def check(job: str, overrides: Sequence[str], *, no_python: bool = False) -> Che
 
 def _check(prepared: PreparedJob) -> Check:
     loaded = prepared.job
-    done = find_done(prepared, model_of(loaded.engine))
+    check_resumes(prepared, model_of(loaded.engine))
+    done = read_done(prepared.run_dir)
     selected = prepared.selected()
     todo = selected - done.rows
     items = (item for batch in prepared.batches(todo or selected) for item in batch)

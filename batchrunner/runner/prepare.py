@@ -29,7 +29,6 @@ from batchrunner.job.arrow_types import arrow_type
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.output.columns import schema_of_run
-from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir, open_run
 from batchrunner.output.run_json import (
     DISCARD,
@@ -245,13 +244,6 @@ def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
                 f"{join_paths(path)}: names files of the run {place.parent} too, those in {place}",
                 hint=f"name the input more closely, or {place.parent}/parts if its results are meant",
             )
-
-
-def find_done(prepared: PreparedJob, model: str | None, *, without_failed: bool = False) -> DoneRows:
-    """Read what earlier attempts of this task did; raises ResumeError as `check_resumes` does."""
-    if not check_resumes(prepared, model):
-        return DoneRows()
-    return read_done(prepared.run_dir, without_failed=without_failed)
 
 
 def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None = None) -> bool:

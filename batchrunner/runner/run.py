@@ -41,14 +41,13 @@ from batchrunner.output.run_json import (
     write_run_json,
 )
 from batchrunner.output.task_lock import TaskLock, hold_task
-from batchrunner.output.writer import DiskWait, ResultWriter
+from batchrunner.output.writer import FLUSH_FRACTION, DiskWait, ResultWriter
 from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
 from batchrunner.runner.control import Control
 from batchrunner.runner.prepare import (
     PreparedJob,
     check_resumes,
     drop_copies,
-    find_done,
     new_task,
     prepare,
 )
@@ -99,14 +98,15 @@ def plan_attempt(
         for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
             refresh_listing(directory)
         if prepared.joins:
-            find_done(prepared, model)
+            check_resumes(prepared, model)
             return _plan_joined(prepared, control, counts, events, retry_failed=retry_failed)
         done = DoneRows()
         if fresh:
             check_nobody_works(run_dir, control)
         else:
-            done = find_done(prepared, model, without_failed=retry_failed)
+            check_resumes(prepared, model)
             recover(run_dir, lock, prepared.results_schema)
+            done = read_done(run_dir, without_failed=retry_failed)
         selected = prepared.selected(control.check)
         todo = selected - done.rows
         place = run_dir.task_directory
@@ -195,6 +195,7 @@ async def execute(
             await control.run(lambda: check_nobody_works(run_dir, control))
             with writing(run_dir.path):
                 run_dir.discard()
+            lock.replaced = None
         elif retry_failed:  # only now: a refused attempt changes nothing
             await asyncio.to_thread(drop_failed, run_dir)
         if attempt.rows.unread:
@@ -209,7 +210,7 @@ def leave(prepared: PreparedJob) -> None:
     """Close what is open, and delete what no later start needs: copies of the input, and of a joined run."""
     drop_copies(prepared.run_dir, is_done=read_json(prepared.run_dir.report_json).get("rows_left") == 0)
     prepared.close()
-    if prepared.joins and not prepared.run_dir.journals():
+    if prepared.joins and not any(prepared.run_dir.task_directory.glob("journal-*")):
         prepared.run_dir.store.discard_copy(prepared.run_dir.task)
 
 
@@ -401,13 +402,14 @@ class Run:
             prompt_bytes=own_bytes,
         )
         is_away = run_dir.store.objects is not None
+        stored_within_s = job.output.uploaded_within_s * FLUSH_FRACTION
         writer = ResultWriter(
             run_dir,
             _schema(prepared, info),
             part_rows=job.output.part_rows,
             plan=prepared.answers,
             durable_s=min(job.output.durable, SPOOL_S) if is_away else job.output.durable,
-            upload_s=job.output.uploaded_within_s if is_away else None,
+            part_s=min(TIMING.part, stored_within_s) if is_away else TIMING.part,
             lock=self.lock,
             committed=rows.committed,
             disk=DiskWait(job.limits.disk_wait, lambda: self.control.at_once),
