@@ -16,7 +16,6 @@ from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.reader import LogReader, number
 from batchrunner.engines.logs.series import LoadSample, Series, Thresholds
 from batchrunner.output.columns import has_texts
-from batchrunner.output.counts import each_sample
 from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
@@ -165,7 +164,8 @@ def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
         damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # or just removed
         with damaged, pq.ParquetFile(path) as part:
             if has_texts(part.schema_arrow):
-                found.append(each_sample(part.read(columns=["completion_tokens"]).column(0)))
+                tokens = part.read(columns=["completion_tokens"]).column(0)
+                found.append(pc.list_flatten(tokens) if pa.types.is_list(tokens.type) else tokens)
     if lengths := [chunk for column in found for chunk in column.chunks]:
         tokens = pa.chunked_array(lengths).drop_null()
         client.outputs, client.output_tokens = len(tokens), pc.sum(tokens).as_py() or 0

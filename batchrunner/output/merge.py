@@ -24,7 +24,7 @@ from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, known_form
 from batchrunner.job.output import RESPONSE
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets, release_unused
-from batchrunner.output.counts import NO_CHECKS, with_checks
+from batchrunner.output.counts import with_counts
 from batchrunner.output.files import file_to_write, sync_directory, whole_file, writing
 from batchrunner.output.parts import open_part, recover
 from batchrunner.output.resume import done_by_all
@@ -169,7 +169,7 @@ def in_order(
             table = next(tables, None)
         if table is None:
             return
-        yield with_checks(table, NO_CHECKS)
+        yield with_counts(table, None)
 
 
 def _distinct_rows(table: pa.Table) -> int:

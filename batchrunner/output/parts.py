@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchrunner.core.errors import ResumeError
-from batchrunner.output.counts import checks_in, sum_of_checks, with_checks
+from batchrunner.output.counts import counts_in, sum_of, with_counts
 from batchrunner.output.files import TEMPORARY, make_directory, sync_directory, whole_file
 from batchrunner.output.run_dir import RunDir, number_of
 from batchrunner.output.task_lock import TaskLock
@@ -99,7 +99,7 @@ def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: Ta
     TaskLockLostError, and then leaves no file behind.
     """
     rows = pa.concat_tables(tables).sort_by("row")
-    table = with_checks(rows, sum_of_checks([checks_in(each.schema) for each in tables]))
+    table = with_counts(rows, sum_of([counts_in(each.schema) for each in tables]))
     for number in count(first):
         path = run_dir.part(number)
         try:

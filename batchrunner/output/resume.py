@@ -16,7 +16,7 @@ from pyroaring import BitMap64
 from batchrunner.core.processes import thread_pool
 from batchrunner.core.types import rows_of_column
 from batchrunner.output.arrow_arrays import arrow_array
-from batchrunner.output.counts import NO_CHECKS, RowCounts, checks_in, counted_columns, with_checks
+from batchrunner.output.counts import RowCounts, counts_in, with_counts
 from batchrunner.output.files import whole_file, writing
 from batchrunner.output.parts import open_part, read_journal
 from batchrunner.output.run_dir import RunDir
@@ -24,6 +24,7 @@ from batchrunner.output.run_dir import RunDir
 READERS = 4
 """Parts that are read at once. On a network file system most of the time is waiting. From memory one reader
 is as fast, and eight are slower because they compete for Python's interpreter lock."""
+_COUNTED = ["row", "error"]
 
 
 @dataclass(slots=True)
@@ -39,14 +40,12 @@ class DoneRows:
         return len(self.rows) - self.counts.failed
 
     def add(self, results: pa.Table, *, without_failed: bool) -> None:
-        """Add the rows of a table that has the columns of `counted_columns`."""
-        if results.num_rows:  # else they are in a part too
-            checks = checks_in(results.schema)
-            self.counts.checks += checks.ok if without_failed else checks.ok + checks.failed
+        """Add the rows of a part, or of a table of a journal, by its columns `row` and `error`."""
+        counts = counts_in(results.schema)
+        self.counts += counts.ok if without_failed else counts.ok + counts.failed
         if without_failed:
             results = results.filter(pc.is_null(results.column("error")))
         self.rows |= rows_of_column(results.column("row"))
-        self.counts.add_table(results)
 
     def include(self, other: DoneRows) -> None:
         """Add the rows and counts of other parts."""
@@ -68,7 +67,8 @@ def read_done(run_dir: RunDir, *, without_failed: bool = False) -> DoneRows:
             done.include(found)
     for table in journals:
         new = [at for at, row in enumerate(table.column("row").to_pylist()) if row not in done.rows]
-        done.add(table.take(arrow_array(new, pa.int64())), without_failed=without_failed)
+        if new:  # else it is in a part too
+            done.add(table.take(arrow_array(new, pa.int64())), without_failed=without_failed)
     return done
 
 
@@ -85,8 +85,7 @@ def _read_part(path: Path, *, without_failed: bool) -> DoneRows:
     done = DoneRows()
     # the rows of a part that was discarded or moved away since it was listed are not done
     with contextlib.suppress(FileNotFoundError), open_part(path) as part:
-        columns = counted_columns(part.schema_arrow)
-        done.add(part.read(columns, use_threads=False), without_failed=without_failed)
+        done.add(part.read(_COUNTED, use_threads=False), without_failed=without_failed)
     return done
 
 
@@ -95,7 +94,7 @@ def _read_journals(run_dir: RunDir) -> Iterator[pa.Table]:
     for path in run_dir.journals():
         with contextlib.suppress(FileNotFoundError):
             for table in read_journal(path):
-                yield table.select(counted_columns(table.schema)).sort_by("row")
+                yield table.select(_COUNTED).sort_by("row")
 
 
 def schema_of_results(run_dir: RunDir) -> pa.Schema | None:
@@ -121,7 +120,7 @@ def drop_failed(run_dir: RunDir) -> None:
             errors = part.read(["error"]).column("error")
             if errors.null_count == len(errors):
                 continue
-            checks = NO_CHECKS._replace(ok=checks_in(part.schema_arrow).ok)
-            kept = with_checks(part.read().filter(pc.is_null(errors)), checks)
+            counts = counts_in(part.schema_arrow)._replace(failed=RowCounts())
+            kept = with_counts(part.read().filter(pc.is_null(errors)), counts)
         with writing(path), whole_file(path, publish=run_dir.store.replace) as temporary:
             pq.write_table(kept, temporary, compression="zstd")

@@ -21,7 +21,7 @@ from pyroaring import BitMap64
 from batchrunner.core.types import Outcome, rows_of_column
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.output.columns import table_of
-from batchrunner.output.counts import count_checks, with_checks
+from batchrunner.output.counts import count, with_counts
 from batchrunner.output.files import cannot_write, make_directory, writing
 from batchrunner.output.parts import Journal, write_part
 from batchrunner.output.run_dir import RunDir, number_of
@@ -205,8 +205,7 @@ class ResultWriter:
             self._has_room.set()
 
     def _table_of(self, outcomes: list[Outcome]) -> pa.Table:
-        table = table_of(outcomes, self._schema, self._plan)
-        return with_checks(table, count_checks(outcomes)) if self._plan.checks else table
+        return with_counts(table_of(outcomes, self._schema, self._plan), count(outcomes))
 
     async def _publish(self, part: _PendingPart) -> None:
         """Write a part; rows that finish meanwhile go into the journal of the next part."""
