@@ -9,7 +9,6 @@ from batchrunner.cli.options import (
     JobArgument,
     JsonOption,
     LimitOption,
-    NoPythonOption,
     QuietOption,
     SetOption,
     with_limit,
@@ -36,7 +35,6 @@ def check(
     job: JobArgument,
     overrides: SetOption = None,
     limit: LimitOption = None,
-    no_python: NoPythonOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Validate a job and show its first three prompts; send nothing.
@@ -49,7 +47,7 @@ def check(
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
     log_to_stderr(quiet=False)  # what the job's Python functions print
-    found = check_job(job, with_limit(overrides, limit), no_python=no_python)
+    found = check_job(job, with_limit(overrides, limit))
     show(found.as_dict() if as_json else found.lines())
     raise typer.Exit(found.exit_code)
 
@@ -61,7 +59,6 @@ def tune(
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="Time for all trials together, such as 90s, 30m or 2h.")
     ] = "30m",
-    no_python: NoPythonOption = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -83,7 +80,6 @@ def tune(
         job,
         overrides=with_limit(overrides, limit),
         budget_s=parse_budget(budget),
-        no_python=no_python,
     )
     show(found.as_dict() if as_json else found.lines())
 

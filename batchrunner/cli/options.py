@@ -27,10 +27,6 @@ LimitOption = Annotated[
 ]
 FreshOption = Annotated[bool, typer.Option(help="Discard what is under output.path and start again.")]
 RetryFailedOption = Annotated[bool, typer.Option(help="Send failed rows again.")]
-NoPythonOption = Annotated[
-    bool,
-    typer.Option("--no-python", help="Refuse a job that runs Python functions of its author."),
-]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print the result, or the error, as JSON on standard output.")

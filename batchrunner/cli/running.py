@@ -13,7 +13,6 @@ from batchrunner.cli.options import (
     LimitOption,
     MetricsHostOption,
     MetricsPortOption,
-    NoPythonOption,
     QuietOption,
     RetryFailedOption,
     SetOption,
@@ -63,7 +62,6 @@ def run(
             "--join", help="Share the rows with all other starts that say --join; each takes what is left."
         ),
     ] = False,
-    no_python: NoPythonOption = False,
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
@@ -83,7 +81,6 @@ def run(
             fresh=fresh,
             retry_failed=retry_failed,
             join=join,
-            no_python=no_python,
             metrics=_metrics(metrics_port, metrics_host),
             quiet=quiet,
             as_json=as_json,
@@ -171,7 +168,6 @@ def slurm(
     ] = None,
     overrides: SetOption = None,
     limit: LimitOption = None,
-    no_python: NoPythonOption = False,
     grace: Annotated[
         int, typer.Option(metavar="SECONDS", help="Time before the limit at which a task stops sending rows.")
     ] = 120,
@@ -193,7 +189,6 @@ def slurm(
         sbatch=sbatch or [],
         overrides=with_limit(overrides, limit),
         preamble=preamble,
-        no_python=no_python,
         grace_s=grace,
     )
     show({"script": script} if as_json else [script])
@@ -217,7 +212,6 @@ def ray(
     overrides: SetOption = None,
     limit: LimitOption = None,
     retry_failed: RetryFailedOption = False,
-    no_python: NoPythonOption = False,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -240,6 +234,6 @@ def ray(
     with telling_report(quiet=quiet or as_json):
         done = run_on_ray(
             job, with_limit(overrides, limit), workers=workers, address=address, cpus=cpus,
-            retry_failed=retry_failed, no_python=no_python, quiet=quiet, as_json=as_json,
+            retry_failed=retry_failed, quiet=quiet, as_json=as_json,
         )  # fmt: skip
     _end(done, done.exit_code, [done.results], quiet=quiet, as_json=as_json)

@@ -74,15 +74,13 @@ class Renderer:
         functions: HookPool | None = None,
         expression: str | None = None,
         task: ForwardTask | None = None,
-        first_temperature: float | None = None,
     ) -> None:
         """Compile the templates and check the columns.
 
         `asks` is what its answer is asked for besides the text; `functions` are the job's Python functions,
         for a job with `prompt.python`; `expression` is the condition of good answers, whose columns go along
-        with each request; `task` is one without decoding, whose requests have no sampling parameters;
-        `first_temperature` is that of rows to which `sampling` gives none. Raises JobError for a bad
-        template, InputError for a missing column or one of a wrong type.
+        with each request; `task` is one without decoding, whose requests have no sampling parameters. Raises
+        JobError for a bad template, InputError for a missing column or one of a wrong type.
         """
         self._python: PythonPrompts | None = None
         self._media: MediaPrompts | None = None
@@ -100,7 +98,7 @@ class Renderer:
 
             self._media = MediaPrompts(prompt, dataset, made.prompt_of, made.printed)
             names |= {*self._media.columns}
-        self._sampling, self._per_row = _split_sampling(sampling, dataset, first_temperature)
+        self._sampling, self._per_row = _split_sampling(sampling, dataset)
         if task is not None:
             self._sampling, self._per_row = {}, {}
         names |= {*self._per_row.values()}
@@ -370,9 +368,7 @@ _COLUMN_TYPES: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
 """What columns of sampling parameters must hold; those of all others numbers."""
 
 
-def _split_sampling(
-    sampling: SamplingSpec, dataset: ColumnSource, first_temperature: float | None
-) -> tuple[dict[str, Any], dict[str, str]]:
+def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the parameters that all rows share, and the column of each other one."""
     fixed: dict[str, Any] = {}
     per_row: dict[str, str] = {}
@@ -387,8 +383,6 @@ def _split_sampling(
         if isinstance(value, FromColumn):
             per_row[name] = value.column
             value = field.default  # the value for a null
-        if name == "temperature" and value is None:
-            value = first_temperature
         if value is not None:
             fixed[name] = value
     if isinstance(fixed.get("json_schema"), dict):

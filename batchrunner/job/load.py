@@ -45,14 +45,12 @@ def load_job(
     *,
     overrides: Sequence[str] = (),
     engine: EngineSpec | None = None,
-    no_python: bool = False,
     name: str | None = None,
 ) -> Job:
     """Return the job from a YAML file (`-`: standard input), a mapping or a Job, with overrides applied.
 
     `overrides` are texts `a.b=c`, where c is YAML or a plain text. `engine` is used if the job has none;
-    `name` stands for the source in errors. `no_python` refuses a job that runs Python functions. Raises
-    JobError.
+    `name` stands for the source in errors. Raises JobError.
     """
     if isinstance(source, Job) and not overrides:
         return source
@@ -66,14 +64,8 @@ def load_job(
     if "engine" in tree:  # --set may give a whole one
         tree["engine"] = _engine_tree(tree["engine"])
     is_file = isinstance(source, (str, Path)) and source != "-"
-    if is_file and functions_in(tree):
+    if is_file:
         tree.setdefault("python_path", [str(_job_path(str(source)).absolute().parent)])
-    for where, function in functions_in(tree).items():
-        if no_python:
-            raise JobError(
-                f"--no-python: {where} is {function}, a Python function that the job would run",
-                hint="leave --no-python out if you trust its author",
-            )
     job: Job = _validated(Job, tree, name or (str(source) if is_file else "job"))
     return job
 
@@ -163,18 +155,6 @@ def parse(text: str, where: str) -> Any:
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as failure:
         # errors of PyYAML's constructors: a date with month 13, `!!int x`
         raise JobError(f"{where}: not valid YAML: {str(failure).partition(';')[0]}") from None
-
-
-def functions_in(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the Python functions of a job as plain containers, by their places in it."""
-    found = {}
-    for name in ("prompt", "parse", "check"):
-        part = tree.get(name)
-        if isinstance(part, Mapping):
-            found[f"{name}.python"] = part.get("python")
-        elif name == "parse":
-            found[name] = part
-    return {where: function for where, function in found.items() if function is not None}
 
 
 def _job_path(source: str | Path) -> Path:

@@ -76,7 +76,6 @@ def check_task_fields(task: TaskName, given: Collection[str]) -> None:
 
 
 OnLength: TypeAlias = Literal["keep", "fail", "longer"]
-_Temperature: TypeAlias = Annotated[float, Field(ge=0)]
 
 
 class CheckSpec(Spec):
@@ -97,11 +96,9 @@ class CheckSpec(Spec):
     tries: Annotated[int, Field(ge=1, le=100)] | None = None
     """Most answers of a row that are checked, the first included; then the row fails, with the last one. By
     default 3, and 1 where the job has no section `check`."""
-    temperature: _Temperature | Annotated[list[_Temperature], Field(min_length=1)] | None = None
-    """Temperature of each try, the last one also for all further tries; or that of all tries but the first.
-    Unset: a row that was sampled at a lower one is tried again at 0.4, then at 0.8. Where
-    `sampling.temperature` is a column, that says the first try's, and the list the others'; a null in it
-    stands for the first of the list."""
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    """Temperature of all tries but the first. Unset: a row that was sampled at a lower one is tried again at
+    0.4, then at 0.8."""
     feedback: bool = False
     """Whether a chat is told what was wrong: the answer and the complaint stand in the next try's
     conversation."""
@@ -112,15 +109,8 @@ class CheckSpec(Spec):
         given = (self.regex, self.expression, self.python)
         return bool(self.json_) or any(condition is not None for condition in given)
 
-    @property
-    def first_temperature(self) -> float | None:
-        """Temperature of the first try; None where `sampling` says it."""
-        return self.temperature[0] if isinstance(self.temperature, list) else None
-
     def temperature_of(self, number: int, sampled: float | None) -> float | None:
         """Return the temperature of try `number`, from 1 on, of a row that `sampling` gives one, or none."""
-        if isinstance(self.temperature, list):
-            return self.temperature[min(number, len(self.temperature) - 1)]
         if self.temperature is not None:
             return self.temperature
         least = RISING[min(number, len(RISING)) - 1]
@@ -309,7 +299,6 @@ class Job(Spec):
     def _fields_go_together(self) -> Job:
         check_task_fields(self.task, given_fields(self))
         prompt, sampling, check, asked = self.prompt, self.sampling, self.check, self.output.asked
-        first, sampled = check.first_temperature, sampling.temperature
         fails_cut = self.on_length in {"fail", "longer"}
         has_schema = sampling.json_schema is not None and check.json_ is not False
         is_checked = check.has_condition or fails_cut or has_schema or check.json_ is False
@@ -325,10 +314,6 @@ class Job(Spec):
             (
                 self.has_check and not is_checked,
                 "check: nothing is checked: give json, regex, expression or python",
-            ),
-            (
-                first is not None and isinstance(sampled, float) and sampled != first,
-                "check.temperature and sampling.temperature differ on the first try: leave one of them out",
             ),
             (
                 not prompt.is_chat
@@ -372,14 +357,6 @@ class Job(Spec):
     def has_check(self) -> bool:
         """Whether the job says how answers are checked."""
         return self.check != CheckSpec()
-
-    @property
-    def first_sampling(self) -> SamplingSpec:
-        """The sampling parameters of the first try of a row."""
-        first = self.check.first_temperature
-        if first is None or self.sampling.temperature is not None:
-            return self.sampling
-        return self.sampling.model_copy(update={"temperature": first})
 
     @model_validator(mode="after")
     def _result_names(self) -> Job:

@@ -109,7 +109,6 @@ def run_on_ray(
     workers: int,
     address: str | None,
     cpus: float,
-    no_python: bool,
     retry_failed: bool,
     quiet: bool,
     as_json: bool,
@@ -123,7 +122,7 @@ def run_on_ray(
         raise JobError(f"--workers {workers}", hint="give a number from 1 on")
     if cpus <= 0:
         raise JobError(f"--cpus {cpus:g}", hint="give a number above 0")
-    loaded = load_job(job, overrides=overrides, no_python=no_python)
+    loaded = load_job(job, overrides=overrides)
     path, quiet = loaded.output.path, quiet or as_json
     with _connected(address, quiet=quiet), _shared_path(path) as shared:
         gpus = gpus_asked(loaded.engine, gpus_of_nodes())

@@ -96,12 +96,9 @@ class Check:
         return f"{self.rows_not_sendable} of the first {counted(self.rows_looked_at, 'row')} cannot be sent"
 
 
-def check(job: str, overrides: Sequence[str], *, no_python: bool = False) -> Check:
-    """Check a job file; raises BatchrunError, one clear line, if something is wrong.
-
-    `no_python` refuses a job that runs Python functions.
-    """
-    loaded = load_job(job, overrides=overrides, no_python=no_python)
+def check(job: str, overrides: Sequence[str]) -> Check:
+    """Check a job file; raises BatchrunError, one clear line, if something is wrong."""
+    loaded = load_job(job, overrides=overrides)
     model = launched_model(loaded.engine)
     if model is not None:
         check_model(model)

@@ -37,14 +37,13 @@ def run_in_foreground(
     quiet: bool,
     as_json: bool,
     join: bool = False,
-    no_python: bool = False,
     metrics: MetricsAddress | None = None,
 ) -> Report:
     """Run a job; a signal drains the run, a second SIGINT stops it at once. Raises BatchrunError.
 
-    `no_python` refuses a job that runs Python functions. `metrics` is where its metrics are served.
+    `metrics` is where its metrics are served.
     """
-    loaded = load_job(job, overrides=overrides, no_python=no_python)
+    loaded = load_job(job, overrides=overrides)
     control = Control()
     displays: list[Display] = []
     if not quiet and not as_json:

@@ -152,12 +152,11 @@ def renderer_of(job: Job, columns: ColumnSource, answers: AnswerPlan, functions:
         columns,
         job.input,
         job.prompt,
-        job.first_sampling,
+        job.sampling,
         asks=answers.asks,
         functions=functions,
         expression=job.check.expression,
         task=answers.task,
-        first_temperature=job.check.first_temperature,
     )
 
 

@@ -56,7 +56,6 @@ def array_script(
     sbatch: Sequence[str],
     overrides: Sequence[str],
     preamble: str,
-    no_python: bool,
     grace_s: int,
 ) -> str:
     """Return the script of tasks that share a job's rows, and make the directory of their logs.
@@ -69,7 +68,7 @@ def array_script(
         raise JobError("-: each task of an array reads the job", hint="write it into a file")
     if grace_s <= CLOSING_S:
         raise JobError(f"--grace {grace_s}: {CLOSING_S} s of it are needed for closing", hint="give more")
-    loaded = load_job(job, overrides=overrides, no_python=no_python)
+    loaded = load_job(job, overrides=overrides)
     store = store_address(loaded.output.path)
     run = Path(store.name if store else loaded.output.path).expanduser().absolute()
     logs = run.with_name(f"{run.name}.slurm")  # sbatch does not make it
@@ -79,7 +78,7 @@ def array_script(
         raise OutputError(f"{logs}: cannot be made: {failure.strerror}") from None
     drain_s = grace_s - CLOSING_S
     sets = [word for text in (f"limits.drain={drain_s}", *overrides) for word in ("--set", text)]
-    options = ["--join", *(["--no-python"] if no_python else []), *sets]
+    options = ["--join", *sets]
     pattern = str(logs).replace("%", "%%")  # a sign of sbatch's own: %A_%a are array and task
     return _SCRIPT.format(
         name=shlex.quote(f"--job-name={run.name}"),

@@ -235,7 +235,7 @@ class TrialRunner:
                 "parse": None,  # what becomes of an answer does not matter here
                 "limits": self.job.limits.model_copy(update={"deadline": None}),
                 "order": "input" if self.job.order == "input" else "auto",
-                "sampling": self.job.first_sampling,
+                "sampling": self.job.sampling,
                 "check": CheckSpec.model_validate({"json": False}),  # each row is asked once
                 "on_length": "keep",
             }

@@ -149,14 +149,13 @@ def tune(
     *,
     overrides: Sequence[str],
     budget_s: float,
-    no_python: bool = False,
 ) -> TuningSummary:
     """Find the fastest safe flags for a job on this machine.
 
     Trials are kept under `output.path`/tune, from which the same command resumes. Raises BatchrunError:
     JobError where the run does not launch the engine; TaskHeldError while another process tunes there.
     """
-    job = load_job(source, overrides=overrides, no_python=no_python)
+    job = load_job(source, overrides=overrides)
     if job.forward is not None:
         raise JobError(f"task: {job.task}: only generating is tuned", hint="tune with a job of task generate")
     engine = engine_to_tune(job)

@@ -270,18 +270,6 @@ def test_columns_that_cannot_be_are_refused(tmp_path: Path, code: str, says: str
     assert says in done.stderr
 
 
-@pytest.mark.parametrize("command", [[], ["check"], ["tune"], ["slurm", "--array", "0-1"]], ids=str)
-def test_python_can_be_refused(tmp_path: Path, command: list[str]) -> None:
-    """With --no-python nothing of the job's author runs, not even the import."""
-    write_module(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')\n{ECHO}")
-    file = write_job(job_of(tmp_path, prompt=PROMPT, parse="hooks:prompt"), tmp_path)
-    done = batchrun(*command[:1], file, *command[1:], "--no-python")
-    assert done.exit_code == 2
-    assert "a Python function that the job would run" in done.stderr
-    assert not (tmp_path / "ran").exists()
-    assert not (tmp_path / "run").exists()
-
-
 def test_where_modules_are_looked_up(
     tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
