@@ -98,18 +98,19 @@ def write_part(run_dir: RunDir, first: int, tables: Sequence[pa.Table], lock: Ta
     listing, or come from a try of this call that failed after writing it. Raises OSError or
     TaskLockLostError, and then leaves no file behind.
     """
-    rows = pa.concat_tables(tables).sort_by("row")
-    table = with_counts(rows, sum_of([counts_in(each.schema) for each in tables]))
+    left = [*tables]
     for number in count(first):
         path = run_dir.part(number)
         try:
             with whole_file(path, lock.token, run_dir.store.add) as temporary:
-                pq.write_table(table, temporary, compression="zstd", row_group_size=1 << 17)
+                counts = sum_of([counts_in(table.schema) for table in left])
+                rows = with_counts(pa.concat_tables(left).sort_by("row"), counts)
+                pq.write_table(rows, temporary, compression="zstd", row_group_size=1 << 17)
                 lock.verify()
             break
         except FileExistsError:
-            table = _without(table, path)
-            if not table.num_rows:
+            left = [rows for table in left if (rows := _without(table, path)).num_rows]
+            if not left:
                 sync_directory(path.parent)  # the earlier try may have failed here
                 break
             log.warning("%s: was written by another attempt: it is kept, and the next number is used", path)

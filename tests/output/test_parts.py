@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.core.timing import TIMING
+from batchrunner.core.types import Completion, Outcome, RowRef
+from batchrunner.output.counts import count, with_counts
 from batchrunner.output.parts import Journal, read_journal
 from tests.conftest import (
     batchrun,
@@ -152,7 +154,7 @@ def test_a_torn_journal(data: st.DataObject, finished: dict[str, Any]) -> None:
         table = pq.read_table(part)
         part.unlink()
         path = run / "tasks" / "main" / "journal-000000"
-        write_journal(path, table, 10)
+        write_journal(path, table.schema, [table.to_pylist()], 10)
         whole = path.read_bytes()
         at = data.draw(st.integers(0, len(whole)))
         tail = data.draw(st.binary(max_size=40) | st.integers(1, 99).map(bytes))  # zeros: after a power cut
@@ -190,7 +192,7 @@ def test_what_is_there_is_counted(
 ) -> None:
     """However rows lie in parts and journals, status and the next start count them as a reader would.
 
-    A journal may have the number of a part, and then rows of that part or of later ones, or none of them.
+    A journal may have the number of a part, and then frames of that part or of later ones, or none of them.
     """
     with scratch_copy(finished) as (job, run):
         (part,) = (run / "parts").glob("*.parquet")
@@ -200,16 +202,15 @@ def test_what_is_there_is_counted(
         cuts = sorted(ends)
         pieces = [rows[start:end] for start, end in zip([0, *cuts], cuts, strict=False)]
         for number, piece in enumerate(pieces):
-            written = pa.Table.from_pylist([found[row] for row in piece], schema=table.schema)
+            written = [found[row] for row in piece]
             if in_journal and number == len(pieces) - 1:
                 became = min(journal_number, number)
-                also = [row for piece in pieces[became:number] for row in piece if row in twice]
-                more = pa.Table.from_pylist([found[row] for row in also], schema=table.schema)
+                also = [found[row] for piece in pieces[became:number] for row in piece if row in twice]
                 path = run / "tasks" / "main" / f"journal-{became:06d}"
-                write_journal(path, pa.concat_tables([more, written]), group_rows)
+                write_journal(path, table.schema, [also, written], group_rows)
             else:
                 path = run / "parts" / f"part-main-{number:06d}.parquet"
-                pq.write_table(written, path, row_group_size=group_rows)
+                pq.write_table(counted(written, table.schema), path, row_group_size=group_rows)
         there = [found[row] for piece in pieces for row in piece]
         bad = [row for row in there if row["error"]]
         tokens = sum(row["completion_tokens"] or 0 for row in there)
@@ -235,11 +236,22 @@ def ended(row: dict[str, Any], *, failed: bool) -> dict[str, Any]:
     return {**row, **reason} if failed else row
 
 
-def write_journal(path: Path, table: pa.Table, frame_rows: int) -> None:
+def counted(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
+    """Return rows as a table whose metadata has their counts."""
+    outcomes = []
+    for row in rows:
+        answer = Completion([row["output"]], ["stop"], [row["completion_tokens"]], None, None)
+        ref = RowRef(row["row"], None, 0)  # type: ignore[arg-type]
+        outcomes.append(Outcome(ref, None if row["error"] else answer, row["error"], 0.1, 1))
+    return with_counts(pa.Table.from_pylist(rows, schema=schema), count(outcomes))
+
+
+def write_journal(path: Path, schema: pa.Schema, pieces: list[list[dict[str, Any]]], frame_rows: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     journal = Journal(path)
-    for first in range(0, table.num_rows, frame_rows):
-        journal.append(table.slice(first, frame_rows))
+    for rows in pieces:
+        for first in range(0, len(rows), frame_rows):
+            journal.append(counted(rows[first : first + frame_rows], schema))
     journal.close()
 
 
