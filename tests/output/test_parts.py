@@ -241,7 +241,7 @@ def counted(rows: list[dict[str, Any]], schema: pa.Schema) -> pa.Table:
     outcomes = []
     for row in rows:
         answer = Completion([row["output"]], ["stop"], [row["completion_tokens"]], None, None)
-        ref = RowRef(row["row"], None, 0)  # type: ignore[arg-type]
+        ref = RowRef(row["row"], None, 0)
         outcomes.append(Outcome(ref, None if row["error"] else answer, row["error"], 0.1, 1))
     return with_counts(pa.Table.from_pylist(rows, schema=schema), count(outcomes))
 
