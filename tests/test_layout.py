@@ -190,7 +190,7 @@ def test_the_commands_load_no_pandas(tmp_path: Path, samples: int) -> None:
     """pyarrow imports it, where it is installed, for the first list that becomes a column: 0.5 s of CPU."""
     job = job_of(
         tmp_path, order="prefix", input={"filter": "id > 2"}, check={"regex": "a|b"},
-        sampling={"n": samples}, output={"explode": samples > 1, "part_rows": 4},
+        sampling={"n": samples}, output={"part_rows": 4},
         limits={"max_failed_rows": 10, "abort_failed_share": 1},
     )  # fmt: skip
     file, run = str(write_job(job, tmp_path)), str(tmp_path / "run")

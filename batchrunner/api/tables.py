@@ -82,7 +82,6 @@ def generate(
     sampling: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
     answers: Sequence[str] = (),
-    explode: bool = False,
     check: Mapping[str, Any] | None = None,
     on_length: OnLength | None = None,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
@@ -102,7 +101,7 @@ def generate(
     `engine` part of a job, a model's name or directory (a server is started), the address of a server or a
     list of addresses, or "simulated". `columns` are carried into the result, whose other columns are those
     of a result row (`row`, `output`, `finish_reason`, …, `error`), and those of `answers` (`output.columns`
-    of a job, such as "logprobs"). With `explode` each output of a row is a row, where `sampling` has `n`.
+    of a job, such as "logprobs").
     `check` and `on_length` are those of a job: which answers are good.
     `progress` and `on_progress` are as for `run`.
 
@@ -120,7 +119,6 @@ def generate(
         parse=parse,
         sampling=sampling,
         answers=answers,
-        explode=explode,
         check=check,
         on_length=on_length,
     )

@@ -31,8 +31,6 @@ class AnswerPlan:
     """Keys of ANSWER_COLUMNS, in their order, or RESPONSE."""
     samples: int = 1
     """Outputs of a row (`sampling.n`)."""
-    explode: bool = False
-    """Whether each output is a row of the results."""
     top_logprobs: int = 1
     parsed: tuple[tuple[str, ColumnKind], ...] = ()
     """Columns that the job's Python function `parse` makes, with their types; they come last."""
@@ -88,7 +86,6 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
     return AnswerPlan(
         tuple(name for name in ANSWER_COLUMNS if name in names),
         job.sampling.n,
-        job.output.explode,
         job.output.top_logprobs,
         parsed,
         checks_json,

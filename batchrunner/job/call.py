@@ -42,7 +42,6 @@ class LibraryCall:
     parse: object = None
     sampling: Mapping[str, Any] | None = None
     answers: Sequence[str] = ()
-    explode: bool = False
     check: Mapping[str, Any] | None = None
     on_length: OnLength | None = None
     own_rows: bool = False
@@ -70,7 +69,7 @@ class LibraryCall:
             "parse": self.parse,
             "check": self.check or {},
             "on_length": self.on_length,
-            "output": {"path": str(output), "columns": self.answers, "explode": self.explode},
+            "output": {"path": str(output), "columns": self.answers},
             "engine": self.engine.model_dump(exclude_unset=True),
             "limits": limits or {},
         }

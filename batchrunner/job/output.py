@@ -55,9 +55,6 @@ CUT = "length"
 RESPONSE = "response"
 """Column of a result, the last one, where the input is a batch file: the whole answer of the endpoint, as
 JSON."""
-SAMPLE = "sample"
-SAMPLE_COLUMN = "Number of the output among those of its row, from 0; null if the row failed without one."
-"""Meaning of the column `sample`, which comes with `output.explode` after `row`."""
 OF_TOKENS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs"})
 """Columns for which the engine is asked for probabilities."""
 
@@ -83,9 +80,6 @@ class OutputSpec(Spec):
     named too. Starts of a run may differ in it: once merged, rows of starts without a column have nulls."""
     top_logprobs: Annotated[int, Field(ge=1, le=MOST_TOP_LOGPROBS)] = 5
     """Likeliest tokens that the column `top_logprobs` has for each position."""
-    explode: bool = False
-    """Whether each output is a row of the results, with the column `sample`, where `sampling.n` is more than
-    1. Else the outputs of a row are lists in one row."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
     """Most rows of the input in a result file (part), each with all its samples. A part is also written
     every 30 s, in an object store as often as `durable` says."""

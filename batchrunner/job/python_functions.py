@@ -12,7 +12,7 @@ from batchrunner.core.hook_worker import HookFacts, WorkerSetup
 from batchrunner.core.media import IMAGE, PDF_FIELD
 from batchrunner.job.fields import CHECK, MEDIA, PARSE, PROMPT, PythonFunction, name_of
 from batchrunner.job.hook_loading import Annotations, HookFunction, HookKind, annotations_of, load_functions
-from batchrunner.job.output import RESULT_COLUMNS, SAMPLE
+from batchrunner.job.output import RESULT_COLUMNS
 from batchrunner.job.spec import Job
 
 _PREPARE = "batchrunner.input.media.prepare:prepare"
@@ -94,7 +94,7 @@ def _pickled(where: str, name: str, function: Callable[..., Any]) -> bytes:
 
 def _check_columns(job: Job, facts: HookFacts) -> None:
     """Raise JobError where a column has a name that results have already."""
-    taken = {*RESULT_COLUMNS, *job.output.asked, *([SAMPLE] if job.output.explode else [])}
+    taken = {*RESULT_COLUMNS, *job.output.asked}
     for name, _ in facts.columns:
         if name in {*taken, *job.input.carried_names}:
             raise JobError(

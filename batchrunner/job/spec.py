@@ -23,7 +23,7 @@ from batchrunner.job.fields import (
     Spec,
     UserPath,
 )
-from batchrunner.job.output import RESPONSE, SAMPLE, TOOL_CALLS, OutputSpec, StorageSpec, result_columns
+from batchrunner.job.output import RESPONSE, TOOL_CALLS, OutputSpec, StorageSpec, result_columns
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import SamplingSpec, check_regex
 from batchrunner.job.scores import RerankTask, ScoreTask
@@ -32,7 +32,7 @@ from batchrunner.job.tasks import GENERATE, TASKS, TaskName, goes_past_gateways,
 CHOICES = "prompt.choices"
 DOCUMENTS = "prompt.documents"
 OF_GENERATING = (
-    "sampling", "parse", "check", "on_length", "output.columns", "output.explode", "output.top_logprobs",
+    "sampling", "parse", "check", "on_length", "output.columns", "output.top_logprobs",
     "prompt.user", "prompt.system", "prompt.messages", "prompt.continue", "prompt.chat_template_kwargs",
     "prompt.tools", *(f"prompt.{field}" for field in KIND_OF_FIELD),
 )  # fmt: skip
@@ -367,7 +367,7 @@ class Job(Spec):
         if len(carried) < len(self.input.columns):
             twice = next(name for name in carried if self.input.carried_names.count(name) > 1)
             raise ValueError(f"input.columns, as renamed, has {twice!r} twice")
-        more = [*([SAMPLE] if self.output.explode else []), *([RESPONSE] if self.prompt.is_batch else [])]
+        more = [RESPONSE] if self.prompt.is_batch else []
         for name in (*result_columns(self.forward), *self.output.asked, *more):
             if name in carried:
                 raise ValueError(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 
 from batchrunner.core.types import LEFT_OUT, Completion, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.arrow_types import arrow_type, kind_of_schema
-from batchrunner.job.output import OF_TEXTS, PARSED, RESPONSE, RESULT_COLUMNS, SAMPLE
+from batchrunner.job.output import OF_TEXTS, PARSED, RESPONSE, RESULT_COLUMNS
 from batchrunner.output.arrow_arrays import arrow_array
 
 _NONE = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
@@ -30,8 +30,6 @@ ANSWER_TYPES: dict[str, pa.DataType] = {
     RESPONSE: pa.string(),
 }
 """Types of the columns that a job can ask for, or that come by themselves, of one output."""
-EXPLODED = "explode"
-"""Key of a part's metadata that says so: a carried column may be called `sample` too."""
 TASK = "task"
 """Key of a part's metadata that names a task without decoding: a carried column may be called `output`."""
 OF_THE_PROMPT = {"prompt_logprobs"}
@@ -41,12 +39,12 @@ OF_THE_PROMPT = {"prompt_logprobs"}
 def schema_of_run(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]) -> pa.Schema:
     """Return the schema of the parts that this start of a run writes: `row`, carried columns, results.
 
-    With several samples some of all these are lists, with one value for each, unless each sample has a row of
-    its own. A task without decoding has no columns of texts.
+    With several samples some of all these are lists, with one value for each. A task without decoding has no
+    columns of texts.
     """
 
     def each(kind: pa.DataType) -> pa.DataType:
-        return kind if plan.samples == 1 or plan.explode else pa.list_(kind)
+        return kind if plan.samples == 1 else pa.list_(kind)
 
     types: dict[str, pa.DataType] = {
         "row": pa.int64(),
@@ -62,7 +60,6 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]
     first, *rest = (name for name in RESULT_COLUMNS if plan.task is None or name not in OF_TEXTS)
     fields = [
         pa.field(first, types[first], nullable=False),
-        *([pa.field(SAMPLE, pa.int32())] if plan.explode else []),
         *carried,
         *(pa.field(name, types[name]) for name in rest),
     ]
@@ -72,11 +69,8 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]
             kind = arrow_type(kind_of_schema(plan.schema))
         fields.append(pa.field(name, kind if name in OF_THE_PROMPT else each(kind)))
     fields += [pa.field(name, each(arrow_type(kind))) for name, kind in plan.parsed]
-    told = {
-        EXPLODED: "true" if plan.explode else "",
-        TASK: "" if plan.task is None else plan.task.name,
-    }
-    return pa.schema(fields, metadata={**metadata, **{key: text for key, text in told.items() if text}})
+    told = {} if plan.task is None else {TASK: plan.task.name}
+    return pa.schema(fields, metadata={**metadata, **told})
 
 
 def has_texts(schema: pa.Schema) -> bool:
@@ -84,52 +78,23 @@ def has_texts(schema: pa.Schema) -> bool:
     return TASK.encode() not in (schema.metadata or {})
 
 
-def is_exploded(schema: pa.Schema) -> bool:
-    """Tell whether a part has a row for each sample."""
-    return EXPLODED.encode() in (schema.metadata or {})
-
-
-class ResultRow(NamedTuple):
-    """A row of the results: an outcome, or one sample of it."""
-
-    outcome: Outcome
-    sample: int | None
-    """Number of the sample; None for all samples of the outcome, or for one without any."""
-
-
-def result_rows(outcomes: Iterable[Outcome], plan: AnswerPlan) -> list[ResultRow]:
-    """Return the rows of the results that outcomes become."""
-    if plan.explode:
-        return [
-            ResultRow(outcome, sample)
-            for outcome in outcomes
-            for sample in (range(plan.samples) if outcome.completion else (None,))
-        ]
-    only = 0 if plan.samples == 1 else None
-    return [ResultRow(outcome, only) for outcome in outcomes]
-
-
-def answer_value(row: ResultRow, name: str) -> Any:
+def answer_value(completion: Completion | None, name: str, samples: int) -> Any:
     """Return the value of a column that the job asks for, or that `parse` makes."""
-    values = row.outcome.completion.columns.get(name) if row.outcome.completion else None
-    if values is None:
-        return None
-    if name in OF_THE_PROMPT:
-        return values[0]
-    return values if row.sample is None else values[row.sample]
+    values = completion.columns.get(name) if completion else None
+    return values[0] if values is not None and (samples == 1 or name in OF_THE_PROMPT) else values
 
 
 def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -> pa.Table:
     """Return outcomes as a table of the schema of a part, in the given order."""
-    rows, is_single = result_rows(outcomes, plan), plan.samples == 1 or plan.explode
+    is_single = plan.samples == 1
     # transposed: to take each value from each row takes four times as long
-    refs, completions, errors, latencies, attempts = zip(*(outcome for outcome, _ in rows), strict=True)
+    refs, completions, errors, latencies, attempts = zip(*outcomes, strict=True)
     answers = [_NONE if completion is None else completion for completion in completions]
     texts, reasons, counts, prompt_tokens, cached_tokens, *_ = zip(*answers, strict=True)
 
     def per_sample(values: Sequence[Any]) -> list[Any]:
         if is_single:
-            return [value[n or 0] for value, (_, n) in zip(values, rows, strict=True)]
+            return [value[0] for value in values]
         return [value if completion else None for value, completion in zip(values, completions, strict=True)]
 
     values: dict[str, Sequence[Any]] = {
@@ -145,12 +110,10 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
             values[name] = per_sample(given)
     if has_texts(schema) and None in values["finish_reason"]:
         left_out = LEFT_OUT if is_single else [LEFT_OUT] * plan.samples
-        told = zip(rows, values["finish_reason"], strict=True)
-        values["finish_reason"] = [left_out if row.outcome.is_left_out else reason for row, reason in told]
-    if plan.explode:
-        values[SAMPLE] = [sample for _, sample in rows]
+        told = zip(outcomes, values["finish_reason"], strict=True)
+        values["finish_reason"] = [left_out if outcome.is_left_out else reason for outcome, reason in told]
     for name in plan.names:
-        values[name] = [answer_value(row, name) for row in rows]
+        values[name] = [answer_value(completion, name, plan.samples) for completion in completions]
     carried = _carried(refs)
     arrays = [
         arrow_array(values[field.name], field.type) if field.name in values else carried.column(field.name)

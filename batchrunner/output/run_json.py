@@ -48,7 +48,6 @@ def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dic
         "input.types": job.input.types,
         "prompt": job.prompt.model_dump(mode="json", exclude_none=True),
         "sampling": job.sampling.model_dump(mode="json", exclude_none=True),
-        "output.explode": job.output.explode,
         "parse": job.parsing and job.parsing.model_dump(mode="json", exclude_unset=True),
         "check": _conditions(job),
         "model": model,

@@ -225,16 +225,14 @@ class BlockStream:
         blocks. Raises BatchrunError where the stream ends: the engine is lost, or too many rows fail.
         """
         if not block.num_rows:
-            return self._with_answers(block, self._answer_table([]), 0)
+            return self._with_answers(block, self._answer_table([]))
         async with self._order:
             sent = await asyncio.to_thread(self._feed, block)
         outcomes = await asyncio.wrap_future(sent.done)
         if outcomes is None:
             await self._running.wait_async()
             raise BatchrunError("the stream ended before its rows did")
-        return await asyncio.to_thread(
-            lambda: self._with_answers(block, self._answer_table(outcomes), sent.first)
-        )
+        return await asyncio.to_thread(lambda: self._with_answers(block, self._answer_table(outcomes)))
 
     def close(self) -> None:
         """End the stream, whose requests in flight are cancelled. Blocks."""
@@ -255,11 +253,9 @@ class BlockStream:
         """Return the columns of the results."""
         return table_of(outcomes, self._schema, self._plan) if outcomes else self._schema.empty_table()
 
-    def _with_answers(self, block: pa.Table, answers: pa.Table, first: int) -> pa.Table:
+    def _with_answers(self, block: pa.Table, answers: pa.Table) -> pa.Table:
         """Return the rows of a block beside their answers."""
         kept = block if self._call.columns is None else block.select(self._call.columns)
-        if self._plan.explode:
-            kept = kept.take(pa.array(row - first for row in answers.column("row").to_pylist()))
         for name in answers.column_names:
             if name != "row":
                 kept = kept.append_column(f"{self._call.prefix}{name}", answers.column(name))
@@ -325,7 +321,6 @@ def generate(
     parse: str | Mapping[str, Any] | Callable[..., Any] | None = None,
     columns: Sequence[str] | None = None,
     answers: Sequence[str] = (),
-    explode: bool = False,
     check: Mapping[str, Any] | None = None,
     on_length: OnLength | None = None,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
@@ -339,7 +334,7 @@ def generate(
 
     Example: `batchrunner.ray.generate(ds, prompt="Describe {{ text }}", engine="Qwen/Qwen3-8B", replicas=4)`
 
-    `prompt`, `sampling`, `parse`, `answers`, `explode`, `check`, `on_length` and `limits` are those of
+    `prompt`, `sampling`, `parse`, `answers`, `check`, `on_length` and `limits` are those of
     `batchrunner.generate`; so is `engine`, but it cannot be an open one. Rows keep all columns, or those that
     `columns` names, and get those of a result row but `row`, whose names begin with `prefix`.
 
@@ -357,7 +352,6 @@ def generate(
         parse=parse,
         sampling=sampling,
         answers=answers,
-        explode=explode,
         check=check,
         on_length=on_length,
         own_rows=True,
@@ -492,5 +486,5 @@ def _stage(
         compute=compute,
         num_cpus=num_cpus,
         num_gpus=gpus_asked(call.engine, gpus_of_nodes()),
-        udf_modifying_row_count=call.explode,
+        udf_modifying_row_count=False,
     )

@@ -39,10 +39,9 @@ from batchrunner.input.tables import (
 from batchrunner.input.templates import unknown_column
 from batchrunner.job.answers import AnswerPlan, open_functions, plan_answers
 from batchrunner.job.call import LibraryCall
-from batchrunner.job.output import SAMPLE
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import numbers_of
-from batchrunner.output.columns import ResultRow, answer_value, result_rows
+from batchrunner.output.columns import answer_value
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
@@ -371,13 +370,12 @@ class Handover:
         self._room = asyncio.Event()
 
     async def put(self, outcome: Outcome) -> None:
-        """Add the rows that an outcome becomes, each once there is room."""
-        for row in result_rows([outcome], self._plan):
-            while len(self._rows) >= MOST_ROWS:
-                self._room.clear()
-                await self._room.wait()
-            self._rows.append(_row_given(row, self._plan))
-            self._came.set()
+        """Add the row that an outcome becomes, once there is room."""
+        while len(self._rows) >= MOST_ROWS:
+            self._room.clear()
+            await self._room.wait()
+        self._rows.append(_row_given(outcome, self._plan))
+        self._came.set()
 
     def check(self) -> None:
         """Do nothing: a program that is behind is waited for."""
@@ -398,20 +396,18 @@ class Handover:
         self._came.set()
 
 
-def _row_given(row: ResultRow, plan: AnswerPlan) -> dict[str, Any]:
+def _row_given(outcome: Outcome, plan: AnswerPlan) -> dict[str, Any]:
     """Return a row of the results as its columns have it."""
-    outcome, sample = row
     completion = outcome.completion
     decodes = plan.task is None
     reason: Any = None
     if outcome.is_left_out:
-        reason = LEFT_OUT if plan.samples == 1 or plan.explode else [LEFT_OUT] * plan.samples
+        reason = LEFT_OUT if plan.samples == 1 else [LEFT_OUT] * plan.samples
 
     def each(values: list[Any]) -> Any:
-        return values if sample is None else values[sample]
+        return values[0] if plan.samples == 1 else values
 
-    given: dict[str, Any] = {"row": outcome.ref.row, **({SAMPLE: sample} if plan.explode else {})}
-    given |= carried_of(outcome.ref)
+    given: dict[str, Any] = {"row": outcome.ref.row, **carried_of(outcome.ref)}
     if decodes:
         given["output"] = each(completion.texts) if completion else None
         given["finish_reason"] = each(completion.finish_reasons) if completion else reason
@@ -421,7 +417,7 @@ def _row_given(row: ResultRow, plan: AnswerPlan) -> dict[str, Any]:
         given["completion_tokens"] = each(completion.completion_tokens) if completion else None
     given |= {"latency_s": outcome.latency_s, "attempts": outcome.attempts, "error": outcome.error}
     if decodes:
-        return given | {name: answer_value(row, name) for name in plan.names}
+        return given | {name: answer_value(completion, name, plan.samples) for name in plan.names}
     return given | {name: _value_of(completion, name, kind) for name, kind in plan.parsed}
 
 

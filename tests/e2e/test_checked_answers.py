@@ -421,15 +421,13 @@ def test_failed_rows_that_are_sent_again(tmp_path: Path, server: FakeSGLang) -> 
 
 
 def test_the_samples_of_a_row_count_once(tmp_path: Path, server: FakeSGLang) -> None:
-    """Also where each is a row of the results, and where equal rows share an answer."""
+    """Also where equal rows share an answer."""
     write_rows(tmp_path / "input.parquet", 6, same=["equal"] * 6)
     server.script = script("bad", "good")
     sampling = {"n": 3, "temperature": 0}
-    job = job_of(
-        tmp_path, server, prompt={"text": "same"}, check=CHECK, sampling=sampling, output={"explode": True}
-    )
+    job = job_of(tmp_path, server, prompt={"text": "same"}, check=CHECK, sampling=sampling)
     report = batchrunner.run(job)
-    assert (report.exit_code, report.rows_deduplicated, len(results_of(job))) == (0, 5, 18)
+    assert (report.exit_code, report.rows_deduplicated, len(results_of(job))) == (0, 5, 6)
     checks = batchrunner.run(job).checks
     assert (checks["rows_asked_again"], checks["asked_again"], checks["output_tokens"]) == (1, 1, 3)
     assert checks == report.checks
@@ -439,9 +437,7 @@ def test_tasks_share_checks_functions_and_samples(tmp_path: Path, server: FakeSG
     """Two tasks of a run: each row once, with all its samples; their counts come together."""
     write_hooks(tmp_path)
     write_rows(tmp_path / "input.parquet", 600)
-    job = job_of(
-        tmp_path, server, sampling={"n": 2}, output={"explode": True}, input={"columns": ["id"]}, **HOOKED
-    )
+    job = job_of(tmp_path, server, sampling={"n": 2}, input={"columns": ["id"]}, **HOOKED)
     file = write_job(job, tmp_path)
     with started(file, "--join") as first:
         server.wait_for(20)

@@ -71,7 +71,6 @@ async def test_options_of_each_task() -> None:
         {"task": "rerank", "task_options": {"documents": "d"}},
         {},
         {"sampling": {"n": 2}},
-        {"sampling": {"n": 2}, "explode": True},
         {"answers": ["output_ids", "logprobs"]},
     ],
 )

@@ -1,4 +1,4 @@
-"""Whole answers: reasoning, tool calls, token ids and probabilities, one row a sample."""
+"""Whole answers: reasoning, tool calls, token ids and probabilities, several outputs of a row."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from batchrunner.core.errors import JobError
 from tests.conftest import (
     batchrun,
     batchrun_merge,
-    eventually,
     job_of,
     parts_of,
-    report_of,
     results_of,
-    started,
     write_job,
     write_rows,
 )
@@ -190,28 +187,16 @@ def test_starts_with_other_columns(tmp_path: Path, server: FakeSGLang) -> None:
     assert [line["matched_stop"] for line in lines] == [None] * 4 + ["2"] * 2
 
 
-def exploded(directory: Path, server: FakeSGLang, **changes: Any) -> Any:
-    """Return a job with three outputs of a row, each a row of its own; row 1 is refused."""
+def test_several_outputs(tmp_path: Path, server: FakeSGLang) -> None:
+    """They are lists, and everything that counts rows counts those of the input; row 1 is refused."""
     server.script = lambda sent: "too long" if sent.prompt == "row 1" else "answer"
-    output = {"explode": True, **changes.pop("output", {})}
     limits = {"max_failed_rows": 1}
-    return asking(
-        directory, server, ["output_ids"], rows=4, sampling={"n": 3}, limits=limits, output=output, **changes
-    )
-
-
-def test_one_row_a_sample(tmp_path: Path, server: FakeSGLang) -> None:
-    """No list is left, and everything that counts rows counts those of the input."""
-    job = exploded(tmp_path, server, input={"columns": ["id"]})
+    job = asking(tmp_path, server, ["output_ids"], rows=4, sampling={"n": 3}, limits=limits)
     report = batchrunner.run(job)
     assert (report.exit_code, report.rows_ok, report.rows_failed, report.output_tokens) == (0, 3, 1, 45)
     found = results_of(job)
-    assert [(row["row"], row["sample"], row["id"], row["output"]) for row in found] == [
-        *((0, n, 0, f"answer {n} to row 0") for n in range(3)),
-        (1, None, 1, None),
-        *((row, n, row, f"answer {n} to row {row}") for row in (2, 3) for n in range(3)),
-    ]
-    assert [row["output_ids"] for row in found if row["row"] == 0] == [[0, 1, 2, 3, 4]] * 3
+    assert [row["output"] and len(row["output"]) for row in found] == [3, None, 3, 3]
+    assert found[0]["output_ids"] == [[0, 1, 2, 3, 4]] * 3
     run = tmp_path / "run"
     status = json.loads(batchrun("status", run, "--json").stdout)
     assert (status["rows_on_disk"], status["rows_failed"]) == (4, 1)
@@ -221,41 +206,24 @@ def test_one_row_a_sample(tmp_path: Path, server: FakeSGLang) -> None:
     assert merged["report"]["finish_reasons"] == {"stop": 9}
     assert batchrun("merge", run, tmp_path / "all.csv").exit_code == 0
     with (tmp_path / "all.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["output_ids"] for row in rows] == ["[0,1,2,3,4]"] * 3 + [""] + ["[0,1,2,3,4]"] * 6
+        ids = [row["output_ids"] for row in csv.DictReader(file)]
+    assert ids == ["" if row == 1 else "[[0,1,2,3,4],[0,1,2,3,4],[0,1,2,3,4]]" for row in range(4)]
     again = json.loads(batchrun(write_job(job, tmp_path), "--json").stdout)
     assert (again["rows_resumed"], again["rows_ok"], again["rows_failed"]) == (4, 3, 1)
     assert batchrun("report", run).exit_code == 0
 
 
-def test_exploded_rows_survive_a_kill(tmp_path: Path, server: FakeSGLang) -> None:
-    """A row is there with all its samples, or not at all."""
-    write_rows(tmp_path / "input.parquet", 400)
-    server.delay_s = 0.02
-    output = {"explode": True, "part_rows": 50, "durable": 0.05}
-    job = job_of(tmp_path, server, sampling={"n": 3}, output=output)
-    with started(write_job(job, tmp_path)):
-        eventually(lambda: list((tmp_path / "run" / "parts").glob("*.parquet")))
-    server.delay_s = 0
-    assert batchrun(write_job(job, tmp_path)).exit_code == 0
-    merged = pq.read_table(batchrun_merge(tmp_path / "run"))
-    assert merged["row"].to_pylist() == [row for row in range(400) for _ in range(3)]
-    assert merged["sample"].to_pylist() == [0, 1, 2] * 400
-    assert report_of(job)["rows_ok"] == 400
-
-
 async def test_a_stream_and_a_table_of_them(server: FakeSGLang) -> None:
-    """The library asks by `answers`, and explodes by `explode`."""
+    """The library asks by `answers`."""
     options: dict[str, Any] = {
-        "prompt": {"text": "text"}, "engine": server.url, "sampling": {"n": 2},
-        "answers": ["output_ids"], "explode": True,
+        "prompt": {"text": "text"}, "engine": server.url, "sampling": {"n": 2}, "answers": ["output_ids"],
     }  # fmt: skip
     table = batchrunner.generate(["a", "b"], **options)
-    assert table["sample"].to_pylist() == [0, 1, 0, 1]
-    assert table["output_ids"].to_pylist() == [[0, 1, 2, 3]] * 4
+    assert table["output_ids"].to_pylist() == [[[0, 1, 2, 3]] * 2] * 2
     rows = [row async for row in batchrunner.stream(["a", "b"], **options)]
-    assert sorted((row["row"], row["sample"]) for row in rows) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert sorted(row["row"] for row in rows) == [0, 1]
     assert [*rows[0]] == table.column_names
+    assert rows[0]["output_ids"] == [[0, 1, 2, 3]] * 2
     with pytest.raises(JobError, match=r"output\.columns: should be a valid list"):
         batchrunner.generate(["a"], **{**options, "answers": "output_ids"})
     assert batchrunner.generate([], **options).schema.names == table.schema.names
@@ -266,12 +234,10 @@ async def test_a_stream_and_a_table_of_them(server: FakeSGLang) -> None:
     [
         ({"output": {"columns": ["thoughts"]}}, "output.columns"),
         ({"output": {"columns": ["tool_calls"]}}, "tool_calls go with chats"),
-        ({"output": {"explode": True}, "input": {"columns": ["sample"]}}, "a column 'sample' of its own"),
         ({"output": {"columns": ["top_logprobs"], "top_logprobs": 0}}, "output.top_logprobs"),
     ],
 )
 def test_what_cannot_be_asked_for(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
-    write_rows(tmp_path / "input.parquet", 2, sample=[1, 2])
     refused = batchrun("check", write_job(job_of(tmp_path, **changes), tmp_path))
     assert refused.exit_code == 2
     assert told in refused.stderr

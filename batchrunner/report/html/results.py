@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 
 from batchrunner.core.errors import ResumeError
 from batchrunner.input.dataset import values_of
-from batchrunner.job.output import OF_TEXTS, SAMPLE
-from batchrunner.output.columns import has_texts, is_exploded
+from batchrunner.job.output import OF_TEXTS
+from batchrunner.output.columns import has_texts
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.parts import open_part
 from batchrunner.output.resume import DoneRows, read_done
@@ -112,12 +112,8 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> N
     """
     schema = pq.read_schema(parts[0])
     names = [name for name in _READ if name not in OF_TEXTS or has_texts(schema)]
-    if is_exploded(schema):
-        names.append(SAMPLE)
     read = pa.schema([schema.field(name) for name in names])
     connection.register("parts", pads.dataset([str(part) for part in parts], schema=read, format="parquet"))
-    # where the values count that all samples of a row have in common
-    once = f"coalesce({SAMPLE}, 0) = 0" if SAMPLE in names else "true"
     tokens, reasons = "[]::INTEGER[]", "[]::VARCHAR[]"
     if has_texts(schema):
         several = pa.types.is_list(schema.field("completion_tokens").type)
@@ -125,8 +121,7 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> N
             name if several else f"[{name}]" for name in ("completion_tokens", "finish_reason")
         )
     connection.execute(f"""CREATE VIEW results AS
-        SELECT row, attempts, error, if({once}, latency_s, NULL) AS latency_s,
-            if({once}, prompt_tokens, NULL) AS prompt_tokens,
+        SELECT row, attempts, error, latency_s, prompt_tokens,
             {reasons} AS finish_reason, {tokens} AS output_tokens,
             coalesce(list_sum({tokens}), 0)::DOUBLE AS d
         FROM parts""")  # noqa: S608 - our own names

@@ -4,7 +4,7 @@ import pyarrow as pa
 
 from batchrunner.core.types import ForwardTask
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS, SAMPLE, SAMPLE_COLUMN
+from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS
 from batchrunner.job.scores import ChoiceTask
 from batchrunner.job.tasks import TASKS
 from batchrunner.output.columns import ANSWER_TYPES, schema_of_run
@@ -26,15 +26,10 @@ Those that `output.columns` names stand after all others, in this order: see
 [whole answers](../how-to/whole-answers.md). With `sampling.n` above 1 each value is a list with one for each
 output, but for `prompt_logprobs`."""
 
-EXPLODED = """## One row for each output
-
-With `output.explode` no column is such a list, and there is one more, after `row`:"""
-
 OF_TASKS = """## Columns of other tasks
 
 A job whose `task` is not `generate` has no columns `output`, `finish_reason` and `completion_tokens`. Its own
-stand after all others. A list of fixed size has the length of the first vector; a part in which all rows
-failed before that was known lacks the column, and `merge` fills in nulls."""
+stand after all others."""
 
 
 def result_columns() -> str:
@@ -47,11 +42,10 @@ def result_columns() -> str:
     asked = table(
         head, ([f"`{name}`", str(ANSWER_TYPES[name]), text] for name, text in ANSWER_COLUMNS.items())
     )
-    exploded = table(head, [[f"`{SAMPLE}`", "int32", SAMPLE_COLUMN]])
     tasks = {f"`{name}`": kind() for name, kind in TASKS.items()}
     tasks = {**tasks, f"`{ChoiceTask.name}` with `prompt.choices`": ChoiceTask()}
     own = table(["task", *head], (row for name, task in tasks.items() for row in _own_columns(name, task)))
-    parts = [RESULTS, always, ASKED, asked, EXPLODED, exploded, OF_TASKS, own]
+    parts = [RESULTS, always, ASKED, asked, OF_TASKS, own]
     return "\n\n".join(parts)
 
 
