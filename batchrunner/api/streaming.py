@@ -18,7 +18,7 @@ def stream(
     rows: Data | AsyncIterable[Row],
     *,
     prompt: str | Mapping[str, Any] | Callable[..., Any] | None = None,
-    parse: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    parse: str | Callable[..., Any] | None = None,
     engine: OpenEngine | EngineLike | None = None,
     sampling: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),

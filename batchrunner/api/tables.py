@@ -77,7 +77,7 @@ def generate(
     rows: Data,
     *,
     prompt: str | Mapping[str, Any] | Callable[..., Any] | None = None,
-    parse: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    parse: str | Callable[..., Any] | None = None,
     engine: OpenEngine | EngineLike | None = None,
     sampling: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
@@ -96,8 +96,8 @@ def generate(
     read in bounded memory; the results are in memory.
 
     `prompt` is the user template, the `prompt` part of a job, or a function that makes the prompt of a row;
-    without it the only text column is the prompt. `parse` is a function that makes columns of an answer, or
-    the `parse` part of a job. Functions run in processes of their own. `engine` is an open engine, the
+    without it the only text column is the prompt. `parse` is a function that makes columns of an
+    answer, as its return type says. Functions run in processes of their own. `engine` is an open engine, the
     `engine` part of a job, a model's name or directory (a server is started), the address of a server or a
     list of addresses, or "simulated". `columns` are carried into the result, whose other columns are those
     of a result row (`row`, `output`, `finish_reason`, …, `error`), and those of `answers` (`output.columns`

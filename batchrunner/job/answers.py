@@ -112,7 +112,7 @@ def of_sample(complaint: str, number: int, completion: Completion) -> str:
 def open_functions(job: Job) -> HookPool | None:
     """Start the processes of a job's Python functions; None where it has none. Raises JobError."""
     prompt = job.prompt
-    if prompt.python is None and job.parsing is None and job.check.python is None and not prompt.has_media:
+    if prompt.python is None and job.parse is None and job.check.python is None and not prompt.has_media:
         return None
     from batchrunner.job.python_functions import open_pool  # noqa: PLC0415 - only for jobs with functions
 

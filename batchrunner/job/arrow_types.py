@@ -145,12 +145,12 @@ def _json_text(value: Any) -> str:
         raise ValueError("it is nested too deeply") from None
 
 
-def _whole_number(value: Any, bits: int) -> int:
+def _whole_number(value: Any) -> int:
     """Return a whole number, such as 1.0."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value // 1:
         raise ValueError(f"{value!r} is no whole number")
-    if not -(1 << bits - 1) <= value < 1 << bits - 1:
-        raise ValueError(f"{value!r} has more than {bits} bits")
+    if not -(1 << 63) <= value < 1 << 63:
+        raise ValueError(f"{value!r} has more than 64 bits")
     return int(value)
 
 
@@ -176,9 +176,7 @@ _FITTED: dict[str, Callable[[Any], Any]] = {
     "string": lambda value: _instance(value, "string", str),
     "bool": lambda value: _instance(value, "boolean", bool),
     "binary": lambda value: _instance(value, "bytes", bytes),
-    "int32": lambda value: _whole_number(value, 32),
-    "int64": lambda value: _whole_number(value, 64),
-    "float32": _number,
+    "int64": _whole_number,
     "float64": _number,
     "date": lambda value: value if isinstance(value, dt.date) else dt.date.fromisoformat(value),
     "timestamp": _time,

@@ -39,7 +39,7 @@ class LibraryCall:
     task: TaskName = GENERATE
     options: Mapping[str, Any] = field(default_factory=dict)
     """The fields that the task has and generating lacks, by the last parts of their names: `dtype`."""
-    parse: object = None
+    parse: str | Callable[..., Any] | None = None
     sampling: Mapping[str, Any] | None = None
     answers: Sequence[str] = ()
     check: Mapping[str, Any] | None = None

@@ -52,7 +52,7 @@ class HookFunction(NamedTuple):
     target: str | bytes
     """`module:function`, or a function that a program gave, as cloudpickle writes it."""
     known: Annotations = Annotations()
-    """The columns that the job names; for a function that a program gives also what its annotations say."""
+    """What its annotations say, for a function that a program gives."""
 
 
 def load_functions(
@@ -132,15 +132,14 @@ def _known(function: Any, spec: HookFunction) -> Annotations:
     known = spec.known
     if spec.kind in {"prompt", "parse"} and isinstance(spec.target, str):
         try:
-            found = annotations_of(function)
-            known = found._replace(columns=known.columns or found.columns)
+            known = annotations_of(function)
         except ValueError as failure:
-            if spec.kind == "parse" and not known.columns:
+            if spec.kind == "parse":
                 raise HookLoadError(str(failure)) from None
     if spec.kind == "parse" and not known.columns:
         raise HookLoadError(
             "does not say its columns: let it return a TypedDict, a dataclass or a pydantic model by its "
-            "annotation, or name them in parse.columns"
+            "annotation"
         )
     return known
 
@@ -191,7 +190,7 @@ def columns_of(kind: Any) -> Columns:
             schema = TypeAdapter(annotation).json_schema(mode="serialization")
         except (PydanticSchemaGenerationError, PydanticUserError) as failure:
             said = str(failure).splitlines()[0]
-            raise ValueError(f"returns a column {name}: {said}: name the columns in parse.columns") from None
+            raise ValueError(f"returns a column {name}: {said}") from None
         columns.append((name, kind_of_schema(schema, formats=True)))
     return tuple(columns)
 

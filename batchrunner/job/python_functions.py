@@ -28,9 +28,8 @@ def open_pool(job: Job) -> HookPool:
     functions = []
     if job.prompt.python is not None:
         functions.append(_function(PROMPT, "prompt", job.prompt.python))
-    if job.parsing is not None:
-        columns = tuple(job.parsing.columns.items())
-        functions.append(_function(PARSE, "parse", job.parsing.python, columns))
+    if job.parse is not None:
+        functions.append(_function(PARSE, "parse", job.parse))
     if job.check.python is not None:
         functions.append(_function(CHECK, "check", job.check.python))
     if job.prompt.has_media:
@@ -63,21 +62,17 @@ def _check_packages(job: Job) -> None:
                 raise JobError(f"prompt.{field}: needs {module}", hint="install batchrunner[images]")
 
 
-def _function(
-    where: str, kind: HookKind, function: PythonFunction, columns: tuple[tuple[str, str], ...] = ()
-) -> HookFunction:
+def _function(where: str, kind: HookKind, function: PythonFunction) -> HookFunction:
     name = name_of(function)
     if isinstance(function, str):
-        return HookFunction(where, kind, name, function, Annotations(columns))
+        return HookFunction(where, kind, name, function)
     try:
         known = annotations_of(function)
     except ValueError as failure:
-        if kind == "parse" and not columns:
+        if kind == "parse":
             raise JobError(f"{where}: {name} {failure}") from None
         known = Annotations()
-    return HookFunction(
-        where, kind, name, _pickled(where, name, function), known._replace(columns=columns or known.columns)
-    )
+    return HookFunction(where, kind, name, _pickled(where, name, function), known)
 
 
 def _pickled(where: str, name: str, function: Callable[..., Any]) -> bytes:

@@ -153,21 +153,6 @@ class InputSpec(Spec):
         return [self.rename.get(name, name) for name in self.columns]
 
 
-ParsedType: TypeAlias = ColumnType | Literal["json"]
-
-
-class ParseSpec(Spec):
-    """How an answer becomes columns of its result."""
-
-    python: PythonFunction
-    """Python function that makes the columns, as `module:function`. It is called with the answer, a text, or
-    with the answer and the row, a dict of `input.columns`, and returns a dict. It runs in processes of its
-    own."""
-    columns: dict[str, ParsedType] = {}
-    """Names and types of the columns. Not needed where the function's return type is annotated as a
-    TypedDict, a dataclass or a pydantic model. `json` holds any value, as a JSON text."""
-
-
 class LimitsSpec(Spec):
     """When a run gives up, and when it counts as failed."""
 
@@ -228,9 +213,11 @@ class Job(Spec):
     A text must be a single token, a number is the token's id."""
     sampling: SamplingSpec = SamplingSpec()
     """Sampling parameters, by SGLang's names."""
-    parse: ParseSpec | PythonFunction | None = None
-    """Python function that makes columns of an answer, as `module:function`, or with the names of its
-    `columns`. A row whose answer it cannot parse fails, and keeps its answer."""
+    parse: PythonFunction | None = None
+    """Python function that makes columns of an answer, as `module:function`. It is called with the answer, a
+    text, or with the answer and the row, a dict of `input.columns`, and returns a dict. Its return type, a
+    TypedDict, a dataclass or a pydantic model, says the columns. A row whose answer it cannot parse fails and
+    keeps its answer. It runs in processes of its own."""
     output: OutputSpec
     """Where the results are written."""
     storage: StorageSpec = StorageSpec()
@@ -276,12 +263,6 @@ class Job(Spec):
         """The task, if it is one without decoding."""
         takes = TASKS[self.task].takes if self.task in TASKS else ()
         return task_of(self.task, {field.rpartition(".")[2]: attrgetter(field)(self) for field in takes})
-
-    @property
-    def parsing(self) -> ParseSpec | None:
-        """How an answer becomes columns."""
-        given = self.parse
-        return given if given is None or isinstance(given, ParseSpec) else ParseSpec(python=given)
 
     @field_validator("bundle", mode="before")
     @classmethod

@@ -48,7 +48,7 @@ def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dic
         "input.types": job.input.types,
         "prompt": job.prompt.model_dump(mode="json", exclude_none=True),
         "sampling": job.sampling.model_dump(mode="json", exclude_none=True),
-        "parse": job.parsing and job.parsing.model_dump(mode="json", exclude_unset=True),
+        "parse": None if job.parse is None else name_of(job.parse),
         "check": _conditions(job),
         "model": model,
     }

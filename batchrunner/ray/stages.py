@@ -318,7 +318,7 @@ def generate(
     prompt: Prompt | None = None,
     engine: EngineLike,
     sampling: Mapping[str, Any] | None = None,
-    parse: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    parse: str | Callable[..., Any] | None = None,
     columns: Sequence[str] | None = None,
     answers: Sequence[str] = (),
     check: Mapping[str, Any] | None = None,

@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import pytest
 
@@ -352,16 +352,20 @@ async def test_progress() -> None:
     assert (told[-1].rows_done, told[-1].rows_total, told[-1].eta_s) == (2, None, None)
 
 
+class Number(TypedDict):
+    number: int
+
+
 async def test_a_stream_takes_functions(server: FakeSGLang) -> None:
     """Each row comes with the columns of its answer; one that cannot be parsed comes with its error."""
 
-    def parse(answer: str) -> dict[str, int]:
+    def parse(answer: str) -> Number:
         return {"number": int(answer.rsplit(maxsplit=1)[-1])}
 
     found = await all_of(
         ["0", "1", "seven"],
         prompt=lambda row: None if row["text"] == "1" else [{"role": "user", "content": row["text"]}],
-        parse={"python": parse, "columns": {"number": "int64"}},
+        parse=parse,
         engine=server.url,
     )
     first, left_out, wrong = sorted(found, key=lambda row: row["row"])

@@ -145,19 +145,21 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
 def test_an_answer_that_cannot_be_parsed_is_kept(tmp_path: Path, server: FakeSGLang) -> None:
     """The row fails, its answer stays; once the function is corrected, the row is sent again."""
     module = """
-        def parse(answer):
+        from typing import TypedDict
+        class Found(TypedDict):
+            n: int
+        def parse(answer) -> Found:
             number = int(answer.split()[-1])
             assert number != 2, "two"
             return {3: {"n": "three"}, 4: {"m": 4}, 5: None, 6: {"n": 1 << 70}}.get(number, {"n": number})
         """
     write_module(tmp_path, module)
     limits = {"max_failed_rows": 5}
-    parse = {"python": "hooks:parse", "columns": {"n": "int64"}}
-    job = job_of(tmp_path, server, rows=10, parse=parse, limits=limits)
+    job = job_of(tmp_path, server, rows=10, parse="hooks:parse", limits=limits)
     file = write_job(job, tmp_path)
     assert batchrun(file).exit_code == 0
     assert errors_of(job) == {
-        2: "parse: hooks.py:4: AssertionError: two",
+        2: "parse: hooks.py:7: AssertionError: two",
         3: "parse: hooks:parse: n: 'three' is no whole number",
         4: "parse: hooks:parse: returned 'm', which is no column (columns: n)",
         5: "parse: hooks:parse: returned None: return a dict",
@@ -167,7 +169,7 @@ def test_an_answer_that_cannot_be_parsed_is_kept(tmp_path: Path, server: FakeSGL
     assert [row["n"] for row in results_of(job)] == [0, 1, None, None, None, None, None, 7, 8, 9]
     report = report_of(job)
     assert report["output_tokens"] == sum(row["completion_tokens"] for row in results_of(job))
-    write_module(tmp_path, "def parse(answer): return {'n': int(answer.split()[-1])}")
+    write_module(tmp_path, COLUMN.format("n: int").replace("pass", "return {'n': int(answer.split()[-1])}"))
     again = batchrun(file, "--retry-failed")
     assert again.exit_code == 0
     assert [row["n"] for row in results_of(job)] == list(range(10))
@@ -179,14 +181,16 @@ def test_samples_and_equal_rows(tmp_path: Path) -> None:
     write_module(
         tmp_path,
         """
-        def parse(answer, row):
+        from typing import TypedDict
+        class Found(TypedDict):
+            twice: int
+        def parse(answer, row) -> Found:
             return {"twice": 2 * row["id"]}
         """,
     )
     pq.write_table(pa.table({"id": list(range(8)), "text": ["same"] * 8}), tmp_path / "input.parquet")
-    parse = {"python": "hooks:parse", "columns": {"twice": "int64"}}
     sampling = {"n": 2, "temperature": 0}
-    job = job_of(tmp_path, INSTANT, parse=parse, sampling=sampling, input={"columns": ["id"]})
+    job = job_of(tmp_path, INSTANT, parse="hooks:parse", sampling=sampling, input={"columns": ["id"]})
     assert batchrun(write_job(job, tmp_path)).exit_code == 0
     assert [row["twice"] for row in results_of(job)] == [[2 * n, 2 * n] for n in range(8)]
     assert report_of(job)["rows_deduplicated"] == 7

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import pyarrow as pa
 import pytest
@@ -209,14 +209,18 @@ async def test_each_task_has_its_columns() -> None:
     assert empty.schema.equals(some.schema)
 
 
+class Found(TypedDict):
+    of: int
+    length: int
+
+
 async def test_a_function_gets_the_columns_that_are_kept() -> None:
     """`parse` may ask for the row."""
 
-    def of(text: str, row: dict[str, Any]) -> dict[str, int]:
+    def of(text: str, row: dict[str, Any]) -> Found:
         return {"of": row["id"], "length": len(text)}
 
-    parse = {"python": of, "columns": {"of": "int64", "length": "int64"}}
-    with worker(parse=parse) as call:
+    with worker(parse=of) as call:
         table = await call(batch(5, 3))
     assert table.column("of").to_pylist() == [5, 6, 7]
     assert min(table.column("length").to_pylist()) > 0
