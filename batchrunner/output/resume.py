@@ -97,19 +97,6 @@ def _read_journals(run_dir: RunDir) -> Iterator[pa.Table]:
                 yield table.select(_COUNTED).sort_by("row")
 
 
-def schema_of_results(run_dir: RunDir) -> pa.Schema | None:
-    """Return the schema of the run's first part, or else journal; None where it has neither."""
-    with contextlib.suppress(FileNotFoundError):  # it became a part, or was moved away, since it was listed
-        for path in run_dir.all_parts() or run_dir.parts_elsewhere():
-            with open_part(path) as part:
-                return part.schema_arrow
-        for task in run_dir.all_tasks():
-            for path in task.journals():
-                for table in read_journal(path):
-                    return table.schema
-    return None
-
-
 def drop_failed(run_dir: RunDir) -> None:
     """Rewrite this task's parts without their failed rows, each atomically.
 

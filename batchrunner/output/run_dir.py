@@ -96,13 +96,6 @@ class RunDir:
         """Return the parts of all tasks, by task and number; files with other names are left out."""
         return sorted(filter(_task_of, self.parts.glob("part-*.parquet")))
 
-    def parts_elsewhere(self) -> Iterator[Path]:
-        """Yield the parts in the run's store, each brought here before; none where there is no store."""
-        for name in self._published(self.parts):
-            if _task_of(self.parts / name):
-                self.store.bring(self.parts / name)
-                yield self.parts / name
-
     def bring_results(self) -> None:
         """Bring what any task has published here, as it is now; raises OutputError."""
         with self._asking_store():
