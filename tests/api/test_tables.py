@@ -229,10 +229,17 @@ def test_generate_is_never_half_a_table(server: FakeSGLang) -> None:
 NOTHING = pa.table({"id": pa.array([], pa.int64()), "text": pa.array([], pa.string())})
 
 
+class Size(TypedDict):
+    size: int
+
+
+def size_of(answer: str) -> Size:
+    return {"size": len(answer)}
+
+
 def test_a_table_without_rows(server: FakeSGLang) -> None:
     """A pipeline's empty batch gives an empty table with the columns of any other; nothing is sent."""
-    parse = {"python": lambda text: {"size": len(text)}, "columns": {"size": "int32"}}
-    options: dict[str, Any] = {"prompt": "{{ text }}", "engine": server.url, "parse": parse}
+    options: dict[str, Any] = {"prompt": "{{ text }}", "engine": server.url, "parse": size_of}
     empty = batchrunner.generate(NOTHING, columns=["id"], **options)
     assert (empty.num_rows, server.sent) == (0, [])
     full = batchrunner.generate(pa.table({"id": [1], "text": ["a"]}), columns=["id"], **options)
