@@ -41,11 +41,14 @@ check: .venv/.dev ## Lint, check the formatting, check the types
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 
-test: .venv/.dev .venv/.engine data/docs.parquet data/smollm2-135m-instruct/config.json data/all-minilm-l6-v2/config.json ## Run all tests, including those with the real engine
-	$(PYTEST)
+test: .venv/.dev $(ENGINE) data/docs.parquet data/all-minilm-l6-v2/config.json ## Run the tests, including those with the real engine
+	$(PYTEST) -m "not long"
+
+test-long: .venv/.dev $(ENGINE) data/all-minilm-l6-v2/config.json ## Run the tests that take minutes by nature: deaths of the real engine, more models
+	$(PYTEST) -m long
 
 test-fast: .venv/.dev ## Run the tests of the rooms: none of tests/e2e, and none with an engine, gateway, Slurm, Ray or browser
-	$(PYTEST) --ignore=tests/e2e -m "not engine and not gateway and not slurm and not ray and not browser"
+	$(PYTEST) --ignore=tests/e2e -m "not long and not engine and not gateway and not slurm and not ray and not browser"
 
 torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost and doubled rows; try properties 20 times as long
 	.venv/bin/python -m benchmarks.torture

@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,7 +25,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, settings
 from typer.main import get_command
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from batchrunner.cli import app
 from batchrunner.core.timing import TIMING
@@ -33,14 +34,7 @@ from batchrunner.output.events import read_events
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.scheduling import GroupScheduling, by_group
 from tests.support.server_thread import PATIENCE_S
-from tests.support.store_server import VARIABLES, new_bucket, store_server
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-
-    from typer.testing import Result
-
-    from tests.support.store_server import StoreBucket
+from tests.support.store_server import VARIABLES, StoreBucket, new_bucket, store_server
 
 EXAMPLES = 50
 """Number for a property whose examples take no time; `make torture` tries 20 times as many of each."""
@@ -292,6 +286,11 @@ def results_of(job: Mapping[str, Any]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: row["row"])
 
 
+def rows_in(job: Mapping[str, Any]) -> list[int]:
+    """Return the ordinals of the result rows of a job."""
+    return [row["row"] for row in results_of(job)]
+
+
 def report_of(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return what report.json says."""
     report: dict[str, Any] = json.loads((Path(job["output"]["path"]) / "report.json").read_text())
@@ -330,6 +329,13 @@ def batchrun(*args: object) -> Result:
     """Run the command in this process."""
     with _logging_set_back():  # the command sets up logging as a program may
         return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def run_job(job: Mapping[str, Any], directory: Path, *options: object, code: int = 0) -> Result:
+    """Run the command on a job, with its file in a directory; it ends with this exit code."""
+    result = batchrun(write_job(job, directory), *options)
+    assert result.exit_code == code, result.stderr
+    return result
 
 
 def batchrun_merge(run: Path) -> Path:

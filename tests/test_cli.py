@@ -13,7 +13,7 @@ import jsonschema_rs
 import pytest
 import yaml
 
-from tests.conftest import ROOT, batchrun, job_of, report_of, results_of, write_job
+from tests.conftest import ROOT, batchrun, job_of, report_of, results_of, rows_in, write_job
 from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -208,4 +208,4 @@ def test_a_log_that_cannot_be_written_costs_no_row(tmp_path: Path) -> None:
         done = subprocess.run(command, stderr=full, timeout=PATIENCE_S, check=False)
         wrong = subprocess.run([*command, "--set", "limits=7"], stderr=full, timeout=PATIENCE_S, check=False)
     assert (done.returncode, wrong.returncode) == (0, 2)
-    assert [row["row"] for row in results_of(job)] == list(range(300))
+    assert rows_in(job) == list(range(300))

@@ -402,6 +402,7 @@ def test_a_bad_flag_of_the_real_engine_is_named_first(
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_the_installed_server_takes_every_flag() -> None:
     """Whatever the rules say to the installed release is a flag of its --help, with a value it takes."""
     require_engine("sglang")

@@ -22,7 +22,7 @@ from batchrunner.core.errors import (
     JobError,
     OutputError,
 )
-from tests.conftest import INSTANT, job_of, results_of, write_job
+from tests.conftest import INSTANT, job_of, rows_in, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.server_thread import PATIENCE_S
 
@@ -112,7 +112,7 @@ async def test_starts_that_share_a_run(tmp_path: Path, server: FakeSGLang) -> No
     assert len(server.sent) == 4000
     with pytest.raises(JobError, match="--fresh would discard"):
         await batchrunner.arun(job, join=True, fresh=True)
-    assert [row["row"] for row in results_of(job)] == list(range(4000))
+    assert rows_in(job) == list(range(4000))
 
 
 def held_from(row: int) -> Callable[[Sent], Behaviour]:
@@ -134,7 +134,7 @@ async def test_cancelling_keeps_finished_rows(tmp_path: Path, server: FakeSGLang
         with pytest.raises(asyncio.CancelledError):
             await running
         # a window of 3 and 13 requests: ten have been answered before
-        assert [row["row"] for row in results_of(job)] == list(range(10))
+        assert rows_in(job) == list(range(10))
         server.script = lambda _: "answer"
         await asyncio.to_thread(server.forget, clients_stay=shared)
         report = await batchrunner.arun(job, engine=engine)
@@ -157,7 +157,7 @@ def test_an_interrupt_keeps_finished_rows(tmp_path: Path, server: FakeSGLang, *,
     opened = batchrunner.open_engine(server.url) if shared else nullcontext()
     with opened as engine, pytest.raises(KeyboardInterrupt):
         batchrunner.run(job, engine=engine)
-    assert [row["row"] for row in results_of(job)] == list(range(10))
+    assert rows_in(job) == list(range(10))
 
 
 # --- a good guest ---

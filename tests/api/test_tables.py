@@ -21,8 +21,8 @@ from typing_extensions import TypedDict
 import batchrunner
 from batchrunner.core.errors import BatchrunError, InputError, JobError
 from tests.conftest import INSTANT, examples
+from tests.support.engine_processes import descendants_of
 from tests.support.fake_sglang import Behaviour, FakeSGLang
-from tests.support.functions import children_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -279,7 +279,7 @@ class Row(TypedDict):
 
 def test_the_library_takes_functions(server: FakeSGLang) -> None:
     """Closures too; annotations are read in the program, also as texts; nothing of them stays at work."""
-    before = children_of(os.getpid())
+    before = set(descendants_of(os.getpid()))
     greeting = "Hello "
 
     def ask(row: Row) -> str:
@@ -296,4 +296,4 @@ def test_the_library_takes_functions(server: FakeSGLang) -> None:
     assert table.column("size").to_pylist() == [len("answer 0 to Hello ['text'] Ada"), None]
     assert table.column("words").to_pylist() == [[{"word": "['text']"}, {"word": "Ada"}], None]
     assert table.column("error").null_count == 2
-    assert children_of(os.getpid()) <= before
+    assert set(descendants_of(os.getpid())) <= before

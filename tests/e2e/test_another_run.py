@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,18 +19,14 @@ from tests.conftest import (
     job_of,
     report_of,
     results_of,
+    rows_in,
+    run_job,
     started,
     write_job,
     write_rows,
 )
-from tests.support.refusals import told
-from tests.support.runs import held_from, rows_in, rows_sent, some_done
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.runs import held_from, rows_sent, some_done
 
 
 def change_the_input(directory: Path) -> list[str]:
@@ -52,6 +49,8 @@ def put_a_file_before(directory: Path) -> list[str]:
         (["input.filter=id > 2"], "input.filter was unset and is 'id > 2'"),
         (["input.columns=[id]"], "input.columns was [] and is ['id']"),
         (["input.limit=2"], "input.limit was 4 and is 2: it can only grow"),
+        (["task=embed"], "task was 'generate' and is 'embed'"),
+        (["check.regex=row"], "check.regex"),
     ],
 )
 def test_another_run_is_refused(
@@ -65,8 +64,7 @@ def test_another_run_is_refused(
     overrides = change if isinstance(change, list) else change(tmp_path)
     arguments = [argument for override in overrides for argument in ("--set", override)]
     before = results_of(job)
-    result = batchrun(write_job(job, tmp_path), *arguments)
-    assert result.exit_code == 2
+    result = run_job(job, tmp_path, *arguments, code=2)
     (line,) = result.stderr.splitlines()
     assert line.startswith(f"batchrun: {tmp_path}/run holds another run: ")
     assert told in line
@@ -151,18 +149,6 @@ async def test_a_second_writer_in_the_same_process(tmp_path: Path, server: FakeS
     assert (await first).rows_ok == 10
 
 
-def test_report_names_the_damaged_part(tmp_path: Path) -> None:
-    """The line has the file and the reason, whichever of its columns is damaged."""
-    batchrunner.run(job_of(tmp_path))
-    (part,) = (tmp_path / "run" / "parts").iterdir()
-    content = bytearray(part.read_bytes())
-    content[8 : len(content) // 3] = b"\xff" * (len(content) // 3 - 8)
-    part.write_bytes(content)
-    result = batchrun("report", tmp_path / "run")
-    assert result.exit_code == 2
-    told(result.stderr, f"{part}: is damaged", "(")
-
-
 ROWS = 2400
 """In three row groups: the first one fills the queue, so the others are read after the change."""
 
@@ -174,10 +160,6 @@ def another(path: Path) -> Path:
 
 def replace(path: Path) -> None:
     another(path).replace(path)
-
-
-def rewrite_in_place(path: Path) -> None:
-    path.write_bytes(another(path).read_bytes())
 
 
 def truncate(path: Path) -> None:
@@ -210,7 +192,6 @@ def carried_right(job: dict[str, Any]) -> list[int]:
     ("change", "join", "order"),
     [
         (replace, [], "input"),
-        (rewrite_in_place, [], "input"),
         (truncate, ["--join"], "input"),
         (empty, [], "prefix"),
     ],

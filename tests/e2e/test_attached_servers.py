@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-import subprocess
-import sys
+import itertools
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 import batchrunner
 from batchrunner.core.errors import AnotherModelError, EngineLostError, ResumeError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.connections import free_port
-from tests.conftest import ROOT, batchrun, events_of, eventually, job_of, results_of, write_job
-from tests.support.fake_sglang import Behaviour, FakeGateway, FakeSGLang, Sent
-from tests.support.server_thread import PATIENCE_S, is_free
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from tests.conftest import batchrun, eventually, job_of, results_of, write_job
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.runs import rows_once
+from tests.support.server_thread import PATIENCE_S, ServerThread, is_free
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
 AWAY_S = 1.5
 LIMITS = {"max_attempts": 1, "engine_wait": PATIENCE_S}
-
-
-def all_answered(job: dict[str, Any], rows: int) -> bool:
-    results = results_of(job)
-    return [row["row"] for row in results if row["error"] is None] == list(range(rows))
 
 
 def serve_again(stack: contextlib.ExitStack, port: int) -> None:
@@ -64,7 +54,7 @@ def test_a_key_that_is_refused_in_mid_run(
     server.script = lambda _: "answer"
     server.api_key = "right"
     assert batchrunner.run(job).exit_code == 0
-    assert all_answered(job, 200)
+    rows_once(job, 200)
 
 
 def test_a_server_that_is_killed_and_started_again(tmp_path: Path) -> None:
@@ -84,7 +74,7 @@ def test_a_server_that_is_killed_and_started_again(tmp_path: Path) -> None:
     assert (report.exit_code, report.rows_failed) == (0, 0)
     assert report.retries > 0
     assert report.wall_s > AWAY_S
-    assert all_answered(job, 200)
+    rows_once(job, 200)
 
 
 def test_a_row_that_was_taken_is_waited_for(tmp_path: Path, server: FakeSGLang) -> None:
@@ -142,65 +132,7 @@ def test_one_of_several_that_goes_for_good(tmp_path: Path, server: FakeSGLang) -
         assert len(mortal.sent) >= 10
     assert (report.exit_code, report.rows_failed) == (0, 0)
     assert report.wall_s > 1
-    assert all_answered(job, 100)
-
-
-_ELSEWHERE = """
-import sys, threading
-from tests.support.fake_sglang import FakeSGLang
-held_from = int(sys.argv[2])
-with FakeSGLang(port=int(sys.argv[1]), delay_s=0.1) as server:
-    server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) >= held_from else "answer"
-    print("up", flush=True)
-    sys.stdin.readline()
-    server.answer_held()
-    threading.Event().wait()
-"""
-
-
-@contextlib.contextmanager
-def elsewhere(port: int, held_from: int) -> Iterator[subprocess.Popen[str]]:
-    """A server in a process of its own, which a signal can stop; a line lets it answer rows that it holds."""
-    command = [sys.executable, "-c", _ELSEWHERE, str(port), str(held_from)]
-    root = str(ROOT)
-    with subprocess.Popen(
-        command, cwd=root, env={**os.environ, "PYTHONPATH": root}, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as process:  # fmt: skip
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "up\n"
-            yield process
-        finally:
-            process.kill()
-
-
-def test_a_server_that_is_stopped_for_a_while(tmp_path: Path) -> None:
-    """SIGSTOP for longer than two polls may take: its rows wait for it, and are sent only once."""
-    port = free_port()
-    with elsewhere(port, 150) as process:
-        engine = {"kind": "attach", "urls": [f"http://127.0.0.1:{port}"]}
-        job = job_of(tmp_path, engine, rows=200, window=8, limits=LIMITS)
-        asleep = threading.Event()
-
-        def hold() -> None:
-            eventually(lambda: events_of(job, "sample"))
-            process.send_signal(signal.SIGSTOP)
-            asleep.set()
-            threading.Event().wait(5)
-            assert process.stdin is not None
-            process.stdin.write("answer\n")
-            process.stdin.flush()
-            process.send_signal(signal.SIGCONT)
-
-        holder = threading.Thread(target=hold)
-        holder.start()
-        report = batchrunner.run(job)
-        holder.join()
-    assert asleep.is_set()
-    assert (report.exit_code, report.rows_failed, report.retries) == (0, 0, 0)
-    assert report.wall_s > 5
-    assert all_answered(job, 200)
+    rows_once(job, 100)
 
 
 OTHERS: list[dict[str, Any]] = [
@@ -262,20 +194,6 @@ def test_another_model_on_the_port(tmp_path: Path, other: dict[str, Any]) -> Non
         assert not {int(prompt.split()[1]) for prompt in server.prompts} & done
 
 
-def test_one_of_two_servers(tmp_path: Path, server: FakeSGLang) -> None:
-    """The other one's answers count; the run ends all the same."""
-    server.arguments, server.delay_s = FIRST["arguments"], 0.02
-    with contextlib.ExitStack() as stack:
-        relay = Relay(stack, 10, 0.2, model="fake/other")
-        server.script = lambda _: "answer" if len(server.sent) <= 1000 else "hold"  # the run cannot end
-        engine = {"kind": "attach", "urls": [relay.first.url, server.url]}
-        job = job_of(tmp_path, engine, rows=2000, window=8, limits=LIMITS)
-        with pytest.raises(AnotherModelError, match="fake/other"):
-            batchrunner.run(job)
-        assert relay.later is not None
-        assert relay.later.prompts == []
-
-
 def test_weights_that_change_in_place(tmp_path: Path, server: FakeSGLang, monkeypatch: Any) -> None:
     """Answers tell the version of their weights: those of another one are not written."""
     monkeypatch.setattr(TIMING, "model_check", 600.0)
@@ -306,14 +224,25 @@ def test_a_later_start_with_other_weights(tmp_path: Path, server: FakeSGLang) ->
     assert batchrunner.run(job).rows_ok == 10
 
 
-def behind_gateway(gateway: FakeGateway, directory: Path) -> dict[str, Any]:
-    return job_of(
-        directory,
-        {"kind": "gateway", "url": gateway.url},
-        rows=2000,
-        window=8,
-        limits={"engine_wait": PATIENCE_S},
-    )
+class FakeGateway(ServerThread):
+    """`with FakeGateway(urls) as gateway: ... gateway.url`; `workers` may change at any time."""
+
+    def __init__(self, workers: list[str]) -> None:
+        super().__init__()
+        self.workers = workers
+        self._turn = itertools.count()
+
+    def add_routes(self, app: web.Application) -> None:
+        app.router.add_get("/workers", self._list)
+        app.router.add_post("/generate", self._pass_on)
+
+    async def _list(self, request: web.Request) -> web.Response:
+        return web.json_response({"workers": [{"url": url, "id": url} for url in self.workers]})
+
+    async def _pass_on(self, request: web.Request) -> web.Response:
+        url = self.workers[next(self._turn) % len(self.workers)]
+        async with self.session.post(url + request.path, data=await request.read()) as reply:
+            return web.json_response(await reply.json())
 
 
 def test_a_worker_that_is_added(tmp_path: Path, server: FakeSGLang) -> None:
@@ -326,23 +255,9 @@ def test_a_worker_that_is_added(tmp_path: Path, server: FakeSGLang) -> None:
             return "answer"
 
         server.script = script
-        job = behind_gateway(gateway, tmp_path)
+        job = job_of(tmp_path, {"kind": "gateway", "url": gateway.url}, rows=2000, window=8)
         with pytest.raises(AnotherModelError, match="'fake/model' and is 'fake/other'"):
             batchrunner.run(job)
     written = results_of(job)
     assert written
     assert not {row["row"] for row in written} & {int(prompt.split()[1]) for prompt in other.prompts}
-
-
-def test_a_worker_that_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
-    """It goes away and is back on its port between two reads of the load: no answer is written unasked."""
-    with contextlib.ExitStack() as stack:
-        relay = Relay(stack, 20, 0.0, model="fake/other")
-        server.arguments = FIRST["arguments"]
-        gateway = stack.enter_context(FakeGateway([server.url, relay.first.url]))
-        job = behind_gateway(gateway, tmp_path)
-        with pytest.raises(AnotherModelError, match="'fake/model' and is 'fake/other'"):
-            batchrunner.run(job)
-        assert relay.later is not None
-        theirs = {int(prompt.split()[1]) for prompt in relay.later.prompts}
-    assert not {row["row"] for row in results_of(job)} & theirs

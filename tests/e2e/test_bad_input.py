@@ -1,4 +1,4 @@
-"""What a user did wrong is one clear line, or JSON, and exit code 2; a bad record fails its row."""
+"""Wrong input, jobs, engines and paths are one clear line and exit code 2; a bad record fails its row."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import gzip
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,17 +19,13 @@ import pytest
 
 import batchrunner
 from batchrunner.core import errors
-from batchrunner.core.errors import InputError
+from batchrunner.core.errors import InputError, JobError, StorageError
 from batchrunner.job.spec import Job
 from batchrunner.runner.prepare import prepare
 from tests.conftest import INSTANT, ROOT, batchrun, job_of, results_of, write_job, write_rows
+from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import refusal, told
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.fake_sglang import FakeSGLang
 
 
 @pytest.mark.parametrize(
@@ -110,27 +108,81 @@ def test_damage_inside_a_file(tmp_path: Path, server: FakeSGLang) -> None:
     told(line, "batchrun: ", path, "cannot be read")
 
 
-UNKNOWN = "unknown column 'txt'; did you mean 'text'? (the input has: id, text)"
+UNKNOWN = "unknown column 'txt'; did you mean 'text'?"
+CHAT = {"user": "{{ text }}"}
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+EMBED = {"task": "embed"}
+LABELS = {"task": "score", "labels": [" yes"]}
+RERANK: dict[str, Any] = {"task": "rerank", "prompt": {"text": "text", "documents": "text"}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {"text": "txt"}}, f"prompt.text: {UNKNOWN}"),
     ({"prompt": {"system": "{% if txt %}x{% endif %}", "user": "x"}}, f"prompt.system: {UNKNOWN}"),
     ({"input": {"filter": "txt == 'x'"}}, f"input.filter: {UNKNOWN}"),
     ({"sampling": {"stop": {"column": "txt"}}}, f"sampling.stop: {UNKNOWN}"),
     ({"input": {"filter": "id > 50"}}, "input.filter: true for none of the 10 rows: id > 50"),
+    ({"input": {"types": {"id": "string"}}}, "input.types: is for CSV and JSON Lines"),
     ({"prompt": {"text": "id"}}, "prompt.text: column 'id' must hold texts (got int64)"),
     ({"prompt": {"messages": "id"}}, "must hold lists of {role, content}"),
     ({"sampling": {"temperature": {"column": "text"}}}, "must hold numbers (got string)"),
     ({"input": {"columns": ["id"], "rename": {"id": "row"}}}, "input.rename: {id: input_row}"),
     ({"prompt": {"user": "Say\n\n{% if text %}"}}, "prompt.user: line 3"),
     ({"limits": {"deadline": "5 parsecs"}}, "limits.deadline: a duration is seconds or a text"),
+    # checks of answers
+    ({"check": {"regex": "("}}, "not a regular expression"),
+    ({"check": {"expression": "outptu == 1"}}, "did you mean 'output'?"),
+    ({"check": {"regex": "x", "feedback": True}}, "go with chats only"),
+    (
+        {"prompt": CHAT, "check": {"regex": "x", "feedback": True}, "sampling": {"n": 2}},
+        "check.feedback goes with one output",
+    ),
+    ({"sampling": {"json_schema": {"type": "strin"}}}, "not a JSON Schema that answers"),
+    # columns of answers
+    ({"output": {"columns": ["thoughts"]}}, "output.columns"),
+    ({"output": {"columns": ["tool_calls"]}}, "tool_calls go with chats"),
+    (
+        {"output": {"columns": ["parsed"]}, "input": {"columns": ["text"], "rename": {"text": "parsed"}}},
+        "a result has a column 'parsed' of its own",
+    ),
+    # tools
+    ({"prompt": {**CHAT, "tools": [{"name": "x"}]}}, "tool 1 is not of the form {type: function"),
+    ({"prompt": {"text": "text", "tools": [TOOL]}}, "`tools` has no effect beside `text`"),
+    ({"prompt": {**CHAT, "tools": [TOOL]}, "tokenize": "client"}, "the server tokenizes prompts with tools"),
+    ({"prompt": {"text": "text"}, "sampling": {"tool_choice": "auto"}}, "go with chats only"),
+    (
+        {"prompt": {**CHAT, "tools": [TOOL]}, "sampling": {"tool_choice": "required", "regex": "a"}},
+        "regex does not go with a tool_choice that wants a call",
+    ),
+    # images, audio, documents
+    ({"prompt": {"user": "x", "audio": "id"}}, "prompt.audio: column 'id'"),
+    ({"prompt": {"user": "x", "pdf": {"column": "text", "pages": "3-1"}}}, "prompt.pdf.pages"),
+    ({"prompt": {"text": "{{ text }}", "images": "text"}}, "images.placeholder"),
+    ({"prompt": {"input_ids": "id", "images": "text"}}, "`images`"),
+    ({"prompt": {"user": "x", "images": "text", "truncate": "head"}}, "truncate"),
+    ({"prompt": {"user": "x", "images": {"columns": ["text"], "max_pixels": 10}}}, "max_pixels"),
+    # tasks without decoding
+    ({**EMBED, "sampling": {"n": 2}}, "sampling.n: does not go with task: embed"),
+    ({**EMBED, "output": {"columns": ["logprobs"]}}, "output.columns: does not go with task: embed"),
+    ({**EMBED, "prompt": {"user": "x"}}, "prompt.user: does not go with task: embed"),
+    ({**EMBED, "check": {"regex": "a"}}, "check.regex: does not go with task: embed"),
+    ({"output": {"dtype": "float16"}}, "goes with task: embed"),
+    ({**LABELS, "task": "generate"}, "labels: goes with task: score"),
+    (
+        {**LABELS, "engine": {"kind": "gateway", "url": "http://gw:1"}},
+        "task: score: the gateway does not pass it on",
+    ),
+    ({"task": "score"}, "task: score: takes either labels"),
+    ({**RERANK, "prompt": {"text": "text"}}, "task: rerank: prompt.documents is missing"),
+    ({**RERANK, "prompt": {"text": "text", "documents": "id"}}, "must hold texts or lists of texts"),
+    ({**RERANK, "tokenize": "client"}, "tokenize: does not go with task: rerank"),
 ]
 
 
 @pytest.mark.parametrize(("change", "problem"), WRONG)
-def test_wrong_jobs(tmp_path: Path, server: FakeSGLang, change: dict[str, Any], problem: str) -> None:
-    """A column, a template or a value that cannot be is told with its place before anything is sent."""
-    told(refusal(job_of(tmp_path, server, **change), tmp_path), problem)
-    assert server.sent == []
+def test_wrong_jobs(tmp_path: Path, change: dict[str, Any], problem: str) -> None:
+    """A column, a template or a value that cannot be, or has no effect, is told with its place by `check`."""
+    refused = batchrun("check", write_job(job_of(tmp_path, **change), tmp_path))
+    (line,) = refused.stderr.splitlines()
+    assert (refused.exit_code, problem in line) == (2, True), line
 
 
 @pytest.mark.parametrize("extra", [{"more": [1, 2]}, {"text": [1, 2]}])
@@ -153,13 +205,6 @@ def test_a_name_of_two_columns(tmp_path: Path) -> None:
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["t", "t"])
     with pytest.raises(InputError, match="has 2 columns 't'"):
         batchrunner.generate(table, prompt="{{ t }}", engine=INSTANT)
-
-
-def test_templates_are_sandboxed(tmp_path: Path, server: FakeSGLang) -> None:
-    """A job file from elsewhere cannot reach Python through a template."""
-    prompt = {"user": "{{ text.__class__.__mro__ }}"}
-    batchrunner.run(job_of(tmp_path, server, rows=1, prompt=prompt))
-    assert server.sent == []
 
 
 def test_check_refuses_the_same(tmp_path: Path) -> None:
@@ -223,13 +268,6 @@ def test_types(tmp_path: Path) -> None:
     assert "line 4: column 'n': '1.5' is not int64" in three["error"]
 
 
-def refusal_of(job: dict[str, Any], directory: Path, *arguments: str) -> str:
-    result = batchrun(write_job(job, directory), *arguments)
-    assert result.exit_code == 2, result.output
-    (line,) = result.stderr.splitlines()
-    return line
-
-
 def test_json_lines_files_have_one_schema(tmp_path: Path) -> None:
     """A key, or a wider type, that only one file has is known in all; an added file may not change it."""
     source = tmp_path / "in"
@@ -240,10 +278,7 @@ def test_json_lines_files_have_one_schema(tmp_path: Path) -> None:
     batchrunner.run(job)
     assert [(row["n"], row["more"]) for row in results_of(job)] == [(1.0, None), (1.5, "m")]
     (source / "c.jsonl").write_text('{"text": "c", "n": "many"}\n')
-    line = refusal_of(job, tmp_path)
-    assert "'n'" in line
-    assert "was double" in line
-    assert "input.types" in line
+    told(batchrun(write_job(job, tmp_path)).stderr, "columns.n was", "and is 'string'")
 
 
 FILES = [
@@ -289,12 +324,6 @@ def test_bad_types(tmp_path: Path, types: dict[str, str], problem: str) -> None:
     assert problem in refusal(job_on(tmp_path, "a.csv", b"id,text\n1,a\n", types=types), tmp_path)
 
 
-def test_types_of_parquet(tmp_path: Path) -> None:
-    """Parquet has types of its own."""
-    job = job_of(tmp_path, INSTANT, input={"types": {"id": "string"}})
-    assert "input.types: is for CSV and JSON Lines" in refusal(job, tmp_path)
-
-
 CLASSES = [
     value
     for value in vars(errors).values()
@@ -310,26 +339,6 @@ def test_each_error_says_what_to_do(kind: type[errors.BatchrunError]) -> None:
     assert (str(plain), str(told)) == ("it is wrong", "it is wrong: mend it")
     assert (told.message, told.hint) == ("it is wrong", "mend it")
     assert str(kind("mend it first", hint="mend it")) == "mend it first"
-
-
-@pytest.mark.parametrize(
-    ("change", "hint"),
-    [
-        ({"prompt": {"user": "{{ txt }}"}}, "did you mean 'text'?"),
-        ({"input": {"columns": ["txt"]}}, "did you mean 'text'?"),
-        ({"sampling": {"temperature": "hot"}}, errors.JobError.advice),
-        (
-            {"engine": {"kind": "attach", "urls": ["http://127.0.0.1:9"]}},
-            "start the server, or correct engine.urls",
-        ),
-    ],
-)
-def test_hints_of_a_job(tmp_path: Path, change: dict[str, Any], hint: str) -> None:
-    """Whatever part of the job is wrong, the hint stands apart, and the line says it where it ever did."""
-    failed = batchrun(write_job(job_of(tmp_path, **change), tmp_path), "--json")
-    error = json.loads(failed.stdout)["error"]
-    assert (failed.exit_code, error["hint"]) == (2, hint)
-    assert (hint in failed.stderr) == (hint != errors.JobError.advice)
 
 
 @pytest.mark.parametrize(
@@ -365,3 +374,136 @@ def test_what_nobody_foresaw(tmp_path: Path, event: str, kind: str, code: int) -
     assert line.startswith(f"batchrun: {found['error']['message']}")
     assert "run the same command again" in found["error"]["hint"]
     assert len(list(tmp_path.glob("batchrun-error-*"))) == (code == 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "problem"),
+    [
+        ("server", "./no-such-model", "engine.model"),
+        ("gateway", "~/no-such-model", str(Path("~/no-such-model").expanduser())),
+        ("server", str(ROOT / "docs"), "config.json"),
+    ],
+)
+def test_no_such_model(tmp_path: Path, kind: str, model: str, problem: str) -> None:
+    """A path that is not there, or holds no model, is refused before an engine is started for it."""
+    told(refusal(job_of(tmp_path, {"kind": kind, "model": model}), tmp_path), problem)
+
+
+def test_nothing_listens(tmp_path: Path) -> None:
+    """An address where nothing listens is named with what to do."""
+    with socket.socket() as idle:
+        idle.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{idle.getsockname()[1]}"
+        message = refusal(job_of(tmp_path, {"kind": "attach", "urls": [url]}), tmp_path)
+    told(message, url, "no connection", "start the server, or correct engine.urls")
+
+
+def test_not_sglang(tmp_path: Path) -> None:
+    """Something else that answers at the address is said not to be SGLang."""
+    with FakeSGLang(is_sglang=False) as web:
+        told(refusal(job_of(tmp_path, web), tmp_path), web.url, "not SGLang")
+
+
+def test_not_http(tmp_path: Path) -> None:
+    """A port that speaks another protocol is refused and does not hang the run."""
+    with socket.create_server(("127.0.0.1", 0)) as other, other.dup() as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        job = write_job(job_of(tmp_path, {"kind": "attach", "urls": [url]}), tmp_path)
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"220 mail.example.org ESMTP\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        result = batchrun(job)
+        thread.join()
+    assert result.exit_code == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    told(line, "batchrun: ", url)
+
+
+@pytest.mark.parametrize("key", [None, "wrong"])
+def test_api_key_wanted(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    """A server that wants an API key is answered with where the key comes from, and not with the key."""
+    server.api_key = "right"
+    monkeypatch.delenv("SGLANG_API_KEY", raising=False)
+    if key:
+        monkeypatch.setenv("SGLANG_API_KEY", key)
+    message = refusal(job_of(tmp_path, server), tmp_path)
+    told(message, server.url, "401", "engine.api_key_env")
+    assert "wrong" not in message
+
+
+def test_two_models(tmp_path: Path, server: FakeSGLang) -> None:
+    """Addresses of different models are not one engine."""
+    with FakeSGLang(model="other/model") as other:
+        engine = {"kind": "attach", "urls": [server.url, other.url]}
+        told(refusal(job_of(tmp_path, engine), tmp_path), "fake/model", "other/model")
+
+
+@pytest.mark.parametrize("below", ["", "/run", "/deep/run"])
+def test_output_is_a_file(tmp_path: Path, below: str) -> None:
+    """An output path that is a file, or lies under one, is refused."""
+    (tmp_path / "out").write_text("precious")
+    job = job_of(tmp_path, output={"path": f"{tmp_path}/out{below}"})
+    told(refusal(job, tmp_path), tmp_path / "out", "is a file: give a directory")
+
+
+def test_output_where_nothing_can_be_made(tmp_path: Path) -> None:
+    """An output path where even root cannot make a directory is refused, and not for a full disk."""
+    message = refusal(job_of(tmp_path, output={"path": "/proc/run"}), tmp_path)
+    told(message, "output.path /proc/run", "cannot be written")
+
+
+@pytest.mark.parametrize("section", ["input", "output"])
+def test_a_path_that_is_no_text(tmp_path: Path, section: str) -> None:
+    """A path of bytes that are no UTF-8, as a shell passes them on, is refused in one line."""
+    changes: dict[str, Any] = {section: {"path": f"{tmp_path}/\udce9"}}
+    with pytest.raises(JobError, match=f"{section}.path.*not valid UTF-8"):
+        batchrunner.run(job_of(tmp_path, **changes))
+
+
+def test_a_directory_in_the_logs_place(tmp_path: Path) -> None:
+    """Where the event log cannot be written the run does not begin."""
+    (tmp_path / "run" / "events.jsonl").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"events\.jsonl: cannot be written: Is a directory"):
+        batchrunner.run(job_of(tmp_path))
+
+
+def test_an_existing_run_is_left_alone(tmp_path: Path) -> None:
+    """A mistake in the job does not cost the results that are there, with --fresh neither."""
+    job = job_of(tmp_path, INSTANT)
+    batchrunner.run(job)
+    refusal({**job, "prompt": {"text": "txt"}}, tmp_path, "--fresh")
+    url = "http://127.0.0.1:9"
+    refusal({**job, "engine": {"kind": "attach", "urls": [url]}}, tmp_path, "--fresh")
+
+
+def test_a_link_to_a_run(tmp_path: Path) -> None:
+    """A link to a run is that run: it is resumed, and refused to another job; a circle is refused."""
+    job = job_of(tmp_path)
+    assert batchrunner.run(job, overrides=["input.limit=4"]).rows_ok == 4
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    assert batchrunner.run({**job, "output": {"path": str(tmp_path / "link")}}).rows_resumed == 4
+    other = job_of(tmp_path, output={"path": str(tmp_path / "link")}, sampling={"temperature": 0.5})
+    told(refusal(other, tmp_path), "sampling.temperature")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    assert refusal(job_of(tmp_path, output={"path": f"{tmp_path}/circle/run"}), tmp_path)
+
+
+@pytest.mark.parametrize("pattern", ["", "/**/*.parquet", "/*/*/*.parquet"])
+def test_results_of_another_run_in_the_input(tmp_path: Path, pattern: str) -> None:
+    """A directory or a pattern that also names the results of another run is refused."""
+    write_rows(tmp_path / "data" / "day" / "x" / "a.parquet", 10)
+    source = {"path": f"{tmp_path}/data{pattern}"}
+    job = job_of(tmp_path, input=source, output={"path": f"{tmp_path}/data/run1"})
+    for limit in (5, 10):  # its own results do not count
+        assert batchrunner.run(job, overrides=[f"input.limit={limit}"]).rows_ok == limit
+    second = {**job, "output": {"path": f"{tmp_path}/data/run2"}}
+    told(refusal(second, tmp_path), f"names files of the run {tmp_path}/data/run1 too")
+    meant = {**second, "input": {"path": f"{tmp_path}/data/run1/parts"}, "prompt": {"text": "output"}}
+    assert batchrunner.run(meant).rows_ok == 10

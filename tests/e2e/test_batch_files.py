@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import json
 import math
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from typer.testing import Result
 
 from tests.conftest import batchrun, eventually, started
 from tests.support.answers import Body, OnWire
 from tests.support.fake_sglang import FakeSGLang, Sent
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from typer.testing import Result
 
 SIMULATED = ("--model", "simulated", "--set", "engine.step_s=0")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -218,15 +217,6 @@ def test_a_repeated_custom_id(tmp_path: Path) -> None:
     assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-0", "request-1", "request-0"]
 
 
-def test_deadly_prompts(server: FakeSGLang, tmp_path: Path) -> None:
-    """A prompt that would end the server is not sent."""
-    prompts = ["", [], [""], ["fine", ""], [1, -1], [[1], [-5]], [None]]
-    batch = Batch(tmp_path, [{**request_of(i, url=COMPLETIONS, prompt=p)} for i, p in enumerate(prompts)])
-    assert batch.do("--errors", batch.errors, engine=server).exit_code == 0
-    assert server.sent == []
-    assert len(lines_of(batch.errors)) == len(prompts)
-
-
 def test_the_same_command_resumes(server: FakeSGLang, tmp_path: Path) -> None:
     """Killed in the midst, the same command does the rest; the results are those of a run in one go."""
     whole = tmp_path / "whole"
@@ -288,12 +278,7 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
     ("args", "words"),
     [
         (["-", "-o", "out.jsonl", "--model", "simulated"], "standard input cannot be read again"),
-        (["r.jsonl", "-o", "out.parquet", "--model", "simulated"], "results are JSON Lines, not Parquet"),
         (["r.jsonl", "-o", "out.jsonl"], "give one of --model, --url and --job"),
-        (
-            ["r.csv", "-o", "out.jsonl", "--model", "simulated"],
-            "is CSV: a batch file has a JSON object on each line",
-        ),
         (["*.jsonl", "-o", "out.jsonl", "--model", "simulated"], "these are 2 batch files"),
         (["r.jsonl", "-o", "out.jsonl", "--job", "base.yaml"], "base.yaml: engine is missing"),
         (
@@ -308,7 +293,6 @@ def test_wrong_arguments(
     """What is wrong is one line, and exit code 2; nothing is written."""
     monkeypatch.chdir(tmp_path)
     write_batch(Path("r.jsonl"), [GOOD])
-    Path("r.csv").write_text("a\n1\n")
     Path("base.yaml").write_text("limits: {max_failed_rows: 1}\n")
     if args[0] == "*.jsonl":
         write_batch(Path("s.jsonl"), [GOOD])
@@ -336,11 +320,10 @@ def test_tasks_share_a_batch(server: FakeSGLang, tmp_path: Path) -> None:
     assert len(server.sent) == 600
 
 
-def embedding_of(number: int, given: Any, **body: Any) -> dict[str, Any]:
+def embedding_of(number: int, **body: Any) -> dict[str, Any]:
     """Return a request for vectors."""
     line = request_of(number, url="/v1/embeddings", **body)
-    line["body"] = {name: value for name, value in line["body"].items() if name != "prompt"}
-    line["body"]["input"] = given
+    del line["body"]["prompt"]
     return line
 
 
@@ -352,7 +335,9 @@ INPUTS = ["a text", [5, 6, 7], ["a", "b c", "d"], [[1, 2], [3]]]
 def test_embeddings(tmp_path: Path, on_server: bool, encoding: str | None) -> None:
     """Each line has its vectors as the endpoint writes them, for one input or several."""
     more = {"encoding_format": encoding} if encoding else {}
-    batch = Batch(tmp_path, [embedding_of(n, given, dimensions=4, **more) for n, given in enumerate(INPUTS)])
+    batch = Batch(
+        tmp_path, [embedding_of(n, input=given, dimensions=4, **more) for n, given in enumerate(INPUTS)]
+    )
     with FakeSGLang(arguments={"is_generation": False}) as embedder:
         result = batch.do("--errors", batch.errors, engine=embedder if on_server else None)
     assert result.exit_code == 0, result.stderr
@@ -365,17 +350,70 @@ def test_embeddings(tmp_path: Path, on_server: bool, encoding: str | None) -> No
     assert {body["model"] for body in bodies} == {"fake/model"}
 
 
-@pytest.mark.parametrize(
-    ("given", "error"),
-    [("", "prompt is empty"), ([[1], []], "prompt is empty"), ([-1], "token id -1"), ("nan", "NaN")],
-)
-def test_embeddings_that_fail(tmp_path: Path, given: Any, error: str) -> None:
-    """An input that would end the server, and a vector with NaN, fail their line alone."""
-    batch = Batch(tmp_path, [embedding_of(0, "good"), embedding_of(1, given)])
-    with FakeSGLang(arguments={"is_generation": False}) as embedder:
-        embedder.vector = lambda sent: [math.nan if sent.prompt == "nan" else 0.5]
-        result = batch.do("--errors", batch.errors, engine=embedder)
-    assert result.exit_code == 0, result.stderr
+DEADLY: dict[str, list[Any]] = {
+    COMPLETIONS: ["", [], [""], ["fine", ""], [1, -1], [[1], [-5]], [None]],
+    "/v1/embeddings": ["", [[1], []], [-1], "nan"],
+}
+
+
+@pytest.mark.parametrize("url", DEADLY)
+def test_deadly_prompts(tmp_path: Path, url: str) -> None:
+    """A prompt that would end the server is not sent, and a vector with NaN is none: the line fails alone."""
+    make: Any = embedding_of if url == "/v1/embeddings" else partial(request_of, url=url)
+    name = "input" if url == "/v1/embeddings" else "prompt"
+    lines = [make(0, **{name: "good"}), *(make(n, **{name: each}) for n, each in enumerate(DEADLY[url], 1))]
+    batch = Batch(tmp_path, lines)
+    with FakeSGLang(arguments={"is_generation": url == COMPLETIONS}) as server:
+        server.vector = lambda sent: [math.nan if sent.prompt == "nan" else 0.5]
+        assert batch.do("--errors", batch.errors, engine=server).exit_code == 0
+    assert set(server.prompts) <= {"good", "nan"}
     assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-0"]
-    (failed,) = lines_of(batch.errors)
-    assert error in failed["error"]["message"]
+    assert len(lines_of(batch.errors)) == len(DEADLY[url])
+
+
+LINES = [json.dumps(request_of(number)).encode() for number in range(3)]
+
+
+WRITTEN: dict[str, bytes] = {
+    "bom.jsonl": b"\xef\xbb\xbf" + b"\n".join(LINES),
+    "crlf.jsonl": b"\r\n".join(LINES) + b"\r\n",
+    "blank.jsonl": b"\n\n \t\n" + b"\n\n\n".join(LINES) + b"\n \n",
+    "packed.jsonl.gz": gzip.compress(b"\n".join(LINES)),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_files_that_other_programs_write(tmp_path: Path, server: FakeSGLang, name: str) -> None:
+    """Byte order marks, Windows line ends, blank lines and compression change nothing."""
+    batch = Batch(tmp_path, [])
+    batch.requests = tmp_path / name
+    batch.requests.write_bytes(WRITTEN[name])
+    assert batch.do("--errors", batch.errors, engine=server).exit_code == 0
+    assert [line["custom_id"] for line in lines_of(batch.results)] == [f"request-{n}" for n in range(3)]
+    assert lines_of(batch.errors) == []
+
+
+def test_a_huge_line_and_a_long_custom_id(tmp_path: Path, server: FakeSGLang) -> None:
+    """They go in and come out as any other."""
+    long_id, long_text = "i" * 1_000_000, "x " * 5_000_000
+    lines = [{**request_of(0), "custom_id": long_id}, request_of(1)]
+    lines[1]["body"]["messages"][0]["content"] = long_text
+    batch = Batch(tmp_path, lines)
+    assert batch.do(engine=server).exit_code == 0
+    found = [(line["custom_id"], line["error"]) for line in lines_of(batch.results)]
+    assert found == [(long_id, None), ("request-1", None)]
+    assert long_text in server.prompts
+
+
+def test_published_again(tmp_path: Path) -> None:
+    """Results that were deleted or changed since are those of the run again; errors may go elsewhere."""
+    batch = Batch(tmp_path, [request_of(number) for number in range(4)])
+    batch.requests.write_text(batch.requests.read_text() + '{"custom_id": "bad"}\n')
+    assert batch.do().exit_code == 0
+    whole = batch.results.read_bytes()
+    batch.results.unlink()
+    assert batch.do().exit_code == 0
+    assert batch.results.read_bytes() == whole
+    batch.results.write_bytes(whole[:100])
+    assert batch.do("--errors", batch.errors).exit_code == 0
+    assert batch.results.read_bytes() + batch.errors.read_bytes() == whole

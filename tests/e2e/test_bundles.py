@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import signal
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -14,15 +15,22 @@ import batchrunner
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import MOST_DEATHS
 from batchrunner.output.events import read_events
-from tests.conftest import batchrun, eventually, job_of, report_of, results_of, started, write_job, write_rows
+from tests.conftest import (
+    eventually,
+    job_of,
+    report_of,
+    results_of,
+    rows_in,
+    run_job,
+    started,
+    write_job,
+    write_rows,
+)
 from tests.support.answers import Body, Endless, OnWire
-from tests.support.fake_sglang import Behaviour, FakeGateway, FakeSGLang, Sent
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.launchable import FRAGILE, launchable
 from tests.support.runs import rows_once, status_of
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -51,7 +59,7 @@ def only(row: int, behaviour: Behaviour | Body, *, tries: int = 10**6) -> Callab
 def check_answers(job: dict[str, Any], *failed: int, rows: int = ROWS) -> dict[int, dict[str, Any]]:
     """Check that each row is there once, with its own answer but for those that failed; return all."""
     results = {row["row"]: row for row in results_of(job)}
-    assert sorted(results) == list(range(rows)) == [row["row"] for row in results_of(job)]
+    assert sorted(results) == list(range(rows)) == rows_in(job)
     for number, row in results.items():
         expected = None if number in failed else f"answer 0 to [{number}]"
         assert (row["output"], row["error"] is not None) == (expected, number in failed)
@@ -177,19 +185,6 @@ def test_an_answer_without_rows(tmp_path: Path, server: FakeSGLang, what: str) -
     check_answers(job)
 
 
-def test_a_row_that_is_answered_twice(tmp_path: Path, server: FakeSGLang) -> None:
-    """The first answer counts, for the row alone; rows without one are asked for alone."""
-
-    def twice(body: dict[str, Any]) -> OnWire:
-        texts = [f"answer 0 to {body['input_ids'][1]}", "another"]
-        return stream_of([{**GOOD, "text": text, "index": 1} for text in texts])
-
-    server.bundles = twice
-    job = bundled_job(tmp_path, server, limits={"max_attempts": 1})
-    assert batchrunner.run(job).exit_code == 0
-    check_answers(job)
-
-
 def reply(status: bytes, content: bytes, kind: bytes = b"application/json") -> OnWire:
     head = b"HTTP/1.1 %b\r\nContent-Type: %b\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
     return OnWire(head % (status, kind, len(content)) + content)
@@ -308,15 +303,6 @@ def test_a_server_that_streams_in_pieces(tmp_path: Path, server: FakeSGLang) -> 
     assert server.requests == ROWS
 
 
-def test_behind_a_gateway(tmp_path: Path, server: FakeSGLang, caplog: pytest.LogCaptureFixture) -> None:
-    """It would drop what keeps a stream short: rows go one by one, and the log says so."""
-    with FakeGateway([server.url]) as gateway, caplog.at_level(logging.INFO):
-        job = bundled_job(tmp_path, {"kind": "gateway", "url": gateway.url})
-        assert batchrunner.run(job).rows_ok == ROWS
-    assert server.requests == ROWS
-    assert sum(ONE_BY_ONE in line for line in caplog.messages) == 1
-
-
 def test_rows_end_before_their_bundle(tmp_path: Path, server: FakeSGLang) -> None:
     """Rows are durable, and their slots are used again, while another row of their request goes on."""
     server.script = lambda sent: "hold" if number_of(sent) == 3 else "answer"
@@ -334,25 +320,6 @@ def test_rows_end_before_their_bundle(tmp_path: Path, server: FakeSGLang) -> Non
     rows_once(job, ROWS)
 
 
-def test_an_interrupt_drains_bundles(tmp_path: Path, server: FakeSGLang) -> None:
-    """The first Ctrl-C waits for the rows in flight, the second ends them; both can be resumed."""
-    server.script = lambda sent: "hold" if number_of(sent) >= 10 else "answer"
-    job = bundled_job(tmp_path, server, window=8, bundle=4)
-    file = write_job(job, tmp_path)
-    with started(file) as running:
-        eventually(lambda: len(server.sent) == 18)
-        running.process.send_signal(signal.SIGINT)
-        running.wait_for_line("waiting for the rows in flight")
-        running.process.send_signal(signal.SIGINT)
-        assert running.end() == 130
-    assert [row["row"] for row in results_of(job)] == list(range(10))
-    server.forget()
-    server.answer_held()
-    assert batchrun(file).exit_code == 0
-    assert sorted(map(number_of, server.sent)) == list(range(10, ROWS))
-    check_answers(job)
-
-
 def test_a_late_answer(tmp_path: Path, server: FakeSGLang) -> None:
     """Rows that do not end within limits.request_timeout fail one attempt; those that did keep theirs."""
     server.script = only(21, "hold", tries=1)
@@ -367,17 +334,7 @@ def test_a_poisonous_row_in_a_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(TIMING, "first_restart", 0.01)
     monkeypatch.setattr(TIMING, "launch_poll", 0.02)
     job = bundled_job(tmp_path, launchable(tmp_path, FRAGILE), rows=200, window=32)
-    result = batchrun(write_job(job, tmp_path))
-    assert result.exit_code == 3, result.stderr
+    run_job(job, tmp_path, code=3)
     results = check_answers(job, 117, rows=200)
     assert f"the engine died {MOST_DEATHS} times while it had this row" in results[117]["error"]
     assert report_of(job)["bundles"]["most_rows"] == 8
-
-
-@pytest.mark.usefixtures("full_requests")
-@pytest.mark.parametrize(("given", "most"), [("off", 1), ("4", 4)])
-def test_the_field(tmp_path: Path, server: FakeSGLang, given: str, most: int) -> None:
-    """YAML reads `off` as false: it is off."""
-    job = bundled_job(tmp_path, server)
-    report = batchrunner.run(job, overrides=[f"bundle={given}"])
-    assert report.bundles["most_rows"] == most

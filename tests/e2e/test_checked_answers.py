@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,21 +19,14 @@ from tests.conftest import (
     parts_of,
     report_of,
     results_of,
+    run_job,
     started,
     write_job,
     write_rows,
 )
 from tests.support.answers import Body
-from tests.support.fake_sglang import FakeSGLang, Sent, answer
-from tests.support.functions import HOOKED, check_hooked, write_hooks
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent, answer
 from tests.support.runs import status_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.support.answers import Body
-    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -101,7 +96,6 @@ def test_an_answer_with_a_schema_is_parsed(tmp_path: Path, server: FakeSGLang) -
     assert '""kind"":""a""' in (tmp_path / "all.csv").read_text()
 
 
-NODE = {"properties": {"v": {"type": "integer"}, "n": {"$ref": "#/$defs/n"}}}
 BAD = {
     '{"kind": "a", "sco': "the answer is not JSON: ",
     '{"kind": "c"}': 'the answer does not satisfy its schema: [\'kind\'] "c" is not one of "a" or "b"',
@@ -133,32 +127,6 @@ def test_a_cut_answer_with_a_schema_fails(tmp_path: Path, server: FakeSGLang) ->
     assert batchrunner.run(job, fresh=True).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("schema", "text", "value", "kind"),
-    [
-        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, '"x"', "x", "string"),
-        (
-            {"$ref": "#/$defs/n", "$defs": {"n": NODE}},
-            '{"v": 1, "n": {"v": 2}}',
-            {"v": 1, "n": '{"v":2}'},
-            "struct<v: int64, n: string>",
-        ),
-        (True, "1", "1", None),
-    ],
-)  # fmt: skip
-def test_types_of_schemas(
-    tmp_path: Path, server: FakeSGLang, schema: Any, text: str, value: Any, kind: str | None
-) -> None:
-    server.script = script(text)
-    given = {"json": schema} if kind is None else {}
-    job = job_of(tmp_path, server, rows=1, check=given, output={"columns": ["parsed"]})
-    if kind is not None:
-        job["sampling"] = {"json_schema": schema}
-    assert batchrunner.run(job).exit_code == 0
-    assert results_of(job)[0]["parsed"] == value
-    assert str(parts_of(tmp_path / "run")[0].schema.field("parsed").type) == (kind or "string")
-
-
 def test_a_schema_of_each_row(tmp_path: Path, server: FakeSGLang) -> None:
     """Each answer is checked against its own; `parsed` is JSON text. Without a schema any text will do."""
     schemas = ['{"type": "integer"}', '{"type": "string"}', None, "{"]
@@ -169,6 +137,59 @@ def test_a_schema_of_each_row(tmp_path: Path, server: FakeSGLang) -> None:
     rows = results_of(job)
     assert [row["parsed"] for row in rows] == ["5", None, None, None]
     assert [row["error"] is None for row in rows] == [True, False, True, False]
+
+
+DEEP = "[" * 2000 + "]" * 2000
+LIST = {
+    "type": "object",
+    "properties": {"v": {"type": "integer"}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+}
+ANSWERS: dict[str, tuple[Any, dict[str, str | None]]] = {
+    "deep": (True, {DEEP: "JSON", "[[]]": None}),
+    "cents": (
+        {"type": "number", "multipleOf": 0.01},
+        {"0.07": None, "19.99": None, "1e308": None, "3": None, "0.075": "0.075 is not a multiple of 0.01"},
+    ),
+    "halves": ({"type": "integer", "multipleOf": 2}, {"4": None, "3": "3 is not a multiple of 2"}),
+    "dialect": (
+        {"type": "string", "pattern": r"^(?<first>\p{Lu})\p{L}+$"},
+        {'"Ärger"': None, '"ärger"': "does not match"},
+    ),
+    "list": (LIST, {'{"v": 1, "next": {"v": 2, "next": null}}': None, '{"v": 1, "next": 2}': "is not valid"}),
+    "anchor": (
+        {"$ref": "#n", "$defs": {"n": {"$anchor": "n", "type": "integer"}}},
+        {"1": None, '"x"': '"x" is not of type "integer"'},
+    ),
+}
+
+
+BIG = "123456789012345678901234567890"
+ANSWERS |= {
+    "number": ({"type": "number"}, {"1": None, "1e400": "the answer is not JSON: Number out of range"}),
+    "whole number": ({"type": "number"}, {"9" * 400: "a number of more than 1.8e308 is too large"}),
+    "integer": ({"type": "integer"}, {BIG: f"{BIG} has more than 64 bits"}),
+    "enum": ({"enum": [1, 18446744073709551615]}, {"18446744073709551616": "is not one of 1 or "}),
+    "half a letter": ({"type": "string"}, {'"\\ud800"': "the answer is not JSON: "}),
+    "a slow pattern": ({"pattern": r"^(a*)*\1b$"}, {f'"{"a" * 60}"': "Max limit for backtracking"}),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_odd_schemas_and_answers(tmp_path: Path, server: FakeSGLang, name: str) -> None:
+    """Each answer is good, or fails its row with a reason: also what no column can hold."""
+    schema, expected = ANSWERS[name]
+    answers = [*expected]
+    server.script = lambda sent: says(sent, answers[int(sent.prompt.split()[1])])
+    job = job_of(
+        tmp_path, server, rows=len(answers), check={"json": schema, "tries": 1},
+        output={"columns": ["parsed"]}, limits={"max_failed_rows": 1.0},
+    )  # fmt: skip
+    assert batchrunner.run(job).exit_code == 0
+    for row, (text, told) in zip(results_of(job), expected.items(), strict=True):
+        error = row["error"] or ""
+        assert error == "" if told is None else told in error, (text, error)
+        assert (row["output"], row["parsed"] is None) == (text, told is not None)
+        assert len(error) < 600
 
 
 SLOW, LONG = r"^(?!z)(a|aa)+$", "a" * 50 + "!"
@@ -213,21 +234,30 @@ def test_an_answer_that_is_not_good_is_asked_for_again(tmp_path: Path, server: F
     assert row["error"].startswith(told)
 
 
-@pytest.mark.parametrize(
-    ("check", "sampling", "expected"),
-    [
-        ({"temperature": 0.6}, {}, [None, 0.6, 0.6, 0.6]),
-        ({"temperature": 0.6}, {"temperature": 0.1}, [0.1, 0.6, 0.6, 0.6]),
-        ({}, {"temperature": 0.7}, [0.7, 0.7, 0.8, 0.8]),
-    ],
-)
-def test_temperatures(
-    tmp_path: Path, server: FakeSGLang, check: Any, sampling: Any, expected: list[float | None]
+TRIES: list[tuple[Any, list[list[float | None]]]] = [
+    (0.6, [[0.3, 0.6, 0.6, 0.6], [None, 0.6, 0.6, 0.6], [0, 0.6, 0.6, 0.6]]),
+    (None, [[0.3, 0.4, 0.8, 0.8], [None] * 4, [0, 0.4, 0.8, 0.8]]),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), TRIES)
+@pytest.mark.parametrize("prompt", [{"text": "text"}, CHAT])
+def test_a_row_s_own_temperature_is_that_of_its_first_try(
+    tmp_path: Path, server: FakeSGLang, prompt: Any, given: Any, expected: list[list[float | None]]
 ) -> None:
+    """Where it is null, the engine's default holds."""
+    write_rows(tmp_path / "input.parquet", 3, heat=[0.3, None, 0.0])
     server.script = script("bad")
-    job = job_of(tmp_path, server, rows=1, check={"regex": "good", "tries": 4, **check}, sampling=sampling)
-    batchrunner.run(job)
-    assert [sampling_of(sent).get("temperature") for sent in server.sent] == expected
+    job = job_of(
+        tmp_path, server, prompt=prompt, sampling={"temperature": {"column": "heat"}},
+        check={"regex": "good", "tries": 4, "temperature": given},
+        limits={"max_failed_rows": 3},
+    )  # fmt: skip
+    assert batchrunner.run(job).exit_code == 0
+    for number, temperatures in enumerate(expected):
+        sent = [sampling_of(sent) for sent in server.sent if sent.prompt == f"row {number}"]
+        assert [sampling.get("temperature") for sampling in sent] == temperatures
+    assert [row["attempts"] for row in results_of(job)] == [4, 4, 4]
 
 
 def test_a_chat_is_told_what_was_wrong(tmp_path: Path, server: FakeSGLang) -> None:
@@ -291,17 +321,6 @@ def test_a_row_that_is_refused_later_keeps_its_answer(tmp_path: Path, server: Fa
     assert row["error"].startswith("400: The input (6001 tokens)")
 
 
-def test_the_conditions_do_not_change_within_a_run(tmp_path: Path, server: FakeSGLang) -> None:
-    """How often a row is asked may."""
-    job = job_of(tmp_path, server, rows=2, check={"regex": "answer"}, input={"limit": 1})
-    batchrunner.run(job)
-    file = write_job(job, tmp_path)
-    refused = batchrun(file, "--set", "check.regex=row")
-    assert refused.exit_code == 2
-    assert "check.regex was 'answer' and is 'row'" in refused.stderr
-    assert batchrun(file, "--set", "check.tries=9", "--set", "input.limit=2").exit_code == 0
-
-
 async def test_in_the_library(server: FakeSGLang) -> None:
     server.script = script("bad", "5")
     table = batchrunner.generate(["a"], engine=server.url, check={"json": {"type": "integer"}})
@@ -318,33 +337,6 @@ def test_the_simulated_engine_obeys_schemas(tmp_path: Path) -> None:
     assert {row["parsed"]["kind"] for row in results_of(job)} <= {"a", "b"}
 
 
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "regex": ({"check": {"regex": "("}}, "not a regular expression"),
-    "column": ({"check": {"expression": "outptu == 1"}}, "did you mean 'output'?"),
-    "no chat": ({"check": {"regex": "x", "feedback": True}}, "go with chats only"),
-    "samples": (
-        {"check": {"regex": "x", "feedback": True}, "prompt": CHAT, "sampling": {"n": 2}},
-        "check.feedback goes with one output",
-    ),
-    "schema": ({"sampling": {"json_schema": {"type": "strin"}}}, "not a JSON Schema that answers"),
-    "parsed": (
-        {"output": {"columns": ["parsed"]}, "input": {"columns": ["parsed"]}},
-        "a result has a column 'parsed' of its own",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_checked(tmp_path: Path, name: str) -> None:
-    """It is said in one line before anything is sent."""
-    changes, told = WRONG[name]
-    write_rows(tmp_path / "input.parquet", 2, parsed=["x", "y"])
-    refused = batchrun("check", write_job(job_of(tmp_path, **changes), tmp_path))
-    assert refused.exit_code == 2
-    assert told in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1
-
-
 CHECK = {"regex": "good", "tries": 2}
 
 
@@ -352,27 +344,6 @@ def every_third_fails(sent: Sent) -> Body:
     """The first answer is bad, the second good but for every third row."""
     number = int(sent.prompt.split()[1])
     return says(sent, "good" if sent.tries > 1 and number % 3 else "bad")
-
-
-def counts_of(rows: int) -> dict[str, Any]:
-    """What is counted for so many rows, a multiple of 3, with that script."""
-    failed = rows // 3
-    return {
-        "rows_asked_again": rows,
-        "asked_again": rows,
-        "rows_mended": rows - failed,
-        "rows_failed": failed,
-        "output_tokens": rows + failed,
-        "prompt_tokens": 2 * rows,
-    }
-
-
-def numbers(checks: dict[str, Any]) -> dict[str, Any]:
-    """The counts without the causes, of which there is one."""
-    (cause,) = checks["causes"]
-    assert cause["rows"] == checks["output_tokens"]
-    assert cause["example"] == "the answer has no match of check.regex 'good'"
-    return {name: count for name, count in checks.items() if name != "causes"}
 
 
 def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
@@ -393,13 +364,17 @@ def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
         eventually(lambda: status_of(run).get("rows_on_disk") == 50)
     server.forget()
     server.script = every_third_fails
-    result = batchrun(write_job(job, tmp_path))
-    assert result.exit_code == 0, result.stderr
+    result = run_job(job, tmp_path)
     assert report_of(job)["rows_resumed"] == 50
-    assert numbers(report_of(job)["checks"]) == counts_of(90)
     assert "90 rows were asked again 90 times: 60 then had a good answer, 30 failed" in result.stderr
     merged = json.loads(batchrun("merge", run, "--json").stdout)
-    assert numbers(merged["report"]["checks"]) == counts_of(90)
+    for checks in (report_of(job)["checks"], merged["report"]["checks"]):
+        (cause,) = checks.pop("causes")
+        assert (cause["rows"], cause["example"]) == (120, "the answer has no match of check.regex 'good'")
+        assert checks == {
+            "rows_asked_again": 90, "asked_again": 90, "rows_mended": 60, "rows_failed": 30,
+            "output_tokens": 120, "prompt_tokens": 180,
+        }  # fmt: skip
     metadata = pq.read_schema(run / "merged" / "merged-000000.parquet").metadata
     assert not [key for key in metadata if b"checks" in key]
 
@@ -435,9 +410,12 @@ def test_the_samples_of_a_row_count_once(tmp_path: Path, server: FakeSGLang) -> 
 
 def test_tasks_share_checks_functions_and_samples(tmp_path: Path, server: FakeSGLang) -> None:
     """Two tasks of a run: each row once, with all its samples; their counts come together."""
-    write_hooks(tmp_path)
-    write_rows(tmp_path / "input.parquet", 600)
-    job = job_of(tmp_path, server, sampling={"n": 2}, input={"columns": ["id"]}, **HOOKED)
+    (tmp_path / "hooks.py").write_text(HOOKS)
+    (tmp_path / "seen").mkdir()
+    job = job_of(
+        tmp_path, server, rows=600, sampling={"n": 2}, input={"columns": ["id"]},
+        prompt={"python": "hooks:prompt"}, parse="hooks:parse", check={"python": "hooks:judge", "tries": 5},
+    )  # fmt: skip
     file = write_job(job, tmp_path)
     with started(file, "--join") as first:
         server.wait_for(20)
@@ -445,6 +423,32 @@ def test_tasks_share_checks_functions_and_samples(tmp_path: Path, server: FakeSG
             assert first.end() == 0
             assert second.end() == 0
     merged = json.loads(batchrun("merge", tmp_path / "run", "--json").stdout)
-    check_hooked(pq.read_table(merged["path"]).to_pylist(), 600)
+    rows = pq.read_table(merged["path"]).to_pylist()
+    assert sorted(row["row"] for row in rows) == list(range(600))
+    assert all(row["error"] is None and row["size"] == [*map(len, row["output"])] for row in rows)
+    assert min(row["attempts"] for row in rows) >= 2
     checks = merged["report"]["checks"]
     assert (checks["rows_mended"], checks["asked_again"], checks["causes"][0]["rows"]) == (600, 600, 600)
+
+
+HOOKS = """
+from pathlib import Path
+from typing import TypedDict
+
+class Size(TypedDict):
+    size: int
+
+def prompt(row):
+    return f"{row['text']} of {row['id']}"
+
+def parse(answer) -> Size:
+    return {"size": len(answer)}
+
+def judge(answer, row):
+    try:
+        Path(__file__).with_name("seen").joinpath(str(row["id"])).touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    return "once more"
+"""
+"""A module whose judge notes what it has seen, and takes the second answer."""

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import math
 import struct
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
 from tests.conftest import (
     INSTANT,
-    ROOT,
     batchrun,
     job_of,
     parts_of,
     results_of,
+    run_job,
     write_job,
     write_rows,
 )
 from tests.support.answers import LENGTH, Body, vector_for
-from tests.support.fake_sglang import FakeSGLang
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.fake_sglang import Sent
+from tests.support.fake_sglang import FakeSGLang, Sent
 
 EMBED: dict[str, Any] = {"task": "embed"}
 ROWS = 40
@@ -104,8 +97,7 @@ def test_texts_have_vectors(tmp_path: Path, embedder: FakeSGLang, engine: str) -
         tmp_path, embedder if engine == "server" else {**INSTANT, "dimensions": LENGTH},
         **EMBED, input={"path": str(path)}, prompt={"text": "query: {{ same }}"}, bundle="off",
     )  # fmt: skip
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
+    run_job(job, tmp_path)
     found = vectors_of(job)
     assert len(found) == 6
     assert [each == found[0] and len(each) == LENGTH for each in found] == [True] * 6
@@ -117,8 +109,7 @@ def test_dtype_normalize_dimensions(tmp_path: Path, embedder: FakeSGLang, as_flo
     """Vectors are shortened by the server, and made of length 1 and of 16 bits here."""
     embedder.floats = as_floats
     job = ids_job(tmp_path, embedder, output={"dtype": "float16", "normalize": True, "dimensions": 4})
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
+    run_job(job, tmp_path)
     assert column_type(job) == pa.list_(pa.float16())
     for found, whole in zip(vectors_of(job), expected(), strict=True):
         norm = math.hypot(*whole[:4])
@@ -144,7 +135,7 @@ def test_vectors_without_use(tmp_path: Path, embedder: FakeSGLang, as_floats: bo
         tmp_path, embedder, bundle="off", window=1, order="input", output={"dtype": "float16"},
         limits={"max_failed_rows": 5, "abort_failed_share": 1},
     )  # fmt: skip
-    assert run(job, tmp_path).exit_code == 0
+    run_job(job, tmp_path)
     errors = {row["row"]: row["error"] for row in results_of(job) if row["error"]}
     assert errors == {
         1: "the vector has numbers that are NaN or infinite",
@@ -153,21 +144,6 @@ def test_vectors_without_use(tmp_path: Path, embedder: FakeSGLang, as_floats: bo
         6: "output.dtype: the vector has numbers too large for float16",
     }
     assert column_type(job) == pa.list_(pa.float16())
-
-
-def test_tasks_join_and_others_are_refused(tmp_path: Path, embedder: FakeSGLang) -> None:
-    """A run is resumed with the same task and vectors, by one task or by several that join."""
-    job = ids_job(tmp_path, embedder)
-    assert run(job, tmp_path, "--join").exit_code == 0
-    assert run(job, tmp_path, "--join").exit_code == 0
-    assert vectors_of(job) == expected()
-    other = {**job, "output": {**job["output"], "dtype": "float16"}}
-    result = run(other, tmp_path, "--join")
-    assert result.exit_code == 2
-    assert "output.dtype was 'float32' and is 'float16'" in result.stderr
-    result = run({key: value for key, value in job.items() if key != "task"}, tmp_path, "--join")
-    assert result.exit_code == 2
-    assert "task was 'embed' and is 'generate'" in result.stderr
 
 
 def test_dimensions_that_the_model_lacks(tmp_path: Path, embedder: FakeSGLang) -> None:
@@ -185,7 +161,7 @@ def test_an_odd_list_reply(tmp_path: Path, embedder: FakeSGLang) -> None:
     short = Body(b'{"data": [{"embedding": [1.0, 2.0], "index": 0}]}')
     embedder.script = lambda sent: short if sent.together > 1 else "answer"
     job = ids_job(tmp_path, embedder, rows=16)
-    assert run(job, tmp_path).exit_code == 0
+    run_job(job, tmp_path)
     assert vectors_of(job) == expected(16)
     assert {row["attempts"] for row in results_of(job)} == {1}
 
@@ -200,41 +176,7 @@ def test_the_function_embed() -> None:
     assert (matrix[0] == matrix[2]).all()
     assert not (matrix[0] == matrix[1]).all()
     assert abs((matrix * matrix).sum(axis=1) - 1).max() < 1e-5
-    shorter = batchrunner.embed(
-        [{"t": "x", "n": 1}], prompt="{{ t }}", columns=["n"], engine=engine, dimensions=4
-    )
-    assert len(shorter.column("embedding")[0]) == 4
-    assert shorter.column("n").to_pylist() == [1]
     assert batchrunner.embed([], prompt="text", engine=engine).num_rows == 0
-
-
-def test_the_job_that_we_ship_and_its_neighbours(tmp_path: Path) -> None:
-    """The neighbours of a row are shown, those of the json module where no title is given."""
-    texts = [f"text {n}" for n in range(8)]
-    titles = ["json (module)", *texts[1:]]
-    pq.write_table(pa.table({"id": texts, "title": titles, "text": texts}), tmp_path / "docs.parquet")
-    changes = {
-        "input.path": tmp_path / "docs.parquet",
-        "output.path": tmp_path / "run",
-        "prompt.truncate": "null",  # the simulated engine has no tokenizer
-        "engine": "{kind: simulated, step_s: 0, dimensions: 16}",
-    }
-    job = ROOT / "jobs" / "embed.yaml"
-    done = batchrun(job, *(f"--set={name}={value}" for name, value in changes.items()))
-    assert done.exit_code == 0, done.stderr
-
-    def shown(*title: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(ROOT / "jobs" / "show_nearest.py"), str(tmp_path / "run"), *title]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-
-    found = shown()
-    assert found.returncode == 0
-    assert "8 vectors of 16 numbers" in found.stdout
-    assert "nearest to json (module):" in found.stdout
-    assert len(shown("text 3").stdout.split("nearest to text 3:")[1].splitlines()) == 6
-    assert (
-        shown("json.dumps").stderr == f"{tmp_path / 'run'}: no row with a vector has the title 'json.dumps'\n"
-    )
 
 
 def test_an_engine_opened_for_another_task(embedder: FakeSGLang) -> None:
@@ -248,10 +190,3 @@ def test_an_engine_opened_for_another_task(embedder: FakeSGLang) -> None:
         batchrunner.open_engine(embedder.url, task="embeddings"),  # type: ignore[arg-type]
     ):
         pass
-
-
-def test_tuning_is_for_texts(tmp_path: Path) -> None:
-    """Trials count generated tokens, which vectors have none of."""
-    result = batchrun("tune", write_job(job_of(tmp_path, **EMBED), tmp_path))
-    assert result.exit_code == 2
-    assert "task: embed: only generating is tuned" in result.stderr

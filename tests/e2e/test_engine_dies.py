@@ -7,10 +7,9 @@ import json
 import os
 import subprocess
 import sys
-import time
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -18,15 +17,20 @@ from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import MOST_DEATHS
 from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS
 from batchrunner.engines.recovery import MOST_CHANGES
-from tests.conftest import batchrun, events_of, job_of, report_of, results_of, write_job
+from tests.conftest import (
+    batchrun,
+    events_of,
+    eventually,
+    job_of,
+    report_of,
+    results_of,
+    rows_in,
+    run_job,
+    write_job,
+)
 from tests.support.launchable import HUNGRY, OOM, hungry, launchable
+from tests.support.runs import rows_once
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from typer.testing import Result
 
 FRAGILE = """
 class Handler(Server):
@@ -39,10 +43,6 @@ class Handler(Server):
     }
     def asked(self, body):
         time.sleep(0.02)
-        while int(body["text"].split()[1]) >= int(os.environ.get("LATER", 10**9)):
-            if os.path.exists(os.environ["GO_ON"]):
-                break
-            time.sleep(0.02)
         broken = os.path.exists(os.environ.get("BROKEN_BY_IT", "/no"))
         if body["text"] in os.environ["POISON"].split(",") and not broken:
             print("RuntimeError: CUDA error: an illegal memory access was encountered", flush=True)
@@ -62,17 +62,20 @@ def fragile_job(
     return job_of(directory, engine, rows=rows, limits=limits)
 
 
-def test_a_poisonous_row_is_found(tmp_path: Path) -> None:
-    """The row that kills the engine ends as a failed row that says so; all others are answered."""
-    job = fragile_job(tmp_path, 300, poison="row 117")
-    result = batchrun(write_job(job, tmp_path))
-    assert result.exit_code == 3, result.stderr
-    results = results_of(job)
-    assert [row["row"] for row in results] == list(range(300))
-    failed = [row for row in results if row["error"]]
-    assert [row["row"] for row in failed] == [117]
-    assert f"the engine died {MOST_DEATHS} times while it had this row" in failed[0]["error"]
-    assert result.stderr.count("the engine is back") >= MOST_DEATHS - 1  # the last start need not end
+@pytest.mark.parametrize("kind", ["server", pytest.param("gateway", marks=pytest.mark.gateway)])
+def test_a_poisonous_row_is_found(tmp_path: Path, kind: str) -> None:
+    """The row that kills the engine, or replicas here and there, fails and says so; no other is blamed."""
+    job = fragile_job(tmp_path, 300, poison="row 117", limits={"max_attempts": 1})
+    if kind == "gateway":
+        job["engine"] |= {"kind": "gateway", "replicas": 2}
+    result = run_job(job, tmp_path, code=3)
+    assert rows_in(job) == list(range(300))
+    (failed,) = (row for row in results_of(job) if row["error"])
+    assert failed["row"] == 117
+    assert f"the engine died {MOST_DEATHS} times while it had this row" in failed["error"]
+    events = events_of(job)
+    assert events.count("engine_died") == MOST_DEATHS
+    assert "engine_back" in events
     assert "an illegal memory access was encountered" in result.stderr
 
 
@@ -93,27 +96,10 @@ time.sleep(0.2)
     assert batchrun(file).exit_code == 0
 
 
-@pytest.mark.gateway
-def test_a_poisonous_row_behind_a_gateway(tmp_path: Path) -> None:
-    """It kills replicas here and there; the row is found as with one server, and no other row is blamed."""
-    job = fragile_job(tmp_path, 400, poison="row 117", limits={"max_attempts": 1})
-    job["engine"] |= {"kind": "gateway", "replicas": 2}
-    result = batchrun(write_job(job, tmp_path))
-    assert result.exit_code == 3, result.stderr
-    assert [row["row"] for row in results_of(job)] == list(range(400))
-    failed = [row for row in results_of(job) if row["error"]]
-    assert [row["row"] for row in failed] == [117]
-    assert f"the engine died {MOST_DEATHS} times while it had this row" in failed[0]["error"]
-    events = events_of(job)
-    assert [event for event in events if event == "engine_died"] == ["engine_died"] * MOST_DEATHS
-    assert "engine_back" in events
-
-
 def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
     """An engine that dies whenever it is started ends the run with the cause; what is done is kept."""
     job = fragile_job(tmp_path, 300, poison="row 117", BROKEN_BY_IT=str(tmp_path / "mark"))
-    result = batchrun(write_job(job, tmp_path))
-    assert result.exit_code == 1
+    result = run_job(job, tmp_path, code=1)
     last = result.stderr.splitlines()[-1]
     assert "no CUDA GPUs are available" in last
     assert f"for the {MOST_QUICK_DEATHS + 1}th time in a row" in last
@@ -135,16 +121,6 @@ def starts_of(directory: Path) -> list[list[str]]:
     return [json.loads(line) for line in (directory / "starts").read_text().splitlines()]
 
 
-def run(job: dict[str, Any], directory: Path) -> Result:
-    return batchrun(write_job(job, directory), "--fresh")
-
-
-def whole(job: dict[str, Any], rows: int) -> bool:
-    """Tell whether every row is there once, and answered."""
-    results = results_of(job)
-    return [row["row"] for row in results] == list(range(rows)) and not any(row["error"] for row in results)
-
-
 def learned(directory: Path) -> list[Path]:
     return sorted((directory / "cache").rglob("*.json"))
 
@@ -152,9 +128,8 @@ def learned(directory: Path) -> list[Path]:
 def test_an_engine_out_of_memory_comes_back_safer(tmp_path: Path) -> None:
     """It gets the guides' next step at each death; every row ends once; log, events and report tell it."""
     job = job_of(tmp_path, hungry(tmp_path), rows=300)
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    assert whole(job, 300)
+    result = run_job(job, tmp_path)
+    rows_once(job, 300)
     chunks = [start[start.index("--chunked-prefill-size") + 1] for start in starts_of(tmp_path)[1:]]
     assert chunks == ["4096", "2048"]
     assert "out of memory in prefill: chunked-prefill-size 8192 -> 4096 at the next start" in result.stderr
@@ -170,24 +145,22 @@ def test_an_engine_out_of_memory_comes_back_safer(tmp_path: Path) -> None:
 def test_no_row_is_blamed_for_memory(tmp_path: Path) -> None:
     """However often an engine dies of memory with a row, the row is answered once there is enough."""
     job = job_of(tmp_path, hungry(tmp_path, f"if share > 0.6: {OOM}", ROW="row 3"), rows=100, window=8)
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    assert whole(job, 100)
+    run_job(job, tmp_path)
+    rows_once(job, 100)
     assert events_of(job).count("engine_died") == 5 > MOST_DEATHS
 
 
 def test_the_next_run_starts_with_what_worked(tmp_path: Path) -> None:
     """It says so in a line, with the file to delete; without the file it learns again."""
     job = job_of(tmp_path, hungry(tmp_path), rows=100)
-    run(job, tmp_path)
+    run_job(job, tmp_path, "--fresh")
     (file,) = learned(tmp_path)
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
+    result = run_job(job, tmp_path, "--fresh")
     assert "starting with chunked-prefill-size 2048, learned on 2" in result.stderr
     assert f"from out of memory in prefill; engine.args overrules it; delete {file}" in result.stderr
     assert events_of(job) == ["engine_recalled"]
     file.unlink()
-    run(job, tmp_path)
+    run_job(job, tmp_path, "--fresh")
     assert events_of(job).count("engine_healed") == 2
 
 
@@ -202,9 +175,8 @@ def test_a_crash_changes_nothing(tmp_path: Path, death: str) -> None:
     """Only a want of memory is healed: after a crash or somebody's kill -9 the arguments are the same."""
     once = f'if not os.path.exists(os.environ["ONCE"]): open(os.environ["ONCE"], "w").close(); {death}'
     job = job_of(tmp_path, hungry(tmp_path, once, ONCE=str(tmp_path / "once")), rows=100)
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    assert whole(job, 100)
+    result = run_job(job, tmp_path)
+    rows_once(job, 100)
     first, *others = starts_of(tmp_path)
     assert others == [first] * len(others)
     assert "engine_healed" not in events_of(job)
@@ -216,7 +188,7 @@ def test_a_crash_changes_nothing(tmp_path: Path, death: str) -> None:
 def test_healing_can_be_switched_off(tmp_path: Path) -> None:
     """With `engine.heal: false` a server is started again as it was, and nothing is remembered."""
     job = job_of(tmp_path, {**hungry(tmp_path), "heal": False}, rows=100)
-    run(job, tmp_path)
+    batchrun(write_job(job, tmp_path))
     first, *others = starts_of(tmp_path)
     assert others == [first] * len(others)
     assert not learned(tmp_path)
@@ -226,8 +198,7 @@ def test_tries_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """An engine that no argument saves is given up, with the cause; every change was another one."""
     monkeypatch.setattr("batchrunner.engines.launched.supervisor.MOST_QUICK_DEATHS", 1)
     job = job_of(tmp_path, hungry(tmp_path, OOM), rows=300)
-    result = run(job, tmp_path)
-    assert result.exit_code == 1
+    result = run_job(job, tmp_path, code=1)
     assert "Prefill out of memory" in result.stderr.splitlines()[-1]
     assert "out of memory in prefill: no safer arguments are left" in result.stderr
     changed = [told["new"] for told in report_of(job)["incidents"] if told["what"] == "healed"]
@@ -261,8 +232,7 @@ def test_a_start_is_healed_too(tmp_path: Path, death: str, name: str, worked: st
     """What goes wrong before the engine is ready is tried again, before the run gives up."""
     at_start = f'print("Capture cuda graph bs [1, 2, 160]", flush=True)\n{death}'
     job = job_of(tmp_path, hungry(tmp_path, "", AT_START=at_start), rows=20)
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
+    run_job(job, tmp_path)
     last = starts_of(tmp_path)[-1]
     assert last[last.index(name) + 1] == worked
     assert report_of(job)["incidents"][0]["what"] == "healed"
@@ -274,8 +244,7 @@ def test_a_start_that_nothing_heals(tmp_path: Path) -> None:
 print("Load weight begin. avail mem=14.2 GB")
 print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", flush=True); os._exit(1)"""
     job = job_of(tmp_path, hungry(tmp_path, "", AT_START=at_start), rows=20)
-    result = run(job, tmp_path)
-    assert result.exit_code == 2
+    result = run_job(job, tmp_path, code=2)
     assert "the weights do not fit: take more cards (tp-size), quantise" in result.stderr
     assert len(starts_of(tmp_path)) == 1
 
@@ -285,60 +254,39 @@ def test_replicas_share_what_was_learned(tmp_path: Path) -> None:
     """Behind a gateway the change that one replica's death led to reaches the other at its next start."""
     engine = {**hungry(tmp_path), "kind": "gateway", "replicas": 2}
     job = job_of(tmp_path, engine, rows=400)
-    result = run(job, tmp_path)
-    assert result.exit_code == 0, result.stderr
-    assert whole(job, 400)
+    run_job(job, tmp_path)
+    rows_once(job, 400)
     healed = [told["new"] for told in report_of(job)["incidents"] if told["what"] == "healed"]
     assert healed == [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048}]
     assert len(learned(tmp_path)) == 1
 
 
-@dataclass(frozen=True)
-class MemoryCgroup:
-    """Where its files are."""
-
-    path: Path
-    limit: str
-
-    def set_limit(self, limit_bytes: int) -> None:
-        (self.path / self.limit).write_text(str(limit_bytes))
-
-    def command(self, *command: object) -> list[str]:
-        """Return a command that runs another one in it."""
-        script = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
-        return ["sh", "-c", script, str(self.path), *map(str, command)]
+PLACES = {"/sys/fs/cgroup/memory": "memory.limit_in_bytes", "/sys/fs/cgroup": "memory.max"}
 
 
 @contextlib.contextmanager
-def memory_cgroup(limit_bytes: int) -> Iterator[MemoryCgroup]:
+def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
     """Make a cgroup with this limit, empty again at the end; skips by name where that cannot be done."""
-    name = f"batchrunner-test-{os.getpid()}"
-    places = {"/sys/fs/cgroup/memory": "memory.limit_in_bytes", "/sys/fs/cgroup": "memory.max"}
-    for root, limit in places.items():
-        group = MemoryCgroup(Path(root) / name, limit)
+    for root, limit in PLACES.items():
+        group = Path(root) / f"batchrunner-test-{os.getpid()}"
         with contextlib.suppress(OSError):
-            group.path.mkdir()
-            group.set_limit(limit_bytes)
+            group.mkdir()
+            (group / limit).write_text(str(limit_bytes))
             break
         with contextlib.suppress(OSError):
-            group.path.rmdir()
+            group.rmdir()
     else:
         pytest.skip("skipped: no memory cgroup can be made here")
+
+    def gone() -> bool:  # those that were killed in it leave when the kernel has freed their memory
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        return not group.exists()
+
     try:
         yield group
     finally:
-        _remove(group.path)
-
-
-def _remove(path: Path) -> None:
-    """Remove a cgroup; those that were killed in it leave when the kernel has freed their memory."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            path.rmdir()
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{path}: still has {(path / 'cgroup.procs').read_text().split()}")
+        eventually(gone)
 
 
 GREEDY = """
@@ -358,13 +306,14 @@ def test_an_engine_killed_by_the_kernel_comes_back_smaller(tmp_path: Path) -> No
         "device": "cpu",
     }
     job = job_of(tmp_path, engine, rows=100)
-    command = [sys.executable, "-m", "batchrunner", write_job(job, tmp_path)]
+    command = [sys.executable, "-m", "batchrunner", str(write_job(job, tmp_path))]
+    inside = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"']
     with memory_cgroup(450 << 20) as group:
         done = subprocess.run(
-            group.command(*command), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            [*inside, str(group), *command], capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
     assert done.returncode == 0, done.stderr
-    assert whole(job, 100)
+    rows_once(job, 100)
     assert "killed by the kernel for want of memory: max-total-tokens 20000 -> 10000" in done.stderr
     assert next(told["kind"] for told in report_of(job)["incidents"] if told["what"] == "healed") == (
         "killed"

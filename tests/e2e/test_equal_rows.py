@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
+from batchrunner.core.types import Outcome, Request
 from batchrunner.dispatch.tokenize import PromptTokenizer
 from tests.conftest import eventually, job_of, results_of, started, write_job
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from batchrunner.core.types import Outcome, Request
-    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 GREEDY = {"temperature": 0}
@@ -145,13 +142,3 @@ def test_what_goes_wrong_with_a_primer_costs_no_row(
     job = alike(tmp_path, server, ["few-shot " * 100 + str(row) for row in range(20)])
     report = batchrunner.run(job)
     assert (report.exit_code, report.rows_ok, report.retries) == (0, 20, 0)
-
-
-def test_a_task_leaves_rows_to_those_that_come_later(tmp_path: Path, server: FakeSGLang) -> None:
-    """The first of several tasks takes the rows that it can send soon, not all that it could sort."""
-    server.script = lambda _: "hold"
-    job = alike(tmp_path, server, [f"text {row}" for row in range(4000)], window=8)
-    with started(write_job(job, tmp_path), "--join"):
-        server.wait_for(8)
-        taken = list((tmp_path / "run" / "leases").glob("*.0"))
-        assert 0 < len(taken) < 24  # of 64

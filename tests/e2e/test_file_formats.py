@@ -7,22 +7,19 @@ import gzip
 import io
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import InputError, ResumeError
+from batchrunner.core.errors import InputChangedError, InputError, ResumeError
 from batchrunner.input import text_files
-from tests.conftest import INSTANT, batchrun, job_of, results_of, write_job
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.conftest import INSTANT, job_of, results_of
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 ROWS = 3000
 
@@ -126,30 +123,27 @@ def test_filter_and_limit(tmp_path: Path, name: str) -> None:
     assert carried(job) == rows_of([7, 1007])
 
 
-@pytest.mark.parametrize(("name", "join"), [("a.csv", []), ("a.jsonl.zst", ["--join"]), ("a.arrow", [])])
-def test_resume_and_a_change(tmp_path: Path, server: FakeSGLang, name: str, join: list[str]) -> None:
+@pytest.mark.parametrize(("name", "join"), [("a.csv", False), ("a.jsonl.zst", True), ("a.arrow", False)])
+def test_a_file_that_changes(tmp_path: Path, server: FakeSGLang, name: str, join: bool) -> None:
     """A run ends when its file changes under it, and goes on with the old file where it was."""
     job = job_on(tmp_path, name, server, order="input", window=8)
     path = tmp_path / name
     kept = path.read_bytes()
-    prompts = texts(range(ROWS))
 
-    def answer(sent: Sent) -> Behaviour:
-        if sent.prompt == prompts[3]:
+    def answer(_: Sent) -> Behaviour:
+        if len(server.sent) == 3:
             path.write_bytes(FORMATS[name](range(1, ROWS + 1)))
         return "answer"
 
     server.script = answer
-    file = write_job(job, tmp_path)
-    result = batchrun(file, "-q", *join)
-    assert result.exit_code == 2, result.stderr
-    assert f"the input file {path} changed during the run" in result.stderr.splitlines()[-1]
+    with pytest.raises(InputChangedError, match=f"the input file {path} changed during the run"):
+        batchrunner.run(job, join=join)
     done = len(carried(job))
     assert done < ROWS
     path.write_bytes(kept)
-    server.script = lambda _: "answer"
     server.forget()
-    assert batchrun(file, "-q", *join).exit_code == 0
+    server.script = lambda _: "answer"
+    assert batchrunner.run(job, join=join).exit_code == 0
     assert carried(job) == rows_of(list(range(ROWS)))
     assert len(server.sent) == ROWS - done
 
@@ -182,9 +176,9 @@ def test_one_directory_of_one_kind(tmp_path: Path) -> None:
         input={"path": str(source), "columns": ["id"]},
         output={"path": str(source / "run")},
     )
-    for _ in range(2):  # a resumed run does not take its own files for input
-        batchrunner.run(job)
-        assert [row["id"] for row in results_of(job)] == ["2", "3", "0", "1"]
+    batchrunner.run(job)
+    assert batchrunner.run(job).rows_resumed == 4  # it does not take its own files for input
+    assert [row["id"] for row in results_of(job)] == ["2", "3", "0", "1"]
     (source / "c.jsonl").write_bytes(as_json_lines(range(2)))
     with pytest.raises(
         InputError, match=r"has CSV and JSON Lines files: name those of one kind, such as .*/\*.csv"

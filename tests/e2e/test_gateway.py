@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import secrets
-import threading
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pyarrow as pa
@@ -29,20 +29,15 @@ from batchrunner.job.sampling import SamplingSpec
 from batchrunner.job.spec import LimitsSpec
 from tests.conftest import (
     batchrun,
-    events_of,
-    eventually,
     job_of,
     results_of,
+    rows_in,
+    run_job,
     write_job,
     write_rows,
 )
 from tests.support.answers import vector_for
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-
 
 KEY_VARIABLE = "SGLANG_API_KEY"
 
@@ -232,7 +227,7 @@ def test_a_worker_that_cuts_off_a_request_with_several_rows(
         report = batchrunner.run(job)
         tries = Counter(sent.prompt for worker in (one, two) for sent in worker.sent)
     assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 200, 0)
-    assert [row["row"] for row in results_of(job)] == list(range(200))
+    assert rows_in(job) == list(range(200))
     assert tries["[40]"] > 1
     assert sum(tries.values()) < 300
 
@@ -271,7 +266,7 @@ def test_worker_that_goes_and_comes_back(tmp_path: Path, real_gateway: RealGatew
         report = batchrunner.run(job)
         assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 400, 0)
         assert report.retries > 0
-        assert [row["row"] for row in results_of(job)] == list(range(400))
+        assert rows_in(job) == list(range(400))
         assert back
         assert len(back[0].sent) > 50
 
@@ -291,29 +286,6 @@ def test_row_that_a_living_worker_always_cuts_off(tmp_path: Path, behind: Any) -
 
 
 @pytest.mark.gateway
-def test_worker_of_others_that_hangs(tmp_path: Path, behind: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody else would say so: the warning and the event name the worker; its rows end when it moves."""
-    with behind() as (engine, one, two):
-        one.script = lambda _: "hold"
-        job = job_of(tmp_path, engine, rows=100, window=16, limits={"hang": 0.3})
-
-        def wake() -> None:
-            try:
-                eventually(lambda: events_of(job))
-            finally:  # a failure is to be seen, not waited for
-                one.answer_held()
-
-        waker = threading.Thread(target=wake)
-        waker.start()
-        report = batchrunner.run(job)
-        waker.join()
-    assert (report.exit_code, report.rows_ok, report.retries) == (0, 100, 0)
-    assert set(events_of(job)) == {"engine_hangs"}
-    assert f"{one.url} did nothing for" in caplog.text
-    assert f"{two.url} did nothing" not in caplog.text
-
-
-@pytest.mark.gateway
 def test_what_stands_in_the_way(
     real_gateway: RealGateway, behind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -321,8 +293,7 @@ def test_what_stands_in_the_way(
 
     def said(url: str) -> str:
         job = job_of(tmp_path, {"kind": "gateway", "url": url})
-        result = batchrun(write_job(job, tmp_path))
-        assert result.exit_code == 2
+        result = run_job(job, tmp_path, code=2)
         return result.stderr.splitlines()[-1]
 
     assert "has no workers" in said(real_gateway.url)
@@ -334,37 +305,6 @@ def test_what_stands_in_the_way(
         assert "refuses the API key" in said(real_gateway.url)
     monkeypatch.setenv(KEY_VARIABLE, real_gateway.key)
     assert "must be within reach from here too" in said(real_gateway.url)
-
-
-@pytest.mark.gateway
-def test_a_batch_file(tmp_path: Path, behind: Any) -> None:
-    """Bodies pass it whole, also without a model; what it refuses itself has its own error."""
-    say = [{"role": "user", "content": "hi"}]
-    chat, text = "/v1/chat/completions", "/v1/completions"
-    bodies: dict[str, tuple[str, dict[str, Any]]] = {
-        "chat": (chat, {"messages": say, "model": "gpt-4o", "seed": 5, "logprobs": True}),
-        "bare": (chat, {"messages": say}),
-        "text": (text, {"prompt": "one", "max_tokens": 3}),
-        "odd": (chat, {"messages": "hello"}),
-    }
-    requests, results = tmp_path / "requests.jsonl", tmp_path / "results.jsonl"
-    with requests.open("w") as file:
-        for name, (url, body) in bodies.items():
-            line = {"custom_id": name, "method": "POST", "url": url, "body": body}
-            file.write(json.dumps(line) + "\n")
-    base = tmp_path / "base.yaml"
-    with behind() as (engine, one, two):
-        base.write_text(json.dumps({"engine": engine}))
-        done = batchrun("batch", requests, "-o", results, "--job", base)
-        sent = [item.body for item in one.sent + two.sent]
-    assert done.exit_code == 0, done.stderr
-    lines = {line["custom_id"]: line for line in map(json.loads, results.read_text().splitlines())}
-    assert [name for name, line in lines.items() if line["error"]] == ["odd"]
-    assert lines["chat"]["response"]["body"]["model"] == "gpt-4o"
-    for name in ("chat", "bare", "text"):
-        body = bodies[name][1]
-        assert any(all(got.get(key) == body[key] for key in body if key != "model") for got in sent), name
-    assert "expected a sequence" in lines["odd"]["response"]["body"]["error"]["message"]
 
 
 EACH: dict[str, Any] = {

@@ -7,9 +7,11 @@ import hashlib
 import io
 import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from email.utils import formatdate
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
@@ -20,12 +22,7 @@ from aiohttp import web
 from tests.conftest import ROOT, batchrun, eventually, job_of, started, started_python, write_job, write_rows
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import refusal, told
-from tests.support.server_thread import ServerThread, end
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
+from tests.support.server_thread import ServerThread
 
 BUCKET = "bucket"
 CHANGED = "2026-11-01T00:00:00.000Z"
@@ -49,7 +46,6 @@ class CloudStore(ServerThread):
     def __init__(self) -> None:
         super().__init__()
         self.objects: dict[str, Stored] = {}
-        self.url = ""
         self._generations = itertools.count(1)
 
     @property
@@ -76,17 +72,8 @@ class CloudStore(ServerThread):
     def keys(self, prefix: str = "") -> list[str]:
         return sorted(key for key in self.objects if key.startswith(prefix))
 
-    async def _serve(self) -> None:
-        self._begin()
-        app = web.Application(client_max_size=1 << 30)
+    def add_routes(self, app: web.Application) -> None:
         app.router.add_route("*", "/{path:.*}", self._handle)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        self._up.set()
-        await self._over.wait()
-        await end(runner)
 
     async def _handle(self, request: web.Request) -> web.Response:
         body = await request.read()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -19,15 +20,9 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
-from tests.support.fake_sglang import FakeSGLang
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.refusals import told
-from tests.support.server_thread import ServerThread, end
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
-    from pathlib import Path
-
-    from tests.support.fake_sglang import Behaviour, Sent
+from tests.support.server_thread import ServerThread
 
 pytest.importorskip("huggingface_hub")
 REPO = "owner/rows"
@@ -52,7 +47,6 @@ class HubServer(ServerThread):
         self.branches = {"main": Branch(files or {})}
         self.closed: tuple[int, str] | None = None
         """Status and code with which the data set is refused: it is gated, or not there."""
-        self.url = ""
 
     @property
     def files(self) -> dict[str, bytes]:
@@ -63,9 +57,8 @@ class HubServer(ServerThread):
         self.files[path] = content
         self.branches["main"].commit()
 
-    async def _serve(self) -> None:
-        self._begin()
-        app = web.Application(middlewares=[self._guard], client_max_size=1 << 30)
+    def add_routes(self, app: web.Application) -> None:
+        app.middlewares.append(self._guard)
         api = f"/api/datasets/{REPO}"
         app.router.add_get(api, self._repo)
         app.router.add_get(f"{api}/revision/{{revision}}", self._repo)
@@ -73,13 +66,6 @@ class HubServer(ServerThread):
         app.router.add_get(f"{api}/tree/{{revision}}/{{path:.*}}", self._tree)
         app.router.add_post(f"{api}/paths-info/{{revision}}", self._paths)
         app.router.add_get(f"/datasets/{REPO}/resolve/{{revision}}/{{path:.*}}", self._file)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        self._up.set()
-        await self._over.wait()
-        await end(runner)
 
     @web.middleware
     async def _guard(

@@ -7,38 +7,32 @@ import os
 import signal
 import stat
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
 from batchrunner.core.timing import TIMING
-from batchrunner.output.run_dir import RunDir
+from batchrunner.output.task_lock import TaskLock
+from batchrunner.runner.join import LeasedRows
 from batchrunner.runner.run import give_back
 from tests.conftest import (
     INSTANT,
     batchrun,
     eventually,
     job_of,
-    results_of,
+    rows_in,
+    run_job,
     started,
     write_job,
     write_rows,
 )
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.runs import Task, rows_once, status_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    import pytest
-
-    from batchrunner.output.task_lock import TaskLock
-    from batchrunner.runner.join import LeasedRows
-    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 
 def after_thirty(sent: Sent) -> Behaviour:
@@ -160,9 +154,6 @@ def test_power_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept == 60
 
 
-NO_ENGINE = "engine={kind: attach, urls: ['http://127.0.0.1:9']}"
-
-
 def merge_code(job: dict[str, Any]) -> int:
     return batchrun("merge", job["output"]["path"]).exit_code
 
@@ -171,33 +162,6 @@ def kill(task: Task) -> None:
     """Let a task look as if its process had been killed."""
     owner = task.run_dir.task_directory / "owner"
     owner.write_text(json.dumps({**json.loads(owner.read_text()), "started": "long ago"}))
-
-
-def test_a_task_died_and_a_file_was_added(tmp_path: Path, server: FakeSGLang) -> None:
-    """The next task does the rows of both, and until then neither `merge` nor `status` calls it done."""
-    source = tmp_path / "in"
-    write_rows(source / "a.parquet", 600)
-    job = job_of(
-        tmp_path, server, input={"path": str(source)}, output={"durable": 0.1}, order="prefix", window=8
-    )
-    file = write_job(job, tmp_path)
-    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) % 30 else "hold"
-    with started(file, "--join") as task:
-        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk", 0) > 0)
-        task.process.kill()
-        task.process.wait()
-    server.answer_held()
-    server.script = lambda _: "answer"
-    write_rows(source / "b.parquet", 300, first=600)
-    assert batchrun(file, "--join", "--set", NO_ENGINE).exit_code == 2  # it dies before its first row
-    assert status_of(tmp_path / "run")["rows_total"] == 900
-    assert merge_code(job) == 1
-    result = batchrun(file, "--join", "--json")
-    assert result.exit_code == 0
-    assert json.loads(result.stdout)["rows_left"] == 0
-    rows_once(job, 900)
-    assert merge_code(job) == 0
-    assert status_of(tmp_path / "run")["finished"]
 
 
 @pytest.mark.parametrize(("change", "order"), [("a file", "input"), ("the limit", "prefix")])
@@ -219,9 +183,9 @@ def test_rows_are_added_while_a_task_works(
     report = json.loads(result.stdout)
     new = 200 if change == "a file" else 100
     assert (result.exit_code, report["rows_ok"], report["rows_left"]) == (0, new, 300)
-    assert [row["row"] for row in results_of(job)] == list(range(300, 300 + new))
+    assert rows_in(job) == list(range(300, 300 + new))
     kill(first)
-    assert batchrun(write_job(more, tmp_path), "--join").exit_code == 0
+    run_job(more, tmp_path, "--join")
     rows_once(job, 300 + new)
 
 
@@ -246,20 +210,7 @@ def test_a_task_dies_as_another_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
     if dies:
         assert result.exit_code == 1
         assert f"{len(lease.rows)} rows are left that no living task holds: run the same" in report["reason"]
-        assert batchrun(write_job(job, tmp_path), "--join").exit_code == 0
+        run_job(job, tmp_path, "--join")
         rows_once(job, 60)
     else:
         assert (result.exit_code, report["rows_left"]) == (0, len(lease.rows))
-
-
-def test_a_row_in_the_parts_of_two_tasks_counts_once(tmp_path: Path) -> None:
-    """Rows that are there twice do not make up for others that are missing."""
-    job = job_of(tmp_path, rows=40, input={"limit": 30})
-    assert batchrun(write_job(job, tmp_path)).exit_code == 0
-    run = RunDir(tmp_path / "run")
-    (part,) = run.own_parts()
-    part.with_name("part-other-000000.parquet").write_bytes(part.read_bytes())
-    facts = json.loads(run.run_json.read_text())
-    run.run_json.write_text(json.dumps({**facts, "rows_total": 40}))
-    state = status_of(tmp_path / "run")
-    assert (state["rows_on_disk"], state["finished"]) == (30, False)

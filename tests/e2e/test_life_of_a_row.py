@@ -7,15 +7,12 @@ import sys
 import threading
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
 import batchrunner
 from tests.conftest import ROOT, job_of
-
-if TYPE_CHECKING:
-    from types import FrameType
-
-    from tests.support.fake_sglang import FakeSGLang
+from tests.support.fake_sglang import FakeSGLang
 
 PACKAGE = Path(batchrunner.__file__).parent
 PAGE = ROOT / "docs" / "how-it-works" / "life-of-a-row.md"

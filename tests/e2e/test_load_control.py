@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,24 +14,15 @@ import pytest
 
 import batchrunner
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.http.connections import free_port
-from tests.conftest import batchrun, eventually, job_of, report_of, results_of
-from tests.support.fake_sglang import FakeSGLang, Sent
+from tests.conftest import batchrun, eventually, job_of, report_of
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.runs import rows_once
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from tests.support.fake_sglang import Behaviour
 
 
 def events_of(job: dict[str, Any], event: str) -> list[dict[str, Any]]:
     with (Path(job["output"]["path"]) / "events.jsonl").open() as file:
         return [found for line in file if (found := json.loads(line))["event"] == event]
-
-
-def whole(job: dict[str, Any], rows: int) -> bool:
-    """Every row is there once and went well."""
-    results = results_of(job)
-    return [r["row"] for r in results] == list(range(rows)) and all(r["error"] is None for r in results)
 
 
 def test_the_first_window_and_every_change_has_a_reason(tmp_path: Path) -> None:
@@ -122,15 +112,19 @@ def test_the_band_can_be_set(tmp_path: Path) -> None:
         assert "queue: the upper end must be at least 4 times the lower one" in refused.stderr
 
 
-def test_a_load_endpoint_that_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the load is not told any more the run goes on, held to what was known, and says so."""
+@pytest.mark.parametrize("polls", ["gone", "hang"])
+def test_a_load_that_is_not_told_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, polls: Literal["gone", "hang"]
+) -> None:
+    """A poll without an answer is given up; the run goes on, held to what was known, and says so."""
     with FakeSGLang(max_running=32, delay_s=0.05) as server:
         monkeypatch.setattr(TIMING, "silent_scheduler", PATIENCE_S)
         job = job_of(tmp_path, server, rows=1500)
 
         def script(sent: Sent) -> Behaviour:
             if len(server.sent) == 200:
-                server.polls = "gone"
+                server.polls = polls
+                monkeypatch.setattr(TIMING, "status_timeout", 0.3)
                 monkeypatch.setattr(TIMING, "silent_scheduler", 1.0)  # not before: a machine may stand still
             return "hold" if sent.prompt == "row 1499" else "answer"
 
@@ -144,34 +138,9 @@ def test_a_load_endpoint_that_goes_away(tmp_path: Path, monkeypatch: pytest.Monk
         waiter.start()
         batchrunner.run(job)
         waiter.join()
-        assert whole(job, 1500)
-        blind = [change for change in events_of(job, "window") if change["state"] == "blind"]
-        assert len(blind) == 1
-        assert "no fresh load" in blind[0]["reason"]
-
-
-def test_a_poll_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A poll without an answer is given up; rows do not wait for it."""
-    with FakeSGLang(max_running=32, delay_s=0.02) as server:
-        job = job_of(tmp_path, server, rows=1000)
-
-        def script(sent: Sent) -> Behaviour:
-            if len(server.sent) == 100:
-                monkeypatch.setattr(TIMING, "status_timeout", 0.3)
-                server.polls = "hang"
-            return "hold" if sent.prompt == "row 999" else "answer"
-
-        def wait_for_polls() -> None:
-            eventually(lambda: server.hung >= 3 and len(server.sent) == 1000)
-            server.answer_held()
-
-        server.script = script
-        waiter = threading.Thread(target=wait_for_polls)
-        waiter.start()
-        batchrunner.run(job)
-        waiter.join()
-        assert server.hung >= 3  # each was given up, and the next one was sent
-        assert whole(job, 1000)
+        rows_once(job, 1500)
+        (blind,) = (change for change in events_of(job, "window") if change["state"] == "blind")
+        assert "no fresh load" in blind["reason"]
 
 
 def test_refusals_narrow_the_window(tmp_path: Path) -> None:
@@ -189,7 +158,7 @@ def test_refusals_narrow_the_window(tmp_path: Path) -> None:
 
         server.script, server.on_poll = script, server.wake_held
         report = batchrunner.run(job)
-        assert whole(job, 2000)
+        rows_once(job, 2000)
         assert report.retries >= 300
         pressed = [change for change in events_of(job, "window") if change["state"] == "pressure"]
         assert pressed
@@ -217,27 +186,9 @@ def test_a_slow_replica_gets_less(tmp_path: Path) -> None:
         job = job_of(tmp_path, rows=400)
         job["engine"] = {"kind": "attach", "urls": [server.url, lame.url]}
         batchrunner.run(job)
-        assert whole(job, 400)
+        rows_once(job, 400)
         assert len(lame.sent) < len(server.sent) / 4
         assert lame.most_in_flight <= 8 + 250
-
-
-async def test_a_replica_that_dies_and_comes_back(tmp_path: Path) -> None:
-    """While a replica is away the other does its work; when it is back on its port it gets rows again."""
-    job = job_of(tmp_path, rows=1500)
-    port = free_port()
-    with FakeSGLang(max_running=16, delay_s=0.02) as steady:
-        # it leaves work for when the other is back
-        steady.script = lambda _: "hold" if len(steady.sent) > 800 else "answer"
-        with FakeSGLang(max_running=16, delay_s=0.02, port=port) as mortal:
-            job["engine"] = {"kind": "attach", "urls": [steady.url, mortal.url]}
-            running = asyncio.create_task(batchrunner.arun(job))
-            await asyncio.to_thread(mortal.wait_for, 200)
-        with FakeSGLang(max_running=16, delay_s=0.02, port=port) as again:
-            await asyncio.to_thread(again.wait_for, 100)
-            steady.answer_held()
-            await running
-    assert whole(job, 1500)
 
 
 def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +200,7 @@ def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         began = time.monotonic()
         report = batchrunner.run(job)
         took_s = time.monotonic() - began
-    assert whole(job, 800)
+    rows_once(job, 800)
     assert 0 < report.wall_s <= took_s
     elapsed = [sample["elapsed_s"] for sample in events_of(job, "sample")]
     assert elapsed == sorted(elapsed)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,6 @@ import batchrunner
 from tests.conftest import job_of, results_of
 from tests.support.answers import Body, OnWire
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 

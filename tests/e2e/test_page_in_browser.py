@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,6 @@ from tests.conftest import job_of, write_rows
 from tests.support.answers import REFUSALS
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.page import HOSTILE, new_page, require_chromium
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.browser
 
@@ -125,20 +122,3 @@ async def test_the_charts_can_be_read_off(hostile_page: str, tmp_path: Path) -> 
             await page.run('[...document.querySelectorAll("output")].map((one) => one.textContent)')
         )
         assert page.complaints == []
-
-
-async def test_the_browser_would_tell(tmp_path: Path) -> None:
-    """A page that breaks every rule is caught at each: what the tests above find to be well was looked at."""
-    require_chromium()
-    bad = tmp_path / "bad.html"
-    bad.write_text(
-        "<body><script>undefined_function()</script><img src='file:///nowhere.png'>"
-        "<p style='width: 3000px; color: #eee'>wide and faint</p>"
-    )
-    async with new_page(tmp_path / "profile") as page:
-        await page.open(bad.as_uri(), width=PHONE[0], height=PHONE[1], dark=False)
-        assert any("undefined_function" in complaint for complaint in page.complaints)
-        assert "file:///nowhere.png" in page.requested
-        assert len(await page.run(TOO_WIDE)) == 1
-        assert len(await page.run(FAINT)) == 1
-        assert await page.run(DRAWN) == []

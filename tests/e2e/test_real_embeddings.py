@@ -1,21 +1,19 @@
-"""Embeddings of the real SGLang on the CPU: all-MiniLM-L6-v2, beside what transformers computes."""
+"""Vectors, pairs and classes of the real SGLang on the CPU, beside what transformers computes."""
 
+# ruff: noqa: PLC0415 - torch takes seconds to import: only tests that need the engine pay
 from __future__ import annotations
 
-import subprocess
-import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from tests.conftest import ROOT, require_modules, skip_without
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from tests.conftest import ROOT, SMALL_MODEL, require_engine, require_modules, skip_without
 
 MODEL = ROOT / "data" / "all-minilm-l6-v2"
 TEXTS = [
@@ -43,8 +41,8 @@ def minilm(_prepared: None, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def mean_pooling(texts: list[str]) -> Any:
     """Return the vectors as the model's authors compute them: the mean over all tokens, of length 1."""
-    import torch  # noqa: PLC0415 - only where there is an engine
-    from transformers import AutoModel, AutoTokenizer  # noqa: PLC0415
+    import torch
+    from transformers import AutoModel, AutoTokenizer
 
     tokenizer, model = AutoTokenizer.from_pretrained(MODEL), AutoModel.from_pretrained(MODEL)
     found = []
@@ -74,26 +72,102 @@ def test_vectors_are_those_of_transformers(minilm: batchrunner.OpenEngine) -> No
 
 @pytest.mark.usefixtures("full_requests")
 def test_lists_make_the_same_vectors(minilm: batchrunner.OpenEngine, tmp_path: Path) -> None:
-    """The job that we ship, in lists of 8 and in 16 bits; and its nearest neighbours."""
+    """The job that we ship, in lists of 8 and in 16 bits."""
     overrides = [f"output.path={tmp_path / 'run'}", "input.limit=24", "bundle=8", "output.dtype=float16"]
     overrides += [f"input.path={ROOT / 'data' / 'docs.parquet'}"]
     report = batchrunner.run(ROOT / "jobs" / "embed.yaml", engine=minilm, overrides=overrides)
     assert (report.exit_code, report.rows_ok) == (0, 24)
     assert report.bundles["most_rows"] > 1
     table = pq.read_table(tmp_path / "run" / "parts").sort_by("row")
-    docs = pq.read_table(ROOT / "data" / "docs.parquet")
-    assert "json (module)" in docs.column("title").to_pylist()[:2000]
-    texts = docs.column("text").to_pylist()[:24]
+    texts = pq.read_table(ROOT / "data" / "docs.parquet").column("text").to_pylist()[:24]
     short = [n for n, count in enumerate(table.column("prompt_tokens").to_pylist()) if count < 400]
     assert len(short) > 10
     products = (matrix_of(table)[short].astype(np.float32) * mean_pooling([texts[n] for n in short])).sum(
         axis=1
     )
     assert (products >= 0.999).all()
-    title = table.column("title")[5].as_py()
-    shown = subprocess.run(
-        [sys.executable, str(ROOT / "jobs" / "show_nearest.py"), str(tmp_path / "run"), title],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    assert "24 vectors of 384 numbers" in shown
-    assert f"nearest to {title}:" in shown
+
+
+DOCUMENTS = [["a cat sleeps", "json.dumps writes text"], ["x"], ["Zürich", "word " * 40, "a cat sleeps"]]
+
+
+def run(directory: Path, engine: Any, columns: dict[str, Any], **job: Any) -> Any:
+    pq.write_table(pa.table(columns), directory / "rows.parquet")
+    whole = {"input": {"path": str(directory / "rows.parquet")}, "output": {"path": str(directory / "run")}}
+    report = batchrunner.run({**whole, **job}, engine=engine)
+    assert (report.exit_code, report.rows_failed) == (0, 0)
+    return pq.read_table(directory / "run" / "parts").sort_by("row")
+
+
+def made(directory: Path, model: Any, tokenizer_from: Path) -> Path:
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(directory)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.long
+def test_cross_encoder(tmp_path: Path) -> None:
+    """A random BERT with one number: the scores of pairs are its logits."""
+    import torch
+    from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=128, num_labels=1, initializer_range=0.3, position_embedding_type="absolute",
+    )  # fmt: skip
+    model = BertForSequenceClassification(config).eval()
+    spec = {"kind": "server", "model": str(made(tmp_path / "model", model, MODEL)), "device": "cpu"}
+    queries = ["what does a cat do?", "x", "where?"]
+    with batchrunner.open_engine(spec, log_dir=tmp_path, task="rerank") as engine:
+        found = run(
+            tmp_path, engine, {"query": queries, "documents": DOCUMENTS},
+            task="rerank", prompt={"text": "query", "documents": "documents"},
+        )  # fmt: skip
+    for query, documents, scores in zip(queries, DOCUMENTS, found["scores"].to_pylist(), strict=True):
+        with torch.no_grad():
+            pairs = [tokenizer(query, document, return_tensors="pt") for document in documents]
+            wanted = [model(**pair).logits[0, 0].item() for pair in pairs]
+        np.testing.assert_allclose(scores, wanted, rtol=1e-3, atol=1e-4)
+
+
+def llama_with_head(**head: Any) -> tuple[Any, Any]:
+    """Return a tokenizer and a random Llama with a head of so many `num_labels`, or names of them."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=1024,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id, initializer_range=0.2, **head,
+    )  # fmt: skip
+    return tokenizer, LlamaForSequenceClassification(config).eval()
+
+
+def logits_of(tokenizer: Any, model: Any, texts: list[str]) -> list[list[float]]:
+    import torch
+
+    with torch.no_grad():
+        return [model(**tokenizer(text, return_tensors="pt")).logits[0].tolist() for text in texts]
+
+
+@pytest.mark.long
+def test_classifier(tmp_path: Path) -> None:
+    """A random Llama with three classes: scores are its logits, and labels the names of its config."""
+    require_engine("sglang")
+    names = {0: "bad", 1: "fair", 2: "good"}
+    head = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
+    tokenizer, model = llama_with_head(**head)
+    spec = {"kind": "server", "model": str(made(tmp_path / "model", model, SMALL_MODEL)), "device": "cpu"}
+    texts = [f"{'word ' * (5 * n)}text {n}" for n in range(8)]
+    with batchrunner.open_engine(spec, log_dir=tmp_path, task="classify") as engine:
+        found = run(tmp_path, engine, {"text": texts}, task="classify", prompt={"text": "text"})
+    wanted = logits_of(tokenizer, model, texts)
+    np.testing.assert_allclose(found["scores"].to_pylist(), wanted, rtol=1e-3, atol=1e-3)
+    assert found["label"].to_pylist() == [names[int(np.argmax(logits))] for logits in wanted]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,9 +19,6 @@ import pytest
 import batchrunner
 from batchrunner.job.call import job_of_batch
 from tests.conftest import ROOT, SMALL_MODEL, batchrun, require_engine
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 JOBS = ROOT / "jobs"
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -140,75 +138,60 @@ def test_rows_that_share_requests_have_the_same_answers(
 
 def test_a_batch_file(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """Whole requests of OpenAI's batch format are answered as online, and load with the types of `openai`."""
-    from openai.types import Completion  # noqa: PLC0415 - it comes with SGLang
-    from openai.types.chat import ChatCompletion  # noqa: PLC0415
+    from openai.types.chat import ChatCompletion  # noqa: PLC0415 - it comes with SGLang
 
-    say = [{"role": "user", "content": "Say hello."}]
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
     form = {"type": "json_schema", "json_schema": {"name": "out", "schema": schema, "strict": True}}
-    chat: dict[str, Any] = {"model": "gpt-4o-mini", "messages": say, "max_tokens": 12}
+    chat = {"model": "gpt-4o-mini", "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 12}
     bodies: dict[str, dict[str, Any]] = {
         "two": {**chat, "n": 2, "logprobs": True, "top_logprobs": 2, "stream": True},
         "json": {**chat, "response_format": form},
-        "text": {"model": "gpt-4o-mini", "prompt": ["One, two,", "A, B,"], "max_tokens": 3, "echo": True},
         "wrong": {**chat, "max_tokens": 10**6},
     }
     requests, results, errors = (tmp_path / f"{name}.jsonl" for name in ("requests", "results", "errors"))
-    with requests.open("w") as file:
-        for name, body in bodies.items():
-            url = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-            line = {"custom_id": name, "method": "POST", "url": url, "body": body}
-            file.write(json.dumps(line) + "\n")
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body}
+        for name, body in bodies.items()
+    ]
+    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
     base = tmp_path / "base.yaml"
     base.write_text(f"engine: {{kind: server, model: {SMALL_MODEL}, device: cpu}}\n")
     job = job_of_batch(str(requests), f"{results}.run", model=None, urls=[], base=str(base), overrides=())
     report = batchrunner.run(job, engine=smollm)
-    assert (report.rows_ok, report.rows_failed) == (3, 1), report.failures
+    assert (report.rows_ok, report.rows_failed) == (2, 1), report.failures
     # the command finds all lines done in its run directory, and starts no engine
     done = batchrun("batch", requests, "-o", results, "--errors", errors, "--job", base)
     assert done.exit_code == 0, done.stderr
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
-    assert [line["custom_id"] for line in lines] == ["two", "json", "text"]
-    two, parsed = (ChatCompletion.model_validate(line["response"]["body"]) for line in lines[:2])
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    two, parsed = (ChatCompletion.model_validate(line["response"]["body"]) for line in found)
     assert (len(two.choices), two.model) == (2, "gpt-4o-mini")
-    assert two.choices[0].logprobs is not None
-    assert two.choices[0].logprobs.content is not None
-    assert len(two.choices[0].logprobs.content[0].top_logprobs) == 2
-    assert two.usage is not None
-    assert two.usage.completion_tokens > 2
-    assert (parsed.choices[0].message.content or "").split()[0].startswith("{")  # held to the schema
-    text = Completion.model_validate(lines[2]["response"]["body"])
-    assert [choice.text[:4] for choice in text.choices] == ["One,", "A, B"]
-    failed = [json.loads(line) for line in errors.read_text().splitlines()]
-    assert [(line["custom_id"], line["response"]["status_code"]) for line in failed] == [("wrong", 400)]
+    logprobs = two.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    assert len(logprobs.content[0].top_logprobs) == 2
+    assert (parsed.choices[0].message.content or "").startswith("{")  # held to the schema
+    failed = json.loads(errors.read_text())
+    assert (failed["custom_id"], failed["response"]["status_code"]) == ("wrong", 400)
 
 
-TEXTS = ["The capital of France is", "1, 2, 3, 4,", "def add(a, b):\n    return", "Zürich liegt in der"]
-COLUMNS = ["output_ids", "logprobs", "top_logprobs", "prompt_logprobs", "matched_stop"]
+COLUMNS = ["output_ids", "logprobs", "top_logprobs", "prompt_logprobs"]
 
 
-@pytest.mark.usefixtures("full_requests")
-def test_whole_answers(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
-    """Token ids and probabilities are those of the engine's tokens, in bundles as in single requests."""
-    pq.write_table(pa.table({"ids": [[504, 3575, 282], [28, 216, 34], [1, 2, 3]]}), tmp_path / "ids.parquet")
-
-    def run(source: dict[str, Any], prompt: dict[str, str], bundle: Any) -> tuple[Any, list[dict[str, Any]]]:
-        out = tmp_path / f"run-{next(iter(prompt))}-{bundle}"
-        job: dict[str, Any] = {
-            "input": source, "prompt": prompt, "sampling": {"max_new_tokens": 6, "temperature": 0},
-            "output": {"path": str(out), "columns": COLUMNS},
-            "engine": smollm.spec.model_dump(exclude_unset=True), "bundle": bundle, "window": 8,
-        }  # fmt: skip
-        report = batchrunner.run(job, engine=smollm)
-        assert (report.exit_code, report.rows_failed) == (0, 0)
-        return report, pq.read_table(out / "parts").sort_by("row").to_pylist()
-
-    together, rows = run({"path": str(tmp_path / "ids.parquet")}, {"input_ids": "ids"}, 3)
-    assert together.bundles["most_rows"] == 3
-    texts = tmp_path / "texts.parquet"
-    pq.write_table(pa.table({"text": TEXTS}), texts)
-    _, plain = run({"path": str(texts)}, {"text": "text"}, "off")
-    for row in [*rows, *plain]:
+@pytest.mark.parametrize(
+    ("prompt", "rows"),
+    [
+        ({"input_ids": "ids"}, {"ids": [[504, 3575, 282], [28, 216, 34], [1, 2, 3]]}),
+        ({"text": "text"}, {"text": ["The capital of France is", "Zürich liegt in der"]}),
+    ],
+)
+def test_whole_answers(smollm: batchrunner.OpenEngine, prompt: dict[str, str], rows: dict[str, Any]) -> None:
+    """Token ids and probabilities are those of the engine's tokens."""
+    sampling = {"max_new_tokens": 6, "temperature": 0}
+    table = batchrunner.generate(
+        pa.table(rows), prompt=prompt, engine=smollm, sampling=sampling, answers=COLUMNS
+    )
+    for row in table.to_pylist():
+        assert row["error"] is None
         assert len(row["output_ids"]) == len(row["logprobs"]) == row["completion_tokens"]
         assert [token["id"] for token in row["logprobs"]] == row["output_ids"]
         assert all(token["logprob"] <= 0 and token["token"] is not None for token in row["logprobs"])

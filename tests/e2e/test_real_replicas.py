@@ -6,22 +6,19 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import batchrunner
 from batchrunner.engines.launched.fleet import LaunchedFleet
-from tests.conftest import SMALL_MODEL, eventually, job_of, require_engine, results_of
+from batchrunner.engines.launched.supervisor import SupervisedProgram
+from tests.conftest import SMALL_MODEL, eventually, job_of, require_engine, results_of, rows_in
 from tests.support.engine_processes import START_S, descendants_of
 from tests.support.tiny_model import make_tiny_llama
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from batchrunner.engines.launched.supervisor import SupervisedProgram
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 
@@ -155,6 +152,6 @@ def test_gateway_that_is_killed(
         report = batchrunner.run(job, engine=replicas)
         striking.result()
     assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 300, 0)
-    assert [row["row"] for row in results_of(job)] == list(range(300))
+    assert rows_in(job) == list(range(300))
     assert "the gateway died (exit 137)" in caplog.text
     assert "the gateway is back" in caplog.text

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,9 +18,6 @@ from batchrunner.engines.launched.fleet import LaunchedFleet
 from tests.conftest import SMALL_MODEL, require_engine
 from tests.support.engine_site.sitecustomize import UNPINNED
 from tests.support.tiny_model import make_tiny_llama
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 RANK, ALPHA = 4, 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import operator
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from tests.conftest import (
     job_of,
     report_of,
     results_of,
+    rows_in,
+    run_job,
     write_job,
     write_rows,
 )
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.runs import rows_in, rows_sent, some_done
+from tests.support.runs import rows_once, rows_sent, some_done
 
 
 def test_a_finished_run_sends_nothing(tmp_path: Path, server: FakeSGLang) -> None:
@@ -89,7 +92,7 @@ def test_a_partition_that_becomes_another_type(tmp_path: Path, server: FakeSGLan
     write_rows(source / "day=late" / "a.parquet", 2)
     with pytest.raises(ResumeError, match=r"columns\.d was 'int64' and is 'string'"):
         batchrunner.run(job)
-    assert batchrun(write_job(job, tmp_path)).exit_code == 2
+    run_job(job, tmp_path, code=2)
     assert server.sent == []
     assert batchrunner.run(other).rows_total == 6
     assert batchrun("merge", tmp_path / "run").exit_code == 0
@@ -136,7 +139,7 @@ def test_input_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rea
         result = batchrun(write_job(job, tmp_path), "-q")
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].endswith("Input/output error: run the same command again")
-    assert batchrun(write_job(job, tmp_path)).exit_code == 0
+    run_job(job, tmp_path)
     assert rows_in(job) == list(range(900))
 
 
@@ -168,8 +171,7 @@ def test_failed_rows_are_final_unless_asked_for(tmp_path: Path, server: FakeSGLa
     assert (report["rows_ok"], report["rows_failed"], report["rows_resumed"]) == (9, 1, 8)
     server.script = lambda _: "answer"
     assert batchrun(file, "--retry-failed").exit_code == 0
-    assert rows_in(job) == list(range(10))
-    assert all(row["error"] is None for row in results_of(job))
+    rows_once(job, 10)
 
 
 def test_a_finished_run_is_judged_by_the_limits_of_its_last_start(tmp_path: Path, server: FakeSGLang) -> None:
@@ -218,26 +220,35 @@ def test_times_add_up(tmp_path: Path, server: FakeSGLang) -> None:
     assert third.wall_s_all_starts == pytest.approx(sum(ends), abs=0.01)
 
 
-@examples(12)
+FAULTS: list[Behaviour] = [
+    "busy 429", "busy 503", "broken 500", "abort", "abort 503", "empty", "disconnect", "no answer",
+]  # fmt: skip
+ENDS: list[Behaviour] = ["answer", "answer", "too long", "abort 400", "broken 500"]
+fates = st.tuples(st.lists(st.sampled_from(FAULTS), max_size=2), st.sampled_from(ENDS))
+
+
+@pytest.mark.usefixtures("quick_retries")
+@examples(20)
 @given(
-    rows=st.integers(1, 60),
+    rows=st.lists(fates, min_size=1, max_size=60),
     window=st.integers(1, 8),
     part_rows=st.integers(1, 12),
     stops=st.lists(st.integers(1, 40), max_size=3),
-    refused=st.sets(st.integers(0, 59)),
     torn=st.booleans(),
 )
 def test_every_row_ends_once_over_all_starts(
-    rows: int,
+    rows: list[tuple[list[Behaviour], Behaviour]],
     window: int,
     part_rows: int,
     stops: list[int],
-    refused: set[int],
     *,
     torn: bool,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """However often a run is cut off, and where, every row is in the parts once and none is resent."""
+    """Whatever fails, and however often a run is cut off: each row ends once, as its own last try went.
+
+    None that has ended is sent again.
+    """
     tmp_path = tmp_path_factory.mktemp("starts")
 
     async def one_start(stop_at: int) -> None:
@@ -248,7 +259,8 @@ def test_every_row_ends_once_over_all_starts(
         def script(sent: Sent) -> Behaviour:
             if len(server.sent) == stop_at:
                 loop.call_soon_threadsafe(running.cancel)
-            return "too long" if int(sent.prompt.split()[1]) in refused else "answer"
+            before, at_last = rows[int(sent.prompt.split()[1])]
+            return before[sent.tries - 1] if sent.tries <= len(before) else at_last
 
         server.script = script
         await asyncio.wait([running])
@@ -256,13 +268,9 @@ def test_every_row_ends_once_over_all_starts(
 
     with FakeSGLang() as server:
         job = job_of(
-            tmp_path,
-            server,
-            rows=rows,
-            window=window,
-            output={"part_rows": part_rows},
-            limits={"abort_failed_share": 1},
-        )
+            tmp_path, server, rows=len(rows), window=window, output={"part_rows": part_rows},
+            limits={"abort_failed_share": 1, "max_attempts": 4},
+        )  # fmt: skip
         for stop_at in [*stops, 10**9]:
             before = set(rows_in(job))
             server.forget()
@@ -271,11 +279,11 @@ def test_every_row_ends_once_over_all_starts(
             assert before <= set(rows_in(job))
             if torn and (tmp_path / "run" / "parts").is_dir():
                 (tmp_path / "run" / "parts" / ".part-main-999999.parquet.tmp").write_bytes(b"torn")
+        tries = Counter(rows_sent(server))
     found = results_of(job)
-    assert [row["row"] for row in found] == list(range(rows))
-    assert [row["error"] is None for row in found] == [row not in refused for row in range(rows)]
+    assert [row["row"] for row in found] == list(range(len(rows)))
+    assert [row["error"] is None for row in found] == [at_last == "answer" for _, at_last in rows]
+    assert stops or [row["attempts"] for row in found] == [tries[row] for row in range(len(rows))]
     report = report_of(job)
-    assert (report["rows_ok"], report["rows_failed"]) == (
-        len(set(range(rows)) - refused),
-        len(set(range(rows)) & refused),
-    )
+    failed = sum(row["error"] is not None for row in found)
+    assert (report["rows_ok"], report["rows_failed"]) == (len(rows) - failed, failed)

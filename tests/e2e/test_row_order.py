@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import signal
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,16 +26,13 @@ from tests.conftest import (
     examples,
     job_of,
     results_of,
+    rows_in,
     started,
     write_job,
 )
-from tests.support.fake_sglang import FakeSGLang
+from tests.support.fake_sglang import FakeSGLang, Sent
 from tests.support.inputs import DOCUMENT, document, shuffled, write_texts
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.fake_sglang import Sent
+from tests.support.runs import rows_once, status_of
 
 
 @pytest.fixture
@@ -142,7 +139,7 @@ def test_a_killed_start_is_gone_on_with(tmp_path: Path, server: FakeSGLang) -> N
     run = tmp_path / "run"
     with started(file) as process:
         eventually(lambda: len(server.sent) == 78)
-        eventually(lambda: json.loads(batchrun("status", run, "--json").stdout)["rows_on_disk"] == 77)
+        eventually(lambda: status_of(run).get("rows_on_disk") == 77)
         process.process.kill()
         assert process.end() == -signal.SIGKILL
     assert len(copies_in(run)) == 1
@@ -171,35 +168,29 @@ def test_a_kill_in_the_middle_of_the_sort(tmp_path: Path, server: FakeSGLang, op
     server.answer_held()
     file = write_job({**job, "input": {**job["input"], "limit": 300}}, tmp_path)
     assert batchrun(file, *options).exit_code == 0
-    assert [row["row"] for row in results_of(job)] == list(range(300))
+    assert rows_in(job) == list(range(300))
     assert copies_in(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("changed", ["order", "files"])
-def test_a_copy_that_does_not_fit_is_replaced(tmp_path: Path, server: FakeSGLang, changed: str) -> None:
-    """Another order or more files: the rows are sorted anew."""
+def test_a_copy_that_does_not_fit_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
+    """With more files the rows are sorted anew."""
     source = tmp_path / "in"
-    write_texts(source / "a.parquet", shuffled(60, 5), n=range(60))
+    write_texts(source / "a.parquet", shuffled(60, 5))
     server.script = lambda _: "hold"
     job = sorted_job(tmp_path, server, input={"path": str(source)})
     with started(write_job(job, tmp_path)) as process:
-        eventually(lambda: len(server.sent) == 1)
+        server.wait_for(1)
         process.process.kill()
         process.end()
     server.answer_held()
     server.forget()
     server.script = lambda _: "answer"
     assert len(copies_in(tmp_path / "run")) == 1
-    if changed == "order":
-        job["order"] = "longest_first"
-    else:
-        write_texts(source / "b.parquet", shuffled(40, 5), n=range(40))
+    write_texts(source / "b.parquet", shuffled(40, 5))
     batchrunner.run(job)
-    rows = 100 if changed == "files" else 60
-    assert [row["row"] for row in results_of(job)] == list(range(rows))
+    rows_once(job, 100)
     assert chosen(job)[-1]["why"] == "set by the job"
-    if changed == "files":
-        assert stretches(sent_texts(server)) == 5
+    assert stretches(sent_texts(server)) == 5
     assert copies_in(tmp_path / "run") == []
 
 
@@ -229,10 +220,10 @@ def test_three_tasks_in_prefix_order(tmp_path: Path, server: FakeSGLang) -> None
     file = write_job(job, tmp_path)
     with started(file, "--join") as one, started(file, "--join") as two, started(file, "--join") as three:
         assert [task.end() for task in (one, two, three)] == [0, 0, 0]
-    assert [row["row"] for row in results_of(job)] == list(range(600))
+    assert rows_in(job) == list(range(600))
     assert sorted(sent_texts(server)) == sorted(texts)
     assert copies_in(tmp_path / "run") == []
-    assert json.loads(batchrun("status", tmp_path / "run", "--json").stdout)["leases"]["free"] == 0
+    assert status_of(tmp_path / "run")["leases"]["free"] == 0
 
 
 def test_auto_sorts_where_it_pays(tmp_path: Path, server: FakeSGLang) -> None:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
-from tests.conftest import batchrun, examples, job_of, report_of, results_of, started, write_job
+from tests.conftest import (
+    batchrun,
+    job_of,
+    report_of,
+    results_of,
+    rows_in,
+    run_job,
+    started,
+    write_job,
+)
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -200,13 +205,12 @@ def test_a_plainly_wrong_job_is_stopped(tmp_path: Path, server: FakeSGLang) -> N
     """When most of at least 100 rows failed the run stops, exit 1, instead of spoiling all of them."""
     server.script = lambda sent: "too long" if ids(sent) % 4 else "answer"
     job = job_of(tmp_path, server, rows=2000, window=4)
-    result = batchrun(write_job(job, tmp_path))
-    assert result.exit_code == 1
+    result = run_job(job, tmp_path, code=1)
     assert re.search(r"7[3-7]% of the rows failed \(limits.abort_failed_share\)", result.stderr)
     assert "run the same command again" not in result.stderr  # it would go on as it has begun
     assert 100 <= len(results_of(job)) == len(server.sent) <= 110
-    assert batchrun(write_job(job, tmp_path), "--set", "limits.abort_failed_share=1").exit_code == 3
-    assert [row["row"] for row in results_of(job)] == list(range(2000))
+    run_job(job, tmp_path, "--set", "limits.abort_failed_share=1", code=3)
+    assert rows_in(job) == list(range(2000))
     assert len(server.sent) == 2000
 
 
@@ -220,8 +224,7 @@ def test_deadline(tmp_path: Path, server: FakeSGLang) -> None:
         sampling={"max_new_tokens": 5},
         limits={"deadline": 8},  # in which a slow machine does some rows
     )
-    result = batchrun(write_job(job, tmp_path))
-    assert result.exit_code == 1
+    result = run_job(job, tmp_path, code=1)
     assert "the deadline passed (limits.deadline)" in result.stderr
     report = report_of(job)
     assert 0 < report["rows_ok"] == len(results_of(job)) < 5000
@@ -235,8 +238,7 @@ def test_an_engine_that_dies(tmp_path: Path, server: FakeSGLang) -> None:
     """An engine that is gone for longer than `engine_wait` ends the run, exit 1; another one finishes it."""
     server.script = lambda sent: "die" if ids(sent) == 30 else "answer"
     job = job_of(tmp_path, server, rows=100, window=4, limits={"engine_wait": 0.5})
-    result = batchrun(write_job(job, tmp_path))
-    assert result.exit_code == 1
+    result = run_job(job, tmp_path, code=1)
     assert len([line for line in result.stderr.splitlines() if line.startswith("batchrun: ")]) == 1
     assert "the engine took no row for" in result.stderr
     done = {row["row"] for row in results_of(job)}
@@ -244,9 +246,9 @@ def test_an_engine_that_dies(tmp_path: Path, server: FakeSGLang) -> None:
     assert report_of(job)["exit_code"] == 1
     with FakeSGLang() as another:
         urls = f"engine.urls=[{another.url}]"
-        assert batchrun(write_job(job, tmp_path), "--set", urls).exit_code == 0
+        run_job(job, tmp_path, "--set", urls)
         assert sorted(map(ids, another.sent)) == sorted(set(range(100)) - done)
-    assert [row["row"] for row in results_of(job)] == list(range(100))
+    assert rows_in(job) == list(range(100))
 
 
 def test_a_long_retry_after_does_not_outlast_our_patience(
@@ -269,52 +271,6 @@ def test_the_reader_does_not_run_away(tmp_path: Path, server: FakeSGLang) -> Non
         batchrunner.run(job)
     assert 16 <= len(set(server.prompts)) <= 4096
     assert results_of(job) == []
-
-
-# --- and all of it at once ---
-
-faults = st.lists(
-    st.sampled_from(
-        ["busy 429", "busy 503", "broken 500", "abort", "abort 503", "empty", "disconnect", "no answer"]
-    ),
-    max_size=2,
-)
-fates = st.tuples(faults, st.sampled_from(["answer", "answer", "too long", "abort 400", "broken 500"]))
-
-
-@examples(15)
-@given(rows=st.lists(fates, min_size=1, max_size=30), window=st.integers(1, 8), part_rows=st.integers(1, 10))
-def test_every_row_ends_once(
-    rows: list[tuple[list[Behaviour], Behaviour]],
-    window: int,
-    part_rows: int,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    """Whatever fails how often, each row ends exactly once, as its own last try went."""
-
-    def script(sent: Sent) -> Behaviour:
-        before, at_last = rows[ids(sent)]
-        return before[sent.tries - 1] if sent.tries <= len(before) else at_last
-
-    tmp_path = tmp_path_factory.mktemp("fates")
-    with FakeSGLang(script, retry_after="0") as server:
-        job = job_of(
-            tmp_path,
-            server,
-            rows=len(rows),
-            window=window,
-            output={"part_rows": part_rows},
-            limits={"max_attempts": 4},
-        )
-        report = batchrunner.run(job)
-        tries = Counter(map(ids, server.sent))
-    found = results_of(job)
-    assert [row["row"] for row in found] == list(range(len(rows)))
-    assert [row["error"] is None for row in found] == [at_last == "answer" for _, at_last in rows]
-    assert [row["attempts"] for row in found] == [tries[i] for i in range(len(rows))]
-    assert report.rows_ok == sum(row["error"] is None for row in found)
-    assert report.rows_ok + report.rows_failed == len(rows)
-    assert report.retries == sum(tries.values()) - len(rows)
 
 
 def test_a_few_bad_rows_before_the_first_answer_stop_nothing(tmp_path: Path, server: FakeSGLang) -> None:

@@ -1,15 +1,17 @@
-"""A run in an object store: parts, resume, commands on URIs, refusals, and what is lost with a machine."""
+"""A run in an object store: parts, commands on URIs, lost machines, a store that fails or refuses."""
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -22,19 +24,17 @@ from tests.conftest import (
     batchrun,
     eventually,
     job_of,
+    run_job,
     started,
     started_python,
     write_job,
     write_rows,
 )
-from tests.support.fake_sglang import FakeSGLang
+from tests.support.fake_sglang import Behaviour, FakeSGLang
 from tests.support.launchable import never_ready
 from tests.support.refusals import refusal, told
 from tests.support.server_thread import PATIENCE_S
-from tests.support.store_server import Refusal, StoreProxy
-
-if TYPE_CHECKING:
-    from tests.support.store_server import StoreBucket
+from tests.support.store_server import Fault, Refusal, StoreBucket, StoreProxy
 
 
 @pytest.fixture(autouse=True)
@@ -45,23 +45,22 @@ def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     return directory
 
 
-def stored_rows(bucket: StoreBucket, run: str = "run") -> list[dict[str, Any]]:
-    """Return the rows of all parts, as any reader of the bucket finds them."""
-    parts = [key for key in bucket.keys(f"{run}/parts/") if key.endswith(".parquet")]
-    rows = [row for key in parts for row in pq.read_table(io.BytesIO(bucket.get(key))).to_pylist()]
-    return sorted(rows, key=lambda row: row["row"])
+def ids_in(bucket: StoreBucket) -> list[int]:
+    """Return the ordinals of the rows of all parts, as any reader of the bucket finds them."""
+    parts = [pq.read_table(io.BytesIO(bucket.get(key))) for key in bucket.keys("run/parts/")]
+    return sorted(row for part in parts for row in part["row"].to_pylist())
 
 
 def test_a_run(tmp_path: Path, store_bucket: StoreBucket, cache: Path) -> None:
     """All rows are in the store, once; every command reads them there, on a machine that has nothing."""
-    uri = f"{store_bucket.uri}/out/run"
+    uri = f"{store_bucket.uri}/run"
     job = job_of(tmp_path, rows=20, output={"path": uri}, input={"columns": ["id"]})
     file = write_job(job, tmp_path)
     done = batchrun(file)
     assert done.exit_code == 0, done.stderr
     assert f"results: {uri}/parts" in done.stderr
-    assert [row["id"] for row in stored_rows(store_bucket, "out/run")] == list(range(20))
-    keys = {key.removeprefix("out/run/") for key in store_bucket.keys("out/run/")}
+    assert ids_in(store_bucket) == list(range(20))
+    keys = {key.removeprefix("run/") for key in store_bucket.keys("run/")}
     assert {"run.json", "report.json", "events.jsonl", "tasks/main/owner"} <= keys
     assert not any("journal" in key for key in keys)
     shutil.rmtree(cache)
@@ -72,11 +71,11 @@ def test_a_run(tmp_path: Path, store_bucket: StoreBucket, cache: Path) -> None:
     assert json.loads(again.stdout)["rows_resumed"] == 20
     merged = batchrun("merge", uri)
     assert (merged.exit_code, merged.stdout.strip()) == (0, f"{uri}/merged"), merged.stderr
-    table = pq.read_table(io.BytesIO(store_bucket.get("out/run/merged/merged-000000.parquet")))
+    table = pq.read_table(io.BytesIO(store_bucket.get("run/merged/merged-000000.parquet")))
     assert table.column("row").to_pylist() == list(range(20))
-    assert "out/run/merged/_SUCCESS" in store_bucket.keys("out/run/merged/")
+    assert "run/merged/_SUCCESS" in store_bucket.keys("run/merged/")
     assert batchrun("report", uri).stdout.strip() == f"{uri}/report.html"
-    assert b"<html" in store_bucket.get("out/run/report.html")
+    assert b"<html" in store_bucket.get("run/report.html")
     assert batchrun("advise", uri).exit_code == 0
     exported = batchrun("merge", uri, tmp_path / "a.csv")
     assert exported.exit_code == 0, exported.stderr
@@ -108,12 +107,12 @@ def test_added_rows_and_fresh(tmp_path: Path, store_bucket: StoreBucket) -> None
     store_bucket.put("run/of-mine.txt", b"precious")
     write_rows(source / "b.parquet", 5, first=5)
     assert batchrun(file).exit_code == 0
-    assert len(stored_rows(store_bucket)) == 10
+    assert len(ids_in(store_bucket)) == 10
     assert store_bucket.keys("run/merged/") == []
     other = {**job, "prompt": {"user": "Say {{ text }}"}}
     told(refusal(other, tmp_path), f"{store_bucket.uri}/run holds another run", "prompt", "--fresh")
-    assert batchrun(write_job(other, tmp_path), "--fresh").exit_code == 0
-    assert [row["row"] for row in stored_rows(store_bucket)] == list(range(10))
+    run_job(other, tmp_path, "--fresh")
+    assert ids_in(store_bucket) == list(range(10))
     assert store_bucket.get("run/of-mine.txt") == b"precious"
 
 
@@ -137,7 +136,7 @@ def test_a_kill(tmp_path: Path, store_bucket: StoreBucket, cache: Path, is_lost:
     assert report.rows_ok == 40
     assert report.rows_resumed > 0
     assert len(server.prompts) - sent == 40 - report.rows_resumed
-    assert [row["row"] for row in stored_rows(store_bucket)] == list(range(40))
+    assert ids_in(store_bucket) == list(range(40))
 
 
 def test_kills_before_the_first_row(tmp_path: Path, store_bucket: StoreBucket) -> None:
@@ -159,7 +158,7 @@ def test_kills_before_the_first_row(tmp_path: Path, store_bucket: StoreBucket) -
             run.process.wait()
     with started_python(script, "c", write_job(job, tmp_path)) as run:
         assert run.end() == 0
-    assert [row["row"] for row in stored_rows(store_bucket)] == list(range(10))
+    assert ids_in(store_bucket) == list(range(10))
 
 
 def test_another_run_in_its_place(tmp_path: Path, store_bucket: StoreBucket, cache: Path) -> None:
@@ -176,7 +175,7 @@ def test_another_run_in_its_place(tmp_path: Path, store_bucket: StoreBucket, cac
     for key in store_bucket.keys("run/"):
         store_bucket.delete(key)
     assert batchrunner.run(job).rows_resumed == 0
-    assert len(stored_rows(store_bucket)) == 10
+    assert len(ids_in(store_bucket)) == 10
 
 
 @pytest.mark.parametrize(
@@ -205,49 +204,26 @@ def test_what_cannot_be_an_output_path(
 REQUEST = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": [], "model": "m"}}
 
 
-@pytest.fixture
-def run(tmp_path: Path, store_bucket: StoreBucket) -> str:
-    """A run in the store that is over."""
-    uri = f"{store_bucket.uri}/run"
-    batchrunner.run(job_of(tmp_path, INSTANT, output={"path": uri}))
-    return uri
-
-
-def one_line(*arguments: object) -> str:
-    """Return the refusal of a command."""
-    result = batchrun(*arguments)
-    assert result.exit_code == 2, (result.stderr, result.exception)
-    (line,) = result.stderr.splitlines()
-    return line
-
-
-@pytest.mark.parametrize("command", ["status", "merge", "report", "advise"])
-def test_no_run(store_bucket: StoreBucket, command: str) -> None:
-    """A URI without a run is named as it was given."""
-    uri = f"{store_bucket.uri}/nothing"
-    told(one_line(command, uri), uri, "not a run's output path")
-
-
-def test_files_that_are_local(tmp_path: Path, store_bucket: StoreBucket, run: str) -> None:
-    """What is written as a plain file is refused as a URI, also in capitals, and makes no directory."""
+def test_commands_that_are_refused(tmp_path: Path, store_bucket: StoreBucket) -> None:
+    """A URI without a run, and what is written as a plain file as a URI: one line, and nothing is made."""
+    run = f"{store_bucket.uri}/run"
+    batchrunner.run(job_of(tmp_path, output={"path": run}))
     requests = tmp_path / "r.jsonl"
     requests.write_text(json.dumps(REQUEST))
     uri = store_bucket.uri.replace("s3", "S3")
     commands: list[list[object]] = [
+        ["status", f"{run}/of/nobody"],
+        ["merge", f"{run}/of/nobody"],
         ["merge", run, f"{uri}/a.csv"],
         ["batch", requests, "-o", f"{uri}/a.jsonl", "--model", "simulated"],
         ["batch", requests, "-o", tmp_path / "a.jsonl", "--errors", f"{uri}/a.jsonl", "--model", "simulated"],
     ]
     for command in commands:
-        told(one_line(*command), f"{uri}/a", "is a URI")
+        refused = batchrun(*command)
+        (line,) = refused.stderr.splitlines()
+        told(line, "is a URI" if len(command) > 2 else "not a run's output path")
+        assert refused.exit_code == 2
     assert not any(":" in path.name for path in tmp_path.iterdir())
-
-
-def test_tune(tmp_path: Path, store_bucket: StoreBucket) -> None:
-    """Trials are kept on a disk."""
-    engine = {"kind": "server", "model": "some/model"}
-    job = write_job(job_of(tmp_path, engine, output={"path": f"{store_bucket.uri}/run"}), tmp_path)
-    told(one_line("tune", job), f"{store_bucket.uri}/run", "trials are kept on a disk", "--set output.path")
 
 
 def test_requests_of_a_batch(tmp_path: Path, store_bucket: StoreBucket) -> None:
@@ -281,7 +257,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("what", ["every request", "every write"])
+@pytest.mark.parametrize("refused", [{"PUT"}, {"GET", "PUT", "HEAD", "POST", "DELETE"}], ids=len)
 @pytest.mark.parametrize(("answer", "problem"), REFUSALS, ids=[answer.code for answer, _ in REFUSALS])
 def test_what_a_store_refuses(
     tmp_path: Path,
@@ -290,26 +266,104 @@ def test_what_a_store_refuses(
     monkeypatch: pytest.MonkeyPatch,
     answer: Refusal,
     problem: str,
-    what: str,
+    refused: set[str],
 ) -> None:
     """A store that refuses all, or writes only, is one line with exit code 2, before a row is sent."""
     monkeypatch.setattr(TIMING, "store_retries", 0.1)
     uri = f"{store_bucket.uri}/run"
     with StoreProxy(store_bucket.endpoint) as proxy:
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
-        refused = {"PUT"} if what == "every write" else {"GET", "PUT", "HEAD", "POST", "DELETE"}
         proxy.faults = lambda method, *_: answer if method in refused else "none"
         told(refusal(job_of(tmp_path, server, output={"path": uri}), tmp_path), uri, problem)
     assert not server.sent
 
 
-def test_slurm(tmp_path: Path, store_bucket: StoreBucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tasks of an array join a run in a store; their logs lie where they are submitted."""
-    monkeypatch.chdir(tmp_path)
-    uri = f"{store_bucket.uri}/runs/mine"
-    job = write_job(job_of(tmp_path, output={"path": uri}), tmp_path)
-    made = batchrun("slurm", job, "--array", "0-3")
-    assert made.exit_code == 0, made.stderr
-    assert f"--output={tmp_path}/mine.slurm/" in made.stdout
-    assert "--join" in made.stdout
-    assert "s3:/" not in made.stdout
+@pytest.fixture
+def proxy(store_bucket: StoreBucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreProxy]:
+    """A proxy before the store, to which the environment leads."""
+    with StoreProxy(store_bucket.endpoint) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
+        yield proxy
+
+
+FAULTS: list[tuple[Fault, set[str]]] = [
+    ("slow down", {"GET", "PUT", "HEAD", "POST", "DELETE"}),
+    ("reset", {"GET", "PUT", "HEAD"}),
+    ("lost reply", {"PUT"}),
+    ("half answer", {"GET"}),
+    ("late", {"PUT"}),
+]
+
+
+@pytest.mark.parametrize(("fault", "methods"), FAULTS, ids=[fault for fault, _ in FAULTS])
+def test_each_request_fails_once(
+    tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy, fault: Fault, methods: set[str]
+) -> None:
+    """Input, results, lock, logs, `merge`: what fails once is repeated, and done once."""
+    store_bucket.put("in/a.parquet", write_rows(tmp_path / "a.parquet", 30))
+    run = {"path": f"{store_bucket.uri}/run", "durable": 0.2, "part_rows": 10}
+    job = job_of(tmp_path, INSTANT, input={"path": f"{store_bucket.uri}/in"}, output=run)
+    proxy.faults = lambda method, _, before: fault if method in methods and not before else "none"
+    assert batchrunner.run(job).rows_ok == 30
+    proxy.asked.clear()
+    store_bucket.put("in/b.parquet", write_rows(tmp_path / "b.parquet", 30, first=30))
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.rows_resumed) == (60, 30)
+    assert ids_in(store_bucket) == list(range(60))
+    assert batchrunner.run(job).rows_resumed == 60
+    proxy.asked.clear()
+    assert batchrun("merge", run["path"]).exit_code == 0
+    proxy.asked.clear()
+    assert batchrun("merge", run["path"], tmp_path / "all.parquet").exit_code == 0
+    (key,) = (key for key in store_bucket.keys("run/merged/") if key.endswith(".parquet"))
+    for whole in (io.BytesIO(store_bucket.get(key)), tmp_path / "all.parquet"):
+        assert pq.read_table(whole).column("row").to_pylist() == list(range(60))
+
+
+def test_the_requests_of_a_run(tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy) -> None:
+    """A start, a part and an end cost a few dozen requests, whatever the number of rows."""
+    job = job_of(tmp_path, INSTANT, rows=300, output={"path": f"{store_bucket.uri}/run"})
+    batchrunner.run(job)
+    assert proxy.asked.total() < 40, proxy.asked
+
+
+MID_RUN: dict[str, Fault | Refusal] = {
+    "slow-down": "slow down",
+    "reset": "reset",
+    "no-rights": Refusal(403, "AccessDenied"),
+    "no-bucket": Refusal(404, "NoSuchBucket"),
+    "old-token": Refusal(400, "ExpiredToken"),
+}
+
+
+@pytest.mark.parametrize("join", [False, True], ids=["alone", "join"])
+@pytest.mark.parametrize("fault", MID_RUN.values(), ids=list(MID_RUN))
+def test_a_store_that_fails_for_good(
+    tmp_path: Path, store_bucket: StoreBucket, proxy: StoreProxy, fault: Fault | Refusal, join: bool
+) -> None:
+    """One line, exit code 1, a report on this machine; the next start sends no row again."""
+    options = ["--join"] if join else []
+    with FakeSGLang(lambda _: _fails(proxy, server, fault)) as server:
+        run = {"path": f"{store_bucket.uri}/run", "durable": 0.2}
+        job = job_of(tmp_path, server, rows=40, output=run, limits={"disk_wait": 0.5}, window=4)
+        failed = run_job(job, tmp_path, *options, code=1)
+        (error,) = (line for line in failed.stderr.splitlines() if line.startswith("batchrun: "))
+        assert "what is stored is kept" in error
+        assert "Traceback" not in failed.stderr
+        (report,) = Path(os.environ["XDG_CACHE_HOME"]).rglob("report.json")
+        assert json.loads(report.read_text())["exit_code"] == 1
+        sent = len(server.prompts)
+        proxy.faults = lambda *_: "none"
+        server.script = lambda _: "answer"
+        assert batchrun(tmp_path / "job.yaml", *options).exit_code == 0
+    assert ids_in(store_bucket) == list(range(40))
+    assert sent >= 20
+    assert len(server.prompts) - 40 <= 4  # in flight when it ended
+
+
+def _fails(proxy: StoreProxy, server: FakeSGLang, fault: Fault | Refusal) -> Behaviour:
+    """Let the store refuse everything from the 20th prompt on, and let the last rows wait until then."""
+    if len(server.prompts) > 20:
+        proxy.faults = lambda *_: fault
+        return "hold"
+    return "answer"

@@ -1,28 +1,30 @@
-"""A disk that is full, or turns read-only, and a low limit on open files."""
+"""A disk that is full, and a low limit on open files."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
-from batchrunner.output import writer
-from tests.conftest import INSTANT, batchrun, job_of, report_of, results_of, started_python, write_job
+from tests.conftest import (
+    INSTANT,
+    batchrun,
+    job_of,
+    report_of,
+    run_job,
+    started_python,
+    write_job,
+)
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import AS_ROOT, refusal, told
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 @contextlib.contextmanager
@@ -68,64 +70,16 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
             path = str(disk / "run")
             job = job_of(tmp_path, server, rows=100, output={"path": path, "part_rows": 10}, window=2)
             job["limits"] = {"disk_wait": 2}
-            result = batchrun(write_job(job, tmp_path), "-q")
-            assert result.exit_code == 1, result.stderr
+            result = run_job(job, tmp_path, "-q", code=1)
             (line,) = [line for line in result.stderr.splitlines() if line.startswith("batchrun: ")]
             told(line, disk / "run" / "parts", "No space left", "run the same command again")
             assert result.stderr.count("Traceback") == 0
         (disk / "ballast").unlink()
         with FakeSGLang() as another:
             urls = f"engine.urls=[{another.url}]"
-            assert batchrun(write_job(job, tmp_path), "--set", urls).exit_code == 0
+            run_job(job, tmp_path, "--set", urls)
         assert report_of(job)["rows_ok"] == 100
         assert 0 < report_of(job)["rows_resumed"] < 100
-
-
-def test_a_disk_that_turns_read_only(tmp_path: Path, server: FakeSGLang) -> None:
-    """While nothing can be created under the output path the run pauses, and goes on when it can again."""
-    run = Path(tempfile.mkdtemp(prefix="batchrunner-disk-"))  # as for a small disk
-    with mounted_read_only(run):
-        pass  # or this test is skipped
-    job = job_of(tmp_path, server, rows=100, output={"path": str(run), "part_rows": 10}, window=2)
-    with contextlib.ExitStack() as stack:
-        arrived = count(1)
-
-        def turn_read_only(_: object) -> Any:
-            if next(arrived) == 30:
-                stack.enter_context(mounted_read_only(run))
-            return "answer"
-
-        class TurnBack(logging.Handler):
-            """Lets the directory be written again once the run has said that it pauses."""
-
-            def emit(self, record: logging.LogRecord) -> None:
-                if "the run pauses" in record.getMessage():
-                    stack.close()
-
-        log = logging.getLogger(writer.__name__)
-        log.addHandler(turn_back := TurnBack())
-        stack.callback(log.removeHandler, turn_back)
-        server.script = turn_read_only
-        result = batchrun(write_job(job, tmp_path))
-    assert result.exit_code == 0, result.stderr
-    told(result.stderr, "Read-only file system: the run pauses until it can be written", "written after")
-    assert [row["row"] for row in results_of(job)] == list(range(100))
-    shutil.rmtree(run)
-
-
-@contextlib.contextmanager
-def mounted_read_only(place: Path) -> Iterator[None]:
-    """Mount a directory over itself, read-only; skips where that is not allowed."""
-    for options in (["--bind", str(place), str(place)], ["-o", "remount,ro,bind", str(place)]):
-        made = subprocess.run(
-            ["mount", *options], check=False, capture_output=True, text=True, timeout=PATIENCE_S
-        )
-        if made.returncode:
-            pytest.skip(f"nothing can be mounted here: {made.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=PATIENCE_S)
 
 
 LIMITED = """
@@ -146,7 +100,7 @@ def limited(size: int, *args: object) -> subprocess.CompletedProcess[str]:
 def test_merged_files_that_do_not_fit(tmp_path: Path, file: str | None) -> None:
     """One line that says what to do, exit code 2; what an earlier call wrote is as it was."""
     job = job_of(tmp_path, rows=2000)
-    assert batchrun(write_job(job, tmp_path), "-q").exit_code == 0
+    run_job(job, tmp_path, "-q")
     run, out = tmp_path / "run", tmp_path / (file or "run/merged")
     command = ("merge", run) if file is None else ("merge", run, out, "--force")
     assert batchrun(*command).exit_code == 0

@@ -1,10 +1,11 @@
-"""Jobs with `task: score`, `rerank`, `reward` and `classify`, on the server that stands in for SGLang."""
+"""Jobs with `task: score`, of labels and choices, `rerank`, `reward` and `classify`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,19 +13,15 @@ import pytest
 
 import batchrunner
 from tests.conftest import (
-    ROOT,
     batchrun,
     job_of,
     results_of,
+    run_job,
     write_job,
     write_rows,
 )
 from tests.support.answers import HEAD, logprob_for
 from tests.support.fake_sglang import FakeSGLang
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 SCORE: dict[str, Any] = {"task": "score", "labels": [" yes", " no"]}
 TOKENS = {" yes": [11], " no": [12], "yes": [11], "perhaps": [7, 8]}
@@ -66,10 +63,10 @@ def scores_of(job: dict[str, Any]) -> list[Any]:
 def test_softmax(tmp_path: Path, scorer: FakeSGLang) -> None:
     """Among the labels the probabilities have the sum 1, and the same proportions."""
     plain = ids_job(tmp_path, scorer, rows=6)
-    assert run(plain, tmp_path).exit_code == 0
+    run_job(plain, tmp_path)
     whole = scores_of(plain)
     job = ids_job(tmp_path, scorer, rows=6, output={"path": str(tmp_path / "among"), "softmax": True})
-    assert run(job, tmp_path).exit_code == 0
+    run_job(job, tmp_path)
     for found, (yes, no) in zip(scores_of(job), whole, strict=True):
         assert found == pytest.approx([yes / (yes + no), no / (yes + no)])
 
@@ -103,37 +100,15 @@ def test_a_server_that_does_not_tell_its_tokens(tmp_path: Path, scorer: FakeSGLa
     assert scorer.requests == 0
 
 
-def test_bad_rows_and_odd_probabilities(tmp_path: Path, scorer: FakeSGLang) -> None:
-    """A row that is refused, and one without a number, fail alone; nothing is lost."""
-    bad, odd = str([5, 6, 7]), str([9, 10, 7])
-    scorer.script = lambda sent: "too long" if sent.prompt == bad else "answer"
+def test_odd_probabilities(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """A row without a number fails alone; nothing is lost."""
+    odd = str([9, 10, 7])
     scorer.logprob = lambda prompt, token: None if prompt == odd else logprob_for(prompt, token)
-    limits = {"max_failed_rows": 2, "abort_failed_share": 1, "max_attempts": 1}
+    limits = {"max_failed_rows": 1, "max_attempts": 1}
     job = ids_job(tmp_path, scorer, limits=limits)
-    assert run(job, tmp_path).exit_code == 0
-    errors = {row["row"]: row["error"] for row in results_of(job) if row["error"]}
-    assert list(errors) == [5, 9]
-    assert "longer than the model's context length" in errors[5]
-    assert "the probability of a label is not a number" in errors[9]
-    assert [row["scores"] for row in results_of(job) if row["row"] in {5, 9}] == [None, None]
-
-
-def test_the_job_that_we_ship(tmp_path: Path, scorer: FakeSGLang) -> None:
-    """Each row has two probabilities, which are 1 together."""
-    texts = [f"text {n}" for n in range(6)]
-    pq.write_table(pa.table({"id": texts, "title": texts, "text": texts}), tmp_path / "docs.parquet")
-    changes = {
-        "input.path": tmp_path / "docs.parquet",
-        "output.path": tmp_path / "run",
-        "engine": f"{{kind: attach, urls: ['{scorer.url}']}}",
-    }
-    done = batchrun(
-        ROOT / "jobs" / "score.yaml", *(f"--set={name}={value}" for name, value in changes.items())
-    )
-    assert done.exit_code == 0
-    for row in results_of({"output": {"path": tmp_path / "run"}}):
-        assert row["id"] == row["title"] == texts[row["row"]]
-        assert sum(row["scores"]) == pytest.approx(1)
+    run_job(job, tmp_path)
+    assert scores_of(job).count(None) == 1
+    assert "the probability of a label is not a number" in results_of(job)[9]["error"]
 
 
 DOCUMENTS = [["a", "b"], ["c"], ["a", "a", "d"]]
@@ -164,7 +139,7 @@ def test_pairs_as_rows(tmp_path: Path, reranker: FakeSGLang) -> None:
     """A column of texts has one document a row, and rows go in lists."""
     documents = [f"d{n}" for n in range(24)]
     job = rerank_job(tmp_path, reranker, documents, bundle=8)
-    assert run(job, tmp_path).exit_code == 0
+    run_job(job, tmp_path)
     assert [row["scores"] for row in results_of(job)] == [
         [pytest.approx(pair(f"q{n}", each))] for n, each in enumerate(documents)
     ]
@@ -177,7 +152,7 @@ def test_bad_documents_and_scores(tmp_path: Path, reranker: FakeSGLang) -> None:
     reranker.logprob = lambda prompt, at: math.nan if prompt == odd else logprob_for(prompt, at)
     limits = {"max_failed_rows": 5, "abort_failed_share": 1, "max_attempts": 1}
     job = rerank_job(tmp_path, reranker, [["a"], [], None, ["", "a"], ["n"]], limits=limits)
-    assert run(job, tmp_path).exit_code == 0
+    run_job(job, tmp_path)
     errors = [row["error"] for row in results_of(job)]
     assert errors[0] is None
     assert errors[1:4] == ["prompt.documents: column 'documents' is null or empty, or has such an item"] * 3
@@ -188,7 +163,7 @@ def test_rewards(tmp_path: Path, reranker: FakeSGLang) -> None:
     """One number a row; a model with several classes fails them."""
     reranker.classes = 1
     job = job_of(tmp_path, reranker, task="reward", rows=4)
-    assert run(job, tmp_path).exit_code == 0
+    run_job(job, tmp_path)
     assert [row["score"] for row in results_of(job)] == [
         pytest.approx(logprob_for(sent, 0)) for sent in sorted(reranker.prompts)
     ]
@@ -204,21 +179,117 @@ def test_rewards(tmp_path: Path, reranker: FakeSGLang) -> None:
 def test_classes(tmp_path: Path, reranker: FakeSGLang, softmax: bool) -> None:
     """The scores of all classes, and the name of the highest one."""
     job = job_of(tmp_path, reranker, task="classify", rows=4, output={"softmax": softmax})
-    assert run(job, tmp_path).exit_code == 0
+    run_job(job, tmp_path)
     for row in results_of(job):
         assert row["label"] == f"LABEL_{row['scores'].index(max(row['scores']))}"
         assert (sum(row["scores"]) == pytest.approx(1)) == softmax
 
 
-def test_the_function_and_the_job(tmp_path: Path, reranker: FakeSGLang) -> None:
-    """The library, and the job that we ship."""
+def test_the_function_rerank(reranker: FakeSGLang) -> None:
+    """The library scores the documents of each row."""
     rows = [{"query": "q0", "documents": ["a", "b"]}]
     table = batchrunner.rerank(rows, prompt="{{ query }}", documents="documents", engine=reranker.url)
     assert table.column("scores").to_pylist() == [pytest.approx([pair("q0", "a"), pair("q0", "b")])]
-    overrides = [f"output.path={tmp_path / 'run'}", "input.limit=6"]
-    texts = [f"text {n}" for n in range(6)]
-    pq.write_table(pa.table({"id": texts, "title": texts, "text": texts}), tmp_path / "docs.parquet")
-    overrides.append(f"input.path={tmp_path / 'docs.parquet'}")
-    with batchrunner.open_engine(reranker.url, task="rerank") as engine:
-        report = batchrunner.run(ROOT / "jobs" / "rerank.yaml", engine=engine, overrides=overrides)
-    assert (report.exit_code, report.rows_ok) == (0, 6)
+
+
+CHOICES = [" Rome", " Paris, I think", " é"]
+BEGIN, MERGED = 1, 900
+"""The token that begins a prompt, and the one of `xy`."""
+
+
+def tokens_in(text: str) -> list[int]:
+    """Return the tokens of a text: the first one, one for `xy`, and one for each other character."""
+    return [BEGIN, *(MERGED if part == "\0" else ord(part) for part in text.replace("xy", "\0"))]
+
+
+def likelihood(text: str, begin: int) -> float:
+    """Return the log likelihood of the tokens of a text from one on."""
+    ids = tokens_in(text)
+    return sum(logprob_for(str(ids[:at]), ids[at]) for at in range(begin, len(ids)))
+
+
+@pytest.fixture
+def chooser() -> Iterator[FakeSGLang]:
+    """A server of a model that generates texts, which tells the tokens of them."""
+    with FakeSGLang(tokenize=lambda body: tokens_in(body["prompt"])) as fake:
+        yield fake
+
+
+def choice_job(directory: Path, engine: Any, texts: list[str], choices: Any = None, **changes: Any) -> Any:
+    """A job with these prompts; `choices` is a list for each row, or None for CHOICES in the job."""
+    columns: dict[str, Any] = {"id": [*range(len(texts))], "text": texts}
+    if choices is not None:
+        columns["mine"] = pa.array(choices, pa.list_(pa.string()))
+    pq.write_table(pa.table(columns), directory / "input.parquet")
+    prompt = {"text": "{{ text }}", "choices": CHOICES if choices is None else "mine"}
+    return job_of(directory, engine, **{"task": "score", "prompt": prompt, **changes})
+
+
+@pytest.mark.usefixtures("full_requests")
+def test_likelihoods_of_choices(tmp_path: Path, chooser: FakeSGLang) -> None:
+    """Sums, and sums by token and by byte; the prompt goes first with one choice, then with the others."""
+    job = choice_job(tmp_path, chooser, ["The capital is", "Where?"])
+    run_job(job, tmp_path)
+    for row, text in zip(results_of(job), ["The capital is", "Where?"], strict=True):
+        sums = [likelihood(text + choice, len(text) + 1) for choice in CHOICES]
+        assert row["scores"] == pytest.approx(sums)
+        assert row["scores_per_token"] == pytest.approx(
+            [total / len(choice) for total, choice in zip(sums, CHOICES, strict=True)]
+        )
+        assert row["scores_per_byte"] == pytest.approx(
+            [total / len(choice.encode()) for total, choice in zip(sums, CHOICES, strict=True)]
+        )
+        assert row["prompt_tokens"] == sum(len(text) + 1 + len(choice) for choice in CHOICES)
+    assert chooser.requests == 4
+    for text in ("The capital is", "Where?"):
+        first, *others = (
+            sent for sent in chooser.sent if sent.prompt.startswith(str(tokens_in(text))[:-1] + ",")
+        )
+        assert first.together == 1
+        assert first.body["input_ids"] == tokens_in(text + CHOICES[0])
+        assert [sent.together for sent in others] == [2, 2]
+        assert {sent.body["logprob_start_len"] for sent in (first, *others)} == {len(text)}
+
+
+def test_a_token_across_the_boundary(tmp_path: Path, chooser: FakeSGLang) -> None:
+    """Where the prompt's end and a choice's beginning are one token, all choices begin before it."""
+    job = choice_job(tmp_path, chooser, ["say x"], [["y", "z"]])
+    run_job(job, tmp_path)
+    (row,) = results_of(job)
+    assert row["scores"] == pytest.approx([likelihood("say xy", 5), likelihood("say xz", 5)])
+    assert [total / count for total, count in zip(row["scores"], [1, 2], strict=True)] == pytest.approx(
+        row["scores_per_token"]
+    )
+
+
+def test_lists_of_rows_and_bad_ones(tmp_path: Path, chooser: FakeSGLang) -> None:
+    """Each row has choices of its own; bad lists fail their rows with the reason."""
+    lists = [[" a"], [" a", " b"], [], None, ["", " a"], [None], [" a", " b", " c"]]
+    limits = {"max_failed_rows": "100%", "abort_failed_share": 1}
+    job = choice_job(tmp_path, chooser, [f"row {n}" for n in range(7)], lists, limits=limits)
+    run_job(job, tmp_path)
+    rows = results_of(job)
+    why = "prompt.choices: column 'mine' is null or empty, or has such an item"
+    assert {row["row"]: row["error"] for row in rows if row["error"]} == dict.fromkeys(range(2, 6), why)
+    assert [row["scores"] and len(row["scores"]) for row in rows] == [1, 2, None, None, None, None, 3]
+
+
+@pytest.mark.usefixtures("full_requests")
+def test_choices_of_several_rows_share_requests(tmp_path: Path, chooser: FakeSGLang) -> None:
+    """The choices of several rows go in one list; a bad one, or one without a number, fails its row alone."""
+    texts = [f"{chr(97 + n)}" for n in range(24)]
+    expected = [[likelihood(text + choice, 2) for choice in CHOICES] for text in texts]
+    chooser.script = lambda sent: "too long" if sent.prompt == str(tokens_in("b Rome")) else "answer"
+    chooser.logprob = lambda prompt, token: (
+        None if prompt == str(tokens_in("c R")) else logprob_for(prompt, token)
+    )
+    limits = {"max_failed_rows": 2, "abort_failed_share": 1, "max_attempts": 1}
+    job = choice_job(tmp_path, chooser, texts, limits=limits, bundle=8, window=24)
+    run_job(job, tmp_path)
+    rows = results_of(job)
+    assert [row["row"] for row in rows if row["error"]] == [1, 2]
+    assert "longer than the model's context length" in rows[1]["error"]
+    assert "the log likelihood of a choice is not a number" in rows[2]["error"]
+    for row, scores in zip(rows, expected, strict=True):
+        assert row["error"] or row["scores"] == pytest.approx(scores)
+    assert max(sent.together for sent in chooser.sent) > len(CHOICES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,13 +12,10 @@ from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import MOST_DEATHS
 from batchrunner.engines.hang_detector import WARM_UP
-from tests.conftest import batchrun, events_of, eventually, job_of, results_of, write_job
+from tests.conftest import events_of, job_of, results_of, rows_in, run_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.launchable import launchable
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
+from tests.support.runs import rows_once
 
 STUCK = """
 import threading
@@ -45,9 +42,6 @@ class Handler(Server):
             with open(os.environ["STUCK"], "a") as file:
                 print(body["text"], file=file)
             stuck.set()
-        later = int(body["text"].split()[1]) >= int(os.environ.get("LATER", 10**9))
-        while later and not os.path.exists(os.environ["BACK"]):
-            time.sleep(0.02)
         if stuck.is_set():
             until = time.monotonic() + 600
             while time.monotonic() < until and not os.path.exists(os.environ.get("GO_ON", "/no")):
@@ -75,9 +69,8 @@ def sticky_job(directory: Path, rows: int, poison: str, **environ: str) -> dict[
 def test_a_server_that_hangs_is_started_again(tmp_path: Path) -> None:
     """Its rows in flight go back unharmed and are answered; the event log tells of it."""
     job = sticky_job(tmp_path, 300, "row 117", ONCE=str(tmp_path / "once"))
-    result = batchrun(write_job(job, tmp_path))
-    assert result.exit_code == 0, result.stderr
-    assert [row["row"] for row in results_of(job) if row["error"] is None] == list(range(300))
+    result = run_job(job, tmp_path)
+    rows_once(job, 300)
     assert "the engine did nothing for" in result.stderr
     events = events_of(job)
     assert events == ["engine_hangs", "engine_back"] * max(1, len(events) // 2)
@@ -87,9 +80,8 @@ def test_a_server_that_hangs_is_started_again(tmp_path: Path) -> None:
 def test_a_row_that_hangs_the_server_is_found(tmp_path: Path) -> None:
     """As one that kills it is: all others are answered."""
     job = sticky_job(tmp_path, 300, "row 117")
-    result = batchrun(write_job(job, tmp_path))
-    assert result.exit_code == 3, result.stderr
-    assert [row["row"] for row in results_of(job)] == list(range(300))
+    run_job(job, tmp_path, code=3)
+    assert rows_in(job) == list(range(300))
     assert [row["row"] for row in results_of(job) if row["error"]] == [117]
     assert (tmp_path / "stuck").read_text().splitlines() == ["row 117"] * MOST_DEATHS
     assert events_of(job).count("engine_hangs") >= MOST_DEATHS
@@ -103,32 +95,6 @@ def test_a_slow_server_is_left_alone(tmp_path: Path) -> None:
     report = batchrunner.run(job)
     assert (report.rows_ok, report.retries) == (3, 0)
     assert events_of(job) == []
-
-
-@pytest.mark.gateway
-@pytest.mark.usefixtures("quick_restarts")
-def test_a_replica_that_hangs_behind_a_gateway(tmp_path: Path) -> None:
-    """It is taken out and started again; every row is answered, and none is blamed."""
-    back = tmp_path / "back"  # until it is, the other one answers no row from 900 on
-    job = sticky_job(tmp_path, 1000, "row 117", ONCE=str(tmp_path / "once"), LATER="900", BACK=str(back))
-    job["engine"] |= {"kind": "gateway", "replicas": 2}
-    job["window"] = 16
-    job["limits"]["hang"] = 2  # with polls between a stall and a hang on a busy machine too
-
-    def see_it_back() -> None:
-        log = tmp_path / "run" / "events.jsonl"
-        eventually(lambda: log.exists() and '"engine_back"' in log.read_text())
-        back.touch()
-
-    with ThreadPoolExecutor() as pool:
-        seen = pool.submit(see_it_back)
-        result = batchrun(write_job(job, tmp_path))
-        seen.result()
-    assert result.exit_code == 0, result.stderr
-    assert [row["row"] for row in results_of(job) if row["error"] is None] == list(range(1000))
-    events = events_of(job)
-    assert events.count("engine_hangs") == 1
-    assert set(events) == {"engine_hangs", "engine_back"}
 
 
 def test_an_attached_server_that_hangs(tmp_path: Path, server: FakeSGLang) -> None:

@@ -5,32 +5,197 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
+import socket
+import stat
+import subprocess
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow.parquet as pq
 import pytest
 
 from batchrunner.core.errors import OutputError
 from batchrunner.dispatch.queue import READ_AHEAD_ROWS
-from batchrunner.output.merge import merge
-from batchrunner.report.report import report_of_all
+from batchrunner.engines.http.connections import free_port
 from batchrunner.runner.status import status
-from tests.conftest import batchrun, job_of, results_of, write_job
-from tests.support.fake_sglang import FakeSGLang
-from tests.support.functions import HOOKED, check_hooked, write_hooks
-from tests.support.slurm_cluster import NODES, SlurmCluster, require_slurm, slurm_cluster
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.fake_sglang import Behaviour, Sent
+from tests.conftest import batchrun, eventually, job_of, results_of, skip_without, write_job
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.server_thread import PATIENCE_S
 
 pytestmark = pytest.mark.slurm
+
+PROGRAMS = ("munged", "munge", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel", "sinfo")
+NODES = ("n1", "n2")
+
+# The timeouts bear a machine that stands still for some seconds. cred_expire: a requeued job waits for so
+# long and 1 s. NoInAddrAny: else the daemons listen to the network.
+_CONF = """\
+ClusterName=loop
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+AuthInfo=socket={base}/munge.sock,cred_expire=5
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+SlurmctldPort={port}
+SlurmctldPidFile={base}/slurmctld.pid
+SlurmdPidFile={base}/slurmd.%n.pid
+SlurmctldLogFile={base}/slurmctld.log
+SlurmdLogFile={base}/slurmd.%n.log
+StateSaveLocation={base}/state
+SlurmdSpoolDir={base}/spool.%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+MailProg=/bin/true
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU,CR_LLN
+SlurmdParameters=config_overrides
+SchedulerParameters=bf_interval=2,sched_min_interval=0
+ReturnToService=2
+SlurmdTimeout=15
+KillWait=30
+GresTypes=gpu
+MessageTimeout=60
+{nodes}
+PartitionName=main Nodes=n[1-2] Default=YES MaxTime=10 State=UP
+"""
+
+
+def require_slurm() -> None:
+    """Skip, by name, what needs a Slurm of its own where that cannot be; under CI it fails."""
+    skip_without(f"{program} (.ci/run installs Slurm)" for program in PROGRAMS if not shutil.which(program))
+    skip_without([] if os.geteuid() == 0 else ["root, for a Slurm of its own"])
+
+
+class SlurmCluster:
+    """Two nodes that say they have 16 CPUs; `base` holds everything that it writes."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self.conf = base / "slurm.conf"
+        self._environ = {**os.environ, "SLURM_CONF": str(self.conf)}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        """Start all daemons, and wait until the nodes are idle."""
+        host = socket.gethostname().partition(".")[0]
+        nodes = [
+            f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=16 "
+            "RealMemory=4000 Gres=gpu:2"
+            for node in NODES
+        ]
+        self.conf.write_text(
+            _CONF.format(host=host, base=self.base, port=free_port(), nodes="\n".join(nodes))
+        )
+        (self.base / "state").mkdir()
+        for number in range(2):  # devices that do nothing, for Slurm to give out
+            os.mknod(self.base / f"gpu{number}", stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        (self.base / "gres.conf").write_text(f"Name=gpu File={self.base}/gpu[0-1]\n")
+        key = self.base / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(os.urandom(128))
+        names = {
+            "key-file": "key",
+            "socket": "sock",
+            "pid-file": "pid",
+            "log-file": "log",
+            "seed-file": "seed",
+        }
+        files = [f"--{name}={self.base}/munge.{end}" for name, end in names.items()]
+        self._daemon("munged", "munged", "-F", *files)
+        eventually(lambda: self._works("munge", "-S", f"{self.base}/munge.sock", "-n"))
+        self._daemon("slurmctld", "slurmctld", "-D", "-c")
+        eventually(lambda: self._works("scontrol", "ping"))
+        for node in NODES:
+            self._daemon(node, "slurmd", "-D", "-N", node)
+        eventually(lambda: all(self.node_state(node) == "idle" for node in NODES))
+
+    def node_state(self, node: str) -> str:
+        """Return a node's state as sinfo has it."""
+        return self.call("sinfo", "-h", "-N", "-n", node, "-o", "%T").strip()
+
+    def call(self, *command: str, given: str = "") -> str:
+        """Run one of Slurm's commands, which is given this as its input; return its output."""
+        return subprocess.run(
+            command,
+            input=given,
+            env=self._environ,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=PATIENCE_S,
+        ).stdout
+
+    def jobs(self) -> dict[str, str]:
+        """Return the state of all jobs that have not ended, by their IDs (`7_2`: task 2 of array 7)."""
+        lines = self.call("squeue", "-h", "-r", "-o", "%i %T").splitlines()
+        return dict(line.split() for line in lines)
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        """Wait for what Slurm does, which takes its time: a dead node is found out after half a minute."""
+        eventually(condition, patience_s=2 * PATIENCE_S, every_s=0.2)
+
+    def stop(self) -> None:
+        """End everything: jobs, what is left of them, and the daemons."""
+        with contextlib.suppress(subprocess.SubprocessError, AssertionError):
+            self.call("scancel", "-u", "root", "--signal=KILL", "--full")
+            self.call("scancel", "-u", "root")
+            self.wait_until(lambda: not self.jobs())
+        for name in reversed(list(self._daemons)):
+            self._daemons[name].terminate()
+        for daemon in self._daemons.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(10)
+            daemon.kill()
+            daemon.wait()
+        for pid in self._left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _left(self) -> list[int]:
+        """Return the processes that belong to this cluster: they have its configuration's name."""
+        mine = f"SLURM_CONF={self.conf}".encode()
+        found = []
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if mine in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
+                    found.append(int(path.parent.name))
+        return found
+
+    def _daemon(self, name: str, *command: str) -> None:
+        with (self.base / f"{name}.out").open("ab") as output:
+            self._daemons[name] = subprocess.Popen(
+                command, env=self._environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+
+    def _works(self, *command: str) -> bool:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            self.call(*command)
+            return True
+        return False
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[SlurmCluster]:
+    """One cluster for all of these tests; this process's own Slurm commands mean it."""
+    require_slurm()
+    base = Path(tempfile.mkdtemp(prefix="slurm-"))  # pytest's own directories are too deep for a socket
+    base.chmod(0o755)  # munge wants all to reach its socket
+    cluster = SlurmCluster(base)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(cluster.conf))
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.stop()
+            shutil.rmtree(base, ignore_errors=True)
+
 
 TASK_ROWS = 2 * READ_AHEAD_ROWS
 """Rows for each task of an array: more than one takes while the others still start."""
@@ -123,14 +288,6 @@ def story(tell: Story) -> Story:
 
 
 @pytest.fixture(scope="module")
-def slurm() -> Iterator[SlurmCluster]:
-    """One cluster for all of these tests."""
-    require_slurm()
-    with slurm_cluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
 def stories(
     slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Future[Submitted]]]:
@@ -147,14 +304,11 @@ def ended(request: pytest.FixtureRequest, stories: dict[str, Future[Submitted]])
     return stories[request.function.__name__.removeprefix("test_")].result()
 
 
-def submit(
-    slurm: SlurmCluster, job: dict[str, Any], directory: Path, *options: object, partition: str = "main"
-) -> Submitted:
+def submit(slurm: SlurmCluster, job: dict[str, Any], directory: Path, *options: object) -> Submitted:
     """Submit a job's array."""
-    small = "--cpus-per-task=1", "--mem=100M", f"--partition={partition}"
     with IN_TURN:
-        more = () if "--" in options else ("--",)
-        done = batchrun("slurm", write_job(job, directory), *options, *more, *small)
+        small = (*(() if "--" in options else ("--",)), "--cpus-per-task=1", "--mem=100M")
+        done = batchrun("slurm", write_job(job, directory), *options, *small)
     assert done.exit_code == 0, done.stderr
     return Submitted(slurm, job, slurm.call("sbatch", "--parsable", given=done.stdout))
 
@@ -239,63 +393,3 @@ def test_tasks_that_are_killed(ended: Submitted) -> None:
     ended.check_rows()
     (killed,) = (task["task"] for task in ended.tasks() if "-t2-" in task["task"])
     assert f"took over from {killed}" in ended.log(0) + ended.log(3)
-
-
-@story
-def tasks_that_are_added_late(slurm: SlurmCluster, here: Path) -> Submitted:
-    with gated_job(here, 3) as (gate, plan):
-        job = submit(slurm, plan, here, "--array", "0")
-        slurm.wait_until(job.at_it)
-        late = submit(slurm, plan, here, "--array", "0-1")
-        slurm.wait_until(lambda: len(job.at_it()) == 3)
-        gate.open()
-        job.wait()
-        late.wait()
-    return job
-
-
-def test_tasks_that_are_added_late(ended: Submitted) -> None:
-    """The job submitted once more while it runs: the new tasks help, and do no row again."""
-    ended.check_rows()
-    assert [task["rows_on_disk"] > 0 for task in ended.tasks()] == [True] * 3
-
-
-@story
-def checked_samples(slurm: SlurmCluster, here: Path) -> Submitted:
-    write_hooks(here)
-    engine = {"kind": "simulated", "step_s": 0.01, "max_running": 8}
-    job = job_of(here, engine, rows=600, sampling={"max_new_tokens": 8, "ignore_eos": True}) | HOOKED
-    job["input"] = {**job["input"], "columns": ["id"]}
-    job["sampling"] = {**job["sampling"], "n": 2}
-    submitted = submit(slurm, job, here, "--array", "0-2")
-    submitted.wait()
-    return submitted
-
-
-def test_checked_samples(ended: Submitted) -> None:
-    """Checks, Python functions and several samples: as without an array, each row once."""
-    table = pq.read_table(merge(ended.run).path)
-    rows = pq.read_metadata(ended.job["input"]["path"]).num_rows
-    check_hooked(table.to_pylist(), rows)
-    checks = report_of_all(ended.run).checks
-    assert (checks["rows_mended"], checks["rows_failed"]) == (rows, 0)
-
-
-@story
-def a_node_that_is_lost(slurm: SlurmCluster, here: Path) -> Submitted:
-    with gated_job(here, 3) as (gate, plan):
-        job = submit(slurm, plan, here, "--array", "0-1", partition="lossy")
-        slurm.wait_until(lambda: len(job.at_it()) == 2)
-        slurm.kill_node("n3")
-        slurm.wait_until(lambda: len(job.at_it()) == 3)
-        slurm.start_node("n3")
-        gate.open()
-        job.wait()
-    slurm.wait_until(lambda: slurm.node_state("n3") == "idle")
-    return job
-
-
-def test_a_node_that_is_lost(ended: Submitted) -> None:
-    """slurmd killed: its task goes on while Slurm starts it once more elsewhere; then the node comes back."""
-    ended.check_rows()
-    assert ended.restarted()

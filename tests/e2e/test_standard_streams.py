@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, job_of, results_of, write_job
+from tests.conftest import job_of, results_of, rows_in, write_job
 from tests.support.server_thread import PATIENCE_S
 
 COMMAND = f"{sys.executable} -m batchrunner"
@@ -28,7 +28,7 @@ def test_closed_streams(tmp_path: Path, closed: str) -> None:
     write_job(job, tmp_path)
     done = shell(f"{COMMAND} job.yaml --json {closed}", tmp_path)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False)
-    assert [row["row"] for row in results_of(job)] == list(range(20))
+    assert rows_in(job) == list(range(20))
     if "2>" in closed:  # to which a refusal is told
         assert shell(f"{COMMAND} job.yaml --set limits=7 {closed}", tmp_path).returncode == 2
     if " >" in f" {closed}":  # where the state is shown
@@ -57,28 +57,3 @@ def test_a_reader_that_closes_the_pipe(tmp_path: Path) -> None:
     for command in ("schema", "job.yaml --json --quiet"):
         done = shell(f"set -o pipefail; {COMMAND} {command} | true", tmp_path)
         assert (done.returncode, done.stderr) == (0, ""), command
-
-
-def test_an_error_that_nobody_foresaw(tmp_path: Path) -> None:
-    """It is one line that says where its traceback lies; the exit code is 1."""
-    code = (
-        "import sys, batchrunner.cli, batchrunner.runner.check as check\n"
-        "def fails(*_, **__): raise LookupError('no such\\nthing')\n"
-        "check.check = fails\n"
-        "sys.argv = ['batchrun', 'check', 'job.yaml']\n"
-        "batchrunner.cli.main()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        env={"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    (file,) = tmp_path.glob("batchrun-error-*.txt")
-    assert f"LookupError: no such thing: its traceback is in {file}: report it with that file" in line
-    assert "Traceback (most recent call last)" in file.read_text()
-    assert "in fails" in file.read_text()

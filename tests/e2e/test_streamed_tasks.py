@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,10 +12,6 @@ import batchrunner
 from tests.conftest import INSTANT, ROOT
 from tests.support.answers import vector_for
 from tests.support.fake_sglang import FakeSGLang
-
-if TYPE_CHECKING:
-    pass
-
 
 EVERY = {"row", "prompt_tokens", "cached_tokens", "latency_s", "attempts", "error"}
 TEXTS = [f"text {n}" for n in range(6)]
@@ -46,16 +42,11 @@ async def test_options_of_each_task() -> None:
     assert all(sum(row["scores"]) == pytest.approx(1) for row in scores)
     choices = await rows_of(TEXTS, task="score", task_options={"choices": [" a", " b"]}, engine=INSTANT)
     assert {*choices[0]} == {*EVERY, "scores", "scores_per_token", "scores_per_byte"}
-    documents = [{"q": text, "d": [text, "x"], "id": n} for n, text in enumerate(TEXTS)]
+    documents = [{"q": text, "d": [text, "x"]} for text in TEXTS]
     ranked = await rows_of(
-        documents,
-        task="rerank",
-        task_options={"documents": "d"},
-        prompt="{{ q }}",
-        columns=["id"],
-        engine=INSTANT,
+        documents, task="rerank", task_options={"documents": "d"}, prompt="{{ q }}", engine=INSTANT
     )
-    assert [(row["id"], len(row["scores"])) for row in ranked] == [(n, 2) for n in range(6)]
+    assert [len(row["scores"]) for row in ranked] == [2] * 6
     classes = await rows_of(TEXTS, task="classify", task_options={"softmax": True}, engine=INSTANT)
     assert {row["label"] for row in classes} <= {"LABEL_0", "LABEL_1", "LABEL_2"}
     rewards = await rows_of(TEXTS, task="reward", engine=INSTANT)
@@ -66,52 +57,19 @@ async def test_options_of_each_task() -> None:
     "call",
     [
         {"task": "embed"},
-        {"task": "score", "task_options": {"labels": [" yes", " no"]}},
         {"task": "score", "task_options": {"choices": [" a", " b"]}},
-        {"task": "rerank", "task_options": {"documents": "d"}},
-        {},
         {"sampling": {"n": 2}},
         {"answers": ["output_ids", "logprobs"]},
     ],
 )
 async def test_rows_that_all_failed_have_the_same_keys(call: dict[str, Any]) -> None:
     """What a row does not have is None."""
-    call = {"prompt": {"text": "q"}, "columns": ["id"], "engine": INSTANT, **call}
-    tolerant = {"max_failed_rows": "100%", "abort_failed_share": 1}
-    good, *_ = await rows_of([{"q": "x", "d": ["y"], "id": 7}], **call)
-    bad = [{"q": "", "d": ["y"], "id": number} for number in range(3)]
-    rows = await rows_of(bad, **call, limits=tolerant)
-    assert [row["id"] for row in rows] == [0, 1, 2]
+    call = {"prompt": {"text": "text"}, "engine": INSTANT, **call}
+    good, *_ = await rows_of(["x"], **call)
+    limits = {"max_failed_rows": "100%", "abort_failed_share": 1}
+    rows = await rows_of([""] * 3, **call, limits=limits)
     assert all(row["error"] for row in rows)
     assert [list(row) for row in rows] == [list(good)] * 3
-
-
-async def test_an_open_engine() -> None:
-    """An engine that was opened for the task serves streams of it, and no others."""
-    with (
-        FakeSGLang(arguments={"is_generation": False}) as server,
-        batchrunner.open_engine(server.url, task="embed") as engine,
-    ):
-        found = await rows_of(TEXTS, task="embed", engine=engine)
-        assert [row["embedding"] for row in found] == [*map(vector_for, TEXTS)]
-        with pytest.raises(batchrunner.JobError, match="it was opened for task embed"):
-            await rows_of(TEXTS, engine=engine)
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        ({"task": "embedd"}, "task: should be 'generate', 'embed', 'score'"),
-        ({"task": "embed", "task_options": {"labels": [1]}}, "'labels' with task: embed"),
-        ({"task_options": {"dtype": "float16"}}, "task_options: 'dtype' with task: generate"),
-        ({"task": "embed", "answers": ["logprobs"]}, "output.columns: does not go with task: embed"),
-        ({"task": "embed", "check": {"regex": "a"}}, "check.regex: does not go with task: embed"),
-    ],
-)
-async def test_calls_that_cannot_be(call: dict[str, Any], message: str) -> None:
-    """Each argument without effect is refused by its name."""
-    with pytest.raises(batchrunner.JobError, match=message):
-        await rows_of(TEXTS, engine=INSTANT, **call)
 
 
 ROWS, MOST_GROWTH_MIB = 80_000, 60

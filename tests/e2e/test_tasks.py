@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,8 +14,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.conftest import batchrun, batchrun_merge, job_of, parts_of, report_of, results_of, write_job
+from tests.conftest import (
+    batchrun,
+    batchrun_merge,
+    job_of,
+    parts_of,
+    report_of,
+    results_of,
+    run_job,
+    write_job,
+)
 from tests.support.answers import HEAD, logprob_for, vector_for
+from tests.support.blocks import ROOT
 from tests.support.fake_sglang import FakeSGLang
 
 ROWS = 24
@@ -74,8 +87,7 @@ def job_for(task: str, directory: Path, server: Any, **changes: Any) -> dict[str
 
 
 def run(job: dict[str, Any], directory: Path, *options: str) -> None:
-    result = batchrun(write_job(job, directory), *options)
-    assert result.exit_code == 0, result.stderr
+    run_job(job, directory, *options)
 
 
 @pytest.mark.usefixtures("full_requests")
@@ -176,46 +188,25 @@ def test_a_model_for_another_task(tmp_path: Path, task: str, arguments: dict[str
     assert fake.requests == 0
 
 
-LABELLED = {"task": "score", "labels": [" yes"], "prompt": {"text": "text"}}
-CHOSEN = {"task": "score", "prompt": {"text": "text", "choices": ["a", "b"]}}
-RERANKED = {"task": "rerank", "prompt": {"text": "text", "documents": "text"}}
-EMBEDDED = {"task": "embed", "prompt": {"text": "text"}}
+SHIPPED = [path for path in sorted((ROOT / "jobs").glob("*.yaml")) if "docs.parquet" in path.read_text()]
 
 
-@pytest.mark.parametrize(
-    ("fields", "changes", "message"),
-    [
-        (EMBEDDED, {"sampling": {"n": 2}}, "sampling.n: does not go with task: embed"),
-        (EMBEDDED, {"output": {"columns": ["logprobs"]}}, "output.columns: does not go with task: embed"),
-        (EMBEDDED, {"prompt": {"user": "x"}}, "prompt.user: does not go with task: embed"),
-        (EMBEDDED, {"task": "generate", "output": {"dtype": "float16"}}, "goes with task: embed"),
-        (
-            EMBEDDED,
-            {"input": {"columns": ["text"], "rename": {"text": "embedding"}}},
-            "a column 'embedding' of its own",
-        ),
-        (LABELLED, {"labels": []}, "labels"),
-        (LABELLED, {"task": "generate"}, "labels: goes with task: score"),
-        (
-            LABELLED,
-            {"engine": {"kind": "gateway", "url": "http://gw:1"}},
-            "task: score: the gateway does not pass it on",
-        ),
-        ({**LABELLED, "labels": None}, {}, "task: score: takes either labels"),
-        (CHOSEN, {"output": {"softmax": True}}, "output.softmax: does not go with task: score"),
-        (RERANKED, {"prompt": {"text": "text"}}, "task: rerank: prompt.documents is missing"),
-        (RERANKED, {"prompt": {"text": "text", "documents": "id"}}, "must hold texts or lists of texts"),
-        (RERANKED, {"tokenize": "client"}, "tokenize: does not go with task: rerank"),
-    ],
-)
-def test_jobs_that_cannot_be(
-    tmp_path: Path, fields: dict[str, Any], changes: dict[str, Any], message: str
-) -> None:
-    """Each field without effect, or that is missing, is told by its name, in one line."""
-    job = {**job_of(tmp_path, **{**fields, **{n: v for n, v in changes.items() if n != "engine"}}), **changes}
-    job["input"] = {"path": str(tmp_path / "input.parquet"), **changes.get("input", {})}
-    job["output"] = {"path": str(tmp_path / "run"), **changes.get("output", {})}
-    result = batchrun("check", write_job({n: v for n, v in job.items() if v is not None}, tmp_path))
-    assert result.exit_code == 2
-    assert message in result.stderr
-    assert len(result.stderr.strip().splitlines()) == 1
+@pytest.mark.parametrize("job", SHIPPED, ids=lambda path: path.stem)
+def test_the_jobs_that_we_ship(tmp_path: Path, job: Path) -> None:
+    """Each does its rows, here on a simulated engine; the neighbours of a vector are shown."""
+    titles = ["json (module)", *(f"text {n}" for n in range(1, 8))]
+    pq.write_table(pa.table({"id": titles, "title": titles, "text": titles}), tmp_path / "docs.parquet")
+    changes = {
+        "input.path": tmp_path / "docs.parquet",
+        "output.path": tmp_path / "run",
+        "prompt.truncate": "null",  # the simulated engine has no tokenizer
+        "engine": "{kind: simulated, step_s: 0, dimensions: 16}",
+    }
+    done = batchrun(job, "--json", *(f"--set={name}={value}" for name, value in changes.items()))
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["rows_ok"] == 8
+    if job.stem == "embed":
+        command = [sys.executable, str(ROOT / "jobs" / "show_nearest.py"), str(tmp_path / "run")]
+        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert "8 vectors of 16 numbers" in shown
+        assert "nearest to json (module):" in shown

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import signal
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
 
 import pytest
 
@@ -19,13 +18,9 @@ from batchrunner.dispatch.queue import READ_AHEAD_ROWS
 from batchrunner.output.events import read_events
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
-from tests.conftest import batchrun, eventually, job_of, results_of, started, write_job, write_rows
-from tests.support.runs import Task
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.fake_sglang import FakeSGLang
+from tests.conftest import batchrun, eventually, job_of, results_of, rows_in, started, write_job, write_rows
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.runs import Task, status_of
 
 
 def test_tasks_do_a_run_together(tmp_path: Path, server: FakeSGLang) -> None:
@@ -36,9 +31,9 @@ def test_tasks_do_a_run_together(tmp_path: Path, server: FakeSGLang) -> None:
     with contextlib.ExitStack() as stack:
         tasks = [stack.enter_context(started(file, "--join")) for _ in range(4)]
         assert [task.end() for task in tasks] == [0, 0, 0, 0]
-    assert [row["row"] for row in results_of(job)] == [n for n in range(400) if n != 50]
+    assert rows_in(job) == [n for n in range(400) if n != 50]
     assert len(server.sent) == 399
-    state = json.loads(batchrun("status", tmp_path / "run", "--json").stdout)
+    state = status_of(tmp_path / "run")
     assert (state["rows_total"], state["rows_on_disk"], state["finished"]) == (399, 399, True)
     again = batchrun(file, "--join")
     assert again.exit_code == 0
@@ -52,17 +47,17 @@ def test_a_dead_task_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
     job = job_of(tmp_path, server, rows=rows, output={"durable": 0.1}, window=64)
     file = write_job(job, tmp_path)
     with started(file, "--join") as first, started(file, "--join") as second:
-        eventually(lambda: len(_holders(tmp_path / "run")) == 2)
+        eventually(lambda: len((status_of(tmp_path / "run").get("leases") or {}).get("held", {})) == 2)
         server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) % 30 == 29 else "answer"
         server.ask_again()
-        eventually(lambda: _rows_on_disk(tmp_path / "run") > rows // 2)
+        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk", 0) > rows // 2)
         kept = {row for task in RunDir(tmp_path / "run").all_tasks() for row in read_done(task).rows}
         first.process.kill()
         first.process.wait()
         server.answer_held()
         second.wait_for_line("took over from")
         assert second.end() == 0
-    assert [row["row"] for row in results_of(job)] == list(range(rows))
+    assert rows_in(job) == list(range(rows))
     prompts = Counter(int(prompt.split()[1]) for prompt in server.prompts)
     assert all(prompts[row] == 1 for row in kept)
     events = {
@@ -85,7 +80,7 @@ def test_a_stopped_task_gives_back(tmp_path: Path, server: FakeSGLang) -> None:
         server.answer_held()
         assert first.end() == 143, "".join(first.lines)
     assert batchrun(file, "--join").exit_code == 0
-    assert [row["row"] for row in results_of(job)] == list(range(100))
+    assert rows_in(job) == list(range(100))
     assert len(server.sent) == 100
 
 
@@ -126,7 +121,7 @@ def test_what_is_added_later(
     task = Task(job, "later")
     assert "rows were done that are in no part" in caplog.text
     task.work(10_000)
-    assert [row["row"] for row in results_of(job)] == list(range(80))
+    assert rows_in(job) == list(range(80))
 
 
 def test_a_run_in_one_piece_is_joined(tmp_path: Path, server: FakeSGLang) -> None:
@@ -135,7 +130,7 @@ def test_a_run_in_one_piece_is_joined(tmp_path: Path, server: FakeSGLang) -> Non
     job = job_of(tmp_path, server, rows=60, window=8, output={"durable": 0.1})
     file = write_job(job, tmp_path)
     with started(file) as alone:
-        eventually(lambda: _rows_on_disk(tmp_path / "run") == 20)
+        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == 20)
         refused = batchrun(file, "--join")
         assert refused.exit_code == 2
         assert "is writing this run" in refused.stderr
@@ -144,7 +139,7 @@ def test_a_run_in_one_piece_is_joined(tmp_path: Path, server: FakeSGLang) -> Non
     server.answer_held()
     server.forget()
     assert batchrun(file, "--join").exit_code == 0
-    assert [row["row"] for row in results_of(job)] == list(range(60))
+    assert rows_in(job) == list(range(60))
     assert len(server.sent) == 40
 
 
@@ -162,10 +157,10 @@ def test_a_task_that_failed_is_replaced(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(StorageError, match="No space left"):
             batchrunner.run(job, join=True)
     (left,) = (tmp_path / "run" / "tasks").glob("join-*/owner")
-    assert _status(tmp_path / "run")["running"] is None
+    assert status_of(tmp_path / "run")["running"] is None
     report = batchrunner.run(job, join=True)
     assert (report.exit_code, report.rows_left) == (0, 0)
-    assert [row["row"] for row in results_of(job)] == list(range(500))
+    assert rows_in(job) == list(range(500))
     assert not left.exists()
 
 
@@ -188,19 +183,4 @@ def test_a_joined_run_begins_anew(tmp_path: Path, server: FakeSGLang) -> None:
     assert batchrun(file, "--fresh").exit_code == 0
     assert len(server.sent) == 40
     assert batchrun(file).exit_code == 0
-    assert [row["row"] for row in results_of(job)] == list(range(20))
-
-
-def _status(run: Path) -> dict[str, Any]:
-    found = batchrun("status", run, "--json")
-    state: dict[str, Any] = json.loads(found.stdout) if found.exit_code == 0 else {}
-    return state
-
-
-def _rows_on_disk(run: Path) -> int:
-    return int(_status(run).get("rows_on_disk", -1))
-
-
-def _holders(run: Path) -> dict[str, int]:
-    held: dict[str, int] = (_status(run).get("leases") or {}).get("held", {})
-    return held
+    assert rows_in(job) == list(range(20))

@@ -8,8 +8,9 @@ import json
 import shutil
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,17 +26,11 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
-from tests.support.fake_sglang import FakeSGLang
+from tests.support.fake_sglang import FakeSGLang, Sent
 from tests.support.other_machine import CLOCK_OFF_S, GONE_AFTER_S
 from tests.support.refusals import refusal, told
 from tests.support.server_thread import PATIENCE_S
-from tests.support.store_server import Fault, StoreProxy
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.fake_sglang import Sent
-    from tests.support.store_server import StoreBucket
+from tests.support.store_server import Fault, StoreBucket, StoreProxy
 
 
 @pytest.fixture(autouse=True)

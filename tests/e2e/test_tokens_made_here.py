@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -16,9 +17,6 @@ from tests.conftest import job_of, results_of, write_rows
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.tiny_tokenizer import CHATML, END, START, make_tokenizer
 from tests.support.tokenizers import ids_of, messages, request
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture
@@ -76,17 +74,14 @@ def test_prompts_of_several_kinds_are_sent_as_tokens(server: FakeSGLang, model: 
     """What a Python function makes of a row tells how it becomes tokens: by the chat template, or without."""
 
     def prompt(row: dict[str, Any]) -> Any:
-        kinds = [row["text"], [{"role": "user", "content": row["text"]}], [5, 6, 7]]
-        return kinds[row["id"] % 3]
+        return [row["text"], [{"role": "user", "content": row["text"]}], [5, 6, 7]][row["id"]]
 
-    job = job_of(tmp_path, server, rows=6, prompt={"python": prompt})
-    assert batchrunner.run(job).rows_ok == 6
+    job = job_of(tmp_path, server, rows=3, prompt={"python": prompt})
+    assert batchrunner.run(job).rows_ok == 3
     assert {sent.path for sent in server.sent} == {"/generate"}
-    bodies = [sent.body for sent in server.sent]
-    texts = sorted(sent_text(model, body) for body in bodies if body["input_ids"] != [5, 6, 7])
-    chats = [f"{START}user\nrow {n}{END}\n{START}assistant\n" for n in (1, 4)]
-    assert texts == sorted([*chats, "<s>row 0", "<s>row 3"])
-    assert sum(body["input_ids"] == [5, 6, 7] for body in bodies) == 2
+    found = [sent.body for sent in server.sent]
+    texts = {sent_text(model, body) for body in found if body["input_ids"] != [5, 6, 7]}
+    assert (len(found), texts) == (3, {"<s>row 0", f"{START}user\nrow 1{END}\n{START}assistant\n"})
     assert where_of(job).count(("client", None)) == 2
 
 
@@ -157,7 +152,6 @@ def test_a_question_that_fails_is_asked_again(
     ("file", "content", "why"),
     [
         ("tokenizer.json", None, "no tokenizer.json"),
-        ("chat_template.jinja", None, "no chat template"),
         ("chat_template.jinja", "{% for %}", "the chat template cannot be compiled"),
     ],
 )

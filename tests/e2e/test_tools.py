@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from tests.conftest import batchrun, batchrun_merge, job_of, results_of, write_job, write_rows
+from tests.conftest import batchrun_merge, job_of, results_of, write_rows
 from tests.support.answers import TOOL_CALL, Body
-from tests.support.fake_sglang import answer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.fake_sglang import FakeSGLang, Sent
+from tests.support.fake_sglang import FakeSGLang, Sent, answer
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -52,16 +48,21 @@ def test_tools_of_the_job(tmp_path: Path, server: FakeSGLang, choice: Any) -> No
     assert [row["finish_reason"] for row in rows] == ["tool_calls", "stop", "tool_calls"]
 
 
-@pytest.mark.parametrize("as_json", [True, False])
-def test_tools_of_a_column(tmp_path: Path, server: FakeSGLang, as_json: bool) -> None:
+WRONG = {
+    "[{": "prompt.tools: column 'tools': not JSON",
+    '{"a": 1}': "prompt.tools: column 'tools': no list of tools",
+    '[{"type": "function"}]': "prompt.tools: column 'tools': tool 1 is not of the form",
+    json.dumps([TOOLS[0]] * 2): "prompt.tools: column 'tools': two tools have the name 'get_weather'",
+}
+
+
+@pytest.mark.parametrize("wrong", [WRONG, {}], ids=["JSON", "structs"])
+def test_tools_of_a_column(tmp_path: Path, server: FakeSGLang, wrong: dict[str, str]) -> None:
     """Each row has its own, or none; what is no list of tools fails its row."""
     given: list[Any] = [[TOOLS[0]], None, [TOOLS[1]], []]
-    wrong: list[Any] = ["[{", '{"a": 1}', '[{"type": "function"}]', json.dumps([TOOLS[0]] * 2)]
-    if as_json:
-        column = [None if tools is None else json.dumps(tools) for tools in given] + wrong
-        write_rows(tmp_path / "input.parquet", len(column), tools=column)
-    else:
-        write_rows(tmp_path / "input.parquet", len(given), tools=pa.array(given))
+    if wrong:
+        given = [None if tools is None else json.dumps(tools) for tools in given] + [*wrong]
+    write_rows(tmp_path / "input.parquet", len(given), tools=pa.array(given))
     prompt = {"user": "{{ text }}", "tools": "tools"}
     job = job_of(
         tmp_path, server, prompt=prompt, sampling={"tool_choice": "required", "temperature": 0},
@@ -71,14 +72,8 @@ def test_tools_of_a_column(tmp_path: Path, server: FakeSGLang, as_json: bool) ->
     sent = {int(sent.prompt.split()[1]): sent.body for sent in server.sent}
     assert [sent[row].get("tools") for row in range(4)] == [[TOOLS[0]], None, [TOOLS[1]], None]
     assert [sent[row].get("tool_choice") for row in range(4)] == ["required", None, "required", None]
-    errors = [row["error"] for row in results_of(job)[4:]]
-    parts = [
-        "prompt.tools: column 'tools': not JSON",
-        "prompt.tools: column 'tools': no list of tools",
-        "prompt.tools: column 'tools': tool 1 is not of the form",
-        "prompt.tools: column 'tools': two tools have the name 'get_weather'",
-    ]
-    assert all(error.startswith(part) for error, part in zip(errors, parts, strict=False))
+    for row, told in zip(results_of(job)[4:], wrong.values(), strict=True):
+        assert row["error"].startswith(told)
 
 
 def test_equal_prompts_with_unlike_tools_are_unlike_requests(tmp_path: Path, server: FakeSGLang) -> None:
@@ -94,17 +89,13 @@ def test_equal_prompts_with_unlike_tools_are_unlike_requests(tmp_path: Path, ser
 
 
 def test_the_column_of_calls_in_later_starts(tmp_path: Path, server: FakeSGLang) -> None:
-    """A carried column of that name keeps its place; other tools are another run."""
+    """It is merged from all starts; a carried column of that name keeps its place."""
     server.script = lambda _: "tool call"
     job = job_of(tmp_path, server, rows=4, prompt=CHAT)
-    assert batchrunner.run(job, overrides=["input.limit=2"]).exit_code == 0
-    assert batchrunner.run(job).exit_code == 0
+    for limit in (2, 4):
+        assert batchrunner.run(job, overrides=[f"input.limit={limit}"]).exit_code == 0
     merged = pq.read_table(batchrun_merge(tmp_path / "run"))
     assert merged["tool_calls"].to_pylist() == [CALLS] * 4
-    fewer = {**job, "prompt": {**CHAT, "tools": TOOLS[:1]}}
-    refused = batchrun(write_job(fewer, tmp_path))
-    assert refused.exit_code == 2
-    assert "holds another run: prompt.tools was" in refused.stderr
     write_rows(tmp_path / "input.parquet", 2, tool_calls=["mine", "own"])
     carried = {**job, "input": {**job["input"], "columns": ["tool_calls"]}}
     assert batchrunner.run(carried, fresh=True).exit_code == 0
@@ -127,30 +118,3 @@ def test_several_outputs_with_calls(tmp_path: Path, server: FakeSGLang) -> None:
     assert batchrunner.run(job).exit_code == 0
     (row,) = results_of(job)
     assert (row["output"], row["tool_calls"]) == (["words", ""], [None, CALLS])
-
-
-TEXT = {"text": "text"}
-WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no tool": ({"prompt": {**CHAT, "tools": [{"name": "x"}]}}, "tool 1 is not of the form {type: function"),
-    "twice": ({"prompt": {**CHAT, "tools": [TOOLS[0]] * 2}}, "two tools have the name 'get_weather'"),
-    "text": ({"prompt": {**TEXT, "tools": TOOLS}}, "`tools` has no effect beside `text`"),
-    "tokens": ({"prompt": CHAT, "tokenize": "client"}, "the server tokenizes prompts with tools"),
-    "choice": ({"prompt": TEXT, "sampling": {"tool_choice": "auto"}}, "go with chats only"),
-    "grammar": (
-        {"prompt": CHAT, "sampling": {"tool_choice": "required", "regex": "a"}},
-        "regex does not go with a tool_choice that wants a call",
-    ),
-    "column": ({"prompt": {**CHAT, "tools": "gone"}}, "prompt.tools: unknown column 'gone'"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be(tmp_path: Path, server: FakeSGLang, name: str) -> None:
-    """One line before anything is sent."""
-    changes, told = WRONG[name]
-    job = job_of(tmp_path, server, **changes)
-    refused = batchrun(write_job(job, tmp_path))
-    assert refused.exit_code == 2
-    assert told in refused.stderr
-    assert refused.stderr.count("\n") == 1
-    assert server.sent == []

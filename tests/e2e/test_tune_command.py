@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import signal
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,13 +18,9 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
 from batchrunner.tune.space import Machine
 from tests.conftest import INSTANT, batchrun, eventually, job_of, started, write_job
+from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import launchable
 from tests.support.tuning_lab import CPU, LOG
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.fake_sglang import FakeSGLang
 
 LIMITED = """
 import threading

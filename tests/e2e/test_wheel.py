@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 import batchrunner
-from tests.conftest import job_of, results_of
+from tests.conftest import job_of, rows_in
 from tests.support.server_thread import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent.parent
@@ -93,6 +93,6 @@ def test_the_installed_command_runs_a_job(installed: Path, tmp_path: Path) -> No
     job: dict[str, Any] = job_of(tmp_path, rows=10)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     command(installed / "batchrun", "job.yaml", cwd=tmp_path)
-    assert [row["row"] for row in results_of(job)] == list(range(10))
+    assert rows_in(job) == list(range(10))
     command(installed / "batchrun", "report", "run", cwd=tmp_path)
     assert (tmp_path / "run" / "report.html").stat().st_size > 0

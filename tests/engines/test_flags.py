@@ -74,6 +74,7 @@ def test_the_interpreter_is_asked_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_the_real_help_is_read() -> None:
     """What the installed SGLang prints is understood: flags, aliases and choices."""
     require_engine("sglang")

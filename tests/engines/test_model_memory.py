@@ -17,7 +17,6 @@ from batchrunner.job.load import load_job, parse_engine
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import batchrun, job_of, write_job
 from tests.support.launchable import hungry
-from tests.support.model_kinds import KINDS, LLAMA_8B
 from tests.support.sglang_logs import LogWriter, changes, judged
 
 if TYPE_CHECKING:
@@ -27,6 +26,10 @@ if TYPE_CHECKING:
 
 
 GIB = 2**30
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 128256,
+}  # fmt: skip
 H100, L4 = Gpu("NVIDIA H100 80GB HBM3", 81559 << 20), Gpu("NVIDIA L4", 23034 << 20)
 LLAMA_70B = {**LLAMA_8B, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64}
 
@@ -213,6 +216,39 @@ def test_a_kernel_that_tells_nothing(tmp_path: Path) -> None:
 def a_model(directory: Path, config: dict[str, Any]) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     return directory
+
+
+KINDS: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "Llama-4-Scout": (
+        {
+            "architectures": ["Llama4ForConditionalGeneration"],
+            "text_config": {"model_type": "llama4_text", "num_local_experts": 16, "num_experts_per_tok": 1},
+            "vision_config": {"hidden_size": 1408},
+        },
+        True, False,
+    ),
+    "DeepSeek-V3": (
+        {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 256, "kv_lora_rank": 512},
+        True, True,
+    ),
+    "GLM-5": (
+        {
+            "architectures": ["GlmMoeDsaForCausalLM"], "n_routed_experts": 256, "kv_lora_rank": 512,
+            "index_topk": 2048, "index_n_heads": 32,
+        },
+        True, True,
+    ),
+    "DeepSeek-VL2-tiny, without MLA": (
+        {
+            "architectures": ["DeepseekVLV2ForCausalLM"],
+            "language_config": {"n_routed_experts": 64, "kv_lora_rank": None, "use_mla": False},
+        },
+        True, False,
+    ),
+    "dbrx": ({"architectures": ["DbrxForCausalLM"], "ffn_config": {"moe_num_experts": 16}}, True, False),
+    "Qwen3-8B": ({"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 32}, False, False),
+}  # fmt: skip
+"""What a model's config.json says, whether it has experts, and whether its KV cache is compressed (MLA)."""
 
 
 @pytest.mark.parametrize("name", KINDS)

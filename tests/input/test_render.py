@@ -14,6 +14,7 @@ from tests.conftest import (
     batchrun,
     job_of,
     results_of,
+    rows_in,
     write_job,
     write_rows,
 )
@@ -76,7 +77,7 @@ def test_a_prompt_without_columns(tmp_path: Path, server: FakeSGLang) -> None:
     job = job_of(tmp_path, server, rows=5, prompt={"user": "Make up a name."}, input={"limit": 3})
     batchrunner.run(job)
     assert server.prompts == ["Make up a name."] * 3
-    assert [row["row"] for row in results_of(job)] == [0, 1, 2]
+    assert rows_in(job) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}])

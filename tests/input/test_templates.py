@@ -10,7 +10,17 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from tests.conftest import batchrun, eventually, job_of, report_of, results_of, started, write_job, write_rows
+from tests.conftest import (
+    batchrun,
+    eventually,
+    job_of,
+    report_of,
+    results_of,
+    rows_in,
+    started,
+    write_job,
+    write_rows,
+)
 from tests.support.refusals import refusal, told
 
 if TYPE_CHECKING:
@@ -188,7 +198,7 @@ def test_a_filter_takes_a_null_as_no(tmp_path: Path, expression: str, rows: list
     job = job_of(tmp_path, input={"filter": expression})
     report = batchrunner.run(job)
     assert report.exit_code == 0
-    assert [row["row"] for row in results_of(job)] == rows
+    assert rows_in(job) == rows
 
 
 def test_a_filter_that_fails_on_a_value_fails_its_row(tmp_path: Path) -> None:

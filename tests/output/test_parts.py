@@ -28,6 +28,7 @@ from tests.conftest import (
     parts_of,
     report_of,
     results_of,
+    rows_in,
     write_job,
 )
 from tests.support.runs import rows_once, status_of
@@ -90,7 +91,7 @@ def goes_on_beside(server: FakeSGLang, directory: Path, *, first: int, part_rows
 def test_a_part_that_is_there_stays(tmp_path: Path, server: FakeSGLang, first: int, part_rows: int) -> None:
     """A part that appears under the number of ours is not replaced, and every row is there once."""
     job = goes_on_beside(server, tmp_path, first=first, part_rows=part_rows)
-    assert [row["row"] for row in results_of(job)] == sorted({*range(10), *range(first, first + 4)})
+    assert rows_in(job) == sorted({*range(10), *range(first, first + 4)})
 
 
 @pytest.mark.parametrize("refusal", [errno.EPERM, errno.EOPNOTSUPP])
@@ -104,7 +105,7 @@ def test_a_file_system_without_links(
 
     monkeypatch.setattr("os.link", link)
     job = goes_on_beside(server, tmp_path, first=10, part_rows=4)
-    assert [row["row"] for row in results_of(job)] == list(range(14))
+    assert rows_in(job) == list(range(14))
 
 
 @pytest.mark.parametrize("call", ["fsync", "unlink"])
@@ -132,7 +133,7 @@ def test_a_part_that_is_written_again(
     monkeypatch.setattr("os.fsync", fsync)
     monkeypatch.setattr("os.unlink", unlink)
     job = goes_on_beside(server, tmp_path, first=0, part_rows=10)
-    assert [row["row"] for row in results_of(job)] == list(range(10))
+    assert rows_in(job) == list(range(10))
     again = [call, "fsync", "unlink"] if call == "fsync" else ["fsync", call, "fsync", "unlink"]
     assert made[: len(again)] == again
 
@@ -227,7 +228,7 @@ def test_what_is_there_is_counted(
         assert report.output_tokens_all_starts - report.output_tokens == tokens
         assert sum(group["rows"] for group in report.failures) == kept
         assert len(report.failures) <= 4  # and one for the others
-        assert [row["row"] for row in results_of(job)] == list(range(40))
+        assert rows_in(job) == list(range(40))
 
 
 def ended(row: dict[str, Any], *, failed: bool) -> dict[str, Any]:

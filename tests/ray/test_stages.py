@@ -76,6 +76,7 @@ def test_rows_keep_their_columns_and_get_those_of_a_result(nodes: RayNodes, serv
     assert {"row", "v_row"}.isdisjoint(table[8])
 
 
+@pytest.mark.long
 def test_a_node_that_dies_in_mid_run_costs_no_row(nodes: RayNodes, server: FakeSGLang) -> None:
     """Its actor is started again elsewhere, and does again what it had not finished."""
     server.script = lambda sent: "hold" if sent.prompt in {"row 50", "row 250"} else "answer"

@@ -17,7 +17,7 @@ import pytest
 
 from batchrunner.core.errors import OutputError
 from batchrunner.runner.status import status
-from tests.conftest import batchrun, job_of, results_of, started, write_job
+from tests.conftest import batchrun, job_of, results_of, rows_in, started, write_job
 from tests.support.server_thread import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def test_a_node_that_dies_is_replaced_and_ctrl_c_can_be_resumed(
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["rows_total"], report["rows_ok"], report["rows_left"]) == (400, 400, 0)
-    assert [row["row"] for row in results_of(job)] == list(range(400))
+    assert rows_in(job) == list(range(400))
     assert not list(tmp_path.glob(".*.ray"))
 
 
@@ -107,7 +107,7 @@ def test_a_cluster_grows_and_shrinks(nodes: RayNodes, server: FakeSGLang, tmp_pa
         server.script = lambda _: "answer"
         server.answer_held()
         assert run.end() == 0
-    assert [row["row"] for row in results_of(job)] == list(range(4000))
+    assert rows_in(job) == list(range(4000))
 
 
 def tasks_at_work(run: Path, count: int) -> set[int]:

@@ -10,16 +10,12 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.conftest import batchrun
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
 FENCE = re.compile(

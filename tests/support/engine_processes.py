@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tests.conftest import eventually
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable, Mapping
 
 START_S = 1800
 """Seconds in which an engine starts, or a job of a test ends, on the slowest machine that runs the tests."""

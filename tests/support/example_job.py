@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 import yaml
 
 from batchrunner.core.errors import JobError
 from batchrunner.job.load import load_job
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.job.spec import Job
+from batchrunner.job.spec import Job
 
 EXAMPLE = """\
 input: {path: docs.parquet, columns: [id, title]}

@@ -7,14 +7,12 @@ own, so that the runner under test may be blocking, asynchronous or another proc
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-import aiohttp
 from aiohttp import web
 
 from tests.support.answers import (
@@ -115,8 +113,8 @@ class FakeSGLang(ServerThread):
         """Fields of the server and its model, which /server_info and /model_info return."""
         self.tokenize = tokenize
         """What /v1/tokenize makes of a body, which a ValueError refuses; None for a release without it."""
-        self.url, self.sent, self.requests = "", list[Sent](), 0
-        """Address; rows that arrived, in order; requests that they came in."""
+        self.sent, self.requests = list[Sent](), 0
+        """Rows that arrived, in order; requests that they came in."""
         self.open_streams = 0
         """Answers that do not end, and whose client still listens."""
         self.bundles: Callable[[dict[str, Any]], Bundles] = lambda _: "rows"
@@ -141,8 +139,6 @@ class FakeSGLang(ServerThread):
         """How often the load was asked for and told."""
         self.on_poll: Callable[[], object] = lambda: None
         """Called in the server's own thread whenever the load is asked for, before it is told."""
-        self.hung = 0
-        """How often it was asked for and not told: `polls` is "hang"."""
         self._in_flight, self._released, self._is_dead = 0, False, False
         self._tries: Counter[str] = Counter()
         self._news = threading.Condition()
@@ -184,11 +180,9 @@ class FakeSGLang(ServerThread):
         self.sent, self.most_in_flight, self.requests = [], 0, 0
         self._tries.clear()
 
-    async def _serve(self) -> None:
-        self._begin()
+    def add_routes(self, app: web.Application) -> None:
         self._asked_again = asyncio.Event()
         self._slots = asyncio.Semaphore(self.max_running)
-        app = web.Application(client_max_size=1 << 26)
         if self.is_sglang:
             app.router.add_get("/health", self._health)
             app.router.add_get("/model_info", self._model_info)
@@ -203,14 +197,6 @@ class FakeSGLang(ServerThread):
             app.router.add_post("/encode", self._score)
         else:
             app.router.add_get("/{anything:.*}", self._something_else)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=True)
-        await self._runner.setup()
-        self._site = site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        self._up.set()
-        await self._over.wait()
-        await end(self._runner)
 
     async def _something_else(self, request: web.Request) -> web.Response:
         return web.Response(text="<html>It works!</html>", content_type="text/html")
@@ -268,7 +254,6 @@ class FakeSGLang(ServerThread):
     async def _loads(self, request: web.Request) -> web.Response:
         self.on_poll()
         if self.polls == "hang":
-            self.hung += 1
             await self._over.wait()
         if self.polls == "gone":
             return web.Response(status=404)
@@ -593,41 +578,3 @@ def _chat(sent: Sent, samples: list[dict[str, Any]]) -> dict[str, Any]:
         },
         "metadata": {"weight_version": "default"},
     }
-
-
-class FakeGateway(ServerThread):
-    """`with FakeGateway(urls) as gateway: ... gateway.url`; `workers` may change at any time."""
-
-    def __init__(self, workers: list[str]) -> None:
-        super().__init__()
-        self.workers = workers
-        self.url = ""
-        self._turn = itertools.count()
-
-    async def _serve(self) -> None:
-        self._begin()
-        app = web.Application()
-        app.router.add_get("/workers", self._list)
-        app.router.add_post("/generate", self._pass_on)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0, handler_cancellation=True)
-        async with aiohttp.ClientSession() as self._session:
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            self._up.set()
-            await self._over.wait()
-            await end(runner)
-
-    async def _list(self, request: web.Request) -> web.Response:
-        return web.json_response({"workers": [{"url": url, "id": url} for url in self.workers]})
-
-    async def _pass_on(self, request: web.Request) -> web.Response:
-        url = self.workers[next(self._turn) % len(self.workers)]
-        try:
-            async with self._session.post(url + request.path, data=await request.read()) as reply:
-                return web.Response(
-                    status=reply.status, body=await reply.read(), content_type="application/json"
-                )
-        except aiohttp.ClientError as failure:
-            error = {"code": "call_upstream_request_error", "message": f"{url}/generate: {failure}"}
-            return web.json_response({"error": error}, status=500)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import datetime as dt
 import random
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DOCUMENT = 600
 

@@ -38,15 +38,13 @@ def document(pages: int, size: tuple[int, int] = (200, 100), dpi: float = 72) ->
     return file_of(tones[0], "PDF", save_all=True, append_images=tones[1:], resolution=dpi)
 
 
-def sound(seconds: float = 0.5, hertz: float = 440, rate: int = 16_000) -> bytes:
-    """Return a WAV file with a tone."""
+def sound(hertz: float = 440) -> bytes:
+    """Return a WAV file with half a second of a tone."""
     stream = io.BytesIO()
     with wave.open(stream, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        tone = (int(12_000 * math.sin(2 * math.pi * hertz * at / rate)) for at in range(int(seconds * rate)))
-        file.writeframes(struct.pack(f"<{int(seconds * rate)}h", *tone))
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        tone = (int(12_000 * math.sin(2 * math.pi * hertz * at / 16_000)) for at in range(8_000))
+        file.writeframes(struct.pack("<8000h", *tone))
     return stream.getvalue()
 
 

@@ -8,8 +8,10 @@ import contextlib
 import itertools
 import os
 import shutil
+from collections.abc import AsyncIterator
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -17,10 +19,6 @@ import pytest
 from batchrunner.output.run_dir import RunDir
 from batchrunner.report.html.page import write_page
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from pathlib import Path
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x00\x1b[31m\u202e{{ 7*7 }}"
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 
@@ -12,9 +13,6 @@ from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Request, RowRef
 from batchrunner.dispatch.queue import Slots
 from batchrunner.input.order import common_length
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 CARRIED = pa.RecordBatch.from_pydict({"a": [1]})
 PASS_TOKENS = 1000

@@ -7,16 +7,14 @@ import logging
 import os
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import pytest
 import ray
 from ray.cluster_utils import Cluster
 
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 T = TypeVar("T")
 STORE_BYTES = 80 << 20

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import yaml
 
 from tests.conftest import batchrun
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 AS_ROOT = os.geteuid() == 0
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -27,16 +29,7 @@ from tests.conftest import (
     job_of,
     results_of,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-
-
-def rows_in(job: dict[str, Any]) -> list[int]:
-    return [row["row"] for row in results_of(job)]
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 
 def rows_sent(server: FakeSGLang) -> list[int]:

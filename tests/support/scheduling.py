@@ -6,22 +6,17 @@ The tests of a group share an engine, a cluster or an import that takes 10 s. Th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import pytest
 from xdist.scheduler import LoadScopeScheduling
-
-if TYPE_CHECKING:
-    import pytest
 
 GROUPS = {
     "replicas": ("test_real_replicas.py",),
     "answers": (
         "test_real_engine.py",
-        "test_real_engine_starts.py::test_a_trial_of_a_flag",
         "tests/advise/test_rules.py::test_the_installed_server_takes_every_flag",
         "tests/engines/test_flags.py::test_the_real_help_is_read",
     ),
-    "deaths": ("test_real_engine_starts.py", "test_real_engine_out_of_memory.py"),
+    "deaths": ("test_real_engine_starts.py",),
     "slurm": ("test_slurm.py",),
     "ray": ("tests/ray/test_stages.py", "tests/ray/test_whole_job.py"),
     "gateway": ("test_gateway.py",),

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from typing import Self
 
+import aiohttp
 from aiohttp import web
 
 PATIENCE_S = 600.0
@@ -17,13 +18,18 @@ PATIENCE_S = 600.0
 
 
 class ServerThread:
-    """`with` starts the thread and waits until it serves; its end stops the server.
+    """`with` starts the thread and waits until it serves at `url`; its end stops the server.
 
-    A subclass serves in `_serve`, which calls `_begin` first, sets `_up` when it is ready, and ends after
-    `_over`.
+    A subclass adds its routes in `add_routes`.
     """
 
+    port = 0
+    """Port to listen on; 0 takes any."""
+    cancels = True
+    """Whether a request ends when its client goes."""
+
     def __init__(self) -> None:
+        self.url = ""
         self._up = threading.Event()
 
     def __enter__(self) -> Self:
@@ -38,11 +44,25 @@ class ServerThread:
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join(PATIENCE_S)
 
-    def _begin(self) -> None:
-        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+    def add_routes(self, app: web.Application) -> None:
+        """Add what the server answers; called in its own loop."""
+        raise AssertionError("a subclass serves")
 
     async def _serve(self) -> None:
-        raise AssertionError("a subclass serves")
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        app = web.Application(client_max_size=1 << 30)
+        self.add_routes(app)
+        self._runner = web.AppRunner(
+            app, access_log=None, shutdown_timeout=0, handler_cancellation=self.cancels
+        )
+        await self._runner.setup()
+        self._site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await self._site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        async with aiohttp.ClientSession(auto_decompress=False) as self.session:  # to pass requests on
+            self._up.set()
+            await self._over.wait()
+            await end(self._runner)
 
 
 async def end(runner: web.AppRunner) -> None:

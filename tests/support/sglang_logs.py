@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from batchrunner.advise.advise import AdviceReport, advise
-from batchrunner.advise.rules import apply_all
+from batchrunner.advise.rules import Advice, apply_all
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.engines.flags import of_arguments
+from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.logs.series import Thresholds
 from tests.conftest import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from batchrunner.advise.rules import Advice
-    from batchrunner.engines.logs.reader import LogReader
 
 RETRACT = (
     "KV cache pool is full. Retract requests. #retracted_reqs: 1, #new_tokens_gained: 206, "

@@ -9,21 +9,17 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
-import aiohttp
 import boto3
 from aiohttp import web
 from yarl import URL
 
 from batchrunner.engines.http.connections import free_port
-from tests.support.server_thread import PATIENCE_S, ServerThread, end
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from tests.support.server_thread import PATIENCE_S, ServerThread
 
 VARIABLES = {
     "AWS_ACCESS_KEY_ID": "of-the-tests",
@@ -136,11 +132,12 @@ CONDITIONS = {"if-none-match", "if-match"}
 class StoreProxy(ServerThread):
     """`with StoreProxy(address) as proxy: ... proxy.url`; `faults` says what becomes of each request."""
 
+    cancels = False
+
     def __init__(self, address: str, faults: Faults = lambda *_: "none") -> None:
         super().__init__()
         self._address = address
         self.faults = faults
-        self.url = ""
         self.asked: Counter[tuple[str, str]] = Counter()
         """How often each request came, by method and path."""
         self.held = 0
@@ -152,20 +149,9 @@ class StoreProxy(ServerThread):
         """Send what was held back to the store."""
         self._loop.call_soon_threadsafe(self._let_go.set)
 
-    async def _serve(self) -> None:
-        self._begin()
+    def add_routes(self, app: web.Application) -> None:
         self._let_go = asyncio.Event()
-        app = web.Application(client_max_size=1 << 30)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=0)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with aiohttp.ClientSession(auto_decompress=False) as session:
-            self._session = session
-            self._up.set()
-            await self._over.wait()
-            await end(runner)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         key = request.method, request.path
@@ -188,7 +174,7 @@ class StoreProxy(ServerThread):
             skipped |= CONDITIONS
         headers = {name: value for name, value in request.headers.items() if name.lower() not in skipped}
         url = f"{self._address}{request.raw_path}"
-        async with self._session.request(
+        async with self.session.request(
             request.method, URL(url, encoded=True), headers=headers, data=body
         ) as reply:
             content = await reply.read()

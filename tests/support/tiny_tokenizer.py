@@ -12,7 +12,6 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CONTEXT_TOKENS = 4096
 
 
 def make_tokenizer(directory: Path, chat_template: str | None = CHATML, *, vocabulary: int = 400) -> Path:

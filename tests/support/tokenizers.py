@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
+from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import Request, RowRef
 from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from batchrunner.core.errors import RowRefusedError
 
 
 def request(prompt: Any, kind: Any = "messages", arguments: Any = None, **sampling: Any) -> Request:

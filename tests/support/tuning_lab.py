@@ -6,26 +6,19 @@ import asyncio
 import math
 import random
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from batchrunner.advise.load_rules import CLIP
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.simulation.replica import CostModel, PassWork, Replica
-from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
+from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest, StepResult
 from batchrunner.tune.measurement import PassSpan, TrialProgress, TrialResult, TrialWatch
-from batchrunner.tune.search import Search, key_of
-from batchrunner.tune.space import Machine
+from batchrunner.tune.search import Search, TrialRequest, key_of
+from batchrunner.tune.space import Args, Machine
 from batchrunner.tune.tuner import TrialHistory, TuningSummary, run_search, summarize
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from batchrunner.engines.simulation.scheduler import StepResult
-    from batchrunner.tune.measurement import TrialResult
-    from batchrunner.tune.search import TrialRequest
-    from batchrunner.tune.space import Args
 
 TICK_S = 0.25
 TINY_CPU = CostModel(base_s=6e-3, sample_s=2.5e-4, kv_token_s=1e-7, prefill_token_s=5e-5)
