@@ -9,7 +9,13 @@ from dataclasses import asdict
 
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import OutputError, ResumeError, TaskHeldError, TaskLockLostError
+from batchrunner.core.errors import (
+    OutputError,
+    ResumeError,
+    StorageError,
+    TaskHeldError,
+    TaskLockLostError,
+)
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Lease
 from batchrunner.input.job_input import cut_into_leases
@@ -17,90 +23,19 @@ from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
-from batchrunner.output.files import cannot_write, writing
+from batchrunner.output.files import writing
 from batchrunner.output.liveness import POLL_S, SHORT_POLL_S, LivenessMonitor, monitor_of
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import done_by_all, drop_failed, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, raise_total
-from batchrunner.output.task_lock import TaskLock, hold_task
+from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.control import Control
 from batchrunner.runner.leases import LeasePlan, Leases, next_lease
 from batchrunner.runner.prepare import PreparedJob
 from batchrunner.runner.rows import TaskRows
 
 log = logging.getLogger(__name__)
-
-
-class Takeover:
-    """Watches the tasks that hold leases, and takes over from those that have died."""
-
-    def __init__(self, prepared: PreparedJob, leases: Leases, events: EventLog) -> None:
-        """Watch the other tasks of this task's run."""
-        self._prepared = prepared
-        self._run_dir = prepared.run_dir
-        self._leases = leases
-        self._events = events
-        self._watches: dict[str, LivenessMonitor] = {}
-        self._lives: dict[str, bool | None] = {}
-
-    def poll(self) -> None:
-        """Find out who holds leases, and whether they live."""
-        holders = set(self._leases.held().values()) - {self._run_dir.task}
-        self._watches = {task: self._watches.get(task) or self._watch(task) for task in sorted(holders)}
-        self._lives = {task: watch.poll() for task, watch in self._watches.items()}
-
-    @property
-    def living(self) -> int:
-        """Number of other tasks that held leases at the last poll and were not known to be dead."""
-        return sum(lives is not False for lives in self._lives.values())
-
-    def is_dead(self, task: str) -> bool:
-        """Tell whether a task is known to be dead; one that was never watched is looked at now."""
-        watch = self._watches.get(task) or self._watch(task)
-        return watch.poll() is False
-
-    def all_live(self) -> bool:
-        """Tell whether every other task that held leases at the last poll is known to live."""
-        return all(self._lives.values())
-
-    def take_over(self) -> bool:
-        """Take over from the tasks that were dead at the last poll; tell whether there were any.
-
-        Raises OSError, or OutputError if a dead task's results cannot be written.
-        """
-        dead = [task for task, lives in self._lives.items() if lives is False]
-        for task in dead:
-            self._take_over(task)
-        return bool(dead)
-
-    def _watch(self, task: str) -> LivenessMonitor:
-        return monitor_of(self._run_dir.of_task(task))
-
-    def _take_over(self, task: str) -> None:
-        dead = self._run_dir.of_task(task)
-        try:
-            with hold_task(dead, _at_once, dead_owner=self._watches[task].owner_content) as lock:
-                recover(dead, lock, self._prepared.results_schema)
-                self._leases.refresh()  # it may have ended its leases, or another task took over
-                done = read_done(dead).rows
-                left = [(lease, lease.rows - done) for lease in self._leases.held_by(task)]
-                lock.verify()
-                for lease, rows in left:
-                    self._leases.end(lease, rows)
-        except (TaskHeldError, TaskLockLostError):  # another task takes over
-            return
-        dead.store.discard_copy(task)
-        if left:
-            rows_left = sum(len(rows) for _, rows in left)
-            log.warning("took over from %s, which died: %d rows were left", task, rows_left)
-            numbers = [lease.number for lease, _ in left]
-            self._events.write("takeover", task=task, leases=numbers, rows_left=rows_left)
-
-
-def _at_once(_: float) -> None:
-    """Refuse to wait for another task that takes over: the next poll will tell."""
-    raise TaskHeldError("not waited for")
 
 
 REFRESH_S = 3.0
@@ -131,7 +66,10 @@ class LeasedRows(TaskRows):
         self._uncommitted: dict[int, tuple[Lease, BitMap64]] = {}
         """The leases that this task holds, with their uncommitted rows."""
         self._lock = threading.Lock()  # reader, writer of parts and end of the run are different threads
-        self._takeover = Takeover(prepared, leases, events)
+        self._watches: dict[str, LivenessMonitor] = {}
+        """Those of the other tasks that held leases at the last look."""
+        self._lives: dict[str, bool | None] = {}
+        """Whether these tasks lived then; None where that was not known."""
         self._counts = counts
         self._clock = clock
         self._refreshed_at = -REFRESH_S
@@ -199,11 +137,10 @@ class LeasedRows(TaskRows):
         Another task that holds rows, of whatever plan, does all that is left: it takes over from dead ones.
         """
         now = self._look()
-        gone = {task for task in set(now.held().values()) if self._takeover.is_dead(task)}
-        gone.add(self._prepared.run_dir.task)
+        self._look_at_others(now)
         now.refresh()  # a task that has ended meanwhile ended its leases before
-        left = now.rows_free() + sum(rows for _, rows in now.rows_held().values())
-        return (left, 0) if set(now.held().values()) - gone else (0, left)
+        workers = set(now.held().values()) - {self._prepared.run_dir.task, *self._dead()}
+        return (now.rows_left(), 0) if workers else (0, now.rows_left())
 
     def _look(self) -> Leases:
         """Return the leases of all plans as they are now."""
@@ -216,14 +153,13 @@ class LeasedRows(TaskRows):
         failed_at: float | None = None
         while not self._stopped.is_set():
             try:
-                lease, is_over = self._look_for_lease()
-            except (OSError, OutputError) as failure:  # the disk may come back
+                with writing(self._leases.directory):
+                    lease, is_over = self._look_for_lease()
+            except (OutputError, StorageError) as failure:  # the disk may come back
                 if failed_at is None:
                     failed_at = self._clock()
-                    log.warning("%s: %s: waiting for the disk", self._leases.directory, failure)
+                    log.warning("%s: waiting for the disk", failure)
                 if self._clock() - failed_at > self._prepared.job.limits.disk_wait:
-                    if isinstance(failure, OSError):
-                        raise cannot_write(self._leases.directory, failure) from None
                     raise
             else:
                 failed_at = None
@@ -238,10 +174,12 @@ class LeasedRows(TaskRows):
         if lease is not None or self._has_its_share():
             return lease, False
         self._refresh()
-        if not self._rows_free and self._takeover.take_over():
+        if not self._rows_free and (dead := self._dead()):
+            for task in dead:
+                self._take_over(task)
             self._refresh()
         lease = self._try_take()
-        is_over = not self._rows_free and self._takeover.all_live() and not self._unfinished()
+        is_over = not self._rows_free and all(self._lives.values()) and not self._unfinished()
         return lease, is_over
 
     def _try_take(self) -> Lease | None:
@@ -278,10 +216,43 @@ class LeasedRows(TaskRows):
         self._events.write("lease_end", lease=number, rows_left=len(left))
 
     def _refresh(self) -> None:
+        """Find out which leases are free, and which tasks hold the others."""
         self._leases.refresh()
-        self._takeover.poll()
+        self._look_at_others(self._leases)
         self._rows_free = self._leases.rows_free()
         self._refreshed_at = self._clock()
+
+    def _look_at_others(self, leases: Leases) -> None:
+        """Find out which other tasks hold leases, and whether they live."""
+        run_dir, known = self._prepared.run_dir, self._watches
+        others = set(leases.held().values()) - {run_dir.task}
+        self._watches = {task: known.get(task) or monitor_of(run_dir.of_task(task)) for task in others}
+        self._lives = {task: watch.poll() for task, watch in self._watches.items()}
+
+    def _dead(self) -> list[str]:
+        """Return the other tasks that held leases at the last look, and are known to be dead."""
+        return sorted(task for task, lives in self._lives.items() if lives is False)
+
+    def _take_over(self, task: str) -> None:
+        """Recover what a dead task wrote, and end its leases; raises OSError or OutputError."""
+        dead = self._prepared.run_dir.of_task(task)
+        try:
+            with hold_task(dead, _at_once, dead_owner=self._watches[task].owner_content) as lock:
+                recover(dead, lock, self._prepared.results_schema)
+                self._leases.refresh()  # it may have ended its leases, or another task took over
+                done = read_done(dead).rows
+                left = [(lease, lease.rows - done) for lease in self._leases.held_by(task)]
+                lock.verify()
+                for lease, rows in left:
+                    self._leases.end(lease, rows)
+        except (TaskHeldError, TaskLockLostError):  # another task takes over
+            return
+        dead.store.discard_copy(task)
+        if left:
+            rows_left = sum(len(rows) for _, rows in left)
+            log.warning("took over from %s, which died: %d rows were left", task, rows_left)
+            numbers = [lease.number for lease, _ in left]
+            self._events.write("takeover", task=task, leases=numbers, rows_left=rows_left)
 
     def _has_its_share(self) -> bool:
         """Tell whether this task has as many of the unfinished rows as each of the others can have.
@@ -289,13 +260,22 @@ class LeasedRows(TaskRows):
         With few rows left, or slow ones, one task could otherwise take what keeps all of them busy.
         """
         mine = self._unfinished()
-        return mine * (1 + self._takeover.living) > self._rows_free + mine
+        return mine * self._workers() > self._rows_free + mine
 
     def _unfinished(self) -> int:
         return self._taken - self._counts.done
 
     def _share_of_free(self) -> int:
-        return -(-self._rows_free // (1 + self._takeover.living))
+        return -(-self._rows_free // self._workers())
+
+    def _workers(self) -> int:
+        """Return the number of tasks that share the rows, this one and all that are not known to be dead."""
+        return 1 + len(self._lives) - len(self._dead())
+
+
+def _at_once(_: float) -> None:
+    """Refuse to wait for another task that takes over: the next look will tell."""
+    raise TaskHeldError("not waited for")
 
 
 def join(
@@ -317,11 +297,23 @@ def join(
                 f"{run_dir.name}: --retry-failed: other tasks are still at it, or died at it",
                 hint="wait for their end, or run --join without --retry-failed first",
             )
+        is_logged = False
         while leases.is_done() or _is_behind(leases, prepared):
-            known = len(leases.plans)
-            _plan_in_turn(prepared, leases, control, retry_failed=retry_failed)
-            if len(leases.plans) == known:  # there was nothing to add
-                break
+            with ExitStack() as stack:
+                try:
+                    stack.enter_context(hold_task(run_dir, control.sleep, directory=leases.directory))
+                except TaskHeldError as held:
+                    if not is_logged:
+                        log.info("another task makes the plan: %s", held)
+                    is_logged = True
+                    control.sleep(POLL_S)
+                    leases.refresh()
+                    continue
+                leases.refresh()
+                known = len(leases.plans)
+                _plan(prepared, leases, control, retry_failed=retry_failed)
+                if len(leases.plans) == known:  # there was nothing to add, or another task was faster
+                    break
     assert leases.plan is not None
     _check_plan(leases, prepared)
     leases.join()
@@ -349,77 +341,44 @@ def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
     return more_files or known["limit"] != prepared.job.input.limit
 
 
-def _plan_in_turn(prepared: PreparedJob, leases: Leases, control: Control, *, retry_failed: bool) -> None:
-    """Make a plan while no other task does so; skip it if another task makes one meanwhile."""
-    known = len(leases.plans)
-    is_logged = False
-    while len(leases.plans) == known:
-        with ExitStack() as stack:
-            try:
-                stack.enter_context(hold_task(prepared.run_dir, control.sleep, directory=leases.directory))
-            except TaskHeldError as held:
-                if not is_logged:
-                    log.info("another task makes the plan: %s", held)
-                is_logged = True
-                control.sleep(POLL_S)
-                leases.refresh()
-                continue
-            leases.refresh()
-            _plan(prepared, leases, control, retry_failed=retry_failed)
-            return
-
-
 def _plan(prepared: PreparedJob, leases: Leases, control: Control, *, retry_failed: bool) -> None:
+    """Add a plan of the rows that no plan has; after the end of all plans, of those that are not done."""
     is_done = leases.is_done()
     if not (is_done or _is_behind(leases, prepared)):  # another task was faster
         return
     main = prepared.run_dir.of_task()
     with hold_task(main, control.sleep) as lock:  # no attempt without --join may be at work
         recover(main, lock, prepared.results_schema)
-        done = _done_by_all(main, leases if is_done else None, control)
+        done = _done_by_all(main, leases.plan.rows_total if leases.plan and is_done else 0, control)
         if retry_failed:
             for task in main.all_tasks():
                 drop_failed(task)
-            done = _done_by_all(main, None, control)
+            done = done_by_all(main).rows
         selected = prepared.selected(control.check)
         rows = selected - done
         if not is_done:  # what is planned is done by others, or taken over from them
             rows -= leases.rows()
-        if rows or _is_behind(leases, prepared):
-            _add_plan(prepared, leases, rows, selected, lock, control, is_first=is_done)
-        else:
+        is_needed = rows or _is_behind(leases, prepared)
+        if is_done:
             leases.remove_copies()
+        if not is_needed:
+            return
+        remove_sorted_copies(main.task_directory)
+        path, choice = prepare_order(
+            prepared, rows, leases.directory, lock.token, control.check, replace=False
+        )
+        if path:
+            leases.store.publish(path)
+            cuts, name = SortedCopy(path).group_starts, path.name
+        else:
+            cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
+        new = prepared.fingerprint("")
+        leases.make_plan(LeasePlan(rows, cuts, len(selected), new, name, asdict(choice)))
+        raise_total(prepared.run_dir, len(selected), new)
 
 
-def _add_plan(
-    prepared: PreparedJob,
-    leases: Leases,
-    rows: BitMap64,
-    selected: BitMap64,
-    lock: TaskLock,
-    control: Control,
-    *,
-    is_first: bool,
-) -> None:
-    """Write a plan of these rows, of all that are `selected`; `is_first` says that no other is at work."""
-    run_dir = prepared.run_dir
-    remove_sorted_copies(run_dir.of_task().task_directory)
-    if is_first:
-        leases.remove_copies()
-    path, choice = prepare_order(prepared, rows, leases.directory, lock.token, control.check, replace=False)
-    if path:
-        leases.store.publish(path)
-        cuts, name = SortedCopy(path).group_starts, path.name
-    else:
-        cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
-    new = prepared.fingerprint("")
-    leases.make_plan(LeasePlan(rows, cuts, len(selected), new, name, asdict(choice)))
-    raise_total(run_dir, len(selected), new)
-
-
-def _done_by_all(run_dir: RunDir, leases: Leases | None, control: Control) -> BitMap64:
+def _done_by_all(run_dir: RunDir, expected: int, control: Control) -> BitMap64:
     """Return the rows in all parts; parts that another host has just written may take a while to appear."""
-    expected = leases.plan.rows_total if leases is not None and leases.plan is not None else 0
     waited_s = 0.0
     while True:
         done = done_by_all(run_dir).rows

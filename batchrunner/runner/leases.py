@@ -27,6 +27,8 @@ from batchrunner.output.store import LOCAL, Store
 
 _NAME = re.compile(r"(\d{6,})\.(\d+)(\.end)?")
 _PLAN = re.compile(r"plan-(\d{6})")
+_UNTAKEN = (-1, True)
+"""The last turn of a lease that nobody has taken yet, and that it ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +122,16 @@ class Leases:
         return [
             number
             for number in range(len(self))
-            if self._turns.get(number, (-1, True))[1] and self.count_left(number)
+            if self._turns.get(number, _UNTAKEN)[1] and self._count(number)
         ]
 
     def rows_free(self) -> int:
         """Return the number of rows in free leases."""
-        return sum(map(self.count_left, self.free()))
+        return sum(map(self._count, self.free()))
 
-    def count_left(self, number: int) -> int:
-        """Return the number of rows left in a lease that nobody holds."""
-        return self._count(number, self._next_turn(number))
+    def rows_left(self) -> int:
+        """Return the number of rows in free and held leases; some of the held ones may be done."""
+        return sum(map(self._count, range(len(self))))
 
     def held(self) -> dict[int, str]:
         """Return the task that holds each held lease, by the lease's number."""
@@ -137,31 +139,20 @@ class Leases:
             number: self._holder(number, turn) for number, (turn, ended) in self._turns.items() if not ended
         }
 
-    def rows_held(self) -> dict[int, tuple[str, int]]:
-        """Return the task that holds each held lease, and the number of its rows, by the lease's number.
-
-        Some of the rows may be done.
-        """
-        return {
-            number: (task, self._count(number, self._turns[number][0]))
-            for number, task in self.held().items()
-        }
-
     def held_by(self, task: str) -> list[Lease]:
         """Return the leases that a task holds."""
-        mine = [number for number, holder in self.held().items() if holder == task]
-        return [self._lease(number, self._turns[number][0]) for number in mine]
+        return [self._lease(number) for number, holder in self.held().items() if holder == task]
 
     def take(self, number: int) -> Lease | None:
         """Take a free lease; None if another task was faster."""
-        turn = self._next_turn(number)
+        turn = self._turn(number)
         # an earlier try may have created the file and then failed
         mine = (
             self._create(_name(number, turn), orjson.dumps({"task": self._task}))
             or self._holder(number, turn) == self._task
         )
         self._note(number, turn, ended=False)
-        return self._lease(number, turn) if mine else None
+        return self._lease(number) if mine else None
 
     def end(self, lease: Lease, left: BitMap64) -> None:
         """End a lease of this task, or of a dead one; the rows in `left` are still to be done."""
@@ -195,9 +186,10 @@ class Leases:
     def _holder(self, number: int, turn: int) -> str:
         return str(self._read(_name(number, turn))["task"])
 
-    def _lease(self, number: int, turn: int) -> Lease:
-        """Return a lease with the rows that it has at a turn."""
+    def _lease(self, number: int) -> Lease:
+        """Return a lease with the rows that it has now."""
         plan, positions = self._places[number]
+        turn = self._turn(number)
         copy = self._copy(plan.order) if plan.order else None
         return Lease(number, turn, self._rows(number, turn), positions, copy)
 
@@ -206,10 +198,10 @@ class Leases:
         self.store.bring(self.directory / name)
         return self.directory / name
 
-    def _count(self, number: int, turn: int) -> int:
-        """Return the number of rows that a lease has at a turn."""
+    def _count(self, number: int) -> int:
+        """Return the number of rows that a lease has now."""
         plan, positions = self._places[number]
-        if turn:
+        if turn := self._turn(number):
             return len(self._rows(number, turn))
         if plan.order:  # every position of a sorted copy has a row
             return len(positions)
@@ -227,11 +219,13 @@ class Leases:
             self._copies[plan.order] = SortedCopy(self._copy(plan.order))
         return self._copies[plan.order].rows(positions)
 
-    def _next_turn(self, number: int) -> int:
-        return self._turns[number][0] + 1 if number in self._turns else 0
+    def _turn(self, number: int) -> int:
+        """Return the turn at which a lease is held, or at which it will be taken."""
+        turn, ended = self._turns.get(number, _UNTAKEN)
+        return turn + ended
 
     def _note(self, number: int, turn: int, *, ended: bool) -> None:
-        self._turns[number] = max(self._turns.get(number, (-1, True)), (turn, ended))
+        self._turns[number] = max(self._turns.get(number, _UNTAKEN), (turn, ended))
 
 
 def _name(number: int, turn: int) -> str:
