@@ -22,7 +22,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from batchrunner.runner.batch import prepare_batch, run_batch
+from batchrunner.runner.batch import run_batch
 from benchmarks.measure import save
 from benchmarks.torture_round import CALLS, LONGEST_START_S, MOMENTS, TOGETHER, count_calls, die_at
 
@@ -49,11 +49,11 @@ def child(folder: Path, call: str, moment: str, number: int, *, join: bool) -> N
         die_at(call, moment, number)
     elif call == "count":
         count_calls(folder / "calls.json")
-    files, job = prepare_batch(
+    done = run_batch(
         str(folder.parent / "requests.jsonl"), str(folder / "results.jsonl"), str(folder / "errors.jsonl"),
-        model="simulated", urls=[], base=None, lenient=True, overrides=SETTINGS, fresh=False,
+        {"model": "simulated", "urls": [], "base": None, "overrides": SETTINGS},
+        fresh=False, retry_failed=False, join=join, quiet=True, as_json=False,
     )  # fmt: skip
-    done = run_batch(files, job, fresh=False, retry_failed=False, join=join, quiet=True, as_json=False)
     sys.exit(done.report.exit_code)
 
 

@@ -108,7 +108,7 @@ MOST_TOKENS = {
     "advise": 12_600,
     "report": 10_800,
     "dispatch": 24_900,
-    "runner": 24_100,
+    "runner": 23_300,
     "tune": 13_300,
     "api": 2_500,
     "ray": 5_300,

@@ -131,26 +131,17 @@ def batch(
 
     Example: batchrun batch requests.jsonl -o results.jsonl --model Qwen/Qwen3-8B
     """
-    from batchrunner.runner.batch import prepare_batch, run_batch  # noqa: PLC0415
+    from batchrunner.runner.batch import run_batch  # noqa: PLC0415
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
     log_to_stderr(quiet=quiet)
-    files, made = prepare_batch(
-        requests,
-        output,
-        errors,
-        model=model,
-        urls=url or [],
-        base=job,
-        overrides=with_limit(overrides, limit),
-        fresh=fresh,
-    )
+    made = {"model": model, "urls": url or [], "base": job, "overrides": with_limit(overrides, limit)}
     with telling_report(quiet=quiet or as_json):
         done = run_batch(
-            files, made, fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet, as_json=as_json,
-            metrics=_metrics(metrics_port, metrics_host),
+            requests, output, errors, made, fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet,
+            as_json=as_json, metrics=_metrics(metrics_port, metrics_host),
         )  # fmt: skip
-    shown = [str(files.results)] if done.is_published else []
+    shown = [str(done.results)] if done.is_published else []
     _end(done, done.report.exit_code, shown, quiet=quiet, as_json=as_json)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import BatchrunError, JobError, OutputError
 from batchrunner.job.call import job_of_batch
-from batchrunner.job.spec import Job
 from batchrunner.output.merge import publish, results_path
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import holds_run
@@ -17,52 +17,22 @@ from batchrunner.runner.foreground import run_in_foreground
 
 
 @dataclass(frozen=True, slots=True)
-class BatchFiles:
-    """The files of a batch, all of them different."""
-
-    requests: str
-    results: Path
-    errors: Path | None
-
-    @property
-    def run(self) -> Path:
-        """The run directory."""
-        return self.results.with_name(f"{self.results.name}.run")
-
-    def check(self, *, fresh: bool) -> None:
-        """Raise OutputError where a file would be lost; with `fresh` the results may be."""
-        written = [self.results, *([self.errors] if self.errors else [])]
-        places = [path.resolve() for path in (Path(self.requests).expanduser(), *written)]
-        if len(set(places)) < len(places):
-            raise OutputError(
-                f"{self.results}: is two of requests, results and errors", hint="give different files"
-            )
-        if fresh or holds_run(self.run):
-            return
-        for path in written:
-            if path.exists():
-                raise OutputError(
-                    f"{path}: exists, and no run in {self.run} made it",
-                    hint="take another name, or --fresh to replace it",
-                )
-
-
-@dataclass(frozen=True, slots=True)
 class BatchRun:
     """What became of a batch file."""
 
     report: Report
-    files: BatchFiles
+    results: Path
+    errors: Path | None
+    """File of the lines that failed; None where they are among the results."""
     is_published: bool
     """Whether the results are written: all lines are done."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
-        errors = self.files.errors if self.is_published else None
         return {
             **self.report.as_dict(),
-            "results": str(self.files.results) if self.is_published else None,
-            "errors": str(errors) if errors else None,
+            "results": str(self.results) if self.is_published else None,
+            "errors": str(self.errors) if self.is_published and self.errors else None,
         }
 
     def lines(self) -> list[str]:
@@ -70,35 +40,45 @@ class BatchRun:
         lines = self.report.lines()[:-1]  # the last one names the parts
         if not self.is_published:
             who = "the last task to end" if not self.report.exit_code else "the start that ends the last line"
-            return [*lines, f"results: not yet: {who} writes {self.files.results}"]
-        failed = f", failed lines: {self.files.errors}" if self.files.errors else ""
-        return [*lines, f"results: {self.files.results}{failed}"]
+            return [*lines, f"results: not yet: {who} writes {self.results}"]
+        failed = f", failed lines: {self.errors}" if self.errors else ""
+        return [*lines, f"results: {self.results}{failed}"]
 
 
-def prepare_batch(
-    requests: str, output: str, errors: str | None, *, fresh: bool, **options: Any
-) -> tuple[BatchFiles, Job]:
-    """Return the files and the job of a batch; raises JobError or OutputError.
+def run_batch(
+    requests: str, output: str, errors: str | None, job: Mapping[str, Any], *, fresh: bool, **options: Any
+) -> BatchRun:
+    """Run or resume a batch, and write its results once all lines are done; raises BatchrunError.
 
-    `options` are those of `job_of_batch`.
+    `job` are the options of `job_of_batch`, and `options` those of `run_in_foreground`.
     """
     if requests == "-":
         raise JobError("requests: standard input cannot be read again to resume", hint="save it to a file")
     results = results_path(output, "--output")
-    files = BatchFiles(requests, results, results_path(errors, "--errors") if errors else None)
-    files.check(fresh=fresh)
-    return files, job_of_batch(requests, str(files.run), **options)
-
-
-def run_batch(files: BatchFiles, job: Job, **options: Any) -> BatchRun:
-    """Run or resume a batch, and write its results once all lines are done; raises BatchrunError.
-
-    `options` are those of `run_in_foreground`.
-    """
-    report = run_in_foreground(job, (), **options)
+    failed = results_path(errors, "--errors") if errors else None
+    run = results.with_name(f"{results.name}.run")
+    _check_files(requests, [results, *([failed] if failed else [])], run, fresh=fresh)
+    report = run_in_foreground(job_of_batch(requests, str(run), **job), (), fresh=fresh, **options)
     try:
-        is_done = not report.rows_left and publish(RunDir(files.run), files.results, files.errors)
+        is_done = not report.rows_left and publish(RunDir(run), results, failed)
     except BatchrunError as failure:
         failure.report = report
         raise
-    return BatchRun(report, files, is_done)
+    return BatchRun(report, results, failed, is_done)
+
+
+def _check_files(requests: str, written: Sequence[Path], run: Path, *, fresh: bool) -> None:
+    """Raise OutputError where a file would be lost; with `fresh` the results may be."""
+    places = {path.resolve() for path in (Path(requests).expanduser(), *written)}
+    if len(places) <= len(written):
+        raise OutputError(
+            f"{written[0]}: is two of requests, results and errors", hint="give different files"
+        )
+    if fresh or holds_run(run):
+        return
+    for path in written:
+        if path.exists():
+            raise OutputError(
+                f"{path}: exists, and no run in {run} made it",
+                hint="take another name, or --fresh to replace it",
+            )

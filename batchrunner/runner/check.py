@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -23,10 +23,6 @@ from batchrunner.output.counts import Failures
 from batchrunner.output.resume import read_done
 from batchrunner.report.report import cause_lines
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
-
-if TYPE_CHECKING:
-    pass
-
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000

@@ -160,8 +160,8 @@ class RunSignals:
             limit = "; once more stops now" if bound_s is None else f", for {bound_s:g} s at most"
             log.warning("%s: waiting for the rows in flight%s", reason, limit)
         else:
-            self._after(TIMING.stop_start, self._end_start)
-            self._after(TIMING.stop_at_once, self._end_if_idle)
+            self._after(TIMING.stop_start, self._end_in, "starting")
+            self._after(TIMING.stop_at_once, self._end_in, "starting", "ending")
 
     def close(self) -> None:
         """End the run's process no more: the run has ended."""
@@ -176,12 +176,8 @@ class RunSignals:
         self._on_loop(self._control.stop, reason)
         self._after(TIMING.stop_at_once, self._end_process)
 
-    def _end_start(self) -> None:
-        if self._control.stage == "starting":
-            self._end_process()
-
-    def _end_if_idle(self) -> None:
-        if self._control.stage != "sending":
+    def _end_in(self, *stages: str) -> None:
+        if self._control.stage in stages:
             self._end_process()
 
     def _end_process(self) -> None:

@@ -5,25 +5,21 @@ import inspect
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from batchrunner.core.console import tell
-from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import MetricsAddress
-from batchrunner.dispatch.progress import AttemptProgress, engine_parts, sample_line
-from batchrunner.output.events import EventLog
+from batchrunner.dispatch.progress import engine_parts, sample_line
 
 log = logging.getLogger(__name__)
 
 BAR_FORMAT = "{l_bar}{bar:10}{r_bar}"
 """The bar of tqdm, short, so that the line has room for the engine's state; a terminal's width cuts it."""
 LINE_EVERY_S = 5.0
-SAMPLE_S = 2.0
-"""Seconds between two samples in the event log: 43,000 lines a day. A young run is sampled more often."""
 
 
 class Display(ABC):
@@ -36,40 +32,6 @@ class Display(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish the output."""
-
-
-class ProgressLog:
-    """Shows every load sample on the displays, and writes one to the event log every 2 s."""
-
-    def __init__(
-        self, progress: AttemptProgress, displays: Sequence[Display], events: EventLog, *, now: float
-    ) -> None:
-        """Begin at `now`, in seconds of the monotonic clock."""
-        self._progress = progress
-        self._displays = displays
-        self._events = events
-        self._began = now
-        self._next_sample = 0.0
-        self._loads: Sequence[SchedulerLoad] = ()
-
-    def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
-        """Show and write a load sample."""
-        self._loads = loads
-        sample = self._progress.polled(loads, now)
-        self._show(sample)
-        if now >= self._next_sample:
-            self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
-            self._events.write("sample", **sample)
-
-    def finish(self, now: float) -> None:
-        """Show and write the last state."""
-        last = self._progress.sample(self._loads, now)
-        self._show(last)
-        self._events.write("sample", **last)
-
-    def _show(self, sample: dict[str, Any]) -> None:
-        for display in self._displays:
-            display.show(sample)
 
 
 class ProgressLines(Display):

@@ -376,7 +376,11 @@ class Run:
                 failure = failure or error
             self.control.stage = "ending"
             await give_back(self.attempt.rows, self.lock)
-            report = self._finish(sending, failure, added, rows_on_disk=rows_on_disk)
+            report = self._report(sending, failure, added, rows_on_disk=rows_on_disk)
+            with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
+                sending.show_end(time.monotonic())
+                self.events.write("end", exit_code=report.exit_code, reason=report.reason)
+                report.save(self.prepared.run_dir)
         if failure is not None:
             failure.report = report
             raise failure
@@ -461,28 +465,12 @@ class Run:
                 return self.attempt.rows.held_elsewhere()
         return 0, 0
 
-    def _finish(
+    def _report(
         self, sending: Sending, failure: BatchrunError | None, added: Sequence[str], *, rows_on_disk: bool
     ) -> Report:
-        """Make the report, and write the end of the event log."""
-        now = time.monotonic()
+        """Make the report of this attempt; `added` are files that came into the input meanwhile."""
+        wall_s = time.monotonic() - self.began
         sending.progress.write_incidents()
-        report = self._report(sending, failure, added, now - self.began, rows_on_disk=rows_on_disk)
-        with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
-            sending.shown.finish(now)
-            self.events.write("end", exit_code=report.exit_code, reason=report.reason)
-            report.save(self.prepared.run_dir)
-        return report
-
-    def _report(
-        self,
-        sending: Sending,
-        failure: BatchrunError | None,
-        added: Sequence[str],
-        wall_s: float,
-        *,
-        rows_on_disk: bool,
-    ) -> Report:
         attempt, counts, run_dir = self.attempt, self.counts, self.prepared.run_dir
         report = make_report(run_dir, attempt.done, attempt.rows.total, counts)
         held, unheld = self._rows_elsewhere() if failure is None else (0, 0)

@@ -40,7 +40,7 @@ from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
 from batchrunner.runner.control import Control
-from batchrunner.runner.progress import Display, ProgressLog
+from batchrunner.runner.progress import Display
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -201,6 +201,10 @@ async def _columns_of_answer(
     return completion._replace(columns={**completion.columns, **made}), None
 
 
+SAMPLE_S = 2.0
+"""Seconds between two samples in the event log: 43,000 lines a day. A young run is sampled more often."""
+
+
 class KnownRows(RowSource, Protocol):
     """A source of rows whose columns and kind of prompts are known."""
 
@@ -272,7 +276,9 @@ class Sending:
             rows, done, counts, slots, limits, self._backlog, self.bundles, engine, events, began=began,
             task=job.task,
         )  # fmt: skip
-        self.shown = ProgressLog(self.progress, displays, events, now=began)
+        self._displays, self._events = displays, events
+        self._loads: Sequence[SchedulerLoad] = ()
+        self._next_sample = 0.0
         self._deadline_s, self._began = job.limits.deadline, began
         self._dispatcher = Dispatcher(
             self._backlog, slots, senders, checker, self.reorderer, limits, self._load_control, events,
@@ -299,14 +305,29 @@ class Sending:
             await asyncio.gather(sending, polling, return_exceptions=True)
 
     def _polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
-        """Show a load sample; drain after `limits.deadline`.
+        """Show a load sample, and write it from time to time; drain after `limits.deadline`.
 
         Raises the StorageError of a write that failed in the background.
         """
-        self.shown.polled(loads, now)
+        self._loads = loads
+        sample = self.progress.polled(loads, now)
+        self._show(sample)
+        if now >= self._next_sample:
+            self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
+            self._events.write("sample", **sample)
         self._results.check()
         if self._deadline_s is not None and now > self._began + self._deadline_s:
             self._control.drain("the deadline passed (limits.deadline)")
+
+    def show_end(self, now: float) -> None:
+        """Show and write the last state."""
+        last = self.progress.sample(self._loads, now)
+        self._show(last)
+        self._events.write("sample", **last)
+
+    def _show(self, sample: dict[str, Any]) -> None:
+        for display in self._displays:
+            display.show(sample)
 
     def _stop(self, sending: asyncio.Future[None]) -> None:
         if self._control.reason is not None:

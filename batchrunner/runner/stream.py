@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,7 +73,7 @@ class RowBuffer:
     """Rows between the thread or task that reads them and the thread that renders them. Thread-safe."""
 
     def __init__(self) -> None:
-        self._pieces: deque[tuple[Piece, int, int]] = deque()  # with their rows and bytes
+        self._pieces: list[Piece] = []
         self._rows = 0
         self._bytes = 0
         self._ended = False
@@ -95,7 +94,7 @@ class RowBuffer:
             if self.stopped or self._rows >= MOST_ROWS or self._bytes >= MOST_BYTES:
                 return self.stopped
             rows, size = (1, bytes_of(piece)) if isinstance(piece, dict) else (piece.num_rows, piece.nbytes)
-            self._pieces.append((piece, rows, size))
+            self._pieces.append(piece)
             self._rows += rows
             self._bytes += size
             self._changed.notify_all()
@@ -107,24 +106,14 @@ class RowBuffer:
             self._changed.wait_for(lambda: self.offer(piece))
             return not self.stopped
 
-    def take(self) -> list[dict[str, Any]] | pa.RecordBatch | None:
-        """Take the rows that are there, or one batch; waits for the first. None at the end. Blocks."""
+    def take(self) -> list[Piece]:
+        """Take all pieces that are there; waits for the first. Empty at the end. Blocks."""
         with self._changed:
             self._changed.wait_for(self._can_take)
-            taken: list[dict[str, Any]] = []
-            while self._pieces and not self.stopped:
-                piece, rows, size = self._pieces[0]
-                if taken and not isinstance(piece, dict):
-                    break
-                self._pieces.popleft()
-                self._rows -= rows
-                self._bytes -= size
-                if not isinstance(piece, dict):
-                    self._changed.notify_all()
-                    return piece
-                taken.append(piece)
+            taken, self._pieces = self._pieces, []
+            self._rows = self._bytes = 0
             self._changed.notify_all()
-            return taken or None
+            return [] if self.stopped else taken
 
     def end(self, failure: BaseException | None = None) -> None:
         """Record that no more rows come, because of `failure` if there is one."""
@@ -215,24 +204,25 @@ def _pieces_of(data: object) -> Generator[Piece]:
             rows.close()
 
 
-def take_batches(buffer: RowBuffer, first: int) -> list[pa.RecordBatch | str] | None:
-    """Wait for rows and return them as batches; `first` is the number of the first one. None at the end.
+def take_batches(buffer: RowBuffer, first: int) -> list[pa.RecordBatch | str]:
+    """Wait for rows and return them as batches; `first` is the number of the first one. Empty at the end.
 
     Rows whose values do not fit into columns together are batches of their own; a row that cannot be sent is
     a text that says why.
     """
     taken = buffer.take()
-    if taken is None or isinstance(taken, pa.RecordBatch):
-        return None if taken is None else [taken]
+    rows = [piece for piece in taken if isinstance(piece, dict)]
+    if len(rows) < len(taken):  # a table's batches
+        return [piece for piece in taken if isinstance(piece, pa.RecordBatch)]
     with contextlib.suppress(InputError):
-        return [*batches_of_rows(taken, first)]
-    pieces: list[pa.RecordBatch | str] = []
-    for number, row in enumerate(taken, first):
+        return [*batches_of_rows(rows, first)]
+    batches: list[pa.RecordBatch | str] = []
+    for number, row in enumerate(rows, first):
         try:
-            pieces += batches_of_rows([row], number)
+            batches += batches_of_rows([row], number)
         except InputError as failure:
-            pieces.append(str(failure))
-    return pieces
+            batches.append(str(failure))
+    return batches
 
 
 class ProgramColumns:
@@ -306,9 +296,8 @@ class ProgramRows:
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
         """Render what is in the buffer, and wait for more. What the iterator raises is in the buffer."""
-        pieces: list[pa.RecordBatch | str] | None
-        pieces, self._first = self._first, []
-        while pieces is not None:
+        pieces, self._first = self._first or take_batches(self._buffer, 0), []
+        while pieces:
             for piece in pieces:
                 rows = range(self._read, self._read + (1 if isinstance(piece, str) else piece.num_rows))
                 self._read = rows.stop
@@ -364,18 +353,16 @@ class Handover:
     def __init__(self, plan: AnswerPlan) -> None:
         """Make rows of outcomes as `plan` says."""
         self._plan = plan
-        self._rows: deque[dict[str, Any]] = deque()
+        self._rows: list[dict[str, Any]] = []
         self._ended = False
-        self._came = asyncio.Event()
-        self._room = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def put(self, outcome: Outcome) -> None:
         """Add the row that an outcome becomes, once there is room."""
         while len(self._rows) >= MOST_ROWS:
-            self._room.clear()
-            await self._room.wait()
+            await self._change()
         self._rows.append(_row_given(outcome, self._plan))
-        self._came.set()
+        self._changed.set()
 
     def check(self) -> None:
         """Do nothing: a program that is behind is waited for."""
@@ -383,17 +370,20 @@ class Handover:
     async def take(self) -> list[dict[str, Any]]:
         """Take all rows that are there; waits for the first. Empty at the end."""
         while not self._rows and not self._ended:
-            self._came.clear()
-            await self._came.wait()
-        rows = list(self._rows)
-        self._rows.clear()
-        self._room.set()
+            await self._change()
+        rows, self._rows = self._rows, []
+        self._changed.set()
         return rows
 
     def end(self) -> None:
         """Record that no more rows come."""
         self._ended = True
-        self._came.set()
+        self._changed.set()
+
+    async def _change(self) -> None:
+        """Wait until rows come or go, or none come any more."""
+        self._changed.clear()
+        await self._changed.wait()
 
 
 def _row_given(outcome: Outcome, plan: AnswerPlan) -> dict[str, Any]:
@@ -471,7 +461,7 @@ async def send_stream(
             try:
                 await sending.send()
             finally:
-                sending.shown.finish(time.monotonic())
+                sending.show_end(time.monotonic())
         if control.reason is not None:
             raise BatchrunError(f"{control.reason}: the stream ended after {counts.done} rows")
     finally:
@@ -532,20 +522,20 @@ class StreamCall:
         if self.paths is not None:
             return self._files(self.paths, scratch, stack)
         first = take_batches(buffer, 0)
-        known = next((piece for piece in first or () if not isinstance(piece, str)), None)
-        if first and known is None:
-            raise InputError(str(first[0]))
+        known = next((piece for piece in first if not isinstance(piece, str)), None)
         if known is None:
+            if first:
+                raise InputError(str(first[0]))
             return None
         job = self.call.job(known.schema, [str(scratch)], scratch)
-        if not known.num_rows:  # a table's columns, before its first rows
+        if not any(map(len, first)):  # a table's columns came before its first rows
             first = take_batches(buffer, 0)
         functions = open_functions(job)
         if functions is not None:
             stack.callback(functions.close)
         total = rows_known(self.data)
         rows = ProgramRows(job, known.schema, buffer, first=first, total=total, functions=functions)
-        return None if first is None else (job, rows, functions)
+        return (job, rows, functions) if first else None
 
     def _files(self, paths: list[str], scratch: Path, stack: contextlib.AsyncExitStack) -> Source | None:
         run_dir = RunDir(scratch / "run")
