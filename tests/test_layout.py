@@ -112,7 +112,7 @@ MOST_TOKENS = {
     "tune": 13_300,
     "api": 2_500,
     "ray": 5_300,
-    "cli": 3_800,
+    "cli": 3_700,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
