@@ -257,7 +257,6 @@ class _Seen:
         self.longest = {"empty": 0.0, "starved": 0.0}
 
     def look(self, now: float, replicas: dict[str, Replica], admission: ConcurrencyLimits) -> None:
-        states = admission.states
         for route, replica in replicas.items():
             queue = replica.scheduler.queue
             if queue > 2000:
@@ -265,8 +264,9 @@ class _Seen:
                 self.longest_over_s = max(self.longest_over_s, now - self.over[route] + POLL_S)
             else:
                 self.over.pop(route, None)
-            self._look_at_dry(now, route, queue, replica, states[route], admission.corners.get(route))
-            if states[route] == "start":
+            controller = admission.known[route].controller
+            self._look_at_dry(now, route, queue, replica, controller.state, controller.corner)
+            if controller.state == "start":
                 continue
             self.looks += 1
             self.inside += 100 <= queue <= 2000

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from batchrunner.core.engine_info import EngineInfo
@@ -222,18 +222,13 @@ class Bundle:
             row.answer.set_exception(error)
 
 
+@dataclass(slots=True, eq=False)
 class _Filling:
     """Rows that wait until their request is full."""
 
-    def __init__(self) -> None:
-        self.rows: list[BundledRow] = []
-        self.tokens = 0
-        """Prompt tokens of all rows."""
-
-    def add(self, row: BundledRow, tokens: int) -> None:
-        """Add a row with so many prompt tokens."""
-        self.rows.append(row)
-        self.tokens += tokens
+    rows: list[BundledRow] = field(default_factory=list)
+    tokens: int = 0
+    """Prompt tokens of all rows."""
 
 
 class BundleSender:
@@ -314,7 +309,8 @@ class BundleSender:
         if filling is None:
             filling = self._filling[key] = _Filling()
             loop.call_later(TIMING.bundle_fill, self._send_late, key, filling)
-        filling.add(row, tokens)
+        filling.rows.append(row)
+        filling.tokens += tokens
         self._in_fillings += 1
         if len(filling.rows) >= most or filling.tokens >= most_tokens:
             self._send_filled(key)

@@ -192,7 +192,7 @@ class AnswerConditions:
             return of_json
         if self._pattern is not None:
             try:
-                if not _has_match(self._pattern, text):
+                if not regex.search(self._pattern, text, timeout=LONGEST_SEARCH_S, concurrent=True):
                     return f"the answer has no match of check.regex {self._pattern!r}"
             except TimeoutError:
                 return f"check.regex {self._pattern!r} takes more than {LONGEST_SEARCH_S:g} s on the answer"
@@ -229,11 +229,6 @@ class AnswerConditions:
             return value, fit(value, self._kind), None
         except ValueError as failure:
             return value, None, f"the answer does not fit its column: {_short(str(failure))}"
-
-
-def _has_match(pattern: str, text: str) -> bool:
-    """Tell whether a text contains a match; raises TimeoutError after LONGEST_SEARCH_S seconds."""
-    return regex.search(pattern, text, timeout=LONGEST_SEARCH_S, concurrent=True) is not None
 
 
 def _validator(schema: dict[str, Any], where: str) -> Any:

@@ -10,7 +10,7 @@ import contextlib
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -47,34 +47,20 @@ LONGEST_PRIMING_S = 30.0
 ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
 
 
+@dataclass(slots=True)
 class Feeder:
-    """Fills the backlog and pauses while it is full."""
+    """Fills the backlog and pauses while it is full. Rows pass through its parts in this order."""
 
-    def __init__(
-        self,
-        source: RowSource,
-        reorderer: Reorderer,
-        tokenizer: RowTokenizer,
-        backlog: Backlog,
-        results: ResultSink,
-        engine: Engine,
-        routes: Sequence[str],
-        *,
-        keeps_prompts: bool = False,
-    ) -> None:
-        """Take the parts in the order in which rows pass through them.
-
-        Shared prefixes are computed on the `routes` of the `engine` first. With `keeps_prompts` rows keep
-        their prompts as they were before they were tokenised.
-        """
-        self._source = source
-        self._reorderer = reorderer
-        self._tokenizer = tokenizer
-        self._backlog = backlog
-        self._results = results
-        self._engine = engine
-        self._routes = routes
-        self._keeps_prompts = keeps_prompts
+    _source: RowSource
+    _reorderer: Reorderer
+    _tokenizer: RowTokenizer
+    _backlog: Backlog
+    _results: ResultSink
+    _engine: Engine
+    _routes: Sequence[str]
+    """Routes of the engine, on which shared prefixes are computed first."""
+    keeps_prompts: bool
+    """Whether rows keep their prompts as they were before they were tokenised."""
 
     async def run(self) -> None:
         """Read until the source ends or the run stops; raises what reading raises, and StorageError."""
@@ -99,7 +85,7 @@ class Feeder:
             if isinstance(request, Outcome):  # it cannot be tokenised, or is too long
                 await self._backlog.end(row, request)
             else:
-                if self._keeps_prompts:
+                if self.keeps_prompts:
                     row.unencoded = row.request._replace(media=request.media)
                 row.request = request
                 self._backlog.add(row)
@@ -145,41 +131,29 @@ MOST_BODY_BYTES = 1 << 16
 """Most bytes of a refusal that a row of a batch file keeps: a stack trace may be in it."""
 
 
+@dataclass(slots=True)
 class Dispatcher:
     """Sends rows as slots become free, until every row has an outcome."""
 
-    def __init__(
-        self,
-        backlog: Backlog,
-        slots: Slots,
-        senders: Mapping[str, BundleSender],
-        checker: AnswerChecker | None,
-        reorderer: Reorderer,
-        windows: ConcurrencyLimits,
-        load_control: LoadControl,
-        events: EventLog,
-        limits: LimitsSpec,
-        *,
-        by_affinity: bool = False,
-    ) -> None:
-        """Take a sender for each route, and what checks the answers where they are checked.
-
-        `reorderer` and `windows` learn from the answers; `limits` are the job's. With
-        `by_affinity` requests carry a key by which a gateway keeps prefix groups together.
-        """
-        self._backlog = backlog
-        self._slots = slots
-        self._senders = senders
-        self._checker = checker
-        self._reorderer = reorderer
-        self._windows = windows
-        self._load_control = load_control
-        self._events = events
-        self._limits = limits
-        self._by_affinity = by_affinity
-        self._in_flight: dict[PendingRow, None] = {}  # the oldest first
-        self._refused_since: float | None = None
-        """Time since which the engine took no row; None while it takes them, or nobody asks it."""
+    _backlog: Backlog
+    _slots: Slots
+    _senders: Mapping[str, BundleSender]
+    """What sends the rows of each route."""
+    _checker: AnswerChecker | None
+    """What checks the answers, where they are checked."""
+    _reorderer: Reorderer
+    _windows: ConcurrencyLimits
+    """It learns from the answers, as the reorderer does."""
+    _load_control: LoadControl
+    _events: EventLog
+    _limits: LimitsSpec
+    """The job's."""
+    by_affinity: bool
+    """Whether requests carry a key by which a gateway keeps prefix groups together."""
+    _in_flight: dict[PendingRow, None] = field(default_factory=dict)
+    """Rows in flight, the oldest first."""
+    _refused_since: float | None = None
+    """Time since which the engine took no row; None while it takes them, or nobody asks it."""
 
     async def run(self, feeder: Feeder) -> None:
         """Send all rows that the feeder brings.
@@ -222,7 +196,7 @@ class Dispatcher:
         row.attempts += 1
         sent_at = row.sent_at = time.monotonic()
         row.route = route
-        request = row.request._replace(affinity=row.affinity) if self._by_affinity else row.request
+        request = row.request._replace(affinity=row.affinity) if self.by_affinity else row.request
         completion: Completion | None = None
         error: RequestError | None = None
         self._in_flight[row] = None

@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from batchrunner.core.engine_info import Corner, SchedulerLoad
@@ -101,23 +101,24 @@ class LoadSummary:
         """Add a sample, for the time since the one before."""
         span = 0.0 if self._last is None else now - self._last
         self._last = now
-        sums, states, corners = self._sums, self._limits.states, self._limits.corners
+        sums, known = self._sums, self._limits.known
         window = self._slots.window
         self._least_window = min(window, self._least_window or window)
         self._most_window = max(window, self._most_window)
         sums["all"] += span
-        sums["tail"] += span * ("tail" in states.values())
+        sums["tail"] += span * any(scheduler.controller.state == "tail" for scheduler in known.values())
         for load in loads:
-            if states.get(load.scheduler) in {None, "start", "tail"}:
+            controller = known[load.scheduler].controller
+            if controller.state in {"start", "tail"}:
                 continue
-            band = self._limits.known[load.scheduler].controller.band
+            band = controller.band
             sums["steady"] += span
             sums["in_band"] += span * (band.low <= load.queue <= band.high)
             sums["empty"] += span * (load.queue == 0)
             sums["usage"] += span * load.token_usage
             sums["queue"] += span * load.queue
-            if load.scheduler in corners:
-                sums[corners[load.scheduler]] += span
+            if controller.corner is not None:
+                sums[controller.corner] += span
             self._running[load.scheduler] += span * load.running
 
     def as_dict(self) -> dict[str, Any]:
@@ -147,38 +148,31 @@ class LoadSummary:
         return round((max(means) - min(means)) / max(means), 4) if len(means) > 1 and max(means) else None
 
 
+@dataclass
 class AttemptProgress:
     """What a run has done so far: samples of it, and what report.json says of load and incidents."""
 
-    def __init__(
-        self,
-        rows: RowSource,
-        done: DoneRows,
-        counts: RowCounts,
-        slots: Slots,
-        limits: ConcurrencyLimits,
-        backlog: Backlog,
-        bundles: BundleTotals,
-        engine: Engine,
-        events: EventLog,
-        *,
-        began: float,
-        task: str = GENERATE,
-    ) -> None:
-        """`done` are the rows of earlier attempts, `counts` those of this one."""
-        self._rows = rows
-        self._done = done
-        self._counts = counts
-        self._slots = slots
-        self._limits = limits
-        self._backlog = backlog
-        self._bundles = bundles
-        self._engine = engine
-        self._events = events
-        self._task = task
-        self.load = LoadSummary(limits, slots)
-        self._rates = Rates(began, counts=6)
-        self._token_rates = {route: Rates(began, counts=1) for route in limits.info.routes}
+    _rows: RowSource
+    _done: DoneRows
+    """Rows of earlier attempts."""
+    _counts: RowCounts
+    """Those of this one."""
+    _slots: Slots
+    _limits: ConcurrencyLimits
+    _backlog: Backlog
+    _bundles: BundleTotals
+    _engine: Engine
+    _events: EventLog
+    began: float
+    """Time of its begin, in seconds of the monotonic clock."""
+    task: str
+    """Task of the job."""
+
+    def __post_init__(self) -> None:
+        """Count nothing yet."""
+        self.load = LoadSummary(self._limits, self._slots)
+        self._rates = Rates(self.began, counts=6)
+        self._token_rates = {route: Rates(self.began, counts=1) for route in self._limits.info.routes}
         self.incidents: list[dict[str, Any]] = []
         """Deaths, hangs and healing of the engine's servers, for report.json."""
 
@@ -226,7 +220,7 @@ class AttemptProgress:
             "retractions": limits.retractions,
             "signals": [asdict(load) | by_scheduler.get(load.scheduler, {}) for load in loads],
             "bands": {name: (band.low, band.high) for name, band in bands.items()},
-            "task": self._task,
+            "task": self.task,
             "simulated": limits.info.simulated,
         }
 

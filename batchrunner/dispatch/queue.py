@@ -137,17 +137,13 @@ class Slots:
     def __init__(self, windows: Mapping[str, int]) -> None:
         """`windows` gives the slots of each route, 1 at least."""
         self._routes = {route: _RouteSlots(window) for route, window in windows.items()}
-        self._in_flight = 0
+        self.in_flight = 0
+        """Requests in flight on all routes."""
 
     @property
     def window(self) -> int:
         """Slots of all routes."""
         return sum(slots.window for slots in self._routes.values())
-
-    @property
-    def in_flight(self) -> int:
-        """Requests in flight on all routes."""
-        return self._in_flight
 
     @property
     def by_route(self) -> dict[str, int]:
@@ -171,7 +167,7 @@ class Slots:
                 best, most_free = route, free
         if best is not None:
             self._routes[best].in_flight += 1
-            self._in_flight += 1
+            self.in_flight += 1
         return best
 
     def may_reuse(self, route: str, now: float) -> bool:
@@ -182,7 +178,7 @@ class Slots:
     def release(self, route: str) -> None:
         """Free a slot."""
         self._routes[route].in_flight -= 1
-        self._in_flight -= 1
+        self.in_flight -= 1
 
     def resize(self, route: str, window: int) -> None:
         """Change the number of slots of a route."""
@@ -347,17 +343,13 @@ class Backlog:
         self._queue = DispatchQueue(slots)
         self._poison = PoisonRows(slots)
         self._media_bytes = 0  # of rows in flight
-        self._waiting = 0
+        self.waiting = 0
+        """Rows that wait for another attempt and hold no slot."""
         self._unended = 0
         self._all_read = False
         self._stopping = False
         self._sendable = asyncio.Event()
         self._room = asyncio.Event()
-
-    @property
-    def waiting(self) -> int:
-        """Rows that wait for another attempt and hold no slot."""
-        return self._waiting
 
     @property
     def unsent(self) -> int:
@@ -393,7 +385,7 @@ class Backlog:
     def retry_after(self, row: PendingRow, pause_s: float) -> None:
         """Put a row back after a pause, unless the run is stopping."""
         if not self._stopping:
-            self._waiting += 1
+            self.waiting += 1
             asyncio.get_running_loop().call_later(pause_s, self._retry, row)
 
     def has_for(self, route: str) -> bool:
@@ -449,13 +441,13 @@ class Backlog:
         nothing must not fill the memory with waiting rows.
         """
         while not self._stopping and (
-            self._queue.is_full or self._waiting >= max(self._slots.window, READ_AHEAD_ROWS)
+            self._queue.is_full or self.waiting >= max(self._slots.window, READ_AHEAD_ROWS)
         ):
             self._room.clear()
             await self._room.wait()
 
     def _retry(self, row: PendingRow) -> None:
-        self._waiting -= 1
+        self.waiting -= 1
         if row.deaths:
             self._poison.add(row)
         else:

@@ -59,64 +59,6 @@ _SAMPLING = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
 (`get_default_sampling_params`)."""
 
 
-class PromptTokenizer:
-    """Tokenises rendered rows; the first time it compares a few with the engine's own tokens."""
-
-    def __init__(
-        self, job: Job, kind: PromptKind, engine: Engine, info: EngineInfo, events: EventLog
-    ) -> None:
-        """Choose where to tokenise; raises CannotTokenizeError if it must be here and cannot."""
-        self._engine = engine
-        self._events = events
-        self._kind = kind
-        self._compared = False
-        self._needed = _why_needed(job, kind, info)
-        self._encoder: Encoder | None = None
-        is_asked = job.tokenize == "auto" and kind != "input_ids" and not info.simulated
-        if is_asked or self._needed is not None:
-            try:
-                self._encoder = make_encoder(job, info, kind)
-            except CannotTokenizeError as why:
-                self._leave_to_engine(why)
-
-    async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
-        """Tokenise requests in a thread (`Encoder.encode`), or return them as they are.
-
-        A prompt that cannot be sent becomes an Outcome with its error. The first call may raise
-        CannotTokenizeError.
-        """
-        if self._encoder is not None and not self._compared:
-            await self._compare(self._encoder, requests)
-        if self._encoder is None:
-            return [*requests]
-        return await asyncio.to_thread(self._encoder.encode, requests)
-
-    async def _compare(self, encoder: Encoder, requests: Sequence[Request]) -> None:
-        """Compare our tokens of the first rows, and of a test text, with the engine's."""
-        taken = [request for request in requests if encoder.can_encode(request)]
-        if not taken:
-            return
-        self._compared = True
-        if self._kind != "input_ids":
-            try:
-                prompts = await _compare_tokens(self._engine, encoder, taken)
-            except CannotTokenizeError as why:
-                self._leave_to_engine(why)
-                return
-            log.info(
-                "prompts are tokenised here: for %d of them the engine's tokens are the same",
-                prompts,
-            )
-        self._events.write("tokenize", where="client")
-
-    def _leave_to_engine(self, why: CannotTokenizeError) -> None:
-        if self._needed is not None:
-            raise CannotTokenizeError(f"{self._needed}: prompts cannot be tokenised here: {why}") from None
-        self._encoder = None
-        log.info("prompts are tokenised by the engine: %s", why)
-        self._events.write("tokenize", where="server", why=str(why))
-
-
 def _why_needed(job: Job, kind: PromptKind, info: EngineInfo) -> str | None:
     """Return the field for which prompts must be tokenised here; None where the engine may do it."""
     if job.tokenize == "client":
@@ -250,7 +192,7 @@ class RowTokenizer:
     ) -> None:
         """Without a `kind` prompts may be of any; `functions` prepare files, where the job has any.
 
-        Raises CannotTokenizeError as PromptTokenizer.
+        Raises CannotTokenizeError if prompts must be tokenised here and cannot be.
         """
         self._functions = functions if job.prompt.has_media else None
         self._job, self._engine, self._info, self._events = job, engine, info, events
@@ -259,9 +201,12 @@ class RowTokenizer:
             self._task = dataclasses.replace(self._task, names=class_names(info.model))
         self._has_labels = info.simulated  # an invented model has no tokens
         self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
-        self._by_kind: dict[PromptKind, PromptTokenizer] = {}
+        self._encoders: dict[PromptKind, Encoder | None] = {}
+        """What tokenises prompts, by their kind; None where the engine does it."""
+        self._compared: set[PromptKind] = set()
+        """Kinds of which a few prompts' tokens were compared with the engine's own."""
         if kind is not None and not isinstance(self._task, RerankTask):
-            self._of_kind(kind)
+            self._choose_place(kind)
 
     async def tokenize(self, requests: list[Request]) -> list[Request | Outcome]:
         """Return the requests as they are sent; a prompt or a file that cannot be sent makes an Outcome.
@@ -311,13 +256,54 @@ class RowTokenizer:
         found: list[Request | Outcome] = [*requests]
         for kind in {request.kind for request in requests}:
             places = [at for at, request in enumerate(requests) if request.kind == kind]
-            found = await _replaced(found, places, self._of_kind(kind).tokenize)
+            found = await _replaced(found, places, self._encode)
         return found
 
-    def _of_kind(self, kind: PromptKind) -> PromptTokenizer:
-        if kind not in self._by_kind:
-            self._by_kind[kind] = PromptTokenizer(self._job, kind, self._engine, self._info, self._events)
-        return self._by_kind[kind]
+    def _choose_place(self, kind: PromptKind) -> None:
+        """Choose where prompts of a kind are tokenised."""
+        self._encoders[kind] = None
+        is_asked = self._job.tokenize == "auto" and kind != "input_ids" and not self._info.simulated
+        if is_asked or _why_needed(self._job, kind, self._info) is not None:
+            try:
+                self._encoders[kind] = make_encoder(self._job, self._info, kind)
+            except CannotTokenizeError as why:
+                self._leave_to_engine(kind, why)
+
+    async def _encode(self, requests: list[Request]) -> list[Request | Outcome]:
+        """Tokenise requests of one kind in a thread (`Encoder.encode`), or return them as they are."""
+        kind = requests[0].kind
+        if kind not in self._encoders:
+            self._choose_place(kind)
+        encoder = self._encoders[kind]
+        if encoder is not None and kind not in self._compared:
+            await self._compare(kind, encoder, requests)
+            encoder = self._encoders[kind]
+        if encoder is None:
+            return [*requests]
+        return await asyncio.to_thread(encoder.encode, requests)
+
+    async def _compare(self, kind: PromptKind, encoder: Encoder, requests: Sequence[Request]) -> None:
+        """Compare our tokens of the first rows, and of a test text, with the engine's."""
+        taken = [request for request in requests if encoder.can_encode(request)]
+        if not taken:
+            return
+        self._compared.add(kind)
+        if kind != "input_ids":
+            try:
+                prompts = await _compare_tokens(self._engine, encoder, taken)
+            except CannotTokenizeError as why:
+                self._leave_to_engine(kind, why)
+                return
+            log.info("prompts are tokenised here: for %d of them the engine's tokens are the same", prompts)
+        self._events.write("tokenize", where="client")
+
+    def _leave_to_engine(self, kind: PromptKind, why: CannotTokenizeError) -> None:
+        needed = _why_needed(self._job, kind, self._info)
+        if needed is not None:
+            raise CannotTokenizeError(f"{needed}: prompts cannot be tokenised here: {why}") from None
+        self._encoders[kind] = None
+        log.info("prompts are tokenised by the engine: %s", why)
+        self._events.write("tokenize", where="server", why=str(why))
 
     async def _with_choices(self, requests: list[Request]) -> list[Request | Outcome]:
         """Return the requests with the token ids of their prompts and choices."""

@@ -19,7 +19,7 @@ from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, EngineStartErro
 from batchrunner.core.files import read_json
 from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.concurrency.limits import write_decisions
+from batchrunner.dispatch.concurrency.limits import write_changes
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.input.order import OrderDecision
@@ -424,7 +424,7 @@ class Run:
         )  # fmt: skip
         window, first, why = windows.slots.window, windows.first, "set by the job"
         if windows.limits.fixed is None:
-            write_decisions(self.events, first)
+            write_changes(self.events, first)
             why = first[0].reason + (f"; {len(first)} schedulers" if first[1:] else "")
         log.info(
             "%d rows to do, %d done before; window %d (%s)", rows.unread, len(attempt.done.rows), window, why

@@ -11,7 +11,7 @@ import pytest
 
 import batchrunner
 from batchrunner.core.types import Outcome, Request
-from batchrunner.dispatch.tokenize import PromptTokenizer
+from batchrunner.dispatch.tokenize import RowTokenizer
 from tests.conftest import eventually, job_of, results_of, started, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
@@ -102,9 +102,9 @@ def test_long_rows_are_made_ready_a_few_at_a_time(
     monkeypatch.setattr("batchrunner.dispatch.queue.READ_AHEAD_BYTES", 5000)
     made: list[int] = []
     ahead: list[int] = []
-    tokenize = PromptTokenizer.tokenize
+    tokenize = RowTokenizer.tokenize
 
-    async def counted(prompts: PromptTokenizer, items: list[Request]) -> list[Request | Outcome]:
+    async def counted(prompts: RowTokenizer, items: list[Request]) -> list[Request | Outcome]:
         made.append(len(items))
         return await tokenize(prompts, items)
 
@@ -112,7 +112,7 @@ def test_long_rows_are_made_ready_a_few_at_a_time(
         ahead.append(sum(made) - len(server.sent))
         return "answer"
 
-    monkeypatch.setattr(PromptTokenizer, "tokenize", counted)
+    monkeypatch.setattr(RowTokenizer, "tokenize", counted)
     server.script = script
     job = alike(tmp_path, server, [f"{row} {'x' * 1000}" for row in range(60)], order="input", window=1)
     assert batchrunner.run(job).rows_ok == 60

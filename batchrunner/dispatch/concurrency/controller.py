@@ -100,7 +100,8 @@ class Controller:
         self.band = band
         self.window = min(window, most)
         self.state = "start"
-        self._news: list[CornerChange] = []
+        self.corner_change: CornerChange | None = None
+        """Corner that the scheduler came into by the newest sample; None for no news."""
         self._corners = CornerWatch(scheduler, band)
         self._logged = self._first = self.window
         self._most = most
@@ -127,8 +128,7 @@ class Controller:
         if self.state == "pressure" and now - self._pressed_at >= CALM_S:
             self.state = "steady"
         in_use = seen.in_flight >= IN_USE * self.window
-        if change := self._corners.sample(now, seen, in_use=in_use):
-            self._news.append(change)
+        self.corner_change = self._corners.sample(now, seen, in_use=in_use)
         growing = may_grow and in_use and self.state != "pressure"
         may_double = self._corners.may_double and not self._is_retracting(now)
         if self.state == "steady" and seen.queue == 0 and may_double:
@@ -171,17 +171,12 @@ class Controller:
     def retracted(self, now: float, ended: int) -> None:
         """Record the retraction of a row, the last of so many that `ended`: the KV pool is full."""
         self._retracted_at = now
-        self._corners.retracted(now, ended)
+        self._corners.filling.retracted(now, ended)
 
     @property
     def corner(self) -> Corner | None:
         """Corner that the scheduler is in; None where it is in none, or not long enough."""
         return None if self.state == "tail" else self._corners.shown
-
-    def take_news(self) -> list[CornerChange]:
-        """Remove and return the corners that the scheduler came into, oldest first."""
-        news, self._news = self._news, []
-        return news
 
     def _is_retracting(self, now: float) -> bool:
         return now - self._retracted_at < RETRACTION_CALM_S

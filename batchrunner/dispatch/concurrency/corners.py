@@ -185,7 +185,8 @@ class CornerWatch:
         self._told: Corner | None = None
         self._scheduler = scheduler
         self._band = band
-        self._filling = Filling()
+        self.filling = Filling()
+        """Whether the KV pool fills up."""
         self._held_since: float | None = None
         self._since = 0.0
 
@@ -194,7 +195,7 @@ class CornerWatch:
 
         Where the window is not `in_use`, the input is slow or at its end, and there is no corner.
         """
-        self._filling.sample(now, seen)
+        self.filling.sample(now, seen)
         corner = self._corner(now, seen) if in_use else None
         if not in_use:
             self._held_since = None
@@ -210,10 +211,6 @@ class CornerWatch:
             self._scheduler, corner, seen.queue, round(seen.usage, 4), self._why(corner, seen)
         )
 
-    def retracted(self, now: float, ended: int) -> None:
-        """Record the retraction of a row, the last of so many that `ended`."""
-        self._filling.retracted(now, ended)
-
     @property
     def may_double(self) -> bool:
         """Whether the window may double, where the queue is short."""
@@ -223,7 +220,7 @@ class CornerWatch:
         """Return how many rows may be in flight by the tokens that they will need; None for no such limit."""
         if self.now is not Corner.FILLING or seen.fits is None:
             return None
-        return self._filling.most(seen)
+        return self.filling.most(seen)
 
     def _corner(self, now: float, seen: Reading) -> Corner | None:
         holds_back = (
@@ -238,7 +235,7 @@ class CornerWatch:
             self._held_since = now
         elif now - self._held_since >= HELD_AFTER_S:
             return Corner.HELD
-        if self._filling.lasts(now):
+        if self.filling.lasts(now):
             return Corner.FILLING
         if seen.usage >= GOOD_USAGE:
             return Corner.GOOD if seen.queue else Corner.FULL
@@ -255,7 +252,7 @@ class CornerWatch:
                 return f"{queue}, {usage}: as it should be"
             case Corner.FILLING:
                 fits = "" if seen.fits is None else f", which holds {seen.fits:.0f} of the rows seen so far"
-                return f"{usage}, {self._filling.why}: rows are sent by the tokens that they need{fits}"
+                return f"{usage}, {self.filling.why}: rows are sent by the tokens that they need{fits}"
             case Corner.HELD:
                 least = f"{queue}, {usage}, {seen.running} running for {HELD_AFTER_S:.0f} s"
                 return f"{least}: the server admits too few, sending more cannot help"

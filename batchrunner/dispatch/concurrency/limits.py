@@ -257,41 +257,28 @@ class ConcurrencyLimits:
         on = self._on_route[route]
         return on[0].name if len(on) == 1 else None
 
-    @property
-    def states(self) -> dict[str, str]:
-        """State of each scheduler's controller."""
-        return {name: s.controller.state for name, s in self.known.items()}
-
-    @property
-    def corners(self) -> dict[str, Corner]:
-        """Corner of each scheduler that is in one; see `corners.py`."""
-        controllers = [scheduler.controller for scheduler in self.known.values()]
-        return {c.scheduler: c.corner for c in controllers if c.corner is not None}
-
-    def corner_news(self) -> list[CornerChange]:
-        """Return the corners that schedulers came into since the last call."""
-        return [change for scheduler in self.known.values() for change in scheduler.controller.take_news()]
-
     def observe(
         self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float, *, unsent: int
-    ) -> list[Decision]:
-        """Use a poll's samples, none if it failed; return the changes.
+    ) -> list[Decision | CornerChange]:
+        """Use a poll's samples, none if it failed; return the changes of windows, and of corners.
 
         `unsent` counts the rows that are still to be sent, including those that wait for another attempt.
         """
-        decisions = [self._add(load, now) for load in loads if load.scheduler not in self.known]
+        changes: list[Decision | CornerChange] = [
+            self._add(load, now) for load in loads if load.scheduler not in self.known
+        ]
         for load in loads:
             self.known[load.scheduler].heard_at = now
         if unsent == 0 or self.fixed is not None:
             for scheduler in self.known.values():
                 scheduler.controller.state = "fixed" if unsent else "tail"
-            return [] if self.fixed is not None else decisions
-        decisions += self._forget_gone(loads, now)
+            return [] if self.fixed is not None else changes
+        changes += self._forget_gone(loads, now)
         self.row_tokens.schedulers = len(self.known)
-        decisions += self._share_out(unsent + sum(in_flight.values()), now)
-        moves = self._sample(loads, in_flight, now)
-        moves += [s.controller.tick(now, self._ended_on(s)) for s in self.known.values()]
-        return decisions + [move for move in moves if move]
+        changes += self._share_out(unsent + sum(in_flight.values()), now)
+        found = self._sample(loads, in_flight, now)
+        found += [s.controller.tick(now, self._ended_on(s)) for s in self.known.values()]
+        return changes + [change for change in found if change]
 
     def ended(self, route: str, now: float, answer: Completion | None) -> None:
         """Record a row that ended on a route; None for its answer where it was refused.
@@ -350,14 +337,14 @@ class ConcurrencyLimits:
 
     def _sample(
         self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float
-    ) -> list[Decision | None]:
-        """Let each controller see its scheduler's sample, if it is news; return their moves."""
+    ) -> list[Decision | CornerChange | None]:
+        """Let each controller see its scheduler's sample, if it is news; return what that changed."""
         held, decodes = self.row_tokens.held, self.passes is None
         busy: defaultdict[str, int] = defaultdict(int)
         for load in loads:
             busy[load.route] += load.running + load.queue
         full = {load.route for load in loads if load.queue > self.known[load.scheduler].controller.band.high}
-        moves = []
+        changes: list[Decision | CornerChange | None] = []
         for load in loads:
             scheduler, on = self.known[load.scheduler], len(self._on_route[load.route])
             if not scheduler.has_news(load):
@@ -383,8 +370,9 @@ class ConcurrencyLimits:
                 decodes=decodes,
             )
             may_grow = on == 1 or load.route not in full
-            moves.append(scheduler.controller.sample(now, seen, may_grow=may_grow))
-        return moves
+            controller = scheduler.controller
+            changes += [controller.sample(now, seen, may_grow=may_grow), controller.corner_change]
+        return changes
 
     def _band(self, load: SchedulerLoad | None) -> QueueBand:
         """Return the healthy queue of a scheduler: as the job says, or by what its passes take."""
@@ -425,17 +413,15 @@ def _part(total: int | None, count: int) -> int | None:
     return None if total is None else max(1, total // count)
 
 
+@dataclass(slots=True)
 class LoadControl:
     """Polls the engine's load while rows are sent, and resizes the slots of its routes."""
 
-    def __init__(
-        self, engine: Engine, limits: ConcurrencyLimits, slots: Slots, backlog: Backlog, events: EventLog
-    ) -> None:
-        self._engine = engine
-        self._limits = limits
-        self._slots = slots
-        self._backlog = backlog
-        self._events = events
+    _engine: Engine
+    _limits: ConcurrencyLimits
+    _slots: Slots
+    _backlog: Backlog
+    _events: EventLog
 
     async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
         """Poll until cancelled; call `polled` with each sample once the slots are resized. It may raise.
@@ -447,10 +433,6 @@ class LoadControl:
             now = time.monotonic()
             in_flight, unsent = self._slots.by_route, self._backlog.unsent
             self._apply(self._limits.observe(loads, in_flight, now, unsent=unsent))
-            for news in self._limits.corner_news():
-                self._events.write("corner", **asdict(news))
-                if news.corner == Corner.HELD:
-                    log.info("%s: the server holds back: %s", news.scheduler, news.reason)
             self._backlog.wake_dispatcher()
             polled(loads, now)
             await asyncio.sleep(TIMING.load_poll)
@@ -459,13 +441,15 @@ class LoadControl:
         """Narrow the windows of a route that took no request, or let one wait too long."""
         self._apply(self._limits.backpressure(route, why, now))
 
-    def _apply(self, decisions: Iterable[Decision]) -> None:
+    def _apply(self, changes: Iterable[Decision | CornerChange]) -> None:
         for route, window in self._limits.windows.items():
             self._slots.resize(route, window)
-        write_decisions(self._events, decisions)
+        write_changes(self._events, changes)
 
 
-def write_decisions(events: EventLog, decisions: Iterable[Decision]) -> None:
-    """Write changes of windows to the event log."""
-    for decision in decisions:
-        events.write("window", **asdict(decision))
+def write_changes(events: EventLog, changes: Iterable[Decision | CornerChange]) -> None:
+    """Write changes of windows and corners to the event log."""
+    for change in changes:
+        events.write("window" if isinstance(change, Decision) else "corner", **asdict(change))
+        if isinstance(change, CornerChange) and change.corner == Corner.HELD:
+            log.info("%s: the server holds back: %s", change.scheduler, change.reason)

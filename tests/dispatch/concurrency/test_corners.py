@@ -6,7 +6,7 @@ import pytest
 
 from batchrunner.core.engine_info import Corner, QueueBand
 from batchrunner.dispatch.concurrency.controller import Controller
-from batchrunner.dispatch.concurrency.corners import HELD_AFTER_S, TOLD_AFTER_S, Reading
+from batchrunner.dispatch.concurrency.corners import HELD_AFTER_S, TOLD_AFTER_S, CornerChange, Reading
 from benchmarks.control_simulated import Case, run
 
 BAND = QueueBand(100, 2000)
@@ -18,6 +18,7 @@ class Scheduler:
     def __init__(self, window: int = 1000) -> None:
         self.controller = Controller("s", window, BAND, most=1_000_000, now=0.0)
         self.now = 0.0
+        self.changes: list[CornerChange] = []
 
     def tells(
         self,
@@ -42,10 +43,14 @@ class Scheduler:
                 runs, queue, in_flight, rate=runs / 20, usage=usage, max_running=max_running, fits=fits
             )
             self.controller.sample(self.now, seen)
+            if self.controller.corner_change is not None:
+                self.changes.append(self.controller.corner_change)
 
     @property
     def news(self) -> list[str]:
-        return [change.corner for change in self.controller.take_news()]
+        """Corners that it came into since the last look."""
+        news, self.changes = self.changes, []
+        return [change.corner for change in news]
 
 
 def test_a_short_queue_is_sent_more_faster() -> None:
@@ -115,7 +120,7 @@ def test_a_server_that_holds_back_is_told() -> None:
     assert scheduler.news == []
     before = scheduler.controller.window
     scheduler.tells(300, queue=150, usage=0.6)
-    (change,) = scheduler.controller.take_news()
+    (change,) = scheduler.changes
     assert (change.corner, change.queue, change.token_usage) == (Corner.HELD, 150, 0.6)
     assert "token usage 0.60" in change.reason
     assert scheduler.controller.window == before

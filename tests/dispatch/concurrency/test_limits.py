@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
-from batchrunner.dispatch.concurrency.controller import ForwardPasses
+from batchrunner.dispatch.concurrency.controller import Decision, ForwardPasses
 from batchrunner.dispatch.concurrency.limits import (
     ENOUGH_ROWS,
     PRIOR_ROWS,
@@ -74,7 +74,8 @@ def test_a_long_queue_gets_none_of_the_last_rows() -> None:
     assert windows["a"] == windows["b"] == 356
     assert admission.observe(first, {"a": 356, "b": 100}, 0.0, unsent=50_000) == []
     told = admission.observe(first, {"a": 356, "b": 100}, 0.1, unsent=45)
-    assert [(d.scheduler, d.new, d.state) for d in told] == [("a", 251, "share"), ("b", 251, "share")]
+    moves = [(d.scheduler, d.new, d.state) for d in told if isinstance(d, Decision)]
+    assert moves == [("a", 251, "share"), ("b", 251, "share")]
     assert "501 rows that are left" in told[0].reason
     assert admission.windows == {"a": 251, "b": 251}
     assert admission.observe(first, {"a": 356, "b": 100}, 0.2, unsent=40) == []  # told once
@@ -86,9 +87,9 @@ def test_rows_that_come_back_end_the_tail() -> None:
     admission = ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
     admission.begin([signal("a", 0)], 0.0, unsent=10_000)
     admission.observe([signal("a", 300)], {"a": 500}, 1.0, unsent=0)
-    assert admission.states == {"a": "tail"}
+    assert admission.known["a"].controller.state == "tail"
     admission.observe([signal("a", 301)], {"a": 499}, 2.0, unsent=1)
-    assert admission.states == {"a": "steady"}
+    assert admission.known["a"].controller.state == "steady"
 
 
 @pytest.mark.parametrize("silence", ["the tail", "no poll"])
@@ -102,8 +103,9 @@ def test_schedulers_of_one_route_after_a_silence(silence: str) -> None:
         polled = ranks[:2] if silence == "the tail" else []
         admission.observe(polled, {"r": 20}, float(second), unsent=0 if silence == "the tail" else 50)
     told = admission.observe(ranks[:2], {"r": 19}, 31.0, unsent=1)
-    assert [(d.scheduler, d.state) for d in told if d.state == "gone"] == [("r#dp2", "gone")]
-    assert set(admission.states) == {"r#dp0", "r#dp1"}
+    gone = [d.scheduler for d in told if isinstance(d, Decision) and d.state == "gone"]
+    assert gone == ["r#dp2"]
+    assert set(admission.known) == {"r#dp0", "r#dp1"}
 
 
 def test_long_rows_count_for_the_time_that_they_run() -> None:
@@ -209,7 +211,7 @@ def test_the_window_neither_starves_nor_piles_up(
     rows = server.passes.rows(max_running)
     assert server.starved == 0
     assert 2 * rows <= server.limits.windows[URL] <= 10 * rows
-    assert server.limits.corners == {}
+    assert server.limits.known[URL].controller.corner is None
 
 
 def test_a_pass_may_take_long() -> None:
@@ -219,7 +221,7 @@ def test_a_pass_may_take_long() -> None:
     window = server.limits.windows[URL]
     for second in range(60):
         server.limits.observe([], {URL: window}, server.now + second, unsent=10**6)
-    assert server.limits.states[URL] == "blind"
+    assert server.limits.known[URL].controller.state == "blind"
     assert server.limits.windows[URL] == window
 
 
