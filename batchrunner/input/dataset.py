@@ -112,6 +112,15 @@ class ColumnSource(Protocol):
         """Return the directory of the file that has the row with this ordinal; None where there is none."""
 
 
+def usable_columns(source: ColumnSource) -> dict[str, pa.DataType]:
+    """Return the types of the columns that a job can use, in order."""
+    found = {}
+    for name in source.schema.names:
+        with contextlib.suppress(BatchrunError):  # files disagree on it, or it stands twice
+            found[name] = source.field(name, where="a job").type
+    return found
+
+
 class Dataset:
     """The files of a job's input."""
 

@@ -11,7 +11,7 @@ lower bound (Scandinavian Journal of Statistics 11, 1984), from the combinations
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
@@ -19,8 +19,8 @@ from typing import Any
 
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import RowRefusedError
 from batchrunner.input.dataset import Dataset, rows_of
+from batchrunner.input.job_input import selects
 from batchrunner.input.order import STRETCHES, stretches
 from batchrunner.input.templates import Predicate, field_line
 from batchrunner.job.spec import InputSpec
@@ -64,8 +64,9 @@ def decide_fields(
     seen = 0
     for row in _rows(dataset, total, columns, predicate):
         seen += 1
-        selected = _selected(predicate, row)
-        for at, name in enumerate(columns if selected else []):
+        if predicate is not None and not selects(predicate, row):
+            continue
+        for at, name in enumerate(columns):
             line = field_line(name, row[name]).encode("utf-8", "surrogatepass")
             values[at].append(hash(line))
             lengths[at] += len(line) + 1
@@ -85,13 +86,6 @@ def _rows(
             for row in rows_of(batch, used):
                 if not isinstance(row, str):
                     yield row
-
-
-def _selected(predicate: Predicate | None, row: Mapping[str, Any]) -> bool:
-    try:
-        return predicate is None or predicate(row)
-    except RowRefusedError:
-        return False
 
 
 def choose_order(

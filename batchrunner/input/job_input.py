@@ -3,7 +3,7 @@
 A lease is a range of rows; the tasks of one run take lease after lease.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pyroaring import BitMap64
@@ -30,11 +30,6 @@ class JobInput:
     job: Job
     dataset: Dataset
     renderer: Renderer
-
-    @property
-    def dedupes(self) -> bool:
-        """Whether equal rows at temperature 0 share an answer."""
-        return self.job.dedupe
 
     def batches(
         self, rows: BitMap64, check_stop: Callable[[], None] = lambda: None
@@ -63,7 +58,7 @@ class JobInput:
             for row, values in zip(batch.rows, rows_of(batch, predicate.columns), strict=True):
                 check_stop()
                 # a row that cannot be read is none to leave out: it ends as a failed row
-                if isinstance(values, str) or _selects(predicate, values):
+                if isinstance(values, str) or selects(predicate, values):
                     selected.add(row)
                     if len(selected) == limit:
                         return selected
@@ -76,7 +71,8 @@ class JobInput:
         return selected
 
 
-def _selects(predicate: Predicate, values: dict[str, object]) -> bool:
+def selects(predicate: Predicate, values: Mapping[str, object]) -> bool:
+    """Tell whether a filter is true for a row, or fails on it: then the row is to fail too."""
     try:
         return predicate(values)
     except RowRefusedError:

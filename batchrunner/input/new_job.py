@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import pyarrow as pa
 import pyarrow.types as pt
 
-from batchrunner.core.errors import BatchrunError, InputError, JobError
-from batchrunner.input.dataset import Dataset, is_ids, is_text
+from batchrunner.core.errors import InputError, JobError
+from batchrunner.input.dataset import Dataset, is_ids, is_text, usable_columns
 from batchrunner.input.messages import holds_messages
 from batchrunner.input.templates import template_of_column
 from batchrunner.job.fields import user_paths
@@ -47,7 +47,9 @@ def new_job(path: str, engine: str) -> str:
     dataset = Dataset(user_paths(path))
     if not dataset.total_rows:
         raise InputError(f"{path}: no rows in {len(dataset.files)} file(s)")
-    usable = _usable(dataset)
+    usable = usable_columns(dataset)
+    if not usable:
+        raise InputError(f"{path}: no column that a job can use")
     name, prompt = _prompt(usable)
     carried = [other for other, kind in usable.items() if ID_NAME.fullmatch(other) and not pt.is_nested(kind)]
     carried = [other for other in carried if other not in {name, *RESULT_COLUMNS}]
@@ -69,20 +71,6 @@ def new_job(path: str, engine: str) -> str:
         f"{ENGINES[engine]}"
         "\nlimits:\n  max_failed_rows: 1%             # with more the exit code is 3\n"
     )
-
-
-def _usable(dataset: Dataset) -> dict[str, pa.DataType]:
-    """Return the types of the columns that a job can use, in order; raises InputError without any."""
-    found = {}
-    problem: BatchrunError | None = None
-    for name in dict.fromkeys(dataset.schema.names):
-        try:
-            found[name] = dataset.field(name, where="a job").type
-        except BatchrunError as failure:  # files disagree on it, or it stands twice
-            problem = failure
-    if not found:
-        raise problem or InputError("the data has no columns")
-    return found
 
 
 def _prompt(usable: Mapping[str, pa.DataType]) -> tuple[str, str]:

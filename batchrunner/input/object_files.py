@@ -34,9 +34,6 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ObjectFiles) and self._scheme == other._scheme
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
     def get_type_name(self) -> str:
         """Return the kind of store."""
         return self._scheme
@@ -66,9 +63,7 @@ class ObjectFiles(pafs.FileSystemHandler):  # type: ignore[misc]  # pyarrow has 
         opened = _ObjectFile(self._bucket(name), key, path, self._sizes[path], self.e_tags.get(path))
         return pa.PythonFile(opened, mode="r")
 
-    def open_input_stream(self, path: str) -> pa.NativeFile:
-        """Open an object to be read from its beginning; raises OSError."""
-        return self.open_input_file(path)
+    open_input_stream = open_input_file
 
     def _info(self, path: str) -> pafs.FileInfo:
         name, key = _parts(path)

@@ -75,36 +75,35 @@ class OrderDecision:
         return self.prompt_bytes * (1 - shared) if caches_prefixes else self.prompt_bytes
 
 
-def decide_by_sample(
+def decide_order(
     job_input: JobInput, rows: BitMap64, check_stop: Callable[[], None] = lambda: None
 ) -> OrderDecision:
-    """Decide on the order of these rows from a sample, which is read and rendered; raises InputError.
+    """Return the order for these rows: the job's `order`, or with `auto` by a sample. Raises InputError.
 
-    `check_stop` is called before each row, and may raise.
+    `check_stop` is called before each row of the sample, and may raise.
     """
+    asked = job_input.job.order
+    if asked != "auto":
+        return OrderDecision(asked, "set by the job")
     ends_at = time.monotonic() + SAMPLE_S
     prompts, keys = [], []
     for stretch in stretches(rows, job_input.dataset.row_group_ends()):
         found = list(_sampled(job_input, stretch, ends_at, check_stop))
         prompts.append([prompt for prompt, _ in found])
         keys.append([key for _, key in found])
-    return decide(prompts, len(rows), dedupe=job_input.dedupes, keys=keys)
+    return decide(prompts, len(rows), keys if job_input.job.dedupe else None)
 
 
 def decide(
-    sample: Sequence[Sequence[bytes]],
-    rows: int,
-    *,
-    dedupe: bool = False,
-    keys: Sequence[Sequence[Hashable]] | None = None,
+    sample: Sequence[Sequence[bytes]], rows: int, keys: Sequence[Sequence[Hashable]] | None = None
 ) -> OrderDecision:
     """Decide from the prompts of stretches of consecutive rows; `rows` is the number of all rows. Pure.
 
-    With `dedupe`, rows of a stretch with equal `keys` are sent once; by default these are the prompts.
+    Rows of a stretch with equal `keys` are sent once; without keys all rows are sent.
     """
     sampled = sum(map(len, sample))
     unsorted, best = shared_fractions(sample, rows)
-    equal, most_equal = equal_fractions(keys or sample, rows) if dedupe else (0.0, 0.0)
+    equal, most_equal = equal_fractions(keys, rows) if keys else (0.0, 0.0)
     order = "prefix"
     if best - unsorted >= WORTH_IT:
         why = (

@@ -6,10 +6,10 @@ Parquet once the type of each column is known. Values without a common type beco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import pyarrow as pa
@@ -17,6 +17,8 @@ import pyarrow.parquet as pq
 import pyarrow.types as pt
 
 from batchrunner.output.files import writing
+
+Record = TypeVar("Record")
 
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
@@ -71,6 +73,8 @@ PROBLEM = "\0problem"
 """Column that says why a record of a text file cannot be read; null where it can."""
 MOST_FIELDS = 1000
 """Most fields of an object; one with more is a dictionary, and its column JSON text."""
+BATCH_ROWS, BATCH_BYTES = 4096, 4 << 20
+"""Most rows of a batch that is made of records, and the bytes of these, one more than which ends it."""
 _LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
@@ -141,6 +145,20 @@ def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         for field in schema
     ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def in_chunks(records: Iterable[Record], bytes_of: Callable[[Record], int]) -> Iterator[list[Record]]:
+    """Yield records in lists of BATCH_ROWS, or of as many as have more than BATCH_BYTES."""
+    chunk: list[Record] = []
+    size = 0
+    for record in records:
+        chunk.append(record)
+        size += bytes_of(record)
+        if len(chunk) == BATCH_ROWS or size > BATCH_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 def array_of(values: Sequence[Any]) -> pa.Array:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
-from batchrunner.core.errors import BatchrunError, RowRefusedError
+from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.hook_worker import HookResult
 from batchrunner.core.types import Outcome, Request
-from batchrunner.input.dataset import ColumnSource
+from batchrunner.input.dataset import ColumnSource, usable_columns
 from batchrunner.input.messages import ASSISTANT, conversation
 from batchrunner.job.fields import PROMPT
 
@@ -23,7 +23,7 @@ class PythonPrompts:
         facts = pool.facts[PROMPT]
         self._label = f"{PROMPT}: {facts.name}"
         if facts.reads is None:
-            self.columns = [name for name in dict.fromkeys(source.schema.names) if _can_be_read(source, name)]
+            self.columns = [*usable_columns(source)]
         else:
             self.columns = list(facts.reads)
             for name in self.columns:
@@ -63,12 +63,3 @@ class PythonPrompts:
         except RowRefusedError as failure:
             return Outcome(request.ref, None, str(failure), None, 0)
         return request._replace(kind=kind, prompt=messages, continues=messages[-1]["role"] == ASSISTANT)
-
-
-def _can_be_read(source: ColumnSource, name: str) -> bool:
-    """Tell whether a column of the input can be read."""
-    try:
-        source.field(name, where="prompt")
-    except BatchrunError:  # files disagree on it, or it stands twice
-        return False
-    return True

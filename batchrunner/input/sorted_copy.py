@@ -28,7 +28,7 @@ from batchrunner.core.types import Request, rows_of_column
 from batchrunner.input.dataset import DatasetReader, RowBatch, batch_rows
 from batchrunner.input.files import READ_BUFFER_BYTES
 from batchrunner.input.job_input import MOST_LEASE_ROWS, JobInput, lease_rows
-from batchrunner.input.order import OrderDecision, common_length, decide_by_sample, prompt_bytes, sort_key
+from batchrunner.input.order import OrderDecision, common_length, decide_order, prompt_bytes, sort_key
 from batchrunner.input.parquet_copy import first_line
 from batchrunner.job.sampling import FromColumn
 from batchrunner.output.arrow_arrays import arrow_array
@@ -261,19 +261,6 @@ def _with_positions(
         found = [position for (position,) in islice(positions, len(batch.rows))]
         numbers = [arrow_array(values, pa.int64()) for values in (batch.rows, found)]
         yield pa.Table.from_arrays([*batch.data.columns, *numbers], schema=schema)
-
-
-def decide_order(
-    job_input: JobInput, rows: BitMap64, check_stop: Callable[[], None] = lambda: None
-) -> OrderDecision:
-    """Return the order for these rows: the job's `order`, or with `auto` by a sample. Raises InputError.
-
-    `check_stop` is called before each row of the sample, and may raise.
-    """
-    asked = job_input.job.order
-    if asked != "auto":
-        return OrderDecision(asked, "set by the job")
-    return decide_by_sample(job_input, rows, check_stop)
 
 
 def prepare_order(

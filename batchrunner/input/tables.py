@@ -7,19 +7,19 @@ through it, and the others are known by their methods.
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 from typing import Any, Protocol, TypeAlias
 
 import pyarrow as pa
 
 from batchrunner.core.errors import InputError
 from batchrunner.input.files import find_files
-from batchrunner.input.parquet_copy import array_of, first_line
+from batchrunner.input.parquet_copy import array_of, first_line, in_chunks
 
 TEXT = "text"
 """Name of the column that texts become."""
-CHUNK_ROWS, CHUNK_BYTES = 1024, 16 << 20
-"""Most rows of an iterator that are converted together, and the bytes of their texts."""
+CHUNK_ROWS = 1024
+"""Rows of a data set of Hugging Face that are read together."""
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 """Modes of Pillow's images that a PNG file can hold."""
 _WANTED = (
@@ -122,21 +122,9 @@ def _from_reader(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
 
 def _of_rows(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:
     first = 0
-    while chunk := _chunk(rows, first):
+    for chunk in in_chunks(map(as_mapping, rows, count()), bytes_of):
         yield from batches_of_rows(chunk, first, array_of)
         first += len(chunk)
-
-
-def _chunk(rows: Iterator[Row], first: int) -> list[Mapping[str, Any]]:
-    """Take the next rows as mappings: CHUNK_ROWS, or as many as have CHUNK_BYTES."""
-    chunk: list[Mapping[str, Any]] = []
-    size = 0
-    for row in rows:
-        chunk.append(as_mapping(row, first + len(chunk)))
-        size += bytes_of(chunk[-1])
-        if len(chunk) == CHUNK_ROWS or size >= CHUNK_BYTES:
-            break
-    return chunk
 
 
 def bytes_of(value: Any) -> int:

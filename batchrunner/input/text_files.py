@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import orjson
@@ -16,7 +17,7 @@ import pyarrow as pa
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.files import FileFormat
-from batchrunner.input.parquet_copy import PROBLEM, array_of, text_of
+from batchrunner.input.parquet_copy import BATCH_ROWS, PROBLEM, array_of, in_chunks, text_of
 from batchrunner.input.request_bodies import BATCH_COLUMNS, request_lines
 
 TYPES: dict[str, pa.DataType] = {
@@ -30,8 +31,6 @@ TYPES: dict[str, pa.DataType] = {
     "timestamp": pa.timestamp("us"),
 }
 """Arrow types, by their names in `input.types`."""
-BATCH_ROWS, BATCH_BYTES = 4096, 4 << 20
-"""Rows of a batch, and the bytes of their records, one more than which ends it."""
 LONGEST_LINE_BYTES = 64 << 20
 MOST_LEVELS = 48
 """Most levels of a JSON value: Parquet holds about as many."""
@@ -76,20 +75,6 @@ def _lines(source: io.BufferedReader, path: str) -> Iterator[bytes]:
         if len(line) == LONGEST_LINE_BYTES:
             raise InputError(f"{path}: line {number} is longer than {LONGEST_LINE_BYTES >> 20} MiB")
         yield line
-
-
-def _in_chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Yield records in bounded lists."""
-    chunk: list[Record] = []
-    size = 0
-    for record in records:
-        chunk.append(record)
-        size += record[-1]
-        if len(chunk) == BATCH_ROWS or size > BATCH_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def _batch_of(path: str, chunk: Sequence[Record], kinds: Mapping[str, pa.DataType | None]) -> pa.RecordBatch:
@@ -148,13 +133,11 @@ def _csv_batches(
         )
     kinds = {name: TYPES[types.get(name, "string")] for name in header}
     yield _batch_of(path, [], kinds)
-    for chunk in _in_chunks(_of_width(records, header)):
+    for chunk in in_chunks(_of_width(records, header), itemgetter(-1)):
         yield _batch_of(path, chunk, kinds)
 
 
-def _of_width(
-    records: Iterable[tuple[int, list[str], str | None, int]], names: list[str]
-) -> Iterator[Record]:
+def _of_width(records: Iterable[_Cells], names: list[str]) -> Iterator[Record]:
     for line, cells, problem, size in records:
         if problem:
             yield line, {}, problem, size
@@ -218,7 +201,7 @@ def _object_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the objects on the lines of a file. A key that a line lacks is null there."""
     found, first = False, None
-    for chunk in _in_chunks(records):
+    for chunk in in_chunks(records, itemgetter(-1)):
         first = first or next((record for record in chunk if record[2]), None)
         found = found or any(record[2] is None for record in chunk)
         names = dict.fromkeys(key for _, row, _, _ in chunk for key in row)

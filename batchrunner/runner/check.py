@@ -16,8 +16,7 @@ from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.registry import launched_model, model_of
-from batchrunner.input.order import OrderDecision
-from batchrunner.input.sorted_copy import decide_order
+from batchrunner.input.order import OrderDecision, decide_order
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import Failures
 from batchrunner.output.resume import read_done

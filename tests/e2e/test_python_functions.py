@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.input.sorted_copy import decide_order
+from batchrunner.input.order import decide_order
 from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import prepare
 from tests.conftest import (

@@ -68,7 +68,7 @@ def test_equal_rows_are_a_reason_to_sort(rows: int, each: int) -> None:
     """Short prompts that are there several times, far apart, are sent once if they are sorted."""
     made = random.Random(each)
     texts = [f"{made.randrange(rows // each)} is one" for _ in range(STRETCHES * WINDOW_ROWS)]
-    choice = decide(prompts(texts), rows, dedupe=True)
+    choice = decide(prompts(texts), rows, prompts(texts))
     assert choice.order == "prefix"
     assert "of the rows equal an earlier one and share its answer" in choice.why
     assert choice.sorted_equal == pytest.approx(1 - (1 - exp(-each)) / each, rel=0.25)

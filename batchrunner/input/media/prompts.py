@@ -133,16 +133,10 @@ def _holds_files(kind: pa.DataType) -> bool:
     return is_bytes(kind) or is_text(kind) or pt.is_null(kind)
 
 
-class _Placed:
-    """The files of one prompt, in the order in which it has them."""
-
-    def __init__(self) -> None:
-        self.files: list[PromptFile] = []
-
-    def part(self, file: PromptFile) -> dict[str, Any]:
-        """Return the part of a content for the next file."""
-        self.files.append(file)
-        return {"type": file.kind.name, file.kind.name: len(self.files) - 1}
+def _part(file: PromptFile, placed: list[PromptFile]) -> dict[str, Any]:
+    """Return the part of a content for a file, which comes after those that were placed before."""
+    placed.append(file)
+    return {"type": file.kind.name, file.kind.name: len(placed) - 1}
 
 
 class MediaPrompts:
@@ -194,26 +188,27 @@ class MediaPrompts:
             marked[column.name] = marks if column.holds_lists else str(marks)
             if not is_printed:
                 before += range(start, len(given))
-        prompt, placed = self._prompt_of(marked), _Placed()
+        prompt = self._prompt_of(marked)
+        placed: list[PromptFile] = []
         if self._is_column:
-            return _conversation(prompt, given, placed), tuple(placed.files)
+            return _conversation(prompt, given, placed), tuple(placed)
         messages = [{"role": _USER, "content": prompt}] if self._is_text else prompt
         shown = {int(number) for message in messages for number in self._mark.findall(message["content"])}
         first = [given[number] for number in before if number not in shown]  # a loop may print more
         target = max((at for at, message in enumerate(messages) if message["role"] == _USER), default=0)
         filled = []
         for at, message in enumerate(messages):
-            parts = [placed.part(file) for file in first] if at == target else []
+            parts = [_part(file, placed) for file in first] if at == target else []
             for piece, text in enumerate(self._mark.split(message["content"])):  # text, number, text, …
                 if piece % 2:
-                    parts.append(placed.part(given[int(text)]))
+                    parts.append(_part(given[int(text)], placed))
                 elif text:
                     parts.append({"type": "text", "text": text})
             has_files = any(part["type"] != "text" for part in parts)
             filled.append({**message, "content": parts} if has_files else message)
         if self._is_text:
-            return self._with_placeholders(filled[0]["content"]), tuple(placed.files)
-        return filled, tuple(placed.files)
+            return self._with_placeholders(filled[0]["content"]), tuple(placed)
+        return filled, tuple(placed)
 
     def _with_placeholders(self, content: Any) -> str:
         """Return a prompt without a chat template, with what stands for its files."""
@@ -223,7 +218,7 @@ class MediaPrompts:
 
 
 def _conversation(
-    messages: list[dict[str, Any]], files: Sequence[PromptFile], placed: _Placed
+    messages: list[dict[str, Any]], files: Sequence[PromptFile], placed: list[PromptFile]
 ) -> list[dict[str, Any]]:
     """Put files into a conversation, of each kind where it has parts or marks for it, or before its text."""
     contents = [message.get("content") for message in messages]
@@ -256,14 +251,14 @@ def _conversation(
             ]
         if isinstance(content, list):
             message["content"] = [
-                placed.part(next(waiting[kind])) if kind else part
+                _part(next(waiting[kind]), placed) if kind else part
                 for part, kind in zip(content, map(_bare_kind, content), strict=True)
             ]
     if first:
         target = next((message for message in messages if message["role"] == _USER), messages[0])
         content = target.get("content") or []
         own_parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        target["content"] = [*map(placed.part, first), *own_parts]
+        target["content"] = [*(_part(file, placed) for file in first), *own_parts]
     return messages
 
 
