@@ -31,6 +31,11 @@ class JobInput:
     dataset: Dataset
     renderer: Renderer
 
+    @property
+    def dedupes(self) -> bool:
+        """Whether equal rows at temperature 0 share an answer."""
+        return self.job.dedupe
+
     def batches(
         self, rows: BitMap64, check_stop: Callable[[], None] = lambda: None
     ) -> Iterator[list[Request | Outcome]]:

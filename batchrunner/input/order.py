@@ -91,7 +91,7 @@ def decide_order(
         found = list(_sampled(job_input, stretch, ends_at, check_stop))
         prompts.append([prompt for prompt, _ in found])
         keys.append([key for _, key in found])
-    return decide(prompts, len(rows), keys if job_input.job.dedupe else None)
+    return decide(prompts, len(rows), keys if job_input.dedupes else None)
 
 
 def decide(
