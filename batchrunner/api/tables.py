@@ -145,7 +145,7 @@ def embed(
     the template of a text, or the column with it, the `prompt` part of a job, or a function that makes the
     text or the token ids of a row. `dtype`, `normalize` and `dimensions` are those of a job's `output`.
 
-    The column `embedding` has lists of one fixed size; it is null where a row has an `error`. Raises
+    The column `embedding` has lists of numbers; it is null where a row has an `error`. Raises
     BatchrunError, and what an iterator of `rows` raises.
     """
     return results_of(
