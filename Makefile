@@ -47,7 +47,7 @@ test: .venv/.dev $(ENGINE) data/docs.parquet data/all-minilm-l6-v2/config.json #
 test-long: .venv/.dev $(ENGINE) data/all-minilm-l6-v2/config.json ## Run the tests that take minutes by nature: deaths of the real engine, more models
 	$(PYTEST) -m long
 
-test-fast: .venv/.dev ## Run the tests of the rooms: none of tests/e2e, and none with an engine, gateway, Slurm, Ray or browser
+test-fast: .venv/.dev ## Run the tests of each folder: none of tests/e2e, and none with an engine, gateway, Slurm, Ray or browser
 	$(PYTEST) --ignore=tests/e2e -m "not long and not engine and not gateway and not slurm and not ray and not browser"
 
 torture: .venv/.dev ## Kill runs at every write, fsync and rename; count lost and doubled rows; try properties 20 times as long

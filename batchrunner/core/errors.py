@@ -1,7 +1,7 @@
 """All errors that batchrunner raises.
 
 There are two kinds. A `BatchrunError` ends a run or keeps it from beginning, and carries the exit code of the
-command. A `RequestError` concerns one try of one row and never ends a run: `backoff` decides what follows.
+command. A `RequestError` concerns one try of one row and never ends a run: `dispatch` decides what follows.
 """
 
 from typing import Any, ClassVar
@@ -163,7 +163,7 @@ class AttemptFailedError(RequestError):
 
 
 class EngineBusyError(RequestError):
-    """The engine refused the row for now (status 429 or 503, no connection); it is repeated without limit."""
+    """The engine refused the row for now (status 429, 502, 503 or 504, no connection); it is repeated without limit."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         """`retry_after_s` is the pause that the server asked for, in seconds."""
@@ -180,7 +180,7 @@ class EngineDiedError(EngineDownError):
 
 
 class BundleRefusedError(RequestError):
-    """The engine did not take several rows in one request; each of them is asked for alone."""
+    """The engine did not take several rows in one request; they are sent in halves, until one is alone."""
 
 
 class NoAnswerError(AttemptFailedError):

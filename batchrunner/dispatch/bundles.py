@@ -350,7 +350,7 @@ class BundleSender:
             row.answer.set_result(None)
 
     async def _carry(self, bundle: Bundle) -> None:
-        """Send a bundle once; rows that it leaves without an answer are sent alone, or fail."""
+        """Send a bundle once; rows that it leaves without an answer are sent in smaller ones, or fail."""
         requests = bundle.requests
         self._totals.add(len(requests))
         why = "it answered none of their rows"

@@ -1,6 +1,6 @@
 """The files of leases: which task took a lease, when it ended, and the plan of the run.
 
-No file is ever changed, and each is made once, by a hard link. So neither an old directory listing nor a
+No file is ever changed, and each is made once (`Store.claim`). So neither an old directory listing nor a
 lost reply of a file server gives two tasks the same rows:
 
     plan-000000      the rows of the run and where its leases begin; plan-000001 has rows added later

@@ -1,4 +1,4 @@
-"""One run, from the check of its input to the report: its parts by name, in the order in which rows flow."""
+"""One run, from the check of its input to the report: what happens around the sending (`sending.py`)."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ async def open_engine_of(
 
 
 def check_engine(job: Job, info: EngineInfo) -> None:
-    """Raise JobError where an open engine cannot do a job, and log what is worth knowing of it."""
+    """Raise EngineStartError where an open engine cannot do a job, and log what is worth knowing of it."""
     for name in job.prompt.media:
         kind = KIND_OF_FIELD[name]
         if getattr(info, f"takes_{kind.field}") is False:

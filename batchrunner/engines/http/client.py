@@ -402,7 +402,7 @@ class HttpEngine(Engine):
         return task.whole([await self._post(endpoint, task.path, body, headers) for body in bodies])
 
     async def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer, sent_at: float) -> RequestError:
-        """Return what an answer with another status than 200 means for its rows: all are judged here."""
+        """Return what an answer with another status than 200 means for its rows."""
         error = replies.error_of(answer.status, answer.content, answer.retry_after)
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
             self.guard.doubt(endpoint.url)
