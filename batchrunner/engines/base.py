@@ -48,8 +48,8 @@ class Engine(Protocol):
         """Send several requests at once, each one time, and return when none will be answered any more.
 
         Each must be one of token ids, for one sample. `answers` gets what `generate` returns or raises for
-        each, when it ends. Those left out should be sent in smaller requests. Raises BundleRefusedError where the engine
-        refused them all, or what `generate` raises, which holds for all that are left.
+        each, when it ends. Those left out should be sent in smaller requests. Raises BundleRefusedError where
+        the engine refused them all, or what `generate` raises, which holds for all that are left.
         """
         raise BundleRefusedError("the engine takes one row in a request")
 
