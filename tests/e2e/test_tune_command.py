@@ -103,15 +103,12 @@ def test_the_command(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("short_trials")
 def test_rows_that_all_fail(tmp_path: Path) -> None:
-    """Where the engine refuses each row there is no speed: one line says so, with what the engine said.
-
-    It was asked with the temperature of a row's first try, which stands in `check`, as trials are.
-    """
+    """Where the engine refuses each row there is no speed: one line says so, with what the engine said."""
     said = "self.reply(400, {\"message\": f\"temperature {body['sampling_params'].get('temperature')}\"})"
     script = LIMITED.replace('self.answer("to " + body["text"])', said)
     engine = launchable(tmp_path, script, ROOM="20") | {"args": {"max-running-requests": 2}}
-    check = {"regex": "x", "temperature": [0.25, 0.9]}
-    result = batchrun("tune", write_job(job_of(tmp_path, engine, rows=40, check=check), tmp_path))
+    job = job_of(tmp_path, engine, rows=40, check={"regex": "x"}, sampling={"temperature": 0.25})
+    result = batchrun("tune", write_job(job, tmp_path))
     assert result.exit_code == 2, result.stdout
     assert "the job's own flags cannot be measured: all rows failed, such as with: " in result.stderr
     assert "temperature 0.25" in result.stderr
