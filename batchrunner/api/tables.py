@@ -16,9 +16,10 @@ from batchrunner.input.dataset import Dataset
 from batchrunner.input.parquet_copy import first_line, write_parquet
 from batchrunner.input.render import Renderer
 from batchrunner.input.tables import Data, batches_of, paths_of
-from batchrunner.job.answers import open_functions, plan_answers
+from batchrunner.job.answers import plan_answers
 from batchrunner.job.call import LibraryCall
 from batchrunner.job.load import EngineLike
+from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job, LimitsSpec, OnLength
 from batchrunner.job.tasks import Dtype
 from batchrunner.output.columns import schema_of_run

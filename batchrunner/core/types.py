@@ -181,8 +181,6 @@ class ForwardTask(ABC):
     """`task` of a job."""
     path: ClassVar[str]
     """Endpoint of SGLang that takes one row, or a list of rows."""
-    past_gateways: ClassVar[bool] = False
-    """Whether its rows go to the servers, and never through a gateway, which lacks the endpoint."""
     architectures: ClassVar[str] = ""
     """Pattern in the names of the architectures that can do it; empty for all."""
     by_generation: ClassVar[bool] = False
@@ -198,29 +196,21 @@ class ForwardTask(ABC):
     def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
         """Its columns of the results, with their types, in order."""
 
-    @classmethod
     @abstractmethod
-    def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
-        """Return the arguments that a server needs for it, for a model with this config.json."""
+    def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Return the bodies for `path`, each of which is sent when the one before is answered.
 
-    @abstractmethod
-    def body(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return the body for `path`. Several requests are all of texts, or all of token ids."""
-
-    def steps(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return the bodies for requests, each of which is sent when the one before is answered."""
-        return [self.body(requests)]
-
-    def whole(self, replies: Sequence[bytes]) -> bytes:
-        """Return the replies to `steps` as one, which `answers` reads."""
-        return replies[0]
+        Several requests are all of texts, or all of token ids.
+        """
 
     @abstractmethod
-    def answers(self, requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
-        """Read the reply to `body`; return the answer to each request, or why that one has none.
+    def answers(
+        self, requests: Sequence[Request], replies: Sequence[bytes]
+    ) -> list[Completion | RequestError]:
+        """Read the replies to `bodies`; return the answer to each request, or why that one has none.
 
         The values of `columns` stand under their names in `Completion.columns`, each in a list of one. Raises
-        AttemptFailedError, or what msgspec raises, where the reply is not one.
+        AttemptFailedError, or what msgspec raises, where a reply is not one.
         """
 
 

@@ -45,7 +45,7 @@ class ModelWeights(NamedTuple):
 
 
 def with_tp(spec: _Spec) -> _Spec:
-    """Return an engine whose `tp` is a number, in its arguments too.
+    """Return an engine whose `tp` is a number among its arguments.
 
     Raises EngineStartError for weights that can never fit, and where `auto` cannot be decided. Weights whose
     size is not known are let pass: where the model is not on this machine, or quantised as it is loaded. On a
@@ -67,7 +67,7 @@ def with_tp(spec: _Spec) -> _Spec:
             f"({weights.source}) over {ways} of {card.name}, which has {_gib(card.memory_bytes)}",
             hint="a larger tp-size, a smaller or quantised model (quantization: fp8), or more memory",
         )
-    return cast("_Spec", spec.model_copy(update={"tp": tp, "args": own_args}))
+    return cast("_Spec", spec.model_copy(update={"tp": None, "args": own_args}))
 
 
 def _auto(

@@ -16,6 +16,7 @@ from batchrunner.job.engine import (
     ServerEngine,
     SimulatedEngine,
 )
+from batchrunner.job.scores import pooling_args
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
@@ -52,7 +53,8 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
         return spec
     config = read_config(model)
     check_architecture(task, config.get("architectures"), f"engine.model: {model}")
-    args = {**kind.server_args(config, cpu=on_cpu(spec.device)), **spec.args}
+    pooling = {} if kind.by_generation else pooling_args(config, cpu=on_cpu(spec.device))
+    args = {**pooling, **spec.args}
     if not takes_mean(model):
         return spec.model_copy(update={"args": args})
     return spec.model_copy(update={"args": args, "env": {**MEAN_POOLING, **spec.env}})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +72,10 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
     if job.prompt.is_batch:
         return AnswerPlan((RESPONSE,))
     parsed = functions.facts[PARSE].columns if functions and PARSE in functions.facts else ()
-    given = job.sampling.json_schema
-    has_schema = given is not None or isinstance(job.check.json_, dict)
-    checks_json = has_schema if job.check.json_ is None else bool(job.check.json_)
+    given, wanted = job.sampling.json_schema, job.check.json_
+    schema = next((each for each in (wanted, given) if isinstance(each, dict)), None)
+    has_schema = given is not None or schema is not None
+    checks_json = has_schema if wanted is None else bool(wanted)
     names = {*job.output.asked}
     names |= {REASONING} if job.prompt.is_chat else set()
     names |= {PARSED} if has_schema else set()
@@ -89,34 +89,17 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
         job.output.top_logprobs,
         parsed,
         checks_json,
-        _fixed_schema(job),
-        isinstance(given, FromColumn) and not isinstance(job.check.json_, dict),
+        schema,
+        isinstance(given, FromColumn) and schema is None,
         on_length,
         (job.check.tries or TRIES) if job.has_check else 1,
         checks_json or job.check.has_condition or on_length != "keep" or PARSED in names,
     )
 
 
-def _fixed_schema(job: Job) -> dict[str, Any] | None:
-    schema = job.check.json_ if isinstance(job.check.json_, dict) else job.sampling.json_schema
-    if isinstance(schema, str):
-        schema = json.loads(schema)
-    return schema if isinstance(schema, dict) else None
-
-
 def of_sample(complaint: str, number: int, completion: Completion) -> str:
     """Return a complaint about sample `number` of an answer; it names the sample where there are several."""
     return complaint if len(completion.texts) == 1 else f"sample {number}: {complaint}"
-
-
-def open_functions(job: Job) -> HookPool | None:
-    """Start the processes of a job's Python functions; None where it has none. Raises JobError."""
-    prompt = job.prompt
-    if prompt.python is None and job.parse is None and job.check.python is None and not prompt.has_media:
-        return None
-    from batchrunner.job.python_functions import open_pool  # noqa: PLC0415 - only for jobs with functions
-
-    return open_pool(job)
 
 
 def judges_by_row(functions: HookPool | None) -> bool:

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, JobError
-from batchrunner.core.media import KIND_OF_FIELD, PDF_FIELD
+from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job, read_job_file
-from batchrunner.job.prompt import BatchPrompts
+from batchrunner.job.prompt import BatchPrompts, media_part
 from batchrunner.job.spec import Job, LimitsSpec, OnLength
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 
@@ -58,9 +58,6 @@ class LibraryCall:
             prompt = {template if isinstance(prompt, str) else "python": prompt}
         if self.own_rows:
             prompt = {name: _anywhere(name, part) for name, part in prompt.items()}
-        limits = self.limits
-        if isinstance(limits, LimitsSpec):
-            limits = limits.model_dump(exclude_unset=True)
         tree: dict[str, Any] = {
             "task": self.task,
             "input": {"path": list(paths), "columns": self.columns},
@@ -70,8 +67,8 @@ class LibraryCall:
             "check": self.check or {},
             "on_length": self.on_length,
             "output": {"path": str(output), "columns": self.answers},
-            "engine": self.engine.model_dump(exclude_unset=True),
-            "limits": limits or {},
+            "engine": self.engine,
+            "limits": self.limits or {},
         }
         fields = TASKS[self.task].takes if self.task in TASKS else ()
         places = {place.rpartition(".")[2]: place for place in fields}
@@ -108,9 +105,7 @@ def _anywhere(name: str, part: Any) -> Any:
     """Return a part of a prompt so that paths of files may lead anywhere, unless it names a folder."""
     if name not in KIND_OF_FIELD or part is None:
         return part
-    if not isinstance(part, Mapping):
-        part = {"column" if name == PDF_FIELD else "columns": part}
-    return {"folder": "/", **part}
+    return {"folder": "/", **media_part(name, part)}
 
 
 _OF_BASE = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
@@ -42,17 +42,6 @@ def _checked_args(args: Mapping[str, Any], reserved: tuple[str, ...], field: str
     return clean
 
 
-Tp: TypeAlias = Literal["auto"] | Annotated[int, Field(ge=1)]
-_TP_NAMES = ("tp", "tp-size", "tensor-parallel-size")
-
-
-def _check_tp(args: Mapping[str, Any]) -> None:
-    """Raise ValueError where the arguments have the number of GPUs that `engine.tp` is for."""
-    for name in _TP_NAMES:
-        if name in args:
-            raise ValueError(f"say engine.tp instead of --{name}")
-
-
 class LaunchedEngine(Spec):
     """Base class of engines whose servers the run starts."""
 
@@ -66,6 +55,10 @@ class LaunchedEngine(Spec):
     """Environment variables for the server, in addition to those of batchrunner."""
     start_timeout: Duration = 1800.0
     """Time within which the server must be ready."""
+    tp: Literal["auto"] | Annotated[int, Field(ge=1)] | None = None
+    """GPUs that the weights of a replica are split over (tensor parallelism, SGLang's `--tp-size`). `auto`:
+    the fewest that have room for the weights and a KV pool, by the model's files and the GPUs here; the log
+    says why. By default what `args` say, or 1."""
     heal: bool = True
     """Whether a server that dies out of memory is restarted with safer arguments. Later runs with this model,
     GPU and version of SGLang begin with them. `false` uses `args` unchanged."""
@@ -74,6 +67,13 @@ class LaunchedEngine(Spec):
     @classmethod
     def _reserved_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
         return _checked_args(args, ("model-path", "model", "host", "port", "api-key", "device"), "args")
+
+    @model_validator(mode="after")
+    def _one_tp(self) -> Self:
+        for name in ("tp", "tp-size", "tensor-parallel-size"):
+            if self.tp is not None and name in self.args:
+                raise ValueError(f"engine.tp and --{name} say the same: leave out one of them")
+        return self
 
     @field_validator("env")
     @classmethod
@@ -88,16 +88,6 @@ class ServerEngine(LaunchedEngine):
     """`server`: the run starts and stops it."""
     model: ModelName
     """Model directory, or a model name that SGLang can load."""
-    tp: Tp | None = None
-    """GPUs that the weights are split over (tensor parallelism, SGLang's `--tp-size`). `auto`: the fewest
-    that have room for the weights and a KV pool, by the model's files and the GPUs here; the log says why.
-    By default what `args` say, or 1."""
-
-    @model_validator(mode="after")
-    def _one_number(self) -> ServerEngine:
-        if self.tp is not None:
-            _check_tp(self.args)
-        return self
 
 
 class GatewayEngine(LaunchedEngine):
@@ -117,9 +107,6 @@ class GatewayEngine(LaunchedEngine):
     """With `url`: name of the environment variable with the API key of gateway and workers."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Number of replicas. `auto` is one for every `tp` visible GPUs, and one on a CPU."""
-    tp: Tp = 1
-    """GPUs per replica (tensor parallelism, SGLang's `--tp-size`). `auto`: the fewest that have room for the
-    weights and a KV pool, by the model's files and the GPUs here; the log says why."""
     policy: Literal["auto", "cache_aware", "round_robin", "random", "power_of_two"] = "auto"
     """How the gateway chooses a replica. `auto` uses the gateway's policy `manual` with routing keys from
     batchrunner: rows with a common prefix go to one replica, all others to the one with the fewest requests.
@@ -142,7 +129,6 @@ class GatewayEngine(LaunchedEngine):
         if self.url is not None and self.model_fields_set & launch_only:
             names = ", ".join(sorted(self.model_fields_set & launch_only))
             raise ValueError(f"{names}: goes with `model`, not with `url`, where everything runs already")
-        _check_tp(self.args)
         return self
 
 

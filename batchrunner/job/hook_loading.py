@@ -50,9 +50,7 @@ class HookFunction(NamedTuple):
     name: str
     """Its name in messages, `module:function`."""
     target: str | bytes
-    """`module:function`, or a function that a program gave, as cloudpickle writes it."""
-    known: Annotations = Annotations()
-    """What its annotations say, for a function that a program gives."""
+    """`module:function`; or a function that a program gave, and its Annotations, as cloudpickle's bytes."""
 
 
 def load_functions(
@@ -67,14 +65,14 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
     name = f"{function.where}: {function.name}"
     try:
         if isinstance(function.target, bytes):
-            found = pickle.loads(function.target)  # noqa: S301 - of the program itself
+            found, known = pickle.loads(function.target)  # noqa: S301 - of the program itself
         else:
-            found = pkgutil.resolve_name(function.target)
+            found, known = pkgutil.resolve_name(function.target), None
     except BaseException as failure:  # noqa: BLE001 - a module may raise anything, SystemExit too
         raise HookLoadError(failure_text(f"{name}: cannot be imported", failure)) from None
     try:
         takes_row = _takes_row(found, function.kind)
-        known = _known(found, function)
+        known = known or known_of(found, function.kind)
     except HookLoadError as failure:
         raise HookLoadError(f"{name} {failure}") from None
     columns = known.columns if function.kind == "parse" else ()
@@ -124,19 +122,17 @@ def _takes_row(function: Any, kind: HookKind) -> bool:
     return takes_row
 
 
-def _known(function: Any, spec: HookFunction) -> Annotations:
-    """Return what is known of what a function takes and returns; raises HookLoadError.
-
-    A program has read the annotations of a function that it gives: their names are not known here.
-    """
-    known = spec.known
-    if spec.kind in {"prompt", "parse"} and isinstance(spec.target, str):
-        try:
-            known = annotations_of(function)
-        except ValueError as failure:
-            if spec.kind == "parse":
-                raise HookLoadError(str(failure)) from None
-    if spec.kind == "parse" and not known.columns:
+def known_of(function: Any, kind: HookKind) -> Annotations:
+    """Return what the annotations of a function say; raises HookLoadError where `parse` has no columns."""
+    if kind not in {"prompt", "parse"}:
+        return Annotations()
+    try:
+        known = annotations_of(function)
+    except ValueError as failure:
+        if kind == "parse":
+            raise HookLoadError(str(failure)) from None
+        return Annotations()
+    if kind == "parse" and not known.columns:
         raise HookLoadError(
             "does not say its columns: let it return a TypedDict, a dataclass or a pydantic model by its "
             "annotation"

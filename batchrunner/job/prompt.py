@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from batchrunner.core.media import AUDIO, IMAGE, KIND_OF_FIELD, PDF_FIELD, VIDEO, page_ranges
+from batchrunner.core.media import KIND_OF_FIELD, PDF_FIELD, page_ranges
 from batchrunner.job.fields import PythonFunction, Spec, UserPath
 from batchrunner.job.sampling import FromColumn
 
@@ -124,20 +124,14 @@ class PromptSpec(Spec):
     pdf: PdfSpec | None = None
     """Column with PDF documents, as its name or with options. Its pages are images of the prompt."""
 
-    @field_validator(IMAGE.field, AUDIO.field, VIDEO.field, mode="before")
+    @field_validator(*KIND_OF_FIELD, mode="before")
     @classmethod
-    def _columns_alone(cls, media: object) -> object:
-        return {"columns": media} if isinstance(media, (str, list)) else media
-
-    @field_validator(PDF_FIELD, mode="before")
-    @classmethod
-    def _column_alone(cls, pdf: object) -> object:
-        return {"column": pdf} if isinstance(pdf, str) else pdf
+    def _columns_alone(cls, media: Any, about: ValidationInfo) -> Any:
+        return media_part(str(about.field_name), media)
 
     @model_validator(mode="after")
     def _one_meaning(self) -> PromptSpec:
-        columns = [column for field in self.media for column in self.columns_of(field)]
-        if len({*columns}) < len(columns):
+        if len({*self.media_columns}) < len(self.media_columns):
             raise ValueError("a column with files is named twice")
         return self
 
@@ -158,9 +152,9 @@ class PromptSpec(Spec):
         return bool(self.media)
 
     @property
-    def media_columns(self) -> frozenset[str]:
+    def media_columns(self) -> list[str]:
         """Columns that stand for files in templates."""
-        return frozenset(column for field in self.media for column in self.columns_of(field))
+        return [column for field in self.media for column in self.columns_of(field)]
 
     system: str | None = None
     """Jinja2 template of the system message, over the columns of a row."""
@@ -252,6 +246,13 @@ class PromptSpec(Spec):
         if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
             raise ValueError("`messages` has no message that the assistant could answer")
         return self
+
+
+def media_part(field: str, given: Any) -> Any:
+    """Return the part of a job for a field that brings files, which may be given by its columns alone."""
+    if not isinstance(given, (str, list)):
+        return given
+    return {"column" if field == PDF_FIELD else "columns": given}
 
 
 class BatchPrompts(PromptSpec):

@@ -2,16 +2,15 @@
 
 import functools
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import JobError
 from batchrunner.core.hook_pool import HookPool
-from batchrunner.core.hook_worker import HookFacts, WorkerSetup
+from batchrunner.core.hook_worker import HookFacts, HookLoadError, WorkerSetup
 from batchrunner.core.media import IMAGE, PDF_FIELD
 from batchrunner.job.fields import CHECK, MEDIA, PARSE, PROMPT, PythonFunction, name_of
-from batchrunner.job.hook_loading import Annotations, HookFunction, HookKind, annotations_of, load_functions
+from batchrunner.job.hook_loading import HookFunction, HookKind, known_of, load_functions
 from batchrunner.job.output import RESULT_COLUMNS
 from batchrunner.job.spec import Job
 
@@ -20,21 +19,22 @@ _PACKAGES = {IMAGE.field: ("PIL",), PDF_FIELD: ("PIL", "pypdfium2")}
 """Packages of an extra that a field of the prompt needs; audio and videos need none."""
 
 
-def open_pool(job: Job) -> HookPool:
-    """Start the processes of a job's functions, of which it has one at least, and load these.
+def open_functions(job: Job) -> HookPool | None:
+    """Start the processes of a job's Python functions, and load these; None where it has none.
 
     Raises JobError for one that cannot be called.
     """
-    functions = []
-    if job.prompt.python is not None:
-        functions.append(_function(PROMPT, "prompt", job.prompt.python))
-    if job.parse is not None:
-        functions.append(_function(PARSE, "parse", job.parse))
-    if job.check.python is not None:
-        functions.append(_function(CHECK, "check", job.check.python))
+    places: tuple[tuple[str, HookKind, Any], ...] = (
+        (PROMPT, "prompt", job.prompt.python),
+        (PARSE, "parse", job.parse),
+        (CHECK, "check", job.check.python),
+    )
+    functions = [_function(where, kind, given) for where, kind, given in places if given is not None]
     if job.prompt.has_media:
         _check_packages(job)
         functions.append(HookFunction(MEDIA, "media", "reading its files", _PREPARE))
+    if not functions:
+        return None
     limits = job.limits
     directories = [str(Path(path).absolute()) for path in dict.fromkeys([*job.python_path, str(Path.cwd())])]
     setup = WorkerSetup(
@@ -66,25 +66,15 @@ def _function(where: str, kind: HookKind, function: PythonFunction) -> HookFunct
     name = name_of(function)
     if isinstance(function, str):
         return HookFunction(where, kind, name, function)
-    try:
-        known = annotations_of(function)
-    except ValueError as failure:
-        if kind == "parse":
-            raise JobError(f"{where}: {name} {failure}") from None
-        known = Annotations()
-    return HookFunction(where, kind, name, _pickled(where, name, function), known)
-
-
-def _pickled(where: str, name: str, function: Callable[..., Any]) -> bytes:
-    """Return a function that a program gives, and what it refers to in its main module, as bytes."""
     import cloudpickle  # noqa: PLC0415 - only where a program gives a function
 
-    try:
-        content: bytes = cloudpickle.dumps(function)
+    try:  # the names in its annotations are known only here
+        return HookFunction(where, kind, name, cloudpickle.dumps((function, known_of(function, kind))))
+    except HookLoadError as failure:
+        raise JobError(f"{where}: {name} {failure}") from None
     except Exception as failure:  # noqa: BLE001 - whatever the function refers to says so in its own way
         why = f"cannot be sent to another process: {type(failure).__name__}: {failure}"
         raise JobError(f"{where}: {name} {why}") from None
-    return content
 
 
 def _check_columns(job: Job, facts: HookFacts) -> None:

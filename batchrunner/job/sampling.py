@@ -106,9 +106,7 @@ class SamplingSpec(Spec):
         # {column: x} is a mapping too, and would otherwise be accepted as a schema
         if isinstance(value, Mapping) and set(value) == {"column"}:
             return FromColumn(column=str(value["column"]))
-        if isinstance(value, str):
-            _check_json_schema(value)
-        return value
+        return _schema_of_text(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _one_grammar(self) -> SamplingSpec:
@@ -120,10 +118,11 @@ class SamplingSpec(Spec):
         return self
 
 
-def _check_json_schema(text: str) -> None:
+def _schema_of_text(text: str) -> dict[str, Any]:
     try:
         schema = json.loads(text)
     except ValueError as failure:
         raise ValueError(f"not JSON: {failure}") from None
     if not isinstance(schema, dict):
         raise ValueError("a JSON Schema is a JSON object")  # noqa: TRY004 - pydantic takes ValueError only
+    return schema

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
+from itertools import islice
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -51,7 +52,8 @@ class NativeResult(msgspec.Struct):
 
 
 _read = msgspec.json.Decoder(NativeResult | list[NativeResult])
-_read_lists = msgspec.json.Decoder(list[list[NativeResult]])
+_KINDS: dict[str, ColumnKind] = {SCORE: "float64", LABEL: "string"}
+"""Types of columns that are not a list of numbers."""
 
 
 def _raise_abort(results: Sequence[NativeResult]) -> None:
@@ -97,36 +99,36 @@ class NativeTask(ForwardTask):
     """Reads numbers that a model with a head for them makes of each prompt."""
 
     path: ClassVar[str] = "/encode"
-    past_gateways: ClassVar[bool] = True
     architectures: ClassVar[str] = "SequenceClassification|Reward|Classification"
 
     @property
     def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """A list of numbers."""
-        return ((SCORES, ("list", "float64")),)
+        """Those that `meanings` names: a list of numbers, a number, or the name of a class."""
+        return tuple((name, _KINDS.get(name, ("list", "float64"))) for name in self.meanings)
 
-    @classmethod
-    def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
-        """Return the arguments of a server that pools."""
-        return pooling_args(config, cpu=cpu)
-
-    def body(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return the body: a list of prompts."""
+    def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Return one body: a list of prompts."""
         name = "input_ids" if requests[0].kind == "input_ids" else "text"
-        return _with_adapters(requests, {name: [request.prompt for request in requests]})
+        return [_with_adapters(requests, {name: [request.prompt for request in requests]})]
 
-    def answers(self, requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
+    def answers(
+        self, requests: Sequence[Request], replies: Sequence[bytes]
+    ) -> list[Completion | RequestError]:
         """Return the numbers of each row; a row with one that is no number has an error."""
-        found = _read.decode(reply)
-        results = found if isinstance(found, list) else [found]
+        found = [_read.decode(reply) for reply in replies]
+        results = [result for some in found for result in (some if isinstance(some, list) else [some])]
         counts = [max(1, len(request.items)) for request in requests]
         if len(results) != sum(counts):
             raise AttemptFailedError(f"{len(results)} results came for {sum(counts)} prompts")
-        rest = iter(results)
         return [
-            self._answer(request, [next(rest) for _ in range(count)])
-            for request, count in zip(requests, counts, strict=True)
+            self._answer(request, some)
+            for request, some in zip(requests, self._by_row(results, counts), strict=True)
         ]
+
+    def _by_row(self, results: Sequence[NativeResult], counts: Sequence[int]) -> list[list[NativeResult]]:
+        """Return the results of each row, which has so many."""
+        rest = iter(results)
+        return [[*islice(rest, count)] for count in counts]
 
     def _answer(self, request: Request, results: Sequence[NativeResult]) -> Completion | RequestError:
         """Return the answer of a row; tokens are those of all its prompts."""
@@ -186,20 +188,15 @@ class ScoreTask(NativeTask):
         "failed.",
     }
 
-    @classmethod
-    def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:  # noqa: ARG003 - for others
-        """Return no arguments: a server that generates texts can do it."""
-        return {}
-
-    def body(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return the body: a list of prompts, for each of which the same tokens are asked for."""
-        return {
-            **NativeTask.body(self, requests),
+    def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Return one body: a list of prompts, for each of which the same tokens are asked for."""
+        asked = {
             "sampling_params": WITHOUT_TOKENS,
             "return_logprob": True,
             "logprob_start_len": -1,
             "token_ids_logprob": [list(self.label_ids) for _ in requests],
         }
+        return [body | asked for body in NativeTask.bodies(self, requests)]
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
         told = (results[0].meta_info.output_token_ids_logprobs or [None])[0]
@@ -221,36 +218,19 @@ class ChoiceTask(ScoreTask):
         PER_BYTE: "The same, divided by the number of the choice's bytes in UTF-8.",
     }
 
-    @property
-    def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """A list of numbers each."""
-        return tuple((name, ("list", "float64")) for name in self.meanings)
+    def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Return a body with the first choice of each row, and one with all others if there are any.
 
-    def steps(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        """Return a body with the first choice of each row, and one with all others if there are any."""
+        The others find their prompt in the cache; in one body all would compute it.
+        """
         firsts = [(request, request.item_ids[0]) for request in requests]
         others = [(request, ids) for request in requests for ids in request.item_ids[1:]]
         return [_body_of(some) for some in (firsts, others) if some]
 
-    def body(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return a body with all choices, which would compute their prompt as often."""
-        return _body_of([(request, ids) for request in requests for ids in request.item_ids])
-
-    def whole(self, replies: Sequence[bytes]) -> bytes:
-        """Return the replies as a list of them."""
-        return b"[" + b",".join(replies) + b"]"
-
-    def answers(self, requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
-        """Return the log likelihoods of each row; a row with one that is no number has an error."""
-        firsts, *more = _read_lists.decode(reply)
-        others = more[0] if more else []
-        if len(firsts) + len(others) != sum(len(request.item_ids) for request in requests):
-            raise AttemptFailedError("there are not as many results as choices")
+    def _by_row(self, results: Sequence[NativeResult], counts: Sequence[int]) -> list[list[NativeResult]]:
+        firsts, others = results[: len(counts)], results[len(counts) :]
         rest = iter(others)
-        return [
-            self._answer(request, [first, *(next(rest) for _ in request.item_ids[1:])])
-            for request, first in zip(requests, firsts, strict=True)
-        ]
+        return [[first, *islice(rest, count - 1)] for first, count in zip(firsts, counts, strict=True)]
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:
         sums = []
@@ -293,11 +273,11 @@ class RerankTask(NativeTask):
         "null if the row failed.",
     }
 
-    def body(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return the body: a pair of query and document for each document."""
+    def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Return one body: a pair of query and document for each document."""
         pairs = [(request, item) for request in requests for item in request.items]
         body = {"text": [[request.prompt, item] for request, item in pairs], "is_cross_encoder_request": True}
-        return _with_adapters([request for request, _ in pairs], body)
+        return [_with_adapters([request for request, _ in pairs], body)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,11 +288,6 @@ class RewardTask(NativeTask):
     meanings = {
         SCORE: "The reward of the prompt, as the model's head gives it; null if the row failed.",
     }
-
-    @property
-    def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """One number."""
-        return ((SCORE, "float64"),)
 
     def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
         return {SCORE: self._only(found[0])}
@@ -335,11 +310,6 @@ class ClassifyTask(NativeTask):
         LABEL: "The name of the class with the highest score, by the model's `id2label`; null if the row "
         "failed.",
     }
-
-    @property
-    def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
-        """The numbers of all classes, and the highest one."""
-        return ((SCORES, ("list", "float64")), (LABEL, "string"))
 
     def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
         (numbers,) = found

@@ -6,6 +6,7 @@ current directory; a leading `~`, `~user` or `$HOME` is a home directory.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias
@@ -26,8 +27,8 @@ from batchrunner.job.fields import (
 from batchrunner.job.output import RESPONSE, TOOL_CALLS, OutputSpec, StorageSpec, result_columns
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import SamplingSpec, check_regex
-from batchrunner.job.scores import RerankTask, ScoreTask
-from batchrunner.job.tasks import GENERATE, TASKS, TaskName, goes_past_gateways, task_of
+from batchrunner.job.scores import ChoiceTask, RerankTask, ScoreTask
+from batchrunner.job.tasks import GENERATE, PASSED_ON, TASKS, TaskName
 
 CHOICES = "prompt.choices"
 DOCUMENTS = "prompt.documents"
@@ -261,8 +262,13 @@ class Job(Spec):
     @property
     def forward(self) -> ForwardTask | None:
         """The task, if it is one without decoding."""
-        takes = TASKS[self.task].takes if self.task in TASKS else ()
-        return task_of(self.task, {field.rpartition(".")[2]: attrgetter(field)(self) for field in takes})
+        if self.task == GENERATE:
+            return None
+        kind = TASKS[self.task] if self.prompt.choices is None else ChoiceTask
+        known = {field.name for field in dataclasses.fields(kind)}
+        given = {place.rpartition(".")[2]: attrgetter(place)(self) for place in kind.takes}
+        values = {name: given[name] for name in known & given.keys() if given[name] is not None}
+        return kind(**values | {"labels": tuple(self.labels)} if self.labels else values)
 
     @field_validator("bundle", mode="before")
     @classmethod
@@ -326,7 +332,7 @@ class Job(Spec):
         wrong = sorted(name for name in drops if getattr(self.sampling, name) is not None)
         if prompt.audio is not None and prompt.is_chat:
             wrong.append("prompt.audio")
-        if goes_past_gateways(self.task) and engine.url:
+        if self.task not in PASSED_ON and engine.url:
             wrong.append(f"task: {self.task}")
         if wrong:
             raise ValueError(

@@ -9,12 +9,11 @@ its prompt is token ids, or where it is alone.
 from __future__ import annotations
 
 import binascii
-import dataclasses
 import math
 import struct
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Annotated, Any, Literal, TypeAlias
@@ -30,7 +29,6 @@ from batchrunner.job.scores import (
     RewardTask,
     ScoreTask,
     TokenCount,
-    pooling_args,
     softmax,
 )
 
@@ -39,8 +37,6 @@ MODEL = "default"
 """Name by which SGLang serves its model, whatever that is called."""
 Dtype: TypeAlias = Literal["float32", "float16"]
 """Type of the numbers of a vector."""
-WIDTHS: Mapping[str, int] = {"float32": 4, "float16": 2}
-"""Bytes of a number."""
 UNIT = 1e-6
 """A vector whose length differs from 1 by less is left as it is: that is the precision of 32-bit numbers."""
 
@@ -90,13 +86,8 @@ class EmbedTask(ForwardTask):
         """The vector."""
         return ((EMBEDDING, ("list", self.dtype)),)
 
-    @classmethod
-    def server_args(cls, config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
-        """Return the arguments of a server that pools."""
-        return pooling_args(config, cpu=cpu)
-
-    def body(self, requests: Sequence[Request]) -> dict[str, Any]:
-        """Return the body: a single prompt, or a list of them."""
+    def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Return one body: a single prompt, or a list of them."""
         prompts = [request.prompt for request in requests]
         adapters = [request.lora_path for request in requests]
         body: dict[str, Any] = {"model": MODEL, "encoding_format": "base64"}
@@ -105,11 +96,13 @@ class EmbedTask(ForwardTask):
             body["dimensions"] = self.dimensions
         if any(adapters):
             body["lora_path"] = adapters if len(adapters) > 1 else adapters[0]
-        return body
+        return [body]
 
-    def answers(self, requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
+    def answers(
+        self, requests: Sequence[Request], replies: Sequence[bytes]
+    ) -> list[Completion | RequestError]:
         """Return the vectors as bytes of `dtype`; a row whose vector has no use has an error."""
-        found: EmbeddingReply = _read.decode(reply)
+        found: EmbeddingReply = _read.decode(replies[0])
         items = sorted(found.data, key=lambda item: item.index or 0)
         if [item.index or 0 for item in items] != list(range(len(requests))):
             raise AttemptFailedError(
@@ -151,8 +144,7 @@ class EmbedTask(ForwardTask):
 
 def numbers_of(vector: bytes, dtype: str) -> list[float]:
     """Return the numbers of a vector that stands as the results have it."""
-    width = WIDTHS[dtype]
-    return list(struct.unpack(f"<{len(vector) // width}{'f' if dtype == 'float32' else 'e'}", vector))
+    return [number for (number,) in struct.iter_unpack("<f" if dtype == "float32" else "<e", vector)]
 
 
 def reply_of(vectors: Sequence[bytes], prompt_tokens: int, model: str, *, as_text: bool) -> bytes:
@@ -212,22 +204,8 @@ TASKS: dict[str, type[ForwardTask]] = {
     kind.name: kind for kind in (EmbedTask, ScoreTask, RerankTask, RewardTask, ClassifyTask)
 }
 """The tasks without decoding."""
-
-
-def task_of(name: TaskName, fields: Mapping[str, Any]) -> ForwardTask | None:
-    """Return the task with the values of a job's fields; None for generating."""
-    if name not in TASKS:
-        return None
-    kind = ChoiceTask if fields.get("choices") is not None else TASKS[name]
-    known = {field.name for field in dataclasses.fields(kind)}
-    given = {key: value for key, value in fields.items() if key in known and value is not None}
-    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
-
-
-def goes_past_gateways(task: TaskName) -> bool:
-    """Tell whether rows of a task go to servers, and never through a gateway."""
-    kind = TASKS.get(task)
-    return kind is not None and kind.past_gateways
+PASSED_ON = {GENERATE, EMBED}
+"""Tasks whose rows go through a gateway; it lacks the endpoints of the others, which go to the servers."""
 
 
 _CLASSES = 3

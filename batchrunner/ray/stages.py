@@ -22,10 +22,11 @@ from batchrunner.core.errors import BatchrunError, InputError, JobError
 from batchrunner.core.types import Outcome
 from batchrunner.engines.model_memory import cards_of
 from batchrunner.input.templates import unknown_column
-from batchrunner.job.answers import AnswerPlan, open_functions, plan_answers
+from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.call import LibraryCall, Prompt
 from batchrunner.job.engine import AttachEngine, EngineSpec, GatewayEngine, SimulatedEngine
 from batchrunner.job.load import EngineLike, parse_engine
+from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job, LimitsSpec, OnLength
 from batchrunner.job.tasks import Dtype
 from batchrunner.output.columns import schema_of_run, table_of

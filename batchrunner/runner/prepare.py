@@ -24,8 +24,9 @@ from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
 from batchrunner.input.request_bodies import URL
-from batchrunner.job.answers import AnswerPlan, judges_by_row, open_functions, plan_answers
+from batchrunner.job.answers import AnswerPlan, judges_by_row, plan_answers
 from batchrunner.job.arrow_types import arrow_type
+from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.output.columns import schema_of_run

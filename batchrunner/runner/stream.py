@@ -36,8 +36,9 @@ from batchrunner.input.tables import (
     rows_known,
 )
 from batchrunner.input.templates import unknown_column
-from batchrunner.job.answers import AnswerPlan, open_functions, plan_answers
+from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.call import LibraryCall
+from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import numbers_of
 from batchrunner.output.columns import answer_value

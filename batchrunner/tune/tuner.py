@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from batchrunner.core.errors import EngineStartError, JobError
 from batchrunner.engines.device import gpus
 from batchrunner.engines.model_files import check_model
-from batchrunner.engines.model_memory import with_tp
+from batchrunner.engines.model_memory import cards_of, with_tp
 from batchrunner.job.engine import GatewayEngine, ServerEngine
 from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
@@ -215,11 +215,11 @@ def engine_to_tune(job: Job) -> ServerEngine:
     """
     match job.engine:
         case ServerEngine():
-            return _with_args_only(with_tp(job.engine))
+            return with_tp(job.engine)
         case GatewayEngine(model=str(model)):
             engine = with_tp(job.engine)
             found = gpus(engine.env)
-            cards = {"CUDA_VISIBLE_DEVICES": ",".join(found[: int(engine.tp)])} if found else {}
+            cards = {"CUDA_VISIBLE_DEVICES": ",".join(found[: cards_of(engine.args)])} if found else {}
             log.info("a gateway: one replica is tuned alone, for all of them")
             return ServerEngine(
                 kind="server", model=model, python=engine.python, env={**engine.env, **cards},
@@ -231,11 +231,6 @@ def engine_to_tune(job: Job) -> ServerEngine:
                 "none",
                 hint="use kind server or gateway with a model, or see what `batchrun advise` says",
             )
-
-
-def _with_args_only(engine: ServerEngine) -> ServerEngine:
-    """Return the engine with its `tp` among its arguments only, where a search reads it."""
-    return engine.model_copy(update={"tp": None})
 
 
 class TrialHistory:

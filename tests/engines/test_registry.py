@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     [
         ({}, "give `model`"),
         ({"url": "http://a", "tp": 2}, "tp: goes with `model`"),
-        ({"model": "a", "args": {"tp_size": 2}}, "say engine.tp"),
+        ({"model": "a", "tp": 2, "args": {"tp_size": 2}}, "engine.tp and --tp-size say the same"),
         ({"model": "a", "gateway_args": {"--port": 2}}, "leave it out of engine.gateway_args"),
     ],
 )

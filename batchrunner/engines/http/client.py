@@ -230,6 +230,7 @@ class HttpEngine(Engine):
         """Send one request once; see `Engine.generate`."""
         self._check(request)
         endpoint, headers = self.endpoints[route], self._affinity(request)
+        reply: bytes | list[bytes]
         if request.task is not None:
             reply = await self._post_task(endpoint, request.task, [request], headers)
         else:
@@ -396,10 +397,10 @@ class HttpEngine(Engine):
         task: ForwardTask,
         requests: Sequence[Request],
         headers: Mapping[str, str] | None,
-    ) -> bytes:
-        """Send requests of one task without decoding, and return the reply to all; raises as `_post`."""
-        bodies = [wire.bytes_of(body) for body in task.steps(requests)]
-        return task.whole([await self._post(endpoint, task.path, body, headers) for body in bodies])
+    ) -> list[bytes]:
+        """Send requests of one task without decoding, and return the replies; raises as `_post`."""
+        bodies = [wire.bytes_of(body) for body in task.bodies(requests)]
+        return [await self._post(endpoint, task.path, body, headers) for body in bodies]
 
     async def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer, sent_at: float) -> RequestError:
         """Return what an answer with another status than 200 means for its rows."""
@@ -423,9 +424,9 @@ class HttpEngine(Engine):
         requests = [row.request for row in rows]
         task = requests[0].task
         assert task is not None
-        reply = await self._post_task(endpoint, task, requests, headers)
+        found = await self._post_task(endpoint, task, requests, headers)
         try:
-            results = replies.answers_of(requests, reply)
+            results = replies.answers_of(requests, found)
         except RequestError as failure:
             raise BundleRefusedError(str(failure)) from None
         if self._confirms_answers:

@@ -316,15 +316,15 @@ def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
 
 
 @_reads_anything
-def completion_of(request: Request, reply: bytes | Sample) -> Completion:
-    """Read a reply with status 200, or an event of one.
+def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Completion:
+    """Read a reply with status 200, an event of one, or all replies to a task without decoding.
 
     Raises RequestError where the reply is an abort, no answer, one with fewer or more samples than were asked
     for, or an empty one that the model did not end.
     """
     if isinstance(reply, Sample):
         return _from_generate(request, (reply,))
-    if request.task is not None:
+    if isinstance(reply, list):
         (result,) = answers_of([request], reply)
         if isinstance(result, RequestError):
             raise result
@@ -564,8 +564,8 @@ def _as_line(reply: bytes, model: str | None) -> str:
 
 
 @_reads_anything
-def answers_of(requests: Sequence[Request], reply: bytes) -> list[Completion | RequestError]:
-    """Read a reply to requests of one task without decoding; raises RequestError where it is none to them."""
+def answers_of(requests: Sequence[Request], replies: Sequence[bytes]) -> list[Completion | RequestError]:
+    """Read the replies to requests of one task without decoding; raises RequestError where they are none."""
     task = requests[0].task
     assert task is not None
-    return task.answers(requests, reply)
+    return task.answers(requests, replies)

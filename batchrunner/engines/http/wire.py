@@ -91,7 +91,7 @@ def refuse_dropped(request: Request) -> None:
 def body_of(request: Request) -> dict[str, Any]:
     """Make the body for the endpoint of this kind of prompt."""
     if request.task is not None:
-        return request.task.body([request])
+        return request.task.bodies([request])[0]
     return chat_body(request) if request.kind == "messages" else generate_body(request)
 
 

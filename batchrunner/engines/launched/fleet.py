@@ -39,7 +39,7 @@ from batchrunner.engines.model_memory import cards_of, split_over, with_tp
 from batchrunner.engines.recovery import EndedServer, Healer, healer_for
 from batchrunner.job.engine import GatewayEngine, LaunchedEngine, ServerEngine
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks import GENERATE, TaskName, goes_past_gateways
+from batchrunner.job.tasks import GENERATE, PASSED_ON, TaskName
 
 log = logging.getLogger(__name__)
 
@@ -282,7 +282,7 @@ class LaunchedFleet(HttpEngine):
         self._hang_s = limits.hang
         self._gateway = (
             GatewayProcess(spec, self._incidents, key=self._key, log_dir=log_dir, limits=limits)
-            if isinstance(spec, GatewayEngine) and not goes_past_gateways(task)
+            if isinstance(spec, GatewayEngine) and task in PASSED_ON
             else None
         )
         self._replicas: dict[str, SGLangServer] = {}
