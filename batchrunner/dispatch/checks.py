@@ -22,7 +22,7 @@ from batchrunner.input.dataset import carried_of
 from batchrunner.input.templates import AnswerExpression
 from batchrunner.job.answers import AnswerPlan, of_sample
 from batchrunner.job.arrow_types import fit, kind_of_schema
-from batchrunner.job.fields import CHECK
+from batchrunner.job.hook_loading import CHECK
 from batchrunner.job.output import CUT, PARSED, REASONING, TOOL_CALLS
 from batchrunner.job.spec import CheckSpec, Job
 from batchrunner.output.counts import ASKED_AGAIN, AskedAgain, Rejected

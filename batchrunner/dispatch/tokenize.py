@@ -31,9 +31,9 @@ from batchrunner.engines.model_files import class_names, vocabulary_of
 from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
 from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
 from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine
-from batchrunner.job.fields import MEDIA
-from batchrunner.job.scores import ChoiceTask, ClassifyTask, RerankTask, ScoreTask
+from batchrunner.job.hook_loading import MEDIA
 from batchrunner.job.spec import Job
+from batchrunner.job.tasks import ChoiceTask, ClassifyTask, RerankTask, ScoreTask
 from batchrunner.output.events import EventLog
 
 if TYPE_CHECKING:

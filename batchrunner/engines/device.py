@@ -13,7 +13,7 @@ CPU_SHIM = Path(__file__).with_name("cpu_shim")
 
 SERVER_MODULES = Path(__file__).with_name("server_modules")
 """Packages for SGLang's processes, last on the engine's PYTHONPATH."""
-MEAN_POOLING: Mapping[str, str] = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mean_pooling"}
+MEAN_POOLING = {"SGLANG_EXTERNAL_MODEL_PACKAGE": "mean_pooling"}
 """Environment of an engine whose vectors are means over all tokens; SGLang's encoders take the first one."""
 
 CPU_NOTE = (

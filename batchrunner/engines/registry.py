@@ -16,9 +16,8 @@ from batchrunner.job.engine import (
     ServerEngine,
     SimulatedEngine,
 )
-from batchrunner.job.scores import pooling_args
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks import GENERATE, TASKS, TaskName
+from batchrunner.job.tasks import GENERATE, TASKS, TaskName, pooling_args
 
 
 def make_engine(spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec, task: TaskName = GENERATE) -> Engine:
@@ -54,10 +53,10 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     config = read_config(model)
     check_architecture(task, config.get("architectures"), f"engine.model: {model}")
     pooling = {} if kind.by_generation else pooling_args(config, cpu=on_cpu(spec.device))
-    args = {**pooling, **spec.args}
+    args = pooling | spec.args
     if not takes_mean(model):
         return spec.model_copy(update={"args": args})
-    return spec.model_copy(update={"args": args, "env": {**MEAN_POOLING, **spec.env}})
+    return spec.model_copy(update={"args": args, "env": MEAN_POOLING | spec.env})
 
 
 def model_of(spec: EngineSpec) -> str | None:

@@ -8,7 +8,7 @@ from batchrunner.core.hook_worker import HookResult
 from batchrunner.core.types import Outcome, Request
 from batchrunner.input.dataset import ColumnSource, usable_columns
 from batchrunner.input.messages import ASSISTANT, conversation
-from batchrunner.job.fields import PROMPT
+from batchrunner.job.hook_loading import PROMPT
 
 
 class PythonPrompts:

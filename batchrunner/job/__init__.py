@@ -4,5 +4,5 @@ Fields: spec (`Job`, `InputSpec`, `CheckSpec`), and its parts prompt (with image
 documents), sampling, output (with storage) and engine; fields has the base class and common types. Reading:
 load (YAML, `--set`), call (the job of a call of the library, or of `batchrun batch`). Of a
 job: answers (`AnswerPlan`: columns and checks of its answers), python_functions (`open_functions`). Tasks
-without decoding: tasks (their table, and embed), scores.
+without decoding: tasks.
 """

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.types import AskedColumns, ColumnKind, Completion, ForwardTask
-from batchrunner.job.fields import CHECK, PARSE
+from batchrunner.job.hook_loading import CHECK, PARSE
 from batchrunner.job.output import (
     ANSWER_COLUMNS,
     OF_TOKENS,

@@ -173,8 +173,3 @@ def _checked_model(model: str) -> str:
 
 ModelName: TypeAlias = Annotated[UserPath, AfterValidator(_checked_model)]
 """A model's directory or name."""
-
-PROMPT, PARSE, CHECK = "prompt.python", "parse", "check.python"
-"""Places of functions in a job, by which the pool knows them."""
-MEDIA = "prompt"
-"""Place of our own function that prepares the files of a row, and is run as those of the job are."""

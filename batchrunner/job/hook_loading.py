@@ -7,14 +7,13 @@ import datetime as dt
 import functools
 import hashlib
 import inspect
-import operator
 import pickle
 import pkgutil
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import typing_extensions
@@ -22,12 +21,12 @@ import typing_extensions
 from batchrunner.core.hook_worker import HookFacts, HookLoadError, UnusableValueError, failure_text
 from batchrunner.core.types import ColumnKind
 
-HookKind = Literal["prompt", "parse", "check", "media"]
-"""What a function is for: a row becomes a prompt, an answer becomes columns, an answer is judged; `media` is
-our own, which prepares the files of a row."""
+PROMPT, PARSE, CHECK = "prompt.python", "parse", "check.python"
+"""Places of functions in a job, by which the pool knows them: a row becomes a prompt, an answer becomes
+columns, an answer is judged."""
+MEDIA = "prompt"
+"""Place of our own function that prepares the files of a row, and is run as those of the job are."""
 Columns = tuple[tuple[str, ColumnKind], ...]
-_OF_ROWS = {"prompt", "media"}
-"""Kinds of functions that are called with a row; others with an answer."""
 
 
 class Annotations(NamedTuple):
@@ -46,7 +45,6 @@ class HookFunction(NamedTuple):
 
     where: str
     """Its place in the job, such as `prompt.python`."""
-    kind: HookKind
     name: str
     """Its name in messages, `module:function`."""
     target: str | bytes
@@ -71,15 +69,19 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
     except BaseException as failure:  # noqa: BLE001 - a module may raise anything, SystemExit too
         raise HookLoadError(failure_text(f"{name}: cannot be imported", failure)) from None
     try:
-        takes_row = _takes_row(found, function.kind)
-        known = known or known_of(found, function.kind)
+        takes_row = _takes_row(found, function.where)
+        known = known or known_of(found, function.where)
     except HookLoadError as failure:
         raise HookLoadError(f"{name} {failure}") from None
-    columns = known.columns if function.kind == "parse" else ()
+    columns = known.columns if function.where == PARSE else ()
     facts = HookFacts(function.where, function.name, _digest_of(found), columns, takes_row, known.reads)
-    plain = {"prompt": _prompt, "check": _judgement, "media": lambda value: value}.get(function.kind)
-    convert = plain or functools.partial(row_value, known=known)
-    return facts, functools.partial(_call, found, convert, function.name)
+    convert: dict[str, Callable[[Any], Any]] = {
+        PROMPT: _prompt,
+        PARSE: functools.partial(row_value, known=known),
+        CHECK: _judgement,
+        MEDIA: lambda value: value,
+    }
+    return facts, functools.partial(_call, found, convert[function.where], function.name)
 
 
 def _call(function: Callable[..., Any], convert: Callable[[Any], Any], name: str, *given: Any) -> Any:
@@ -101,7 +103,7 @@ def _digest_of(function: Any) -> str:
     return hashlib.sha256(source.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
-def _takes_row(function: Any, kind: HookKind) -> bool:
+def _takes_row(function: Any, where: str) -> bool:
     """Check that a function can be called, and tell whether it wants the row as its second argument."""
     if not callable(function):
         raise HookLoadError("is no function")
@@ -111,28 +113,34 @@ def _takes_row(function: Any, kind: HookKind) -> bool:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of C, without a signature
         return False
-    places = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    needed = sum(each.default is each.empty and each.kind in places for each in signature.parameters.values())
-    takes_row = kind not in _OF_ROWS and needed == len(("answer", "row"))
+    if _binds(signature, "row or answer"):
+        return False
+    of_rows = where in {PROMPT, MEDIA}
+    if of_rows or not _binds(signature, "answer", "row"):
+        wanted = "one argument, the row" if of_rows else "one argument, the answer, or also the row"
+        raise HookLoadError(f"takes {signature}: it is called with {wanted}")
+    return True
+
+
+def _binds(signature: inspect.Signature, *given: str) -> bool:
     try:
-        signature.bind(*(("answer", "row") if takes_row else ("row or answer",)))
+        signature.bind(*given)
     except TypeError:
-        wanted = "one argument, the row" if kind == "prompt" else "one argument, the answer, or also the row"
-        raise HookLoadError(f"takes {signature}: it is called with {wanted}") from None
-    return takes_row
+        return False
+    return True
 
 
-def known_of(function: Any, kind: HookKind) -> Annotations:
+def known_of(function: Any, where: str) -> Annotations:
     """Return what the annotations of a function say; raises HookLoadError where `parse` has no columns."""
-    if kind not in {"prompt", "parse"}:
+    if where not in {PROMPT, PARSE}:
         return Annotations()
     try:
         known = annotations_of(function)
     except ValueError as failure:
-        if kind == "parse":
+        if where == PARSE:
             raise HookLoadError(str(failure)) from None
         return Annotations()
-    if kind == "parse" and not known.columns:
+    if where == PARSE and not known.columns:
         raise HookLoadError(
             "does not say its columns: let it return a TypedDict, a dataclass or a pydantic model by its "
             "annotation"
@@ -238,23 +246,24 @@ def _prompt(value: Any) -> tuple[str, Any] | None:
     """Return a prompt's kind and its value; None for a row that is left out."""
     if value is None:
         return None
-    given = value.tolist() if hasattr(value, "tolist") else value
+    given = msgspec.to_builtins(value, enc_hook=_plain_object)
     if isinstance(given, str) and given:
-        return "text", str(given)
+        return "text", given
     if isinstance(given, (list, tuple)) and given:
-        if all(isinstance(item, Mapping) for item in given):
-            return "messages", [msgspec.to_builtins(item, enc_hook=_plain_object) for item in given]
-        if not any(isinstance(item, (Mapping, str, bool)) for item in given):
-            return "input_ids", [int(operator.index(item)) for item in given]
+        if all(isinstance(item, dict) for item in given):
+            return "messages", [*given]
+        if all(type(item) is int for item in given):
+            return "input_ids", [*given]
     raise ValueError(f"returned {_a(value)}: return messages, a text, token ids, or None")
 
 
 def _judgement(value: Any) -> bool | str:
     """Return true for a good answer, false, or a text that says what is wrong."""
-    if isinstance(value, str):
-        return str(value) or True
-    if isinstance(value, bool) or type(value).__name__ in {"bool_", "bool"}:
-        return bool(value)
+    given = plain(value)
+    if isinstance(given, str):
+        return given or True
+    if isinstance(given, bool):
+        return given
     raise ValueError(f"returned {_a(value)}: return True, False, or a text that says what is wrong")
 
 

@@ -54,7 +54,12 @@ def load_job(
     """
     if isinstance(source, Job) and not overrides:
         return source
-    tree = _tree_of(source)
+    if isinstance(source, (str, Path)):
+        tree = read_job_file(source)
+    elif isinstance(source, (Mapping, Job)):
+        tree = _deep_copy(source if isinstance(source, Mapping) else source.model_dump(exclude_unset=True))
+    else:
+        raise JobError("job", hint=f"give a path, a mapping or a Job (got {kind_of(source)})")
     if engine is not None:
         tree.setdefault("engine", engine.model_dump(exclude_unset=True))
     if "engine" in tree:
@@ -63,24 +68,11 @@ def load_job(
         _override(tree, override)
     if "engine" in tree:  # --set may give a whole one
         tree["engine"] = _engine_tree(tree["engine"])
-    is_file = isinstance(source, (str, Path)) and source != "-"
-    if is_file:
-        tree.setdefault("python_path", [str(_job_path(str(source)).absolute().parent)])
-    job: Job = _validated(Job, tree, name or (str(source) if is_file else "job"))
+    if isinstance(source, (str, Path)) and source != "-":
+        tree.setdefault("python_path", [str(_job_path(source).absolute().parent)])
+        name = name or str(source)
+    job: Job = _validated(Job, tree, name or "job")
     return job
-
-
-def _tree_of(source: object) -> dict[str, Any]:
-    """Return a job as plain containers, which are its own."""
-    match source:
-        case Job():
-            return source.model_dump(exclude_unset=True)
-        case Mapping():
-            return {key: _deep_copy(value) for key, value in source.items()}
-        case str() | Path():
-            return read_job_file(source)
-        case _:
-            raise JobError("job", hint=f"give a path, a mapping or a Job (got {kind_of(source)})")
 
 
 def parse_engine(source: EngineLike | None) -> EngineSpec:
@@ -146,15 +138,13 @@ def parse(text: str, where: str) -> Any:
     """Return the value of a YAML text; raises JobError, naming `where`."""
     try:
         return yaml.load(text, Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
-    except yaml.YAMLError as failure:
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as failure:
+        # those that are not of PyYAML's own are its constructors': a date with month 13, `!!int x`
         mark = getattr(failure, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
-        hint = None if "given twice" in problem else _YAML_HINT
+        hint = _YAML_HINT if mark and "given twice" not in problem else None
         raise JobError(f"{where}: {line}not valid YAML: {problem}", hint=hint) from None
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as failure:
-        # errors of PyYAML's constructors: a date with month 13, `!!int x`
-        raise JobError(f"{where}: not valid YAML: {str(failure).partition(';')[0]}") from None
 
 
 def _job_path(source: str | Path) -> Path:
@@ -248,17 +238,11 @@ def _explain(failure: ValidationError, kind: Any, tree: object) -> tuple[str, st
     # a union has an error for each member: together they say what is allowed
     messages = dict.fromkeys(_message(p) for p in problems if _path_in(tree, p) == path)
     got = problem["input"]
-    shown = "" if isinstance(got, (Mapping, BaseModel)) else f" (got {_brief(got)})"
+    shown = "" if isinstance(got, (Mapping, BaseModel)) else f" (got {got!r:.200})"
     hint = None
     if isinstance(got, bool) and any(p["type"] == "string_type" for p in problems):
         hint = "YAML reads yes, no, on and off as true and false: put quotes around a text"
     return f"{where + ': ' if where else ''}{', or '.join(messages)}{shown}", hint
-
-
-def _brief(value: object) -> str:
-    text = repr(value)
-    limit = 200
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def _message(problem: ErrorDetails) -> str:

@@ -3,14 +3,21 @@
 import functools
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 from batchrunner.core.errors import JobError
 from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.hook_worker import HookFacts, HookLoadError, WorkerSetup
 from batchrunner.core.media import IMAGE, PDF_FIELD
-from batchrunner.job.fields import CHECK, MEDIA, PARSE, PROMPT, PythonFunction, name_of
-from batchrunner.job.hook_loading import HookFunction, HookKind, known_of, load_functions
+from batchrunner.job.fields import PythonFunction, name_of
+from batchrunner.job.hook_loading import (
+    CHECK,
+    MEDIA,
+    PARSE,
+    PROMPT,
+    HookFunction,
+    known_of,
+    load_functions,
+)
 from batchrunner.job.output import RESULT_COLUMNS
 from batchrunner.job.spec import Job
 
@@ -24,15 +31,11 @@ def open_functions(job: Job) -> HookPool | None:
 
     Raises JobError for one that cannot be called.
     """
-    places: tuple[tuple[str, HookKind, Any], ...] = (
-        (PROMPT, "prompt", job.prompt.python),
-        (PARSE, "parse", job.parse),
-        (CHECK, "check", job.check.python),
-    )
-    functions = [_function(where, kind, given) for where, kind, given in places if given is not None]
+    given = {PROMPT: job.prompt.python, PARSE: job.parse, CHECK: job.check.python}
+    functions = [_function(where, function) for where, function in given.items() if function is not None]
     if job.prompt.has_media:
         _check_packages(job)
-        functions.append(HookFunction(MEDIA, "media", "reading its files", _PREPARE))
+        functions.append(HookFunction(MEDIA, "reading its files", _PREPARE))
     if not functions:
         return None
     limits = job.limits
@@ -62,14 +65,14 @@ def _check_packages(job: Job) -> None:
                 raise JobError(f"prompt.{field}: needs {module}", hint="install batchrunner[images]")
 
 
-def _function(where: str, kind: HookKind, function: PythonFunction) -> HookFunction:
+def _function(where: str, function: PythonFunction) -> HookFunction:
     name = name_of(function)
     if isinstance(function, str):
-        return HookFunction(where, kind, name, function)
+        return HookFunction(where, name, function)
     import cloudpickle  # noqa: PLC0415 - only where a program gives a function
 
     try:  # the names in its annotations are known only here
-        return HookFunction(where, kind, name, cloudpickle.dumps((function, known_of(function, kind))))
+        return HookFunction(where, name, cloudpickle.dumps((function, known_of(function, where))))
     except HookLoadError as failure:
         raise JobError(f"{where}: {name} {failure}") from None
     except Exception as failure:  # noqa: BLE001 - whatever the function refers to says so in its own way
@@ -79,9 +82,9 @@ def _function(where: str, kind: HookKind, function: PythonFunction) -> HookFunct
 
 def _check_columns(job: Job, facts: HookFacts) -> None:
     """Raise JobError where a column has a name that results have already."""
-    taken = {*RESULT_COLUMNS, *job.output.asked}
+    taken = {*RESULT_COLUMNS, *job.output.asked, *job.input.carried_names}
     for name, _ in facts.columns:
-        if name in {*taken, *job.input.carried_names}:
+        if name in taken:
             raise JobError(
                 f"parse: a result has a column {name!r} already",
                 hint=f"let {facts.name} name its own otherwise, or rename yours by input.rename",

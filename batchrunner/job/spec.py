@@ -27,8 +27,7 @@ from batchrunner.job.fields import (
 from batchrunner.job.output import RESPONSE, TOOL_CALLS, OutputSpec, StorageSpec, result_columns
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import SamplingSpec, check_regex
-from batchrunner.job.scores import ChoiceTask, RerankTask, ScoreTask
-from batchrunner.job.tasks import GENERATE, PASSED_ON, TASKS, TaskName
+from batchrunner.job.tasks import GENERATE, PASSED_ON, TASKS, ChoiceTask, RerankTask, ScoreTask, TaskName
 
 CHOICES = "prompt.choices"
 DOCUMENTS = "prompt.documents"

@@ -1,6 +1,12 @@
-"""The tasks without decoding, by their names, and the task `embed`: a vector by `/v1/embeddings`.
+"""The tasks without decoding, by their names: what is asked of an engine, and how its replies become columns.
 
-That endpoint and `/encode` of SGLang 0.5.23 both take a text, token ids, or a list of either. This one
+Scores come from SGLang's own endpoints `/generate` and `/encode`: each prompt has a result with a `meta_info`
+of its own; several prompts have a list of them, in order. They are requests of their own for the scheduler:
+prefixes are shared through its cache, as with texts. `/v1/score` of SGLang 0.5.23 does the same inside (no
+new token, `token_ids_logprob`), but its reply lacks the tokens of each prompt, computed and cached, and the
+version of the weights.
+
+Vectors come from `/v1/embeddings`, which takes a text, token ids, or a list of either, as `/encode` does. It
 writes a vector as Base64 of its 32-bit numbers, 5.3 bytes a number; `/encode` writes 18 to 22 bytes a number,
 each by way of a Python float. It tells the prompt tokens of all rows together: those of a row are known where
 its prompt is token ids, or where it is alone.
@@ -10,27 +16,342 @@ from __future__ import annotations
 
 import binascii
 import math
+import re
 import struct
 from array import array
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
+from itertools import islice
 from random import Random
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import msgspec
 
-from batchrunner.core.errors import AttemptFailedError, RequestError, RowRefusedError
+from batchrunner.core.errors import AttemptFailedError, EngineBusyError, RequestError, RowRefusedError
 from batchrunner.core.types import ColumnKind, Completion, ForwardTask, Request
-from batchrunner.job.scores import (
-    ChoiceTask,
-    ClassifyTask,
-    RerankTask,
-    RewardTask,
-    ScoreTask,
-    TokenCount,
-    softmax,
-)
+
+SCORES, SCORE, LABEL = "scores", "score", "label"
+PER_TOKEN, PER_BYTE = "scores_per_token", "scores_per_byte"
+WITHOUT_TOKENS = {"max_new_tokens": 0}
+"""Sampling parameters with which `/generate` ends a prompt after its prefill."""
+_COUNT_MOST = (1 << 31) - 1
+_BUSY = {429, 503}
+
+TokenCount = Annotated[int, msgspec.Meta(ge=0, le=_COUNT_MOST)]
+TokenScore = tuple[float | None, int, Any]
+"""Log probability (null where it is no number), token id, and the token's text, where that is asked for."""
+
+
+class NativeMeta(msgspec.Struct):
+    """The `meta_info` of a result."""
+
+    finish_reason: Any = None
+    prompt_tokens: TokenCount | None = None
+    cached_tokens: TokenCount | None = None
+    weight_version: Any = None
+    output_token_ids_logprobs: list[list[TokenScore] | None] | None = None
+    input_token_logprobs: list[TokenScore] | None = None
+
+
+class NativeResult(msgspec.Struct):
+    """What came of one prompt."""
+
+    meta_info: NativeMeta
+    embedding: list[float | None] | float | None = None
+
+
+_read_results = msgspec.json.Decoder(NativeResult | list[NativeResult])
+_KINDS: dict[str, ColumnKind] = {SCORE: "float64", LABEL: "string"}
+"""Types of columns that are not a list of numbers."""
+
+
+def _raise_abort(results: Sequence[NativeResult]) -> None:
+    """Raise what the first abort among the results of a row means for it."""
+    for result in results:
+        reason = result.meta_info.finish_reason
+        if isinstance(reason, dict) and reason.get("type") == "abort":
+            said, status = str(reason.get("message") or "aborted by the engine"), reason.get("status_code")
+            if status in _BUSY:
+                raise EngineBusyError(f"{status}: {said}")
+            raise RowRefusedError(said) if status == HTTPStatus.BAD_REQUEST else AttemptFailedError(said)
+
+
+def _finite(numbers: Sequence[float | None], what: str) -> list[float]:
+    """Return numbers; raises AttemptFailedError where one is null, NaN or infinite."""
+    known = [number for number in numbers if number is not None and math.isfinite(number)]
+    if not numbers or len(known) < len(numbers):
+        raise AttemptFailedError(f"{what} is not a number")
+    return known
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return min(sum(known), _COUNT_MOST) if len(known) == len(counts) else None
+
+
+def _with_adapters(requests: Sequence[Request], body: dict[str, Any]) -> dict[str, Any]:
+    """Return a body with the LoRA adapter of each of its prompts, which these requests are for."""
+    adapters = [request.lora_path for request in requests]
+    return {**body, "lora_path": adapters} if any(adapters) else body
+
+
+def softmax(numbers: Sequence[float]) -> list[float]:
+    """Return probabilities, whose sum is 1, of logits or of logarithms of weights."""
+    most = max(numbers)
+    weights = [math.exp(number - most) for number in numbers]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+@dataclass(frozen=True, slots=True)
+class NativeTask(ForwardTask):
+    """Reads numbers that a model with a head for them makes of each prompt."""
+
+    path: ClassVar[str] = "/encode"
+    architectures: ClassVar[str] = "SequenceClassification|Reward|Classification"
+
+    @property
+    def columns(self) -> tuple[tuple[str, ColumnKind], ...]:
+        """Those that `meanings` names: a list of numbers, a number, or the name of a class."""
+        return tuple((name, _KINDS.get(name, ("list", "float64"))) for name in self.meanings)
+
+    def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Return one body: a list of prompts."""
+        name = "input_ids" if requests[0].kind == "input_ids" else "text"
+        return [_with_adapters(requests, {name: [request.prompt for request in requests]})]
+
+    def answers(
+        self, requests: Sequence[Request], replies: Sequence[bytes]
+    ) -> list[Completion | RequestError]:
+        """Return the numbers of each row; a row with one that is no number has an error."""
+        found = [_read_results.decode(reply) for reply in replies]
+        results = [result for some in found for result in (some if isinstance(some, list) else [some])]
+        counts = [max(1, len(request.items)) for request in requests]
+        if len(results) != sum(counts):
+            raise AttemptFailedError(f"{len(results)} results came for {sum(counts)} prompts")
+        return [
+            self._answer(request, some)
+            for request, some in zip(requests, self._by_row(results, counts), strict=True)
+        ]
+
+    def _by_row(self, results: Sequence[NativeResult], counts: Sequence[int]) -> list[list[NativeResult]]:
+        """Return the results of each row, which has so many."""
+        rest = iter(results)
+        return [[*islice(rest, count)] for count in counts]
+
+    def _answer(self, request: Request, results: Sequence[NativeResult]) -> Completion | RequestError:
+        """Return the answer of a row; tokens are those of all its prompts."""
+        try:
+            _raise_abort(results)
+            columns = self._columns_of(request, results)
+        except RequestError as failure:
+            return failure
+        metas = [result.meta_info for result in results]
+        version = metas[0].weight_version
+        return Completion(
+            [], [], [],
+            _total([meta.prompt_tokens for meta in metas]),
+            _total([meta.cached_tokens for meta in metas]),
+            weights=version if isinstance(version, str) else None,
+            columns={name: [value] for name, value in columns.items()},
+        )  # fmt: skip
+
+    def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
+        """Return the columns of a row from the results of its prompts; raises RequestError."""
+        found = []
+        for result in results:
+            given = result.embedding
+            found.append(_finite(given if isinstance(given, list) else [given], "a score of the answer"))
+        return self._values(found)
+
+    def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
+        """Return the columns of a row from the numbers of each of its prompts; raises RequestError."""
+        return {SCORES: [self._only(numbers) for numbers in found]}
+
+    def _only(self, numbers: Sequence[float]) -> float:
+        """Return the one number of a prompt; raises RowRefusedError where the model makes several."""
+        if len(numbers) != 1:
+            raise RowRefusedError(
+                f"the model gives {len(numbers)} numbers, and task: {self.name} takes a single one"
+            )
+        return numbers[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreTask(NativeTask):
+    """Tells how probable each label is as the next token after a prompt, by `/generate`."""
+
+    labels: tuple[str | int, ...] = ()
+    softmax: bool = False
+    """Whether the probabilities are those among the labels."""
+    label_ids: tuple[int, ...] = ()
+    """Token ids of the labels, once they are known."""
+
+    name = "score"
+    path = "/generate"
+    by_generation = True
+    architectures = ""
+    takes = ("labels", "output.softmax", "prompt.choices")
+    meanings = {
+        SCORES: "The probability of each label after the prompt, in the order of `labels`; null if the row "
+        "failed.",
+    }
+
+    def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Return one body: a list of prompts, for each of which the same tokens are asked for."""
+        asked = {
+            "sampling_params": WITHOUT_TOKENS,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "token_ids_logprob": [list(self.label_ids) for _ in requests],
+        }
+        return [body | asked for body in NativeTask.bodies(self, requests)]
+
+    def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:  # noqa: ARG002
+        told = (results[0].meta_info.output_token_ids_logprobs or [None])[0]
+        by_id = {number: logprob for logprob, number, _ in told or ()}
+        if not by_id.keys() >= {*self.label_ids}:
+            raise AttemptFailedError("the answer lacks the probability of a label")
+        logprobs = _finite([by_id[number] for number in self.label_ids], "the probability of a label")
+        return {SCORES: softmax(logprobs) if self.softmax else [math.exp(logprob) for logprob in logprobs]}
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceTask(ScoreTask):
+    """Tells how likely each choice is to go on after a prompt."""
+
+    meanings = {
+        SCORES: "The logarithm of the probability of each choice after the prompt: the sum of those of its "
+        "tokens.",
+        PER_TOKEN: "The same, divided by the number of the choice's tokens.",
+        PER_BYTE: "The same, divided by the number of the choice's bytes in UTF-8.",
+    }
+
+    def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Return a body with the first choice of each row, and one with all others if there are any.
+
+        The others find their prompt in the cache; in one body all would compute it.
+        """
+        firsts = [(request, request.item_ids[0]) for request in requests]
+        others = [(request, ids) for request in requests for ids in request.item_ids[1:]]
+        return [_body_of(some) for some in (firsts, others) if some]
+
+    def _by_row(self, results: Sequence[NativeResult], counts: Sequence[int]) -> list[list[NativeResult]]:
+        firsts, others = results[: len(counts)], results[len(counts) :]
+        rest = iter(others)
+        return [[first, *islice(rest, count - 1)] for first, count in zip(firsts, counts, strict=True)]
+
+    def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:
+        sums = []
+        for ids, result in zip(request.item_ids, results, strict=True):
+            told = (result.meta_info.input_token_logprobs or [])[-len(ids) :]
+            if [number for _, number, _ in told] != ids:
+                raise AttemptFailedError("the answer lacks log probabilities of a choice's tokens")
+            known = _finite([logprob for logprob, _, _ in told], "the log likelihood of a choice")
+            sums.append(math.fsum(known))
+        tokens = [len(ids) for ids in request.item_ids]
+        sizes = [len(item.encode("utf-8", "surrogatepass")) for item in request.items]
+        return {
+            SCORES: sums,
+            PER_TOKEN: [total / count for total, count in zip(sums, tokens, strict=True)],
+            PER_BYTE: [total / size for total, size in zip(sums, sizes, strict=True)],
+        }
+
+
+def _body_of(pairs: Sequence[tuple[Request, list[int]]]) -> dict[str, Any]:
+    """Return a body with these choices of requests."""
+    body = {
+        "input_ids": [[*request.prompt, *ids] for request, ids in pairs],
+        "sampling_params": WITHOUT_TOKENS,
+        "return_logprob": True,
+        # the log probability of a token is computed at the one before it
+        "logprob_start_len": [len(request.prompt) - 1 for request, _ in pairs],
+    }
+    return _with_adapters([request for request, _ in pairs], body)
+
+
+@dataclass(frozen=True, slots=True)
+class RerankTask(NativeTask):
+    """Tells how relevant each document is to a query, by a cross-encoder."""
+
+    name = "rerank"
+    takes = ("prompt.documents",)
+    architectures = "ForSequenceClassification"
+    meanings = {
+        SCORES: "The relevance of each document to the query, in their order, as the model's head gives it; "
+        "null if the row failed.",
+    }
+
+    def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
+        """Return one body: a pair of query and document for each document."""
+        pairs = [(request, item) for request in requests for item in request.items]
+        body = {"text": [[request.prompt, item] for request, item in pairs], "is_cross_encoder_request": True}
+        return [_with_adapters([request for request, _ in pairs], body)]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardTask(NativeTask):
+    """Tells the reward of a text, by a reward model."""
+
+    name = "reward"
+    meanings = {
+        SCORE: "The reward of the prompt, as the model's head gives it; null if the row failed.",
+    }
+
+    def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
+        return {SCORE: self._only(found[0])}
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifyTask(NativeTask):
+    """Tells the classes of a text, by a classification model."""
+
+    softmax: bool = False
+    """Whether the scores are probabilities."""
+    names: tuple[str, ...] = ()
+    """Names of the classes; those of transformers, such as LABEL_0, where they are not known."""
+
+    name = "classify"
+    takes = ("output.softmax",)
+    meanings = {
+        SCORES: "The score of each class, in the order of the model's `id2label`, as its head gives it; with "
+        "`output.softmax` its probability. Null if the row failed.",
+        LABEL: "The name of the class with the highest score, by the model's `id2label`; null if the row "
+        "failed.",
+    }
+
+    def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
+        (numbers,) = found
+        best = numbers.index(max(numbers))
+        name = self.names[best] if best < len(self.names) else f"LABEL_{best}"
+        return {SCORES: softmax(numbers) if self.softmax else numbers, LABEL: name}
+
+
+CPU_ROWS = 256
+"""Rows of a forward pass at most on a CPU: short ones would leave it far below its tokens."""
+_ENCODER = re.compile("bert", re.IGNORECASE)
+"""In the names of encoders: BERT, RoBERTa, ModernBERT, …"""
+_DECODER = re.compile("ForCausalLM|Classification|Reward")
+"""In the names of decoders, which generate text or have a head for scores instead."""
+
+
+def pooling_args(config: Mapping[str, Any], *, cpu: bool) -> dict[str, Any]:
+    """Return the arguments for a model with this config.json; an encoder computes prompts whole, uncached.
+
+    A model that is not known to be a decoder counts as an encoder, whose tokens attend to later ones: a
+    decoder that is taken for one is only slower, while an encoder whose prompts are computed in pieces gives
+    wrong numbers.
+    """
+    args: dict[str, Any] = {"is-embedding": True}
+    names = " ".join(map(str, config.get("architectures") or ()))
+    if _ENCODER.search(names) is not None or _DECODER.search(names) is None:
+        args |= {"disable-radix-cache": True, "chunked-prefill-size": -1}
+    if cpu:  # by itself SGLang finds no memory for the cache; and these models have short contexts
+        args |= {"mem-fraction-static": 0.3, "context-length": None, "max-running-requests": CPU_ROWS}
+    return args
+
 
 EMBEDDING = "embedding"
 MODEL = "default"
@@ -61,7 +382,7 @@ class EmbeddingReply(msgspec.Struct):
     usage: EmbeddingUsage = msgspec.field(default_factory=EmbeddingUsage)
 
 
-_read = msgspec.json.Decoder(EmbeddingReply)
+_read_vectors = msgspec.json.Decoder(EmbeddingReply)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +423,7 @@ class EmbedTask(ForwardTask):
         self, requests: Sequence[Request], replies: Sequence[bytes]
     ) -> list[Completion | RequestError]:
         """Return the vectors as bytes of `dtype`; a row whose vector has no use has an error."""
-        found: EmbeddingReply = _read.decode(replies[0])
+        found: EmbeddingReply = _read_vectors.decode(replies[0])
         items = sorted(found.data, key=lambda item: item.index or 0)
         if [item.index or 0 for item in items] != list(range(len(requests))):
             raise AttemptFailedError(
@@ -166,7 +487,7 @@ def check_embeddings(reply: bytes, rows: int | None) -> int | None:
 
     Raises RequestError where vectors are missing or have no use, or what msgspec raises where it is no reply.
     """
-    found: EmbeddingReply = _read.decode(reply)
+    found: EmbeddingReply = _read_vectors.decode(reply)
     if rows is not None and len(found.data) != rows:
         raise AttemptFailedError(f"{len(found.data)} vectors came for {rows} inputs")
     task = EmbedTask()
@@ -222,10 +543,7 @@ def made_up_columns(task: ForwardTask, request: Request, seed: int, size: int) -
         vector = array("f", [2 * random.random() - 1 for _ in range(task.dimensions or size)])
         return {EMBEDDING: [task.stored(vector)]}
     labels = task.labels if isinstance(task, ScoreTask) else ()
-    count = len(request.items) or len(labels) or _CLASSES
-    is_whole = isinstance(task, (ScoreTask, ClassifyTask)) and task.softmax
-    rest = 0 if is_whole else 1  # of labels that nobody asks for
-    shares = softmax([random.random() for _ in range(count + rest)])[:count]
+    shares = softmax([random.random() for _ in request.items or labels or range(_CLASSES)])
     numbers = [math.log(share) for share in shares] if isinstance(task, ChoiceTask) else shares
     values = {"float64": numbers[0], "string": f"LABEL_{numbers.index(max(numbers))}"}
     return {name: [values.get(str(kind), numbers)] for name, kind in task.columns}

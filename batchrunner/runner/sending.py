@@ -34,7 +34,7 @@ from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import carried_of
 from batchrunner.job.answers import AnswerPlan, judges_by_row, of_sample
-from batchrunner.job.fields import PARSE
+from batchrunner.job.hook_loading import PARSE
 from batchrunner.job.spec import Job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog

@@ -185,5 +185,5 @@ def test_functions_that_cannot_be_called(
     (tmp_path / f"{module.partition(':')[0].partition('.')[0]}.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(HookLoadError, match=says) as caught:
-        load_functions([HookFunction("prompt.python", "prompt", module, module)])
+        load_functions([HookFunction("prompt.python", module, module)])
     assert str(caught.value).startswith(f"prompt.python: {module}")

@@ -33,7 +33,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion, ForwardTask, Request
+from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine, PlacedRequest, RowAnswers
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
@@ -232,7 +232,7 @@ class HttpEngine(Engine):
         endpoint, headers = self.endpoints[route], self._affinity(request)
         reply: bytes | list[bytes]
         if request.task is not None:
-            reply = await self._post_task(endpoint, request.task, [request], headers)
+            reply = await self._post_task(endpoint, [request], headers)
         else:
             if request.kind == "body":
                 body = with_model(request.prompt, self._model_name(request.prompt.model))
@@ -394,11 +394,12 @@ class HttpEngine(Engine):
     async def _post_task(
         self,
         endpoint: Endpoint,
-        task: ForwardTask,
         requests: Sequence[Request],
         headers: Mapping[str, str] | None,
     ) -> list[bytes]:
         """Send requests of one task without decoding, and return the replies; raises as `_post`."""
+        task = requests[0].task
+        assert task is not None
         bodies = [wire.bytes_of(body) for body in task.bodies(requests)]
         return [await self._post(endpoint, task.path, body, headers) for body in bodies]
 
@@ -422,9 +423,7 @@ class HttpEngine(Engine):
     ) -> None:
         """Send a list of rows of one task, all of which end with the one reply."""
         requests = [row.request for row in rows]
-        task = requests[0].task
-        assert task is not None
-        found = await self._post_task(endpoint, task, requests, headers)
+        found = await self._post_task(endpoint, requests, headers)
         try:
             results = replies.answers_of(requests, found)
         except RequestError as failure:

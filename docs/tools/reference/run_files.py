@@ -5,8 +5,7 @@ import pyarrow as pa
 from batchrunner.core.types import ForwardTask
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS
-from batchrunner.job.scores import ChoiceTask
-from batchrunner.job.tasks import TASKS
+from batchrunner.job.tasks import TASKS, ChoiceTask
 from batchrunner.output.columns import ANSWER_TYPES, schema_of_run
 from docs.tools.reference.markdown import table
 
