@@ -173,7 +173,7 @@ class Outcome(NamedTuple):
 class ForwardTask(ABC):
     """A task that a model does in one forward pass, without decoding, such as an embedding. Pure.
 
-    A subclass says all that differs from other tasks; they are in `batchrunner.job.tasks` and `tasks`. Its
+    A subclass says all that differs from other tasks; they are in `batchrunner.job.tasks`. Its
     instance has the values of the job's fields that it takes, and goes along with each request.
     """
 

@@ -96,9 +96,8 @@ def default_prompt(schema: pa.Schema) -> str:
 
 
 def _is_text(kind: pa.DataType) -> bool:
-    if pt.is_dictionary(kind):
-        kind = kind.value_type
-    return bool(pt.is_string(kind) or pt.is_large_string(kind) or pt.is_string_view(kind))
+    plain = kind.value_type if pt.is_dictionary(kind) else kind
+    return plain in {pa.string(), pa.large_string(), pa.string_view()}
 
 
 def _anywhere(name: str, part: Any) -> Any:

@@ -3,7 +3,7 @@
 import os
 import re
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
@@ -119,18 +119,16 @@ class _StrictLoader(yaml.SafeLoader):
     """SafeLoader that refuses a repeated key, where YAML would keep the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
+        seen: list[Any] = []
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue  # `<<: *base` is not a key: the base class merges it
             key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                continue  # the base class raises a better error
             if key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is given twice", key_node.start_mark
                 )
-            seen.add(key)
+            seen.append(key)
         return super().construct_mapping(node, deep)
 
 
