@@ -231,40 +231,28 @@ class _Filling:
     """Prompt tokens of all rows."""
 
 
+@dataclass(slots=True)
 class BundleSender:
     """Sends the rows of one route."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        route: str,
-        size: BundleSize | PassSize,
-        totals: BundleTotals,
-        events: EventLog,
-        one_by_one: str | None,
-        *,
-        one_replica: bool = False,
-    ) -> None:
-        """`one_by_one` is the reason why each row is a request of its own; None where there is none.
-
-        `one_replica` says that a gateway gives a whole request to one replica, with one set of sampling
-        parameters for all of its rows.
-        """
-        self._engine = engine
-        self._route = route
-        self._size = size
-        self._totals = totals
-        self._events = events
-        self._one_by_one = one_by_one
-        self._told = False
-        self._works = False  # the engine has answered a bundle
-        self._refused = 0
-        self._outstanding = 0
-        self._one_replica = one_replica
-        self._filling: dict[str | None, _Filling] = {}
-        """By the key of the rows that may share a request; None is that of rows that go anywhere."""
-        self._in_fillings = 0
-        self._sending: set[asyncio.Task[None]] = set()
+    _engine: Engine
+    _route: str
+    _size: BundleSize | PassSize
+    _totals: BundleTotals
+    _events: EventLog
+    _one_by_one: str | None
+    """Why each row is a request of its own; None where there is no reason."""
+    _one_replica: bool
+    """Whether a gateway gives a whole request to one replica, with one set of sampling parameters for all."""
+    _told: bool = False
+    _works: bool = False
+    """Whether the engine has answered a bundle."""
+    _refused: int = 0
+    _outstanding: int = 0
+    _filling: dict[str | None, _Filling] = field(default_factory=dict)
+    """By the key of the rows that may share a request; None is that of rows that go anywhere."""
+    _in_fillings: int = 0
+    _sending: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def send(self, request: Request, *, alone: bool, group: str | None = None) -> Completion:
         """Send a request once, `alone` or with others, and wait for its answer; see `Engine.generate`.
@@ -429,7 +417,7 @@ def bundle_senders(
         else:
             replicas = schedulers if one_replica else 1
             size = BundleSize(TIMING.bundle_fill, fixed, short=short, replicas=replicas)
-        return BundleSender(engine, route, size, totals, events, one_by_one, one_replica=one_replica)
+        return BundleSender(engine, route, size, totals, events, one_by_one, one_replica)
 
     return {route: sender(route) for route in info.routes}
 

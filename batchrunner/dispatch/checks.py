@@ -58,7 +58,7 @@ class AnswerChecker:
         plan: AnswerPlan,
         columns: Collection[str],
         tokenizer: RowTokenizer,
-        functions: HookPool | None = None,
+        functions: HookPool | None,
     ) -> None:
         """Compile the conditions for rows with these columns; `functions` has the job's `check.python`."""
         self._conditions = AnswerConditions(job, plan, columns)

@@ -250,7 +250,8 @@ class PoisonRows:
 
 
 READ_AHEAD_ROWS, READ_AHEAD_BYTES = 512, 64 << 20
-"""Length of the dispatch queue, in rows and in bytes of their prompts, above which the feeder pauses."""
+"""Length of the dispatch queue, in rows and in bytes of their prompts, above which the feeder pauses;
+then rows that are kept for a route are for every route."""
 
 
 MOST_MEDIA_BYTES = 128 << 20
@@ -268,10 +269,8 @@ class DispatchQueue:
     takes them only while it has less than half of the other's rows, in flight or kept for it.
     """
 
-    def __init__(self, slots: Slots, full_rows: int = READ_AHEAD_ROWS) -> None:
-        """With `full_rows` rows the queue is full, and kept rows are for every route."""
+    def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._full_rows = full_rows
         self._any_route: deque[PendingRow] = deque()
         self._kept: dict[str, deque[PendingRow]] = {route: deque() for route in slots.by_route}
         self._count = 0  # read for every row, however many routes there are
@@ -284,7 +283,7 @@ class DispatchQueue:
     @property
     def is_full(self) -> bool:
         """Whether it has so many rows, or bytes of their prompts, that no more should be read."""
-        return self._count >= self._full_rows or self._bytes >= READ_AHEAD_BYTES
+        return self._count >= READ_AHEAD_ROWS or self._bytes >= READ_AHEAD_BYTES
 
     def add(self, row: PendingRow, *, first: bool = False) -> None:
         """Add a row behind all others, or before them."""
@@ -326,7 +325,7 @@ class DispatchQueue:
         """Return the kept rows of another route that a route with so many in flight may take."""
         other, kept = max(self._kept.items(), key=lambda item: len(item[1]))
         is_busy = 2 * in_flight >= self._slots.in_flight_on(other) + len(kept)
-        return deque() if is_busy and self._count < self._full_rows else kept
+        return deque() if is_busy and self._count < READ_AHEAD_ROWS else kept
 
 
 class Backlog:

@@ -188,7 +188,7 @@ class RowTokenizer:
         engine: Engine,
         info: EngineInfo,
         events: EventLog,
-        functions: HookPool | None = None,
+        functions: HookPool | None,
     ) -> None:
         """Without a `kind` prompts may be of any; `functions` prepare files, where the job has any.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,11 +29,12 @@ def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
     assert len(ready) == 2
 
 
-def test_a_slow_route_does_not_hold_up_the_others() -> None:
+def test_a_slow_route_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it keeps so many rows that no others are read, they are for all."""
     first = PendingRow(request(0, "p"))
     first.group = first
-    ready = DispatchQueue(slots(slow=0, fast=100), full_rows=4)
+    monkeypatch.setattr("batchrunner.dispatch.queue.READ_AHEAD_ROWS", 4)
+    ready = DispatchQueue(slots(slow=0, fast=100))
     for work in (first, *(PendingRow(request(row, "p"), group=first) for row in range(1, 6))):
         ready.add(work)
     assert ready.take("slow") is first

@@ -54,7 +54,7 @@ class ChatTemplate:
             raise RowRefusedError(f"chat template: {' '.join(said.split())}") from None
 
 
-def load_chat_template(directory: Path, name: str | None = None) -> ChatTemplate:
+def load_chat_template(directory: Path, name: str | None) -> ChatTemplate:
     """Load the chat template of a model directory: the one with this name, or the first.
 
     `chat_template.jinja` wins over `chat_template` in tokenizer_config.json. Raises CannotTokenizeError.
