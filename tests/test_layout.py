@@ -107,7 +107,7 @@ MOST_TOKENS = {
     "engines": 43_700,
     "advise": 12_600,
     "report": 10_800,
-    "dispatch": 24_500,
+    "dispatch": 24_400,
     "runner": 23_300,
     "tune": 13_300,
     "api": 2_500,
