@@ -246,10 +246,10 @@ def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
             )
 
 
-def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None = None) -> bool:
-    """Tell whether there were earlier attempts; the model and its weights' version are compared if known.
+def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None = None) -> None:
+    """Raise ResumeError if the output path holds another run, or parts without a run.json.
 
-    Raises ResumeError if the output path holds another run, or parts without a run.json.
+    The model and its weights' version are compared if they are known.
     """
     run_dir = prepared.run_dir
     old = read_run_json(run_dir)
@@ -263,7 +263,7 @@ def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None 
             raise ResumeError(
                 f"{run_dir.name} has results but no run.json", hint=f"take another output.path, or {DISCARD}"
             )
-        return False
+        return
     new = prepared.fingerprint(model or "")
     check_same_run(old["fingerprint"], new, run_dir.name, model_known=model is not None)
     before = old["engine"].get("weights")
@@ -272,4 +272,3 @@ def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None 
             f"{run_dir.name} holds another run: weight_version was {before!r} and is {weights!r}",
             hint=f"take another output.path, or discard what is there with {DISCARD}",
         )
-    return True

@@ -458,13 +458,6 @@ class Run:
             versions=versions(self.info),
         )
 
-    def _rows_elsewhere(self) -> tuple[int, int]:
-        """Return the rows that other living tasks hold, and those that nobody living holds."""
-        with contextlib.suppress(OSError, BatchrunError):
-            if not isinstance(self.attempt.rows, FixedRows):
-                return self.attempt.rows.held_elsewhere()
-        return 0, 0
-
     def _report(
         self, sending: Sending, failure: BatchrunError | None, added: Sequence[str], *, rows_on_disk: bool
     ) -> Report:
@@ -473,7 +466,10 @@ class Run:
         sending.progress.write_incidents()
         attempt, counts, run_dir = self.attempt, self.counts, self.prepared.run_dir
         report = make_report(run_dir, attempt.done, attempt.rows.total, counts)
-        held, unheld = self._rows_elsewhere() if failure is None else (0, 0)
+        held = unheld = 0
+        if failure is None and not isinstance(attempt.rows, FixedRows):
+            with contextlib.suppress(OSError, BatchrunError):
+                held, unheld = attempt.rows.held_elsewhere()
         report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
         exit_code, reason = self._verdict(report, failure, added, unheld)
         if not rows_on_disk:

@@ -132,61 +132,64 @@ class RowBuffer:
         return bool(self._pieces) or self._ended or self.stopped
 
 
-class ProgramReader:
-    """Reads a program's rows into a buffer: in a thread, or in the event loop those of an async iterator."""
+@contextlib.asynccontextmanager
+async def reading(data: object, buffer: RowBuffer) -> AsyncGenerator[None]:
+    """Read a program's rows into a buffer meanwhile: in a thread, or in this loop those of an async iterator.
 
-    def __init__(self, data: object, buffer: RowBuffer) -> None:
-        """Begin to read."""
-        self._buffer = buffer
-        self._task: asyncio.Task[None] | None = None
-        self._thread = threading.Thread(target=self._read, args=[data], name="batchrunner rows", daemon=True)
-        if isinstance(data, AsyncIterable):
-            self._task = asyncio.create_task(self._read_in_loop(data))
-        else:
-            self._thread.start()
-
-    async def close(self) -> None:
-        """End soon; an iterator that is blocked is not waited for."""
-        self._buffer.stop()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        else:
-            await asyncio.to_thread(self._thread.join, TIMING.iterator_end)
-
-    def _read(self, data: object) -> None:
-        failure: BaseException | None = None
-        pieces = _pieces_of(data)
+    At the end an iterator that is blocked is not waited for.
+    """
+    if isinstance(data, AsyncIterable):
+        task = asyncio.create_task(_read_in_loop(data, buffer))
         try:
-            for piece in pieces:
-                if not self._buffer.put(piece):
-                    break
-        except BaseException as raised:  # noqa: BLE001 - it is raised again in the program's own thread
-            failure = raised
-        self._buffer.end(failure)
-        with contextlib.suppress(Exception):  # what it raises while it is closed concerns nobody
-            pieces.close()
-
-    async def _read_in_loop(self, data: AsyncIterable[Any]) -> None:
-        rows, number = aiter(data), 0
-        try:
-            async for row in rows:
-                mapping = dict(as_mapping(row, number))
-                if not self._buffer.offer(mapping):
-                    await asyncio.to_thread(self._buffer.put, mapping)
-                if self._buffer.stopped:
-                    break
-                number += 1
-        except BaseException as raised:
-            self._buffer.end(raised)
-            if isinstance(raised, asyncio.CancelledError) and self._buffer.stopped:
-                raise
-        else:
-            self._buffer.end()
+            yield
         finally:
-            if hasattr(rows, "aclose"):
-                with contextlib.suppress(Exception):
-                    await rows.aclose()
+            buffer.stop()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    else:
+        thread = threading.Thread(target=_read, args=[data, buffer], name="batchrunner rows", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            buffer.stop()
+            await asyncio.to_thread(thread.join, TIMING.iterator_end)
+
+
+def _read(data: object, buffer: RowBuffer) -> None:
+    failure: BaseException | None = None
+    pieces = _pieces_of(data)
+    try:
+        for piece in pieces:
+            if not buffer.put(piece):
+                break
+    except BaseException as raised:  # noqa: BLE001 - it is raised again in the program's own thread
+        failure = raised
+    buffer.end(failure)
+    with contextlib.suppress(Exception):  # what it raises while it is closed concerns nobody
+        pieces.close()
+
+
+async def _read_in_loop(data: AsyncIterable[Any], buffer: RowBuffer) -> None:
+    rows, number = aiter(data), 0
+    try:
+        async for row in rows:
+            mapping = dict(as_mapping(row, number))
+            if not buffer.offer(mapping):
+                await asyncio.to_thread(buffer.put, mapping)
+            if buffer.stopped:
+                break
+            number += 1
+    except BaseException as raised:
+        buffer.end(raised)
+        if isinstance(raised, asyncio.CancelledError) and buffer.stopped:
+            raise
+    else:
+        buffer.end()
+    finally:
+        if hasattr(rows, "aclose"):
+            with contextlib.suppress(Exception):
+                await rows.aclose()
 
 
 def _pieces_of(data: object) -> Generator[Piece]:
@@ -492,7 +495,7 @@ class StreamCall:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
             buffer = RowBuffer()
             if self.paths is None:
-                stack.push_async_callback(ProgramReader(self.data, buffer).close)
+                await stack.enter_async_context(reading(self.data, buffer))
             source = await asyncio.to_thread(self._source, buffer, scratch, stack)
             if source is not None:
                 job, rows, functions = source
