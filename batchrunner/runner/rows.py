@@ -8,15 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pyroaring import BitMap64
-from tenacity import (
-    RetryCallState,
-    Retrying,
-    retry_if_exception_type,
-    sleep_using_event,
-    stop_after_attempt,
-    wait_chain,
-    wait_fixed,
-)
 
 from batchrunner.core.errors import InputError, InputLostError
 from batchrunner.core.timing import TIMING
@@ -130,50 +121,32 @@ class _PatientReader:
         self._order = self._order or self._open()  # a copy that is gone will not come back
         left = lease.rows.copy()
         batches: Iterator[RowBatch] | None = None
-
-        def next_batch() -> RowBatch | None:
-            nonlocal batches
+        pauses_s = iter(TIMING.read_retries)
+        while not self._stopped.is_set():
             try:
                 self._order = self._order or self._open()
                 batches = batches or self._order.read(left.copy(), lease.positions)
-                return next(batches, None)
-            except InputError:
+                batch = next(batches, None)
+            except InputError as failure:
                 self.close()
                 batches = None
-                raise
-
-        while not self._stopped.is_set():
-            try:
-                batch = self._retrying(next_batch)
-            except InputError as failure:
-                raise InputLostError(f"{failure}", hint="run the same command again") from None
+                pause_s = next(pauses_s, None)
+                if pause_s is None:
+                    raise InputLostError(f"{failure}", hint="run the same command again") from None
+                log.warning("%s: tried again in %.0f s", failure, pause_s)
+                self._stopped.wait(pause_s)
+                continue
             if batch is None:
                 return
+            pauses_s = iter(TIMING.read_retries)
             yield batch
             left -= BitMap64(batch.rows)
 
     def _open(self) -> RowReader:
         return open_order(self._prepared, self._copy)
 
-    @property
-    def _retrying(self) -> Retrying:
-        return Retrying(
-            retry=retry_if_exception_type(InputError),
-            wait=wait_chain(*map(wait_fixed, TIMING.read_retries)),
-            stop=stop_after_attempt(len(TIMING.read_retries) + 1),
-            sleep=sleep_using_event(self._stopped),
-            before_sleep=_warn,
-            reraise=True,
-        )
-
     def close(self) -> None:
         """Close what is open."""
         if self._order is not None:
             self._order.close()
             self._order = None
-
-
-def _warn(state: RetryCallState) -> None:
-    failure = state.outcome.exception() if state.outcome else None
-    pause_s = state.next_action.sleep if state.next_action else 0.0
-    log.warning("%s: tried again in %.0f s", failure, pause_s)
