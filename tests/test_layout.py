@@ -108,7 +108,7 @@ MOST_TOKENS = {
     "advise": 12_600,
     "report": 10_800,
     "dispatch": 24_400,
-    "runner": 23_300,
+    "runner": 23_100,
     "tune": 13_300,
     "api": 2_500,
     "ray": 5_300,
