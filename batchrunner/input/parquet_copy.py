@@ -73,8 +73,8 @@ PROBLEM = "\0problem"
 """Column that says why a record of a text file cannot be read; null where it can."""
 MOST_FIELDS = 1000
 """Most fields of an object; one with more is a dictionary, and its column JSON text."""
-BATCH_ROWS, BATCH_BYTES = 4096, 4 << 20
-"""Most rows of a batch that is made of records, and the bytes of these, one more than which ends it."""
+BATCH_BYTES = 4 << 20
+"""Bytes of records, one more than which ends the batch that is made of them."""
 _LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
@@ -147,14 +147,16 @@ def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(columns, schema=schema)
 
 
-def in_chunks(records: Iterable[Record], bytes_of: Callable[[Record], int]) -> Iterator[list[Record]]:
-    """Yield records in lists of BATCH_ROWS, or of as many as have more than BATCH_BYTES."""
+def in_chunks(
+    records: Iterable[Record], most: int, bytes_of: Callable[[Record], int]
+) -> Iterator[list[Record]]:
+    """Yield records in lists of so many at most, or of as many as have more than BATCH_BYTES."""
     chunk: list[Record] = []
     size = 0
     for record in records:
         chunk.append(record)
         size += bytes_of(record)
-        if len(chunk) == BATCH_ROWS or size > BATCH_BYTES:
+        if len(chunk) == most or size > BATCH_BYTES:
             yield chunk
             chunk, size = [], 0
     if chunk:

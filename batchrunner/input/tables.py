@@ -19,7 +19,7 @@ from batchrunner.input.parquet_copy import array_of, first_line, in_chunks
 TEXT = "text"
 """Name of the column that texts become."""
 CHUNK_ROWS = 1024
-"""Rows of a data set of Hugging Face that are read together."""
+"""Most rows that are converted together: numbers in them may be many, and are not counted."""
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 """Modes of Pillow's images that a PNG file can hold."""
 _WANTED = (
@@ -122,7 +122,7 @@ def _from_reader(reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
 
 def _of_rows(rows: Iterator[Row]) -> Iterator[pa.RecordBatch]:
     first = 0
-    for chunk in in_chunks(map(as_mapping, rows, count()), bytes_of):
+    for chunk in in_chunks(map(as_mapping, rows, count()), CHUNK_ROWS, bytes_of):
         yield from batches_of_rows(chunk, first, array_of)
         first += len(chunk)
 

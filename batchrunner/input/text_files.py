@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.files import FileFormat
-from batchrunner.input.parquet_copy import BATCH_ROWS, PROBLEM, array_of, in_chunks, text_of
+from batchrunner.input.parquet_copy import PROBLEM, array_of, in_chunks, text_of
 from batchrunner.input.request_bodies import BATCH_COLUMNS, request_lines
 
 TYPES: dict[str, pa.DataType] = {
@@ -31,6 +31,8 @@ TYPES: dict[str, pa.DataType] = {
     "timestamp": pa.timestamp("us"),
 }
 """Arrow types, by their names in `input.types`."""
+BATCH_ROWS = 4096
+"""Most rows of a batch."""
 LONGEST_LINE_BYTES = 64 << 20
 MOST_LEVELS = 48
 """Most levels of a JSON value: Parquet holds about as many."""
@@ -133,7 +135,7 @@ def _csv_batches(
         )
     kinds = {name: TYPES[types.get(name, "string")] for name in header}
     yield _batch_of(path, [], kinds)
-    for chunk in in_chunks(_of_width(records, header), itemgetter(-1)):
+    for chunk in in_chunks(_of_width(records, header), BATCH_ROWS, itemgetter(-1)):
         yield _batch_of(path, chunk, kinds)
 
 
@@ -201,7 +203,7 @@ def _object_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Yield the objects on the lines of a file. A key that a line lacks is null there."""
     found, first = False, None
-    for chunk in in_chunks(records, itemgetter(-1)):
+    for chunk in in_chunks(records, BATCH_ROWS, itemgetter(-1)):
         first = first or next((record for record in chunk if record[2]), None)
         found = found or any(record[2] is None for record in chunk)
         names = dict.fromkeys(key for _, row, _, _ in chunk for key in row)

@@ -17,7 +17,7 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import InputChangedError, InputError, ResumeError
-from batchrunner.input import parquet_copy
+from batchrunner.input import text_files
 from tests.conftest import INSTANT, job_of, results_of
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
@@ -80,7 +80,7 @@ FORMATS: dict[str, Callable[[range], bytes]] = {
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of many blocks, so that most reads begin in the middle of one."""
-    monkeypatch.setattr(parquet_copy, "BATCH_ROWS", 100)
+    monkeypatch.setattr(text_files, "BATCH_ROWS", 100)
 
 
 def job_on(directory: Path, name: str, engine: Any = INSTANT, **changes: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pyroaring import BitMap64
 
 import batchrunner
 from batchrunner.core.errors import InputError
-from batchrunner.input import parquet_copy, text_files
+from batchrunner.input import text_files
 from batchrunner.input.dataset import Dataset, rows_of
 from batchrunner.input.job_input import MOST_LEASE_ROWS, cut_into_leases
 from tests.conftest import (
@@ -137,7 +137,7 @@ def test_json_values(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: list[Any], expected: list[Any], rows_at_once: int
 ) -> None:
     """A column has the type of all its values, or is JSON text, however they are read."""
-    monkeypatch.setattr(parquet_copy, "BATCH_ROWS", rows_at_once)
+    monkeypatch.setattr(text_files, "BATCH_ROWS", rows_at_once)
     content = "".join(json.dumps({"a": value}) + "\n" for value in values)
     assert values_in(tmp_path / "a.jsonl", content) == expected
 
