@@ -102,9 +102,8 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _anywhere(name: str, part: Any) -> Any:
     """Return a part of a prompt so that paths of files may lead anywhere, unless it names a folder."""
-    if name not in KIND_OF_FIELD or part is None:
-        return part
-    return {"folder": "/", **media_part(name, part)}
+    found = media_part(name, part) if name in KIND_OF_FIELD else None
+    return {"folder": "/", **found} if isinstance(found, Mapping) else part
 
 
 _OF_BASE = {

@@ -250,7 +250,7 @@ class PromptSpec(Spec):
 
 def media_part(field: str, given: Any) -> Any:
     """Return the part of a job for a field that brings files, which may be given by its columns alone."""
-    if not isinstance(given, (str, list)):
+    if not isinstance(given, (str, list, tuple)):
         return given
     return {"column" if field == PDF_FIELD else "columns": given}
 
