@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import pyarrow as pa
 import ray
@@ -313,6 +313,23 @@ TASKS = 8
 work (Ray Data's RAY_DATA_DEFAULT_ASYNC_BATCH_UDF_MAX_CONCURRENCY)."""
 
 
+class StageOptions(TypedDict, total=False):
+    """What a stage of Ray Data takes beside the arguments of its task."""
+
+    columns: Sequence[str] | None
+    """Columns that the rows keep; all unless given."""
+    prefix: str
+    """What the names of the result columns begin with; nothing unless given."""
+    replicas: int | tuple[int, int]
+    """Actors, each with an engine, or the least and the most of them; 1 unless given."""
+    batch_size: int
+    """Rows that go to an actor together."""
+    tasks: int
+    """Ray tasks that an actor works at together."""
+    num_cpus: float
+    """Cores that Ray keeps for an actor; 1 unless given."""
+
+
 def generate(
     ds: Dataset,
     *,
@@ -320,28 +337,20 @@ def generate(
     engine: EngineLike,
     sampling: Mapping[str, Any] | None = None,
     parse: str | Callable[..., Any] | None = None,
-    columns: Sequence[str] | None = None,
     answers: Sequence[str] = (),
     check: Mapping[str, Any] | None = None,
     on_length: OnLength | None = None,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
-    prefix: str = "",
-    replicas: int | tuple[int, int] = 1,
-    batch_size: int = BATCH_ROWS,
-    tasks: int = TASKS,
-    num_cpus: float = 1,
+    **stage: Unpack[StageOptions],
 ) -> Dataset:
     """Return the data set with an answer to every row: a stage that Ray Data runs with the others.
 
     Example: `batchrunner.ray.generate(ds, prompt="Describe {{ text }}", engine="Qwen/Qwen3-8B", replicas=4)`
 
     `prompt`, `sampling`, `parse`, `answers`, `check`, `on_length` and `limits` are those of
-    `batchrunner.generate`; so is `engine`, but it cannot be an open one. Rows keep all columns, or those that
-    `columns` names, and get those of a result row but `row`, whose names begin with `prefix`.
-
-    `replicas` is the number of actors, or the least and the most. Each opens the engine and has the GPUs that
-    it takes, and `num_cpus` cores. It works at `tasks` tasks at once, each of `batch_size` rows at least
-    where there are as many, and sends the rows of the next while the last rows of the one before run.
+    `batchrunner.generate`; so is `engine`, but it cannot be an open one. `stage` are StageOptions. Rows keep
+    their columns and get those of a result row but `row`. Each actor opens the engine, has the GPUs that it
+    takes, and sends the rows of its next task while the last rows of the one before run.
 
     Failed rows have an `error`. An actor that dies is replaced, and what it had not finished is done again.
     Raises JobError or InputError for what can be seen before the first row.
@@ -357,7 +366,7 @@ def generate(
         on_length=on_length,
         own_rows=True,
     )
-    return _stage(ds, call, columns, prefix, replicas, batch_size, tasks, num_cpus)
+    return _stage(ds, call, **stage)
 
 
 def embed(
@@ -365,16 +374,11 @@ def embed(
     *,
     prompt: Prompt | None = None,
     engine: EngineLike,
-    columns: Sequence[str] | None = None,
     dtype: Dtype = "float32",
     normalize: bool = False,
     dimensions: int | None = None,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
-    prefix: str = "",
-    replicas: int | tuple[int, int] = 1,
-    batch_size: int = BATCH_ROWS,
-    tasks: int = TASKS,
-    num_cpus: float = 1,
+    **stage: Unpack[StageOptions],
 ) -> Dataset:
     """Return the data set with a vector for every row, in the column `embedding` as a list of numbers.
 
@@ -384,7 +388,7 @@ def embed(
     """
     options = {"dtype": dtype, "normalize": normalize, "dimensions": dimensions}
     call = LibraryCall(task="embed", engine=_engine_of(engine), prompt=prompt, limits=limits, options=options)
-    return _stage(ds, call, columns, prefix, replicas, batch_size, tasks, num_cpus)
+    return _stage(ds, call, **stage)
 
 
 def score(
@@ -394,14 +398,9 @@ def score(
     choices: str | Sequence[str] | None = None,
     prompt: Prompt | None = None,
     engine: EngineLike,
-    columns: Sequence[str] | None = None,
     softmax: bool = False,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
-    prefix: str = "",
-    replicas: int | tuple[int, int] = 1,
-    batch_size: int = BATCH_ROWS,
-    tasks: int = TASKS,
-    num_cpus: float = 1,
+    **stage: Unpack[StageOptions],
 ) -> Dataset:
     """Return the data set with the scores of labels or choices for every row, in the column `scores`.
 
@@ -417,7 +416,7 @@ def score(
         limits=limits,
         options={"labels": labels, "choices": given, "softmax": softmax},
     )
-    return _stage(ds, call, columns, prefix, replicas, batch_size, tasks, num_cpus)
+    return _stage(ds, call, **stage)
 
 
 def rerank(
@@ -426,13 +425,8 @@ def rerank(
     documents: str,
     prompt: str | Mapping[str, Any] | None = None,
     engine: EngineLike,
-    columns: Sequence[str] | None = None,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
-    prefix: str = "",
-    replicas: int | tuple[int, int] = 1,
-    batch_size: int = BATCH_ROWS,
-    tasks: int = TASKS,
-    num_cpus: float = 1,
+    **stage: Unpack[StageOptions],
 ) -> Dataset:
     """Return the data set with the relevance of every row's documents to its query, in the column `scores`.
 
@@ -444,7 +438,7 @@ def rerank(
     call = LibraryCall(
         task="rerank", engine=_engine_of(engine), prompt=prompt, limits=limits, options=options
     )
-    return _stage(ds, call, columns, prefix, replicas, batch_size, tasks, num_cpus)
+    return _stage(ds, call, **stage)
 
 
 def _engine_of(engine: EngineLike) -> EngineSpec:
@@ -456,12 +450,13 @@ def _engine_of(engine: EngineLike) -> EngineSpec:
 def _stage(
     ds: Dataset,
     call: LibraryCall,
-    columns: Sequence[str] | None,
-    prefix: str,
-    replicas: int | tuple[int, int],
-    batch_size: int,
-    tasks: int,
-    num_cpus: float,
+    *,
+    columns: Sequence[str] | None = None,
+    prefix: str = "",
+    replicas: int | tuple[int, int] = 1,
+    batch_size: int = BATCH_ROWS,
+    tasks: int = TASKS,
+    num_cpus: float = 1,
 ) -> Dataset:
     """Add the stage to a data set, after a look at what is known already."""
     if not isinstance(ds, Dataset):
