@@ -111,7 +111,7 @@ MOST_TOKENS = {
     "runner": 23_100,
     "tune": 13_300,
     "api": 2_500,
-    "ray": 5_300,
+    "ray": 5_100,
     "cli": 3_700,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
