@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 
 import batchrunner
 from batchrunner.advise.advise import advise
-from batchrunner.engines.logs.series import Thresholds
+from batchrunner.engines.logs.series import GUIDES
 from benchmarks.measure import RESULTS, save
 from tests.support.tiny_model import make_tiny_llama
 
@@ -44,8 +44,6 @@ ARGS: dict[str, Any] = {
     "max-total-tokens": 20_000, "max-running-requests": 128, "decode-log-interval": LOG_INTERVAL,
     "skip-server-warmup": True,  # its words are not among the model's few
 }  # fmt: skip
-LIMITS = Thresholds(span_s=2, samples=5)
-"""Runs of some seconds are enough here: each shows its sign all the time."""
 WORTH = 1.1
 """Gain from which a flag that `advise` does not name is missed."""
 CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
@@ -179,7 +177,7 @@ def measured(job: dict[str, Any]) -> dict[str, Any]:
 
 def asked(job: dict[str, Any]) -> tuple[list[Advice], bool]:
     """Return what `advise` would change in a job, and whether it calls the run healthy."""
-    judgement = advise(job["output"]["path"], LIMITS)
+    judgement = advise(job["output"]["path"])
     print("\n".join(judgement.lines()), file=sys.stderr, flush=True)
     return [advice for advice in judgement.advice if advice.change], judgement.healthy
 
@@ -259,6 +257,7 @@ def measure_flags(model: Path, folder: Path, only: list[str]) -> None:
 
 
 def main() -> None:
+    GUIDES.span_s, GUIDES.samples = 2, 5  # runs of some seconds are enough: each shows its sign all the time
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="*", help="some of the flags; all by default")
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))

@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 import batchrunner
 from batchrunner.advise.advise import advise
 from batchrunner.engines.device import card_name, has_gpu
-from batchrunner.engines.logs.series import Thresholds
+from batchrunner.engines.logs.series import GUIDES
 from batchrunner.tune.tuner import tune
 from benchmarks.engine import LONGEST_TOKENS, PROMPT_TOKENS, lognormal
 from benchmarks.measure import RESULTS, save
@@ -154,7 +154,7 @@ class Lab:
                 "available_gpu_gb": point["ready"]["gpu_gb"],
                 "by_the_line_gb": own["ready"]["gpu_gb"]
                 - (point["mem_fraction_static"] - own["mem_fraction_static"]) * own["card_gb"],
-                "good_gb": Thresholds().memory_good_gb,
+                "good_gb": GUIDES.memory_good_gb,
                 "said": [
                     said["change"] or said["sign"]
                     for said in point["advice"]

@@ -13,7 +13,7 @@ from batchrunner.core.console import counted
 from batchrunner.core.errors import InputError
 from batchrunner.engines.flags import Flags, installed, of_arguments
 from batchrunner.engines.logs.reader import KNOWN_CARDS, Facts, LogReader, architecture_of
-from batchrunner.engines.logs.series import Thresholds
+from batchrunner.engines.logs.series import GUIDES
 from batchrunner.engines.model_files import read_config
 from batchrunner.output.addresses import store_address
 from batchrunner.output.run_dir import look_at_run
@@ -78,7 +78,7 @@ class AdviceReport:
             return load.over()
         return (
             f"{self.figures()}. A reading, not advice: {load.over()}, and advice needs "
-            f"{load.limits.samples:g} over {load.limits.span_s:g} s"
+            f"{GUIDES.samples:g} over {GUIDES.span_s:g} s"
         )
 
     def figures(self) -> str:
@@ -94,7 +94,6 @@ class AdviceReport:
 
 def advise(
     source: str,
-    limits: Thresholds | None = None,
     *,
     span_s: float = WATCH_S,
     card: str | None = None,
@@ -107,7 +106,7 @@ def advise(
     """
     if card and architecture_of(card) is None:
         raise InputError(f"--card {card}: not known here; known are {KNOWN_CARDS}")
-    situation = _read(source, limits or Thresholds(), span_s)
+    situation = _read(source, span_s)
     situation.facts.card = card or situation.facts.card
     situation.facts.config = _config(situation.facts)
     names_flags = any(found.args for found in apply_all(situation, Flags()))
@@ -120,27 +119,27 @@ def advise_run(run: Path) -> AdviceReport:
 
     Raises OutputError where the path holds no run.
     """
-    situation = read_run(run, Thresholds())
+    situation = read_run(run)
     situation.facts.config = _config(situation.facts)
     flags = of_arguments(situation.facts.version, situation.facts.arguments)
     simulated = situation.client is not None and situation.client.simulated
     return AdviceReport(str(run), situation, [] if simulated else apply_all(situation, flags), flags)
 
 
-def _read(source: str, limits: Thresholds, span_s: float) -> Situation:
+def _read(source: str, span_s: float) -> Situation:
     if source.startswith(("http://", "https://")):
-        return watch_server(source, limits, span_s)
+        return watch_server(source, span_s)
     if store_address(source):
-        return read_run(look_at_run(source), limits)
+        return read_run(look_at_run(source))
     path = Path(source).expanduser()
     if path.is_dir():
-        return read_run(path, limits)
+        return read_run(path)
     if not path.exists():
         raise InputError(
             f"{source}: no such file or directory",
             hint="give a log, a run's output path or an http:// URL",
         )
-    log = LogReader(limits).read(path)
+    log = LogReader().read(path)
     return Situation(log.series, log.series, log.facts)
 
 

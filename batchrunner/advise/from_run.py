@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.reader import LogReader, number
-from batchrunner.engines.logs.series import LoadSample, Series, Thresholds
+from batchrunner.engines.logs.series import LoadSample, Series
 from batchrunner.output.columns import has_texts
 from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import RunDir, look_at_run
@@ -30,12 +30,12 @@ SAME_POOL = 0.02
 """Share by which the KV pools of such servers differ at most: each takes the memory that is free."""
 
 
-def read_run(run: Path | RunDir, limits: Thresholds) -> Situation:
+def read_run(run: Path | RunDir) -> Situation:
     """Read the situation of a run from all its tasks; raises OutputError where the path holds no run."""
     run_dir = look_at_run(run)
     facts = require_run_json(run_dir)
     client = _client(facts)
-    load, log = Series(limits), LogReader(limits)
+    load, log = Series(), LogReader()
     for own in {task.log_directory: task for task in (run_dir, *run_dir.all_tasks())}.values():
         task = _TaskReader(own.task, load, client)
         task.read(own.events)

@@ -29,27 +29,27 @@ from batchrunner.engines.http.loads import (
 from batchrunner.engines.http.server_info import limit_in_effect, scheduler_states
 from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.reader import Facts, number
-from batchrunner.engines.logs.series import LoadSample, Series, Thresholds
+from batchrunner.engines.logs.series import LoadSample, Series
 
 KEY_VARIABLE = "SGLANG_API_KEY"
 
 
-def watch_server(url: str, limits: Thresholds, span_s: float) -> Situation:
+def watch_server(url: str, span_s: float) -> Situation:
     """Watch a server for `span_s` seconds, or until Ctrl-C, and return its situation.
 
     Raises InputError where no server answers, or one that is not SGLang.
     """
-    return asyncio.run(_watch(url.rstrip("/"), limits, span_s))
+    return asyncio.run(_watch(url.rstrip("/"), span_s))
 
 
-async def _watch(url: str, limits: Thresholds, span_s: float) -> Situation:
+async def _watch(url: str, span_s: float) -> Situation:
     enough = asyncio.Event()
     with contextlib.suppress(NotImplementedError, RuntimeError):  # not in the main thread
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, enough.set)
     key = os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(headers=headers) as session:
-        server = _Server(ServerStatus(session, url), limits)
+        server = _Server(ServerStatus(session, url))
         await server.ask_arguments()
         end = time.monotonic() + span_s
         while not enough.is_set() and time.monotonic() < end:
@@ -62,9 +62,9 @@ async def _watch(url: str, limits: Thresholds, span_s: float) -> Situation:
 class _Server:
     """One server that is polled."""
 
-    def __init__(self, status: ServerStatus, limits: Thresholds) -> None:
+    def __init__(self, status: ServerStatus) -> None:
         self._status = status
-        self._series = Series(limits)
+        self._series = Series()
         self._facts = Facts()
         self._seen: dict[str, float | None] = {}
         self._first: dict[str, float] = {}

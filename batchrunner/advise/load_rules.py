@@ -15,6 +15,7 @@ from batchrunner.core.console import counted
 from batchrunner.core.engine_info import QueueBand
 from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.logs.reader import prefill_graph_off
+from batchrunner.engines.logs.series import GUIDES
 from batchrunner.engines.recovery import (
     LESS_CONSERVATIVE,
     MORE_CONSERVATIVE,
@@ -49,7 +50,7 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
     """Find that the queue runs empty, and what on the client's side is too slow."""
     if not s.load.frequent("empty"):
         return None
-    band = QueueBand(int(s.limits.queue_low), int(s.limits.queue_deep)).scaled(s.max_running)
+    band = QueueBand(int(GUIDES.queue_low), int(GUIDES.queue_deep)).scaled(s.max_running)
     keep = f"keep {band.low}-{band.high} requests waiting"
     if s.client is None:
         change, why = f"send requests faster, more at once: {keep}", "the client is the bottleneck"
@@ -101,8 +102,8 @@ def queue_deep(s: Situation, _: Flags) -> Finding | None:
     how = "send requests evenly, not in bursts" if s.load.frequent("empty") else "send fewer requests at once"
     how = "`window: auto` and `queue: [100, 2000]` in the job" if s.client else how
     return Finding(
-        f"#queue-req is above {s.limits.queue_deep:.0f} {s.often('deep')}",
-        change=f"{how}: keep {s.limits.queue_low:.0f}-{s.limits.queue_deep:.0f} waiting",
+        f"#queue-req is above {GUIDES.queue_deep:.0f} {s.often('deep')}",
+        change=f"{how}: keep {GUIDES.queue_low:.0f}-{GUIDES.queue_deep:.0f} waiting",
         evidence=s.evidence("deep"),
     )
 
@@ -118,12 +119,12 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     if conservativeness(s) > LESS_CONSERVATIVE:
         name = "schedule-conservativeness"
         args = flags.setting(name, as_flag(s.facts, name, LESS_CONSERVATIVE))
-    elif share is not None and share >= s.limits.short_output:
+    elif share is not None and share >= GUIDES.short_output:
         return None
-    clip = _clip(s.client) if share is not None and share < s.limits.short_output else {}
-    cause, tighter, certainty = _cause(share, clip, s.limits.short_output)
+    clip = _clip(s.client) if share is not None and share < GUIDES.short_output else {}
+    cause, tighter, certainty = _cause(share, clip, GUIDES.short_output)
     return Finding(
-        f"token usage is below {s.limits.usage_good:g} (median {s.load.median('usage'):.2f}) with requests "
+        f"token usage is below {GUIDES.usage_good:g} (median {s.load.median('usage'):.2f}) with requests "
         f"waiting {s.often('conservative')}: SGLang admits too few; {cause}",
         args,
         ", or ".join(filter(None, (command_line(args), tighter))),
@@ -160,9 +161,9 @@ def running_capped(s: Situation, flags: Flags) -> Finding | None:
     most = s.max_running or 0
     if not s.load.frequent("capped") or s.fills_up or not 0 < most < MOST_RUNNING:
         return None
-    if s.log.median("usage") >= s.limits.usage_good:  # a hybrid model: /v1/loads leaves out its states
+    if s.log.median("usage") >= GUIDES.usage_good:  # a hybrid model: /v1/loads leaves out its states
         return None
-    room = s.limits.usage_good / max(s.load.median("usage"), 0.05)
+    room = GUIDES.usage_good / max(s.load.median("usage"), 0.05)
     target = min(MOST_RUNNING, max(most + 1, math.floor(most * room / 8) * 8))
     return Finding(
         f"as many requests run as may ({most}), others wait, and token usage is {s.load.median('usage'):.2f} "
@@ -179,7 +180,7 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
     rate = s.retractions_per_min
     seen = f"{counted(s.retractions, 'retraction')}, {rate:.1f} a minute, in {s.load.over()}"
     evidence = {**s.evidence("full"), "retractions": s.retractions, "retractions_per_min": round(rate, 2)}
-    if rate <= s.limits.retractions_per_min:
+    if rate <= GUIDES.retractions_per_min:
         return Finding(f"{seen}: up to about one a minute is fine", evidence=evidence, fine=True)
     if not s.load.enough:  # the reading has their number
         return None
@@ -234,7 +235,7 @@ def running_low(s: Situation, flags: Flags) -> Finding | None:
     if not s.load.frequent("far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
         return None
     prefills = s.log.prefills
-    if prefills.passes < s.limits.samples or prefills.filled < s.limits.frequent * prefills.passes:
+    if prefills.passes < GUIDES.samples or prefills.filled < GUIDES.frequent * prefills.passes:
         return None
     return Finding(
         f"{s.load.median('running'):.0f} of at most {s.max_running} requests run, others wait and "
@@ -248,7 +249,7 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
     """Find that full prefill passes are many and short: their fixed cost is paid too often."""
     prefills = s.log.prefills
     share = prefills.filled_waiting / max(1, prefills.passes)
-    if prefills.passes < s.limits.samples or share < s.limits.frequent:
+    if prefills.passes < GUIDES.samples or share < GUIDES.frequent:
         return None
     chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
     if chunk >= SURELY_LARGE:
@@ -270,7 +271,7 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     if s.facts.arguments.get("enable_mixed_chunk"):  # requests decode during prefill passes
         return None
     mean = prefills.new_tokens / max(1, prefills.passes)
-    if prefills.passes < s.limits.samples or mean > SMALL_PASS * chunk or s.load.frequent("empty"):
+    if prefills.passes < GUIDES.samples or mean > SMALL_PASS * chunk or s.load.frequent("empty"):
         return None
     steps, outputs = _decode_steps(s), _decoded(s) / max(1, prefills.prompts)
     interval = _best_interval(outputs)
@@ -322,10 +323,10 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
     """Find that one or two prompts fill a prefill pass."""
     prefills = s.log.prefills
     share = prefills.few_long / max(1, prefills.passes)
-    if prefills.passes < s.limits.samples or share < s.limits.frequent:
+    if prefills.passes < GUIDES.samples or share < GUIDES.frequent:
         return None
     tokens = prefills.mean_prompt
-    if tokens < s.limits.long_prompt:
+    if tokens < GUIDES.long_prompt:
         return None
     args = larger_chunk(s, flags)
     if prefill_graph_off(s.facts.arguments) and not s.facts.on_cpu:
@@ -349,7 +350,7 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
     if s.facts.on_cpu or not s.log.frequent(sign):
         return None
     running, captured = s.log.median("running"), s.facts.graph_max_bs
-    target = int(s.limits.graph_batch_tp if large else s.limits.graph_batch)
+    target = int(GUIDES.graph_batch_tp if large else GUIDES.graph_batch)
     if s.facts.graph_disabled:
         args, why = _graph_on(s, flags), "the server's arguments switch them off"
     elif running <= target and not (captured and captured >= target):
@@ -392,7 +393,7 @@ def smaller_pool(s: Situation, flags: Flags, gb: float) -> dict[str, Any] | None
     None where too little would be left for weights and a useful pool.
     """
     now, left = s.facts.number("mem_fraction_static"), s.facts.ready.gpu_gb if s.facts.ready else None
-    wanting = gb - max(0.0, left - memory_band(s.facts, s.limits).low) if left else gb
+    wanting = gb - max(0.0, left - memory_band(s.facts).low) if left else gb
     if s.facts.on_cpu or now is None or not s.facts.card_gb or wanting <= 0:
         return {}
     target = round(now - math.ceil(100 * wanting / s.facts.card_gb) / 100, 3)

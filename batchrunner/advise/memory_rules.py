@@ -25,7 +25,7 @@ STEP = 0.01
 
 def memory_left(s: Situation, flags: Flags) -> Finding | None:
     """Find that GPU memory is unused, or that the right amount is left."""
-    left, band = s.facts.ready.gpu_gb if s.facts.ready else None, memory_band(s.facts, s.limits)
+    left, band = s.facts.ready.gpu_gb if s.facts.ready else None, memory_band(s.facts)
     if left is None or left < band.low:
         return None
     seen = f"available_gpu_mem is {left:.2f} GB when the server is ready"
@@ -69,7 +69,7 @@ def _free_tokens(s: Situation, free_gb: float | None) -> float:
 
 def memory_tight(s: Situation, flags: Flags) -> Finding | None:
     """Find that too little GPU memory is left for activations."""
-    left, low = s.facts.ready.gpu_gb if s.facts.ready else None, memory_band(s.facts, s.limits).low
+    left, low = s.facts.ready.gpu_gb if s.facts.ready else None, memory_band(s.facts).low
     if left is None or left >= low:
         return None
     seen = f"available_gpu_mem is {left:.2f} GB when the server is ready: under {round(low, 1):g} GB"
@@ -82,7 +82,7 @@ def _fraction(s: Situation, flags: Flags, sign: str, left: float, evidence: dict
 
     None where weights and a pool need more than the target would leave them.
     """
-    now, more = s.facts.number("mem_fraction_static"), left - memory_band(s.facts, s.limits).good
+    now, more = s.facts.number("mem_fraction_static"), left - memory_band(s.facts).good
     up = more > 0
     if not flags.spelling("mem-fraction-static"):
         return Finding(sign)

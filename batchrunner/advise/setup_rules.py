@@ -9,6 +9,7 @@ from batchrunner.advise.situation import Finding, Situation
 from batchrunner.core.console import counted
 from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.logs.reader import FP8, Architecture, Facts
+from batchrunner.engines.logs.series import GUIDES
 
 ROOM_FOR_KV = 0.6
 """Share of a GPU's memory that all weights may take for one GPU to be enough; the rest holds the KV pool."""
@@ -103,7 +104,7 @@ def dp_attention(s: Situation, flags: Flags) -> Finding | None:
 def torch_compile(s: Situation, flags: Flags) -> Finding | None:
     """Find a small model with small batches."""
     weights = s.facts.weights_gb
-    if s.facts.on_cpu or not weights or weights * s.facts.tp > s.limits.small_model_gb:
+    if s.facts.on_cpu or not weights or weights * s.facts.tp > GUIDES.small_model_gb:
         return None
     if s.facts.arguments.get("enable_torch_compile") or not s.load.frequent("small_batch"):
         return None
@@ -138,14 +139,14 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
     """Find prompts with common prefixes, in an order in which the cache finds few of them."""
     prefills, policy = s.log.prefills, s.facts.arguments.get("schedule_policy")
     share = prefills.cached_share
-    if prefills.prompts < FEW_PROMPTS or not s.limits.shared <= share <= s.limits.cached_well:
+    if prefills.prompts < FEW_PROMPTS or not GUIDES.shared <= share <= GUIDES.cached_well:
         return None
     seen = f"{share:.0%} of {prefills.cached_tokens + prefills.new_tokens:,} prompt tokens were in the cache"
     evidence = {"cached_share": round(share, 4), "prompts": prefills.prompts}
     if s.client is not None:
         ordered = s.client.order in {"auto", "prefix"}
         return None if ordered else Finding(f"{seen}, in the input's order", {}, "`order: auto`", evidence)
-    queue, limit = s.load.longest_queue, s.limits.lpm_queue
+    queue, limit = s.load.longest_queue, GUIDES.lpm_queue
     if policy == "lpm" and queue > limit:
         seen += f"; lpm gives up above {limit:.0f} waiting requests"
     if policy in {"lpm", None} or queue >= limit:
@@ -157,7 +158,7 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
 def host_cache(s: Situation, flags: Flags) -> Finding | None:
     """Find long prefixes that the KV pool may have evicted before their next use."""
     prefills = s.log.prefills
-    shared = s.limits.shared <= prefills.cached_share <= s.limits.cached_well
+    shared = GUIDES.shared <= prefills.cached_share <= GUIDES.cached_well
     if prefills.prompts < FEW_PROMPTS or not shared or prefills.mean_prompt < LONG_ENOUGH:
         return None
     if not s.load.frequent("full") or s.facts.on_cpu or s.facts.arguments.get("enable_hierarchical_cache"):
@@ -215,7 +216,7 @@ LOST_IN_PAGES = 0.15
 def cache_off(s: Situation, flags: Flags) -> Finding | None:
     """Find that the prefix cache is switched off although prompts share prefixes."""
     shared = s.client.possible_share if s.client else None
-    if not s.facts.arguments.get("disable_radix_cache") or shared is None or shared < s.limits.shared:
+    if not s.facts.arguments.get("disable_radix_cache") or shared is None or shared < GUIDES.shared:
         return None
     if "disable-radix-cache" not in flags.names:
         return None

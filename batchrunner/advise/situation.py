@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from batchrunner.engines.logs.reader import Facts
-from batchrunner.engines.logs.series import Series, Thresholds
+from batchrunner.engines.logs.series import GUIDES, Series
 from batchrunner.engines.recovery import in_effect
 
 Certainty = Literal["high", "medium", "low"]
@@ -90,11 +90,6 @@ class Situation:
     client: ClientActivity | None = None
 
     @property
-    def limits(self) -> Thresholds:
-        """Thresholds that the rules use."""
-        return self.load.limits
-
-    @property
     def max_running(self) -> int | None:
         """`max_running_requests` of one scheduler."""
         return self.facts.max_running or self.load.max_running or None
@@ -102,7 +97,7 @@ class Situation:
     @property
     def fills_up(self) -> bool:
         """Whether the KV pool is full repeatedly, though perhaps not all the time."""
-        return self.load.share("full") >= self.limits.peaks
+        return self.load.share("full") >= GUIDES.peaks
 
     @property
     def reserved_share(self) -> float:
@@ -134,7 +129,7 @@ class Situation:
     @property
     def retracts_often(self) -> bool:
         """Whether there are more retractions than the guides call fine."""
-        return self.load.enough and self.retractions_per_min > self.limits.retractions_per_min
+        return self.load.enough and self.retractions_per_min > GUIDES.retractions_per_min
 
     def often(self, sign: str) -> str:
         """Describe how often a sign was seen."""
@@ -153,14 +148,14 @@ class Situation:
         }
 
 
-def memory_band(facts: Facts, limits: Thresholds) -> MemoryBand:
+def memory_band(facts: Facts) -> MemoryBand:
     """Return the memory that the guides leave free on a card with a prefill chunk."""
     chunk = in_effect(facts, "chunked-prefill-size") or 0
     scale = min(1.0, (facts.card_gb or WHOLE_CARD_GB) / WHOLE_CARD_GB)
     more = max(0.0, chunk - USUAL_CHUNK) * CHUNK_GB_A_TOKEN
     return MemoryBand(
-        scale * limits.memory_low_gb, scale * limits.memory_good_gb + more,
-        scale * limits.memory_high_gb + more,
+        scale * GUIDES.memory_low_gb, scale * GUIDES.memory_good_gb + more,
+        scale * GUIDES.memory_high_gb + more,
     )  # fmt: skip
 
 

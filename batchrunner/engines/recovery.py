@@ -25,7 +25,6 @@ from batchrunner.engines.device import cards
 from batchrunner.engines.flags import Flags, name_in, of_arguments, version_of
 from batchrunner.engines.logs.lines import Phase, clean
 from batchrunner.engines.logs.reader import Facts, LogReader
-from batchrunner.engines.logs.series import Thresholds
 from batchrunner.engines.model_files import model_identity
 from batchrunner.engines.model_memory import split_over
 from batchrunner.job.engine import LaunchedEngine
@@ -368,7 +367,7 @@ def healer_for(spec: LaunchedEngine, model: str, incidents: list[Incident], *, c
 
 def _read(server: EndedServer) -> tuple[Facts, Flags]:
     """Read a server's log, whose missing arguments are as the server was started; return its flags too."""
-    reader = LogReader(Thresholds())
+    reader = LogReader()
     for line in server.lines:
         reader.take(line)
     logged = reader.facts.arguments

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from batchrunner.core.console import counted
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.logs.series import Thresholds
+from batchrunner.engines.logs.series import GUIDES
 from batchrunner.engines.simulation.replica import PassWork, RowLengths
 
 MOST_STEADY_S = 120.0
@@ -24,7 +24,6 @@ WORTH = 0.02
 """A smaller gain, as a share, is not worth a further trial."""
 MOST_ROWS = 600
 """Rows of a trial whose lengths are kept."""
-GUIDES = Thresholds()
 """The tuning guides' numbers, as `batchrun advise` uses them."""
 AT_LIMIT = 0.9
 """Share of max-running-requests from which it counts as the limit; the mean of a wave stays below 1."""

@@ -16,6 +16,7 @@ from batchrunner.advise.situation import memory_band
 from batchrunner.engines.device import cards, free_bytes, on_cpu
 from batchrunner.engines.flags import Flags, command_line, installed, name_in
 from batchrunner.engines.logs.reader import Architecture, Facts, architecture_of
+from batchrunner.engines.logs.series import GUIDES
 from batchrunner.engines.model_files import (
     has_experts,
     has_latent_attention,
@@ -30,7 +31,7 @@ from batchrunner.engines.recovery import (
 )
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import Job
-from batchrunner.tune.measurement import GUIDES, TrialSigns
+from batchrunner.tune.measurement import TrialSigns
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ def _fraction(state: TuningState) -> Candidates:
     if value is None or spare is None:
         return "the log lacks mem_fraction_static or available_gpu_mem"
     arguments = {"chunked_prefill_size": signs.prefill_limit}
-    band = memory_band(Facts(card_gb=state.machine.card_gb or None, arguments=arguments), GUIDES)
+    band = memory_band(Facts(card_gb=state.machine.card_gb or None, arguments=arguments))
     if spare - STEP * state.machine.card_gb < LEAST_SPARE_GB:
         return f"{spare:.1f} GB of the card are left: no more can be taken"
     steps = [STEP]

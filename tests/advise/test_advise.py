@@ -10,7 +10,7 @@ import pytest
 
 from batchrunner.advise.advise import advise
 from batchrunner.engines.flags import CHECK_HELP, parse_help
-from batchrunner.engines.logs.series import Thresholds
+from batchrunner.engines.logs.series import GUIDES as THRESHOLDS
 from tests.conftest import ROOT, batchrun
 from tests.support.sglang_logs import GENERATIONS, GUIDES, RETRACTIONS, LogWriter, changes, judged, stamped
 
@@ -55,11 +55,12 @@ def test_a_guides_retraction_is_counted(guide: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("most", "change"), [(0.25, ""), (0.15, "--schedule-conservativeness 1.3")])
-def test_what_retractions_cost_decides(most: float, change: str) -> None:
+def test_what_retractions_cost_decides(monkeypatch: pytest.MonkeyPatch, most: float, change: str) -> None:
     """Newer releases say how many tokens the retracted requests had in the pool: often is not much."""
     log = LOGS / "real_retractions.log"
     gained = sum(map(int, re.findall(r"#new_tokens_gained: (\d+)", log.read_text())))
-    judgement = advise(str(log), Thresholds(recomputed=most))
+    monkeypatch.setattr(THRESHOLDS, "recomputed", most)
+    judgement = advise(str(log))
     (found,) = (advice for advice in judgement.advice if advice.rule == "retractions")
     assert "9.1 a minute" in found.sign
     assert f"{gained:,} tokens are computed again, 16% of those generated" in found.sign

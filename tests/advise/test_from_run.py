@@ -12,10 +12,11 @@ import pytest
 
 from batchrunner.advise.advise import advise, advise_run
 from batchrunner.api import run
+from batchrunner.engines.logs.series import GUIDES
 from tests.conftest import eventually, job_of, started, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import launchable
-from tests.support.sglang_logs import QUICK, LogWriter, changes
+from tests.support.sglang_logs import LogWriter, changes
 
 
 def a_run(directory: Path, **changes: Any) -> Path:
@@ -210,14 +211,15 @@ def test_a_run_that_was_cut_off(own: Path) -> None:
     assert set(changes(advise(str(own)))) == {"conservative"}
 
 
-def test_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in another process can be looked at at any time."""
+    monkeypatch.setattr(GUIDES, "span_s", 0.2)
     with FakeSGLang(lambda _: "hold", max_running=4) as server:
         job = job_of(tmp_path, server, rows=300, window=100)
         with started("run", write_job(job, tmp_path), "--quiet"):
             eventually(lambda: len(server.sent) == 100)
             path = job["output"]["path"]
-            eventually(lambda: set(changes(advise(path, QUICK))) == {"running-capped"}, every_s=0.2)
+            eventually(lambda: set(changes(advise(path))) == {"running-capped"}, every_s=0.2)
 
 
 def test_of_a_simulated_run_there_is_nothing_to_say(tmp_path: Path) -> None:

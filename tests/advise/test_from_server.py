@@ -21,11 +21,11 @@ from batchrunner.api import run
 from batchrunner.core.errors import InputError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.flags import Flags
-from batchrunner.engines.logs.series import LoadSample, Series, Thresholds
+from batchrunner.engines.logs.series import GUIDES, LoadSample, Series
 from tests.conftest import batchrun, eventually, job_of, started
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
-from tests.support.sglang_logs import QUICK, changes
+from tests.support.sglang_logs import changes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,12 +42,17 @@ def end_after(server: FakeSGLang, polls: int = 8) -> None:
     server.on_poll = look
 
 
-def watched(
-    server: FakeSGLang, limits: Thresholds = QUICK, *, polls: int = 8, **options: Any
-) -> AdviceReport:
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is watched for a fraction of a second is judged."""
+    monkeypatch.setattr(GUIDES, "span_s", 0.1)
+    monkeypatch.setattr(GUIDES, "samples", 2)
+
+
+def watched(server: FakeSGLang, *, polls: int = 8, **options: Any) -> AdviceReport:
     """Return the advice on a server whose load was asked for so often, however slow the machine is."""
     end_after(server, polls)
-    return advise(server.url, limits, span_s=PATIENCE_S, **options)
+    return advise(server.url, span_s=PATIENCE_S, **options)
 
 
 def test_a_live_server_is_watched() -> None:
@@ -65,7 +70,7 @@ def test_a_live_server_is_watched() -> None:
 
 def test_a_limit_that_only_the_log_tells() -> None:
     """/v1/loads leaves out the state pool of a hybrid model: where that is full, no cap limits."""
-    load, log = Series(Thresholds()), Series(Thresholds())
+    load, log = Series(), Series()
     for at in range(40):
         load.add("a", LoadSample(at, 170, 500, 0.2, 170))
     situation = Situation(load, log)
@@ -167,7 +172,7 @@ def test_a_server_that_does_not_tell_its_load() -> None:
 def test_a_server_that_answers_oddly(told: dict[str, Any]) -> None:
     """What is no number is not counted with; the load is judged all the same."""
     with FakeSGLang(max_running=4, others=40, arguments=told) as server:
-        found = watched(server, Thresholds(span_s=0.1, samples=2))
+        found = watched(server)
     assert set(changes(found)) - {"metrics-off"} <= {"running-capped"}
     assert found.situation.load.median("queue") == 36
 

@@ -10,9 +10,8 @@ from batchrunner.advise.rules import RULES, apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.engines.flags import Flags, installed
 from batchrunner.engines.logs.reader import LogReader
-from batchrunner.engines.logs.series import Thresholds
 from tests.conftest import ROOT, require_engine
-from tests.support.sglang_logs import FLAG_LOGS, QUICK, LogWriter, advice_of, changes, cuda_oom, judged
+from tests.support.sglang_logs import FLAG_LOGS, LogWriter, advice_of, changes, cuda_oom, judged
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -244,7 +243,7 @@ def test_one_advice_takes_another_away(case: str, tmp_path: Path) -> None:
 def test_no_flag_is_given_two_values(first: str) -> None:
     """Whatever comes together in one log, what is advised can be done all at once."""
     for second, (log, _) in FAILURES.items():
-        reader = LogReader(Thresholds())
+        reader = LogReader()
         for line in FAILURES[first][0].lines + [line for line in log.lines if "server_args" not in line]:
             reader.take(line)
         given: dict[str, Any] = {}
@@ -308,7 +307,7 @@ def test_a_small_model_at_small_batches_is_compiled(tmp_path: Path) -> None:
 
 def named(log: LogWriter, config: dict[str, Any] | None = None, **client: Any) -> dict[str, dict[str, Any]]:
     """Return the flags that each rule names to a run with this log, whose model has this config.json."""
-    reader = LogReader(QUICK)
+    reader = LogReader()
     for line in log.lines:
         reader.take(line)
     reader.facts.config = config or {}
@@ -397,7 +396,7 @@ def test_a_bad_flag_of_the_real_engine_is_named_first(
     rule: str, log: str, client: dict[str, Any], change: dict[str, Any] | None
 ) -> None:
     """In its own log: not where nothing is shared, the cache has nearly all, or outputs are long."""
-    found = advice_of(LogReader(QUICK).read(FLAG_LOGS / f"{log}.log"), **client)
+    found = advice_of(LogReader().read(FLAG_LOGS / f"{log}.log"), **client)
     assert (found[0].args if change else [a.rule for a in found].count(rule)) == (change or 0)
 
 
@@ -408,7 +407,7 @@ def test_the_installed_server_takes_every_flag() -> None:
     require_engine("sglang")
     flags, said = installed(), set()
     for log, _ in FAILURES.values():
-        reader = LogReader(Thresholds())
+        reader = LogReader()
         for line in log.lines:
             reader.take(line)
         reader.facts.card = "H100"

@@ -14,7 +14,6 @@ from batchrunner.engines.flags import Flags, of_arguments
 from batchrunner.engines.hang_detector import WARM_UP, HangDetector, SilenceTimer
 from batchrunner.engines.logs.lines import Phase, ServerReady
 from batchrunner.engines.logs.reader import Facts, LogReader
-from batchrunner.engines.logs.series import Thresholds
 from batchrunner.engines.recovery import (
     Death,
     EndedServer,
@@ -50,7 +49,7 @@ def traceback(*frames: str) -> str:
 
 def died_of(life: EndedServer) -> Death:
     """Read a log as the healer does, and tell."""
-    reader = LogReader(Thresholds())
+    reader = LogReader()
     for line in life.lines:
         reader.take(line)
     return examine(life, reader.facts)

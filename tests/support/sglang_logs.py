@@ -14,7 +14,6 @@ from batchrunner.advise.rules import Advice, apply_all
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.engines.flags import of_arguments
 from batchrunner.engines.logs.reader import LogReader
-from batchrunner.engines.logs.series import Thresholds
 from tests.conftest import ROOT
 
 RETRACT = (
@@ -181,8 +180,6 @@ RETRACTIONS = {  # verbatim
 
 FLAG_LOGS = ROOT / "tests" / "support" / "logs" / "flags"
 """Lines from the middle of runs of the real engine (0.5.23, CPU, tiny model), each with one bad flag."""
-QUICK = Thresholds(span_s=0.2, samples=3)
-"""Thresholds for a server that a test watches for a fraction of a second."""
 
 
 def stamped(*lines: str) -> str:

@@ -27,7 +27,7 @@ from batchrunner.engines.logs.lines import (
     origin_of,
     record_in,
 )
-from batchrunner.engines.logs.series import LoadSample, Prefills, Series, Thresholds
+from batchrunner.engines.logs.series import LoadSample, Prefills, Series
 from batchrunner.engines.model_files import has_experts, has_latent_attention, has_sparse_attention
 
 Architecture = Literal["hopper", "blackwell", "ada", "ampere"]
@@ -232,8 +232,8 @@ _TRACEBACK = "Traceback (most recent call last):"
 class LogReader:
     """Reads logs line by line into one series of loads and one set of facts."""
 
-    def __init__(self, limits: Thresholds) -> None:
-        self.series = Series(limits)
+    def __init__(self) -> None:
+        self.series = Series()
         self.facts = Facts()
         self.records = 0
         """Number of lines that only SGLang writes."""

@@ -12,9 +12,9 @@ from batchrunner.core.console import counted
 from batchrunner.engines.logs.lines import LoggedBatch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Thresholds:
-    """Where a sign begins. "The guides" are SGLang's tuning guides."""
+    """Where a sign begins. "The guides" are SGLang's tuning guides. Tests change some."""
 
     frequent: float = 0.25
     """Fraction of the samples from which a sign is frequent; the guides only say "frequently"."""
@@ -68,6 +68,7 @@ class Thresholds:
     """Most waiting requests with which `lpm` looks for prefixes (SGLang's schedule_policy)."""
 
 
+GUIDES = Thresholds()
 WHOLE = 0.9
 """Fraction of its limit in tokens from which a prefill pass counts as full."""
 FEW = 2
@@ -133,39 +134,39 @@ class LoadSample(NamedTuple):
     """Rows that the client had still to send; None where that is not known."""
 
 
-def _underused(sample: LoadSample, limit: Thresholds) -> bool:
+def _underused(sample: LoadSample) -> bool:
     """Tell whether requests wait though the KV pool has room."""
-    return sample.queue > 0 and sample.usage < limit.usage_good
+    return sample.queue > 0 and sample.usage < GUIDES.usage_good
 
 
-def _far_below(sample: LoadSample, limit: Thresholds) -> bool | None:
+def _far_below(sample: LoadSample) -> bool | None:
     if not sample.max_running:
         return None
-    return _underused(sample, limit) and sample.running < limit.far_below * sample.max_running
+    return _underused(sample) and sample.running < GUIDES.far_below * sample.max_running
 
 
 def _no_graph(sample: LoadSample, most: float) -> bool | None:
     return None if sample.graph is None or sample.running > most else not sample.graph
 
 
-def _at_cap(sample: LoadSample, limit: Thresholds) -> bool:
+def _at_cap(sample: LoadSample) -> bool:
     """Tell whether as many requests run as may, or one less: the place of one that ended is being filled."""
     most = sample.max_running or 0
-    return most > 0 and sample.running >= max(1, min(limit.at_cap * most, most - 1))
+    return most > 0 and sample.running >= max(1, min(GUIDES.at_cap * most, most - 1))
 
 
-SIGNS: dict[str, Callable[[LoadSample, Thresholds], bool | None]] = {
-    "empty": lambda s, _: None if s.unsent == 0 else s.queue == 0,
-    "in_band": lambda s, limit: None if s.unsent == 0 else limit.queue_low <= s.queue <= limit.queue_deep,
-    "deep": lambda s, limit: s.queue > limit.queue_deep,
-    "conservative": lambda s, limit: _underused(s, limit) and not _at_cap(s, limit),
-    "capped": lambda s, limit: _underused(s, limit) and _at_cap(s, limit),
+SIGNS: dict[str, Callable[[LoadSample], bool | None]] = {
+    "empty": lambda s: None if s.unsent == 0 else s.queue == 0,
+    "in_band": lambda s: None if s.unsent == 0 else GUIDES.queue_low <= s.queue <= GUIDES.queue_deep,
+    "deep": lambda s: s.queue > GUIDES.queue_deep,
+    "conservative": lambda s: _underused(s) and not _at_cap(s),
+    "capped": lambda s: _underused(s) and _at_cap(s),
     "far_below": _far_below,
-    "full": lambda s, limit: s.usage >= limit.usage_good,
-    "kv_bound": lambda s, limit: s.usage >= limit.usage_good and s.queue > 0 and not _at_cap(s, limit),
-    "no_graph": lambda s, limit: _no_graph(s, limit.graph_batch),
-    "no_graph_tp": lambda s, limit: _no_graph(s, limit.graph_batch_tp),
-    "small_batch": lambda s, limit: s.running <= limit.small_batch,
+    "full": lambda s: s.usage >= GUIDES.usage_good,
+    "kv_bound": lambda s: s.usage >= GUIDES.usage_good and s.queue > 0 and not _at_cap(s),
+    "no_graph": lambda s: _no_graph(s, GUIDES.graph_batch),
+    "no_graph_tp": lambda s: _no_graph(s, GUIDES.graph_batch_tp),
+    "small_batch": lambda s: s.running <= GUIDES.small_batch,
 }
 """The test for each sign; None where the sign does not apply to the sample."""
 
@@ -209,7 +210,6 @@ class Track:
 class Series:
     """The samples of all schedulers of one source."""
 
-    limits: Thresholds
     tracks: dict[str, Track] = field(default_factory=dict)
     prefills: Prefills = field(default_factory=Prefills)
     retractions: int = 0
@@ -255,23 +255,23 @@ class Series:
     def retractions_cost(self) -> bool:
         """Whether retractions are more than the guides call fine, and lose much, as far as the log says."""
         share = self.recomputed_share
-        often = self.retractions_per_min > self.limits.retractions_per_min
-        return often and (share is None or share >= self.limits.recomputed)
+        often = self.retractions_per_min > GUIDES.retractions_per_min
+        return often and (share is None or share >= GUIDES.recomputed)
 
     @property
     def enough(self) -> bool:
         """Whether there are enough samples over enough time to judge."""
-        return self.counted >= self.limits.samples and self.busy_s >= self.limits.span_s
+        return self.counted >= GUIDES.samples and self.busy_s >= GUIDES.span_s
 
     def share(self, sign: str) -> float:
         """Return the fraction of samples with a sign, among those that it applies to; 0 without any."""
         shows = SIGNS[sign]
-        found = [has for sample in self.samples if (has := shows(sample, self.limits)) is not None]
+        found = [has for sample in self.samples if (has := shows(sample)) is not None]
         return sum(found) / len(found) if found else 0.0
 
     def frequent(self, sign: str) -> bool:
         """Tell whether a sign is in a large enough fraction of enough samples."""
-        return self.enough and self.share(sign) >= self.limits.frequent
+        return self.enough and self.share(sign) >= GUIDES.frequent
 
     def median(self, name: str) -> float:
         """Return the median of a field over the newest samples, 0 if none of them has it."""
@@ -293,7 +293,7 @@ class Series:
 
         Too short a time is rounded down: it never reads as long enough.
         """
-        short = self.busy_s < self.limits.span_s
+        short = self.busy_s < GUIDES.span_s
         seconds = f"{math.floor(self.busy_s * 10) / 10:g}" if short else f"{self.busy_s:.0f}"
         several = f" of {len(self.tracks)} schedulers" if len(self.tracks) > 1 else ""
         return f"{counted(self.counted, 'sample')}{several} over {seconds} s"

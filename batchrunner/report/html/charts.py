@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from batchrunner.core.console import counted
-from batchrunner.engines.logs.series import Thresholds
+from batchrunner.engines.logs.series import GUIDES
 from batchrunner.report.html.history import RETRACTIONS, GridValue, IncidentMark, Line, TaskHistory, Timeline
 
 WIDTH, HEIGHT = 1000.0, 100.0
@@ -296,7 +296,7 @@ def _points(points: Iterable[tuple[float, float]], most: float) -> str:
     return "M" + "L".join(f"{x:.1f} {HEIGHT - HEIGHT * y / most:.1f}" for x, y in points)
 
 
-GOOD_USAGE = Thresholds().usage_good
+GOOD_USAGE = GUIDES.usage_good
 _BAD, _GOOD = {"died", "hangs", "lost"}, {"back"}
 
 

@@ -15,7 +15,8 @@ from batchrunner.advise.situation import Situation
 from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.lines import LoggedBatch, ServerReady, origin_of, record_in
 from batchrunner.engines.logs.reader import LogReader
-from batchrunner.engines.logs.series import LoadSample, Series, Thresholds
+from batchrunner.engines.logs.series import GUIDES as GUIDES_OF_SGLANG
+from batchrunner.engines.logs.series import LoadSample, Series
 from tests.conftest import batchrun
 from tests.support.sglang_logs import GUIDES, RETRACTIONS, LogWriter, changes, cuda_oom, interleaved, judged
 
@@ -156,7 +157,7 @@ JUNK = (
 @example("max_total_num_tokens=1, available_gpu_mem=7.00 GB", 46, 0, ".")
 def test_no_line_is_too_damaged(line: str, at: int, length: int, junk: str) -> None:
     """Whatever stands in a log, its reader goes on, and the rules have numbers to go by."""
-    reader = LogReader(Thresholds())
+    reader = LogReader()
     at = min(at, len(line))
     damaged = line[:at] + junk + line[at + length :]
     for part in (*damaged.split("\n"), *LogWriter().started().decode(9).lines):
@@ -249,18 +250,21 @@ def test_limits_and_ranks(others: str) -> None:
     assert origin_of(line).dp == "1"
 
 
-def series_of(queues: Iterable[int], limits: Thresholds | None = None) -> Series:
+def series_of(queues: Iterable[int]) -> Series:
     """Return the load of one scheduler that had these queues, a second apart."""
-    series = Series(limits or Thresholds())
+    series = Series()
     for at, queue in enumerate(queues):
         series.add("s", LoadSample(float(at), running=8, queue=queue, usage=0.5))
     return series
 
 
 @pytest.mark.parametrize(("low", "share"), [(100, 0.0), (0, 1.0)])
-def test_the_drain_is_neither_empty_nor_in_the_band(low: int, share: float) -> None:
+def test_the_drain_is_neither_empty_nor_in_the_band(
+    monkeypatch: pytest.MonkeyPatch, low: int, share: float
+) -> None:
     """What ran dry at the end counts nowhere, also where an empty queue is healthy."""
-    series = series_of([30] * 10 + [0] * 10, Thresholds(queue_low=low))
+    monkeypatch.setattr(GUIDES_OF_SGLANG, "queue_low", low)
+    series = series_of([30] * 10 + [0] * 10)
     series.settle()
     assert series.share("in_band") == share
     assert series.share("empty") == 0
