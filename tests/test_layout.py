@@ -105,7 +105,7 @@ MOST_TOKENS = {
     "output": 23_000,
     "input": 33_800,
     "engines": 43_700,
-    "advise": 12_600,
+    "advise": 12_500,
     "report": 10_800,
     "dispatch": 24_400,
     "runner": 23_100,
