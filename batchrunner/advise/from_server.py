@@ -14,7 +14,7 @@ from batchrunner.advise.situation import Situation
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import InputError
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.http.loads import (
+from batchrunner.engines.http.server_info import (
     KEY_REFUSED,
     LOADS,
     METRICS,
@@ -25,8 +25,9 @@ from batchrunner.engines.http.loads import (
     ServerStatus,
     counters_in,
     from_metrics,
+    limit_in_effect,
+    scheduler_states,
 )
-from batchrunner.engines.http.server_info import limit_in_effect, scheduler_states
 from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.reader import Facts, number
 from batchrunner.engines.logs.series import LoadSample, Series

@@ -1,15 +1,26 @@
-"""A model's name → its directory, its identity in a run's fingerprint, and what its config.json says."""
+"""A model's name → its directory, its identity in a run's fingerprint, what its config.json says, its cards.
+
+How many cards it needs is decided before minutes are spent on a start that must fail. Refused is only what is
+certain: weights that take more than all of a card's memory. Whether they leave room for a KV pool is for the
+server to find out, and for the healer to mend.
+"""
 
 import contextlib
+import logging
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar, cast
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.files import read_json
+from batchrunner.engines.device import Gpu, cards, gpus, on_cpu, server_args
+from batchrunner.engines.flags import name_in
+from batchrunner.job.engine import GatewayEngine, ServerEngine
 from batchrunner.job.fields import is_hub_name
+
+log = logging.getLogger(__name__)
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Keys for the number of experts of a layer. 0, 1 and null mean a dense model."""
@@ -144,3 +155,139 @@ def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
         head_dim = config["hidden_size"] // heads
     sizes = [size for size in (layers, kv_heads, head_dim) if isinstance(size, int) and size > 0]
     return None if has_latent_attention(config) or len(sizes) < 3 else 2 * width * math.prod(sizes)  # noqa: PLR2004
+
+
+INDEX = "model.safetensors.index.json"
+_PARAMETER_BYTES = {
+    "float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+"""Bytes of a parameter, by torch's and SGLang's names of its type."""
+_BYTE_QUANTISATIONS = {"fp8", "mxfp8", "w8a8_fp8", "w8a8_int8"}
+"""Values of `--quantization` with which a parameter takes one byte; other values: size not known here."""
+_OFFLOADS = ("cpu-offload-gb", "offload-group-size", "enable-weight-offload")
+STATIC_SHARE = 0.83
+"""Share of a card for weights and KV pool, where the job does not set `mem-fraction-static`: SGLang's on an
+H100 (0.5.23); the rest is for activations and graphs."""
+POOL_SHARE = 0.25
+"""Least share of that memory for the KV pool."""
+MOST_CARDS = 64
+
+_Spec = TypeVar("_Spec", bound=ServerEngine | GatewayEngine)
+
+
+class ModelWeights(NamedTuple):
+    """Memory that a model's weights take."""
+
+    size_bytes: float
+    source: str
+    """Where the figure is from."""
+
+
+def with_tp(spec: _Spec) -> _Spec:
+    """Return an engine whose `tp` is a number among its arguments.
+
+    Raises EngineStartError for weights that can never fit, and where `auto` cannot be decided. Weights whose
+    size is not known are let pass: where the model is not on this machine, or quantised as it is loaded. On a
+    CPU nothing is checked.
+    """
+    assert spec.model is not None
+    cpu, tp = on_cpu(spec.device), spec.tp
+    args = server_args(spec.args, cpu=cpu)
+    config = read_config(spec.model, args.get("revision"))
+    weights = weights_of(model_directory(spec.model, args.get("revision")), config, args)
+    card = None if cpu else max(cards(), key=lambda card: card.memory_bytes, default=None)
+    if tp == "auto":
+        tp = 1 if cpu else _auto(spec, weights, config, args, card)
+    own_args = {**spec.args, "tp-size": tp} if tp else spec.args
+    ways = split_over(own_args)
+    if weights and card and weights.size_bytes / ways > card.memory_bytes:
+        raise EngineStartError(
+            f"engine.model {spec.model}: its weights do not fit: {_gib(weights.size_bytes)} "
+            f"({weights.source}) over {ways} of {card.name}, which has {_gib(card.memory_bytes)}",
+            hint="a larger tp-size, a smaller or quantised model (quantization: fp8), or more memory",
+        )
+    return cast("_Spec", spec.model_copy(update={"tp": None, "args": own_args}))
+
+
+def _auto(
+    spec: ServerEngine | GatewayEngine,
+    weights: ModelWeights | None,
+    config: Mapping[str, Any],
+    args: Mapping[str, Any],
+    card: Gpu | None,
+) -> int:
+    """Return the fewest cards with room for weights and KV pool, a power of two that divides the heads."""
+    if weights is None:
+        raise EngineStartError(
+            f"engine.tp auto: how much memory the weights of {spec.model} take is not known here",
+            hint="give a number, or a model whose files are on this machine",
+        )
+    if card is None:
+        raise EngineStartError("engine.tp auto: nvidia-smi tells of no GPU here", hint="give a number")
+    count = len(gpus(spec.env)) or len(cards())
+    if isinstance(spec, GatewayEngine) and isinstance(spec.replicas, int):
+        count //= spec.replicas
+    heads = config.get("num_attention_heads")
+    room_bytes = (1 - POOL_SHARE) * (args.get("mem-fraction-static") or STATIC_SHARE) * card.memory_bytes
+    least = weights.size_bytes / split_over(args) / room_bytes
+    sizes = (1 << n for n in range(MOST_CARDS.bit_length()))
+    tp = next((tp for tp in sizes if tp >= least and (not isinstance(heads, int) or heads % tp == 0)), 0)
+    needed = f"weights of {_gib(weights.size_bytes)} ({weights.source}) and a KV pool of {POOL_SHARE:.0%}"
+    if not tp or tp * cards_of(args) > count:
+        wanted = f"{tp * cards_of(args)}" if tp else f"more than {MOST_CARDS}"
+        raise EngineStartError(
+            f"engine.tp auto: {needed} need {wanted} cards like {card.name} ({_gib(card.memory_bytes)}), and "
+            f"a replica can have {count}",
+            hint="take a smaller or a quantised model, or larger cards",
+        )
+    log.info("engine.tp auto: %d: %s have room on so many %s", tp, needed, card.name)
+    return tp
+
+
+def split_over(args: Mapping[str, Any]) -> int:
+    """Return the number of cards that a model's weights are split over: `tp-size` times `pp-size`."""
+    return max(_number(args, "tp-size"), 1) * max(_number(args, "pp-size"), 1)
+
+
+def cards_of(args: Mapping[str, Any]) -> int:
+    """Return how many cards a server takes; `dp-size` makes copies of it, but not with DP attention."""
+    parted = args.get(name_in(args, "enable-dp-attention"))
+    return split_over(args) * (1 if parted else max(_number(args, "dp-size"), 1))
+
+
+def weights_of(directory: Path, config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelWeights | None:
+    """Return what a model's weights take once loaded with these arguments; None where that is not known."""
+    stored, quantisation = _stored(directory), args.get("quantization")
+    unknown = any(args.get(name) for name in _OFFLOADS)
+    if stored is None or unknown or (quantisation and quantisation not in _BYTE_QUANTISATIONS):
+        return None
+    size = _PARAMETER_BYTES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+    if size is None or "quantization_config" in config:  # loaded as it is stored
+        return stored
+    dtype = str(args.get("dtype") or "auto")
+    half = dtype == "auto" and size == _PARAMETER_BYTES["float32"]  # SGLang's choice
+    wanted = 1 if quantisation else 2 if half else _PARAMETER_BYTES.get(dtype, size)
+    source = stored.source if wanted == size else f"{stored.source}, {wanted} bytes a parameter"
+    return ModelWeights(stored.size_bytes * wanted / size, source)
+
+
+def _stored(directory: Path) -> ModelWeights | None:
+    """Return the size of the files, by their index or by their own sizes."""
+    total = read_json(directory / INDEX).get("metadata", {}).get("total_size")
+    if isinstance(total, (int, float)) and total > 0:
+        return ModelWeights(float(total), INDEX)
+    for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin"):
+        size = sum(file.stat().st_size for file in directory.glob(pattern))
+        if size:
+            return ModelWeights(float(size), pattern)
+    return None
+
+
+def _number(args: Mapping[str, Any], name: str) -> int:
+    """Return an argument that is a whole number, by any of its names; 0 for anything else."""
+    value = args.get(name_in(args, name))
+    return value if isinstance(value, int) else 0
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"

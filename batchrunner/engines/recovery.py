@@ -25,8 +25,7 @@ from batchrunner.engines.device import cards
 from batchrunner.engines.flags import Flags, name_in, of_arguments, version_of
 from batchrunner.engines.logs.lines import Phase, clean
 from batchrunner.engines.logs.reader import Facts, LogReader
-from batchrunner.engines.model_files import model_identity
-from batchrunner.engines.model_memory import split_over
+from batchrunner.engines.model_files import model_identity, split_over
 from batchrunner.job.engine import LaunchedEngine
 from batchrunner.output.files import write_json
 
@@ -36,8 +35,6 @@ TAIL_BYTES = 4 << 20
 """Bytes read of a log's end: after one rank's error the others may write thousands of tracebacks."""
 HEAD_BYTES = 1 << 20
 """Bytes read of a log's beginning, which has a server's arguments (16 kB a process) and limits."""
-LINE_BYTES = 64 << 10
-"""Bytes read of a log's end to find its newest line, which is asked for often."""
 MOST_LINES = 3
 _PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
 # for example: torch.OutOfMemoryError: CUDA out of memory / launch_server.py: error: … / Not enough memory.
@@ -56,7 +53,7 @@ _KILLED = re.compile(r"^Subprocess \S+ .*crashed with exit code -9\b")
 
 def cause_in(log: Path, since: int = 0) -> str:
     """Return the one to three lines after byte `since` that best explain a failure, joined by ` / `."""
-    lines = [unstamped(line) for line in head_and_tail(log, since, head_bytes=0)]
+    lines = [unstamped(line) for line in head_and_tail(log, since)]
     causes = [line for line in lines if _CAUSE.match(line)]
     best = (
         [line for line in lines if _KILLED.match(line)]
@@ -69,7 +66,7 @@ def cause_in(log: Path, since: int = 0) -> str:
 
 def last_line(log: Path) -> str:
     """Return the newest line of a log; empty without one."""
-    lines = map(unstamped, reversed(head_and_tail(log, head_bytes=0, tail_bytes=LINE_BYTES)))
+    lines = map(unstamped, reversed(head_and_tail(log)))
     return next(filter(None, lines), "")
 
 
@@ -78,16 +75,14 @@ def unstamped(line: str) -> str:
     return _PREFIX.sub("", clean(line).strip()).strip()
 
 
-def head_and_tail(
-    log: Path, since: int = 0, *, head_bytes: int = HEAD_BYTES, tail_bytes: int = TAIL_BYTES
-) -> list[str]:
+def head_and_tail(log: Path, since: int = 0) -> list[str]:
     """Return the lines of a log's beginning and end from the byte `since` on; empty without a log."""
     try:
         with log.open("rb") as file:
             file.seek(since)
-            head = file.read(head_bytes)
-            file.seek(max(file.tell(), log.stat().st_size - tail_bytes))
-            text = head + file.read(2 * tail_bytes)
+            head = file.read(HEAD_BYTES)
+            file.seek(max(file.tell(), log.stat().st_size - TAIL_BYTES))
+            text = head + file.read(2 * TAIL_BYTES)
     except OSError:
         return []
     return text.decode(errors="replace").splitlines()

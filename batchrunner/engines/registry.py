@@ -28,7 +28,7 @@ def make_engine(spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec, task: Ta
     spec = for_task(spec, task)
     match spec:
         case AttachEngine() | GatewayEngine(url=str()):
-            from batchrunner.engines.attached import AttachedServers  # noqa: PLC0415
+            from batchrunner.engines.http.client import AttachedServers  # noqa: PLC0415
 
             urls, gateway = ((), spec.url) if isinstance(spec, GatewayEngine) else (spec.urls, None)
             key = os.environ.get(spec.api_key_env) or None

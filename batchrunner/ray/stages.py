@@ -20,7 +20,7 @@ from batchrunner.api import open_engine
 from batchrunner.core.console import counted
 from batchrunner.core.errors import BatchrunError, InputError, JobError
 from batchrunner.core.types import Outcome
-from batchrunner.engines.model_memory import cards_of
+from batchrunner.engines.model_files import cards_of
 from batchrunner.input.templates import unknown_column
 from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.call import LibraryCall, Prompt

@@ -145,11 +145,11 @@ def _span(before: LoggedBatch, after: LoggedBatch, prefills: list[LoggedBatch]) 
     tokens = samples * after.accepted
     kv_tokens = LOG_INTERVAL * ((before.tokens or 0) + (after.tokens or 0)) / 2
     work = PassWork(
-        LOG_INTERVAL,
-        len(prefills),
+        LOG_INTERVAL + len(prefills),
         samples + sum(batch.new_seqs for batch in prefills),
         kv_tokens,
         sum(batch.new_tokens for batch in prefills),
+        len(prefills),
         tokens,
     )
     return PassSpan(work, tokens / (after.throughput or 1.0))

@@ -19,8 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from batchrunner.core.errors import EngineStartError, JobError
 from batchrunner.engines.device import gpus
-from batchrunner.engines.model_files import check_model
-from batchrunner.engines.model_memory import cards_of, with_tp
+from batchrunner.engines.model_files import cards_of, check_model, with_tp
 from batchrunner.job.engine import GatewayEngine, ServerEngine
 from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job

@@ -30,8 +30,7 @@ from batchrunner.engines.base import PlacedRequest
 from batchrunner.engines.http import replies
 from batchrunner.engines.http.client import BundleAnswer, Endpoint
 from batchrunner.engines.http.guard import ModelGuard, common_model, model_in
-from batchrunner.engines.http.loads import LOADS, METRICS, counters_in, load_in
-from batchrunner.engines.http.server_info import describe, urls_in
+from batchrunner.engines.http.server_info import LOADS, METRICS, counters_in, describe, load_in, workers_in
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.output.columns import schema_of_run, table_of
 from batchrunner.output.counts import RowCounts
@@ -144,7 +143,7 @@ def check_description(reply: bytes) -> bool:
         return False
     if not isinstance(found, dict):
         return False
-    assert all(url.startswith("http") for url in urls_in(found.get("workers")))
+    assert all(url.startswith("http") for url in workers_in(found.get("workers")))
     model = {**found, "model_path": str(found.get("model_path"))}
     with contextlib.suppress(EngineStartError):
         orjson.dumps(asdict(describe([model, model], [found, found], [])))

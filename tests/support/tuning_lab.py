@@ -42,11 +42,11 @@ class Card:
         return 80 * (1 - fraction) - self.other_gb
 
 
-@dataclass(frozen=True)
 class LoggedCost(CostModel):
     """A cost model that keeps what it was asked: the log of a server."""
 
-    steps: list[tuple[PassWork, float]] = field(default_factory=list)
+    def __init__(self, *_: float) -> None:
+        self.steps: list[tuple[PassWork, float]] = []
 
     def step_s(self, step: StepResult) -> float:
         seconds = super().step_s(step)
@@ -116,7 +116,7 @@ class Lab:
         luck = random.Random(f"{self.seed} {sorted(request.args.items())} {request.turn}")
         slow = math.exp(luck.gauss(0, self.noise))
         config = self.config(request.args)
-        cost = LoggedCost(*(getattr(self.cost, name) for name in CostModel.__slots__))
+        cost = LoggedCost(*self.cost)
         replica = Replica(config, cost)
         watch, waiting = TrialWatch(request.incumbent), list(reversed(self.rows))
         now = 0.0  # as the replica's clock has it; the trial's is `slow` times as long

@@ -70,11 +70,11 @@ def test_what_passes_were_and_took() -> None:
     """Between two lines of decode passes lie ten of them and the prefills; the throughput tells the time."""
     prefill, decode = ([line for line in LOG.splitlines() if word in line] for word in ("Prefill", "Decode"))
     (span,) = spans_of(logged_passes([decode[0], prefill[0], prefill[0], decode[0]]))
-    assert span.work == PassWork(LOG_INTERVAL, 2, 2330 + 4, 3709590, 1600, 2330)
+    assert span.work == PassWork(LOG_INTERVAL + 2, 2330 + 4, 3709590, 1600, 2, 2330)
     assert span.seconds == pytest.approx(2330 / 4594.01, abs=1e-3)
     assert spans_of(logged_passes(prefill)) == ()
     many = spans_of(logged_passes(decode * 300))
     assert len(many) <= 80
-    assert sum(span.work.decodes for span in many) == 599 * LOG_INTERVAL
+    assert sum(span.work.passes for span in many) == 599 * LOG_INTERVAL
     other = [line.replace("17:18:05]", "17:18:05 DP1]") for line in decode]
     assert spans_of(logged_passes([*decode, *other])) == ()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 RESULT = TrialResult(
     "measured", "all rows", 40.0, 100.0, 12.0, signs=TrialSigns(running=3.5),
     rows=(RowLengths(10, 2, 30, 50, fixed=True),),
-    spans=(PassSpan(PassWork(10, 1, 30.0, 4.0, 5.0, 6.0), 0.5),),
+    spans=(PassSpan(PassWork(11, 30.0, 4.0, 5.0, 1, 6.0), 0.5),),
 )  # fmt: skip
 
 

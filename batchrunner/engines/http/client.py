@@ -3,16 +3,20 @@
 A row is a POST whose reply comes whole; so is a list of rows of a task without decoding. SGLang answers a
 bundle, a list of prompts with `stream: true`, by events, each with the `index` of its row: one when a row
 ends, and one after its first token where more follow.
+
+`HttpEngine` is the client. `AttachedServers` is the engine of servers that run already, or of a gateway and
+its workers: others restart them if they fail. The engine of servers that we start is in `launched/fleet.py`.
 """
 
 import asyncio
-import dataclasses
+import contextlib
 import functools
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -35,6 +39,7 @@ from batchrunner.core.errors import (
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine, PlacedRequest, RowAnswers
+from batchrunner.engines.hang_detector import Hang, HangDetector, progress_of
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
 from batchrunner.engines.http.guard import (
@@ -45,24 +50,23 @@ from batchrunner.engines.http.guard import (
     common_model,
     model_in,
 )
-from batchrunner.engines.http.loads import (
+from batchrunner.engines.http.server_info import (
     LOADS,
     METRICS,
     NOT_REACHED,
     NOT_SGLANG,
-    ServerStatus,
-    in_words,
-)
-from batchrunner.engines.http.server_info import (
     ServerQuestions,
+    ServerStatus,
     WorkerList,
     describe,
     events_of_tokens,
+    in_words,
     pooling_note,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.engines.model_files import vocabulary_of
 from batchrunner.input.request_bodies import with_model
+from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 
 log = logging.getLogger(__name__)
@@ -131,7 +135,7 @@ class HttpEngine(Engine):
         self,
         *,
         api_key: str | None,
-        request_timeout_s: float,
+        limits: LimitsSpec,
         excuses: Callable[[str, float], Awaitable[bool]] | None = None,
         task: TaskName = GENERATE,
     ) -> None:
@@ -147,9 +151,13 @@ class HttpEngine(Engine):
         self._incidents: list[Incident] = []
         self.failures = FailureClassifier(self._is_alive, excuses)
         self._task = task
-        self._launched = excuses is not None
         self._api_key = api_key
-        self._timeout_s = request_timeout_s
+        self._limits = limits
+        self._behind_gateway = False
+        self._hangs: defaultdict[str, HangDetector] = defaultdict(
+            lambda: HangDetector(limits.hang, alone=not self._behind_gateway)
+        )
+        """By the URLs of servers."""
         self._rows: aiohttp.ClientSession | None = None
         self._questions: aiohttp.ClientSession | None = None
         self._load_path: str | None = None
@@ -157,7 +165,6 @@ class HttpEngine(Engine):
         self._first = Endpoint("")
         """The first replica, which tells its tokens."""
         self._clock: asyncio.Task[None] | None = None
-        self._behind_gateway = False
         self._confirms_answers = False
         self._vocabulary: int | None = None
         self._model_names: frozenset[str] = frozenset()
@@ -186,11 +193,6 @@ class HttpEngine(Engine):
         questions = ServerQuestions(self._questions, behind_gateway=self._behind_gateway)
         told = [await questions.at_start(url, self._task) for url in urls]
         models, servers = [model for model, _ in told], [server for _, server in told]
-        for url, server in zip(urls, servers, strict=True):
-            if server.get("skip_tokenizer_init"):
-                raise EngineStartError(
-                    f"{url}: runs with --skip-tokenizer-init and returns no text", hint="start it without"
-                )
         model = common_model([*map(model_in, models, servers)])
         source = "the server tells no load (no /v1/loads, no /metrics)"
         for path in (LOADS, METRICS):
@@ -204,9 +206,9 @@ class HttpEngine(Engine):
         names = [found.get(key) for found in models for key in ("served_model_name", "model_path")]
         self._model_names = frozenset(str(name) for name in names if name)
         notes = [f"{source}; connections limited by {limited_by}", *info.notes]
-        if self._task == EMBED and not self._launched and (note := pooling_note(models[0])):
+        if self._task == EMBED and self.failures.excuses is None and (note := pooling_note(models[0])):
             notes.append(note)
-        return dataclasses.replace(
+        return replace(
             info,
             weights=model.get("weight_version"),
             routes=tuple(self.endpoints),
@@ -299,7 +301,7 @@ class HttpEngine(Engine):
                 self.failures.record(url, alive=True)
                 found += loads
         if self._behind_gateway:
-            return [dataclasses.replace(load, route=GATEWAY_ROUTE) for load in found]
+            return [replace(load, route=GATEWAY_ROUTE) for load in found]
         return found
 
     async def _loads_of(self, url: str, path: str) -> list[SchedulerLoad] | None:
@@ -310,6 +312,17 @@ class HttpEngine(Engine):
         except (*NOT_REACHED, *NOT_SGLANG) as failure:
             log.debug("the load of %s could not be read: %r", url, failure)
             return None if isinstance(failure, NOT_REACHED) else []
+
+    def _hang_of(self, url: str, loads: Sequence[SchedulerLoad]) -> Hang | None:
+        """Return the silence of a server that hangs; `loads` are those of all that answered the last poll."""
+        alone = not self._behind_gateway
+        endpoint = self.endpoints[url if alone else GATEWAY_ROUTE]
+        return self._hangs[url].poll(
+            time.monotonic(),
+            [load for load in loads if load.server == url],
+            in_flight=endpoint.in_flight,
+            answers=endpoint.answers if alone else 0,
+        )
 
     def _open_sessions(self, urls: Sequence[str]) -> None:
         """Keep the connections of rows apart from those of polls and of questions about the model."""
@@ -352,8 +365,8 @@ class HttpEngine(Engine):
     async def _end_late_requests(self) -> None:
         """End requests that take too long: a timer for each would be 8 % of the instructions of a row."""
         while True:
-            await asyncio.sleep(min(LONGEST_TICK_S, self._timeout_s / 10))
-            late = time.monotonic() - self._timeout_s
+            await asyncio.sleep(min(LONGEST_TICK_S, self._limits.request_timeout / 10))
+            late = time.monotonic() - self._limits.request_timeout
             for endpoint in (*self.endpoints.values(), self._first):
                 endpoint.end_requests(sent_before=late)
 
@@ -486,7 +499,7 @@ class HttpEngine(Engine):
         except asyncio.CancelledError:
             if task in endpoint.requests or task.uncancel():  # others want the task to end
                 raise
-            late = f"no answer within {self._timeout_s:g} s"
+            late = f"no answer within {self._limits.request_timeout:g} s"
             raise (EngineDownError(endpoint.closed) if endpoint.closed else NoAnswerError(late)) from None
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise await self._meaning(endpoint, failure, sent_at) from None
@@ -593,3 +606,90 @@ class BundleAnswer:
             self.answers.ended(place, failure)
         else:
             self.answers.ended(place, completion)
+
+
+class AttachedServers(HttpEngine):
+    """Replicas of one model, or a Model Gateway: one route to all its workers, whose loads are polled.
+
+    A replica that hangs gets no rows for a while, or until it moves; a gateway chooses its workers itself.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        gateway: str | None = None,
+        api_key: str | None,
+        limits: LimitsSpec,
+        task: TaskName = GENERATE,
+    ) -> None:
+        """Take the URLs of the replicas, or that of a `gateway`, which knows them."""
+        super().__init__(api_key=api_key, limits=limits, task=task)
+        self._urls = urls
+        self._gateway = gateway
+        self._workers = WorkerList(gateway, api_key) if gateway else None
+        self._closed: dict[str, tuple[float, object]] = {}
+        """By server that hangs: the time until which it gets no rows, and its load when it was found."""
+        self._model_watch: asyncio.Task[None] | None = None
+
+    async def open(self) -> EngineInfo:
+        """Connect and read the description of every server; see `Engine.open`."""
+        if self._workers is None:
+            info = await self.connect(self._urls)
+            self._model_watch = asyncio.create_task(self._watch_model())
+            return info
+        urls = await self._workers.addresses()
+        if not urls:
+            raise EngineStartError(f"{self._gateway}: the gateway has no workers that speak HTTP")
+        info = await self.connect(urls, gateway=self._gateway, workers=self._workers)
+        notes = (f"{len(urls)} workers behind the gateway {self._gateway}: {', '.join(urls)}", *info.notes)
+        return replace(info, kind="gateway", notes=notes)
+
+    async def loads(self) -> Sequence[SchedulerLoad]:
+        """Return the load of each scheduler that answers now; raises AnotherModelError for a new model."""
+        if self._model_watch is not None and self._model_watch.done():
+            self._model_watch.result()
+        loads = await super().loads()
+        for url in self.replicas:
+            progress = progress_of(load for load in loads if load.server == url)
+            if url in self._closed:
+                until, last = self._closed[url]
+                if time.monotonic() > until or (progress and progress != last):
+                    self._reopen(url)
+            elif hang := self._hang_of(url, loads):
+                self._close(url, f"{url} {hang.why}", progress)
+        return loads
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._model_watch is not None:
+            self._model_watch.cancel()
+            await asyncio.gather(self._model_watch, return_exceptions=True)
+        if self._workers is not None:
+            await self._workers.close()
+        await super().close()
+
+    async def _watch_model(self) -> None:
+        """Ask servers for their model now and then: behind a proxy it may become another one unseen."""
+        while True:
+            await asyncio.sleep(TIMING.model_check)
+            for url in self._urls:
+                with contextlib.suppress(EngineDownError):  # it is away: rows find out
+                    await self.guard.confirm(url)
+
+    def _close(self, url: str, why: str, progress: object) -> None:
+        """Send no more rows to a server that hangs; behind a gateway nothing can be done."""
+        self._incidents.append(Incident("hangs", url, why))
+        if self._gateway:
+            log.warning("%s: only its gateway can take it out", why)
+            return
+        hang_s = self._limits.hang
+        log.warning("%s: its rows are sent again, and it gets none for %g s or until it moves", why, hang_s)
+        self._closed[url] = time.monotonic() + hang_s, progress
+        self.endpoints[url].close(why)
+
+    def _reopen(self, url: str) -> None:
+        log.warning("%s gets rows again", url)
+        self._incidents.append(Incident("back", url))
+        del self._closed[url]
+        self.endpoints[url].reopen()

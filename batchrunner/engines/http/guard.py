@@ -175,25 +175,18 @@ class GuardedConnector(aiohttp.TCPConnector):
         return protocol
 
 
+@dataclass(slots=True, eq=False)
 class FailureClassifier:
     """Judges whether a row was cut off by its own fault, its server's death, or neither."""
 
-    def __init__(
-        self,
-        is_alive: Callable[[str], Awaitable[bool]],
-        excuses: Callable[[str, float], Awaitable[bool]] | None,
-    ) -> None:
-        """Take what asks a server whether it answers.
-
-        For servers that this run started take too what tells whether one ended after a time for a reason
-        that is no row's fault.
-        """
-        self._is_alive = is_alive
-        self._excuses = excuses
-        self.dead: set[str] = set()
-        """Servers that did not answer when last asked."""
-        self._questions: dict[str, asyncio.Future[bool]] = {}
-        self._died_at: dict[str, float] = {}
+    is_alive: Callable[[str], Awaitable[bool]]
+    """Asks a server whether it answers."""
+    excuses: Callable[[str, float], Awaitable[bool]] | None
+    """Tells whether a server that this run started ended after a time for a reason that is no row's fault."""
+    dead: set[str] = field(default_factory=set)
+    """Servers that did not answer when last asked."""
+    _questions: dict[str, asyncio.Future[bool]] = field(default_factory=dict)
+    _died_at: dict[str, float] = field(default_factory=dict)
 
     def record(self, url: str, *, alive: bool) -> None:
         """Record whether a server is alive now."""
@@ -212,7 +205,7 @@ class FailureClassifier:
         """
         alive = await self._ask(url)
         if sent_at < self._died_at.get(url, -math.inf):
-            excused = self._excuses is not None and await self._excuses(url, sent_at)
+            excused = self.excuses is not None and await self.excuses(url, sent_at)
             return EngineDownError(what) if excused else EngineDiedError(what)
         return AttemptFailedError(what) if alive else EngineDownError(what)
 
@@ -220,7 +213,7 @@ class FailureClassifier:
         """Ask a server, once for all rows that were cut off together."""
         question = self._questions.get(url)
         if question is None:
-            question = self._questions[url] = asyncio.ensure_future(self._is_alive(url))
+            question = self._questions[url] = asyncio.ensure_future(self.is_alive(url))
             question.add_done_callback(lambda _: self._questions.pop(url, None))
         alive = await asyncio.shield(question)
         self.record(url, alive=alive)

@@ -3,12 +3,11 @@
 Whatever bytes come, reading them ends in a completion or in a RequestError of the row.
 """
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import Annotated, Any, ParamSpec, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import orjson
@@ -286,25 +285,6 @@ class Answer(msgspec.Struct):
     calls: list[ToolCall] | None = None
 
 
-Asked = ParamSpec("Asked")
-Read = TypeVar("Read")
-
-
-def _reads_anything(read: Callable[Asked, Read]) -> Callable[Asked, Read]:
-    """Make the errors of a function that reads replies those of a row: no reply may end a run."""
-
-    @functools.wraps(read)
-    def safely(*args: Asked.args, **options: Asked.kwargs) -> Read:
-        try:
-            return read(*args, **options)
-        except RequestError:
-            raise
-        except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
-            raise AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})") from None
-
-    return safely
-
-
 def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
     """Decode a reply; raises AttemptFailedError for what is none."""
     try:
@@ -315,26 +295,30 @@ def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
         ) from None
 
 
-@_reads_anything
 def completion_of(request: Request, reply: bytes | Sample | list[bytes]) -> Completion:
     """Read a reply with status 200, an event of one, or all replies to a task without decoding.
 
     Raises RequestError where the reply is an abort, no answer, one with fewer or more samples than were asked
     for, or an empty one that the model did not end.
     """
-    if isinstance(reply, Sample):
-        return _from_generate(request, (reply,))
-    if isinstance(reply, list):
-        (result,) = answers_of([request], reply)
-        if isinstance(result, RequestError):
-            raise result
-        return result
-    if request.kind == "body":
-        return _from_body(request.prompt, reply)
-    if request.kind == "messages":
-        return _from_chat(request, _decoded(_read_choices, reply))
-    found = _decoded(_read_generate, reply)
-    return _from_generate(request, found if isinstance(found, list) else (found,))
+    try:
+        if isinstance(reply, Sample):
+            return _from_generate(request, (reply,))
+        if isinstance(reply, list):
+            (result,) = answers_of([request], reply)
+            if isinstance(result, RequestError):
+                raise result  # noqa: TRY301 - as it is
+            return result
+        if request.kind == "body":
+            return _from_body(request.prompt, reply)
+        if request.kind == "messages":
+            return _from_chat(request, _decoded(_read_choices, reply))
+        found = _decoded(_read_generate, reply)
+        return _from_generate(request, found if isinstance(found, list) else (found,))
+    except RequestError:
+        raise
+    except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
+        raise AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})") from None
 
 
 def _from_generate(request: Request, samples: Sequence[Sample]) -> Completion:
@@ -563,9 +547,13 @@ def _as_line(reply: bytes, model: str | None) -> str:
     return content.decode()
 
 
-@_reads_anything
 def answers_of(requests: Sequence[Request], replies: Sequence[bytes]) -> list[Completion | RequestError]:
     """Read the replies to requests of one task without decoding; raises RequestError where they are none."""
     task = requests[0].task
     assert task is not None
-    return task.answers(requests, replies)
+    try:
+        return task.answers(requests, replies)
+    except RequestError:
+        raise
+    except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
+        raise AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})") from None

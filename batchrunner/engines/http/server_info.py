@@ -1,53 +1,240 @@
-"""What servers say of themselves: `/model_info` and `/server_info` → EngineInfo and TokenizerInfo.
+"""What servers say of themselves: their load, their model and arguments, and a Model Gateway's workers.
 
-And what a Model Gateway says of its workers.
+The load is from `/v1/loads` or else from `/metrics`. `/model_info` and `/server_info` make EngineInfo and
+TokenizerInfo.
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import aiohttp
+import msgspec
 import orjson
 
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad, TokenizerInfo
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.guard import Model, model_in
-from batchrunner.engines.http.loads import (
-    KEY_REFUSED,
-    MODEL_INFO,
-    MOST,
-    NOT_REACHED,
-    SERVER_INFO,
-    ServerStatus,
-    in_words,
-)
 from batchrunner.engines.model_files import model_identity, takes_mean
 from batchrunner.job.tasks import TASKS, TaskName
 
 log = logging.getLogger(__name__)
 
+MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
+"""Paths of the server's description of itself."""
+LOADS, METRICS = "/v1/loads?include=core", "/metrics"
+"""Paths at which a server may report its load, the better one first."""
+KEY_REFUSED = frozenset({401, 403})
+"""Statuses with which a server refuses the API key."""
+PREFIX = "sglang:"
+"""Beginning of the names of SGLang's metrics."""
+MOST_BYTES = 8 << 20
+"""Most bytes of a body that are read; `/metrics` of a large server has a tenth of them."""
+MOST = 1 << 53
+"""Largest value of a gauge or counter: up to there a double holds every integer."""
+NOT_REACHED = (aiohttp.ClientError, TimeoutError, OSError)
+"""Errors that every request here raises where the server does not answer in time."""
+NOT_SGLANG = (ValueError, KeyError, TypeError, msgspec.MsgspecError)
+"""Errors that `load` raises too, for a reply that is not SGLang's."""
 
-def check_does(task: TaskName, generates: object, who: str, architectures: object = None) -> None:
-    """Raise EngineStartError where a model cannot do a task; `generates` is what its server says of it.
 
-    `who` says in words which server it is, and which model it serves, `architectures` are the names of its
-    classes. One that does not say may do anything.
+def in_words(failure: Exception) -> str:
+    """Say in one line why a server gave no answer; some of aiohttp's errors do not say it, or in several."""
+    if isinstance(failure, aiohttp.TooManyRedirects):
+        return "its redirects lead in a circle"
+    return " ".join(str(getattr(failure, "os_error", failure)).split()) or type(failure).__name__
+
+
+class ServerStatus:
+    """GET requests to the server at `url`, each of which ends after its `timeout_s`."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self.url = url
+        self._session = session
+
+    async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        """Return the status and the body of a path; a body that is too long comes back empty."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.get(self.url + path, timeout=timeout) as response:
+                body = bytearray()
+                async for part in response.content.iter_any():
+                    body += part
+                    if len(body) > MOST_BYTES:
+                        return response.status, b""
+                return response.status, bytes(body)
+        except NOT_REACHED:
+            raise
+        except Exception as failure:  # what no HTTP library foresaw
+            raise aiohttp.ClientPayloadError(f"the answer cannot be read: {failure!r}") from failure
+
+    async def mapping(self, path: str, timeout_s: float) -> tuple[int, dict[str, Any]]:
+        """Return the status and the JSON object of a path, empty without one."""
+        status, body = await self.get(path, timeout_s)
+        with contextlib.suppress(orjson.JSONDecodeError):
+            found = orjson.loads(body) if status == 200 else None  # noqa: PLR2004
+            if isinstance(found, dict):
+                return status, found
+        return status, {}
+
+    async def load(self, path: str, timeout_s: float) -> list[SchedulerLoad]:
+        """Return the load of each scheduler, from LOADS or METRICS; empty where the path is not there."""
+        status, body = await self.get(path, timeout_s)
+        return load_in(path, body, self.url) if status == 200 else []  # noqa: PLR2004
+
+    async def is_alive(self) -> bool:
+        """Tell whether the server answers within 2 s, with whatever status."""
+        try:
+            await self.get(MODEL_INFO, TIMING.status_timeout)
+        except NOT_REACHED:
+            return False
+        return True
+
+
+Requests = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+"""Requests at one scheduler: at most sixteen times as many as one address has ports."""
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
+
+
+class _Scheduler(msgspec.Struct):
+    """What a scheduler tells of its load; a gauge out of its range makes it no load."""
+
+    num_running_reqs: Requests
+    num_waiting_reqs: Requests
+    token_usage: Annotated[float, msgspec.Meta(ge=0, le=10)]
+    """Share of the KV pool; SGLang's is 1, or a little more while requests are moved."""
+    num_used_tokens: Tokens | None = None
+    max_total_num_tokens: Tokens | None = None
+    max_running_requests: Requests | None = None
+    dp_rank: int = 0
+    timestamp: Any = None
+    total_prefill_busy_us: Amount | None = None
+    decode_moments: list[Amount] | None = None
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Scheduler]
+
+
+_read_loads = msgspec.json.Decoder(_Loads)
+
+
+def load_in(path: str, body: bytes, url: str) -> list[SchedulerLoad]:
+    """Read the reply of LOADS or METRICS of the server at `url`; raises ValueError for anything else."""
+    try:
+        if path == METRICS:
+            return from_metrics(body.decode(errors="replace"), url)
+        return _loads_of(_read_loads.decode(body).loads, "loads", url)
+    except Exception as failure:
+        raise ValueError(f"no load: {type(failure).__name__}: {failure}") from failure
+
+
+def from_metrics(text: str, url: str) -> list[SchedulerLoad]:
+    """Read `GET /metrics`, Prometheus text of a server with --enable-metrics; empty without SGLang's gauges.
+
+    Raises one of NOT_SGLANG for another text.
     """
-    kind = TASKS.get(task)
+    ranks: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for rank, name, value in _samples_in(text):
+        ranks[rank]["num_waiting_reqs" if name == "num_queue_reqs" else name] = value
+    schedulers = [
+        msgspec.convert({"token_usage": 0.0, **gauges, "dp_rank": rank or 0}, _Scheduler, strict=False)
+        for rank, gauges in sorted(ranks.items())
+        if "num_running_reqs" in gauges
+    ]
+    return _loads_of(schedulers, "metrics", url)
+
+
+def _loads_of(
+    found: Sequence[_Scheduler], source: Literal["loads", "metrics"], url: str
+) -> list[SchedulerLoad]:
+    """Return the load of each DP rank of a server."""
+    return [
+        SchedulerLoad(
+            scheduler=url if len(found) == 1 else f"{url}#dp{load.dp_rank}",
+            source=source,
+            running=load.num_running_reqs,
+            queue=load.num_waiting_reqs,
+            token_usage=load.token_usage,
+            used_tokens=load.num_used_tokens,
+            max_total_tokens=load.max_total_num_tokens,
+            max_running=load.max_running_requests,
+            route=url,
+            taken_at=load.timestamp if type(load.timestamp) in {int, float} else None,
+            work=_work(load),
+        )
+        for load in found
+    ]
+
+
+def counters_in(text: str) -> dict[str, float]:
+    """Return SGLang's numbers of `GET /metrics`, summed over schedulers, by their names without `sglang:`.
+
+    Raises ValueError where the text is not Prometheus's.
+    """
+    found: defaultdict[str, float] = defaultdict(float)
+    for _, name, value in _samples_in(text):
+        found[name] += value
+    return dict(found)
+
+
+def _samples_in(text: str) -> Iterator[tuple[str, str, float]]:
+    """Yield SGLang's counters and gauges: the DP rank, the name without `sglang:`, the value.
+
+    Values that no counter or gauge has (infinite, not a number, negative) are left out.
+
+    All pipeline stages and tensor-parallel ranks of a DP rank report the same values, so only the first one
+    counts. With DP attention that is not rank 0.
+    """
+    from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
+
+    samples = [
+        (
+            sample.labels.get("dp_rank", ""),
+            (int(sample.labels.get("pp_rank") or 0), int(sample.labels.get("tp_rank") or 0)),
+            sample,
+        )
+        for family in text_string_to_metric_families(text)
+        if family.type in {"counter", "gauge"} and family.name.startswith(PREFIX)
+        for sample in family.samples
+    ]
+    first: dict[str, tuple[int, int]] = {}
+    for dp, rank, _ in samples:
+        first[dp] = min(rank, first.get(dp, rank))
+    for dp, rank, sample in samples:
+        if rank == first[dp] and 0 <= sample.value <= MOST:
+            yield dp, sample.name.removeprefix(PREFIX), sample.value
+
+
+def _work(load: _Scheduler) -> float | None:
+    """Return microseconds of prefill + decode steps; None before SGLang 0.5.23, which counts them."""
+    if load.total_prefill_busy_us is None:
+        return None
+    return load.total_prefill_busy_us + (load.decode_moments or [0])[0]
+
+
+def _check_does(task: TaskName, model: Mapping[str, Any], who: str) -> None:
+    """Raise EngineStartError where a model cannot do a task, by its `/model_info`; what is not told may be.
+
+    `who` says in words which server it is, and which model it serves.
+    """
+    kind, generates = TASKS.get(task), model.get("is_generation")
     by_generation = kind is None or kind.by_generation
     if by_generation and generates is False:
         raise EngineStartError(f"{who}, which does not generate text")
-    if kind is not None and not by_generation and generates is True:
+    if generates is True and not by_generation:
         raise EngineStartError(
             f"{who}, which generates text", hint=f"start it with --is-embedding for task: {task}"
         )
-    check_architecture(task, architectures, who)
+    check_architecture(task, model.get("architectures"), who)
 
 
 def check_architecture(task: TaskName, architectures: object, who: str) -> None:
@@ -82,8 +269,11 @@ class ServerQuestions:
         except EngineDownError as failure:
             hint = self._remedy if self._remedy in str(failure) else None
             raise EngineStartError(str(failure), hint=hint) from None
-        who = f"{url}: serves {model['model_path']}"
-        check_does(task, model.get("is_generation"), who, model.get("architectures"))
+        _check_does(task, model, f"{url}: serves {model['model_path']}")
+        if server.get("skip_tokenizer_init"):
+            raise EngineStartError(
+                f"{url}: runs with --skip-tokenizer-init and returns no text", hint="start it without"
+            )
         return model, server
 
     async def model(self, url: str, run_model: Model, timeout_s: float | None = None) -> dict[str, str]:
@@ -134,6 +324,9 @@ _CHAT_ARGUMENTS = (
 )
 _OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
 """Models whose chats SGLang handles in its own way (special tokens in the answer, rules for messages)."""
+_IN_PIECES = ("incremental_streaming_output", "stream_output")
+"""Arguments, the second being the older name, with which an event has only the text since the last one: so
+each row should be a request of its own."""
 FEW_EVENTS = 256
 """`stream_interval` of a server from which on its events for a row are few."""
 FEW_EVENTS_FLAG = "--stream-interval 1000000"
@@ -162,7 +355,7 @@ def describe(
         takes_images=takes_images,
         takes_audio=_in_all(models, "has_audio_understanding"),
         takes_videos=takes_images and None,  # what takes images may take videos
-        one_by_one=next(filter(None, map(_answers_in_pieces, servers)), None),
+        one_by_one=next(filter(None, (_runs_with(server, _IN_PIECES) for server in servers)), None),
         notes=(_LPM_NOTE,) if first.get("schedule_policy") == "lpm" else (),
     )
 
@@ -228,14 +421,6 @@ def _common_to(found: Sequence[TokenizerInfo]) -> TokenizerInfo:
     if any(other != first for other in found):
         return TokenizerInfo(first.tokenizer, first.model, own="the replicas' arguments differ")
     return first
-
-
-def _answers_in_pieces(server: Mapping[str, Any]) -> str | None:
-    """Say why each row should be a request of its own; None where a request can hold several.
-
-    With these arguments an event has only the text since the last one; the second is the older name.
-    """
-    return _runs_with(server, ("incremental_streaming_output", "stream_output"))
 
 
 def _runs_with(server: Mapping[str, Any], arguments: Iterable[str]) -> str | None:
@@ -318,7 +503,7 @@ class WorkerList:
             )
         if status != 200 or not isinstance(reply.get("workers"), list):  # noqa: PLR2004
             raise EngineStartError(f"{self.url}: is not SGLang's Model Gateway (GET /workers gave {status})")
-        return urls_in(reply["workers"])
+        return [*workers_in(reply["workers"])]
 
     async def bring_to(self, wanted: set[str]) -> bool:
         """Add and remove workers until the list is `wanted`; return False if it is not within 120 s.
@@ -330,7 +515,8 @@ class WorkerList:
             asked: dict[str, float] = {}
             while (now := time.monotonic()) - began < GIVE_UP_S:
                 try:
-                    listed = await self._listed()
+                    _, reply = await self._ask("GET", "/workers")
+                    listed = workers_in(reply["workers"])
                     wrong = wanted ^ listed.keys()
                     if not wrong:
                         return True
@@ -338,21 +524,13 @@ class WorkerList:
                         if now - asked.get(url, -math.inf) >= ASK_AGAIN_S:
                             asked[url] = now
                             await self._change(url, listed.get(url, []))
-                except (*NOT_REACHED, KeyError, TypeError) as failure:
+                except (*NOT_REACHED, KeyError) as failure:
                     log.debug("the gateway's list of workers: %r", failure)
                     asked.clear()
                 await asyncio.sleep(POLL_S)
             return False
 
-    async def _listed(self) -> dict[str, list[str]]:
-        """Return the ids of each worker: one, or one for each DP rank."""
-        _, reply = await self._ask("GET", "/workers")
-        listed: dict[str, list[str]] = {}
-        for worker in reply["workers"]:
-            listed.setdefault(_RANK.sub("", worker["url"]), []).append(worker["id"])
-        return listed
-
-    async def _change(self, url: str, listed_as: list[str]) -> None:
+    async def _change(self, url: str, listed_as: Sequence[Any]) -> None:
         for worker_id in listed_as:
             await self._ask("DELETE", f"/workers/{worker_id}")
         if not listed_as:
@@ -373,11 +551,12 @@ class WorkerList:
             return response.status, reply if isinstance(reply, dict) else {}
 
 
-def urls_in(workers: Any) -> list[str]:
-    """Return the URLs of the workers in a gateway's list that speak HTTP, each once."""
-    urls = [
-        _RANK.sub("", str(worker.get("url"))).rstrip("/")
-        for worker in (workers if isinstance(workers, list) else ())
-        if isinstance(worker, dict) and worker.get("connection_mode") != "GRPC"
-    ]
-    return list(dict.fromkeys(url for url in urls if url.startswith("http")))
+def workers_in(workers: Any) -> dict[str, list[Any]]:
+    """Return the ids of each worker in a gateway's list that speaks HTTP: one, or one for each DP rank."""
+    found: dict[str, list[Any]] = {}
+    for worker in workers if isinstance(workers, list) else ():
+        if isinstance(worker, dict) and worker.get("connection_mode") != "GRPC":
+            url = _RANK.sub("", str(worker.get("url"))).rstrip("/")
+            if url.startswith("http"):
+                found.setdefault(url, []).append(worker.get("id"))
+    return found

@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import secrets
-import time
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,15 +26,13 @@ from batchrunner.engines.device import (
     program_environment,
     server_args,
 )
-from batchrunner.engines.hang_detector import HangDetector
 from batchrunner.engines.http import wire
-from batchrunner.engines.http.client import Endpoint, HttpEngine
+from batchrunner.engines.http.client import HttpEngine
 from batchrunner.engines.http.connections import HeldPort, free_port, raise_file_limit
 from batchrunner.engines.http.guard import FailureClassifier
 from batchrunner.engines.http.server_info import WorkerList
 from batchrunner.engines.launched.supervisor import SupervisedProgram, to_argv
-from batchrunner.engines.model_files import check_model, model_identity
-from batchrunner.engines.model_memory import cards_of, split_over, with_tp
+from batchrunner.engines.model_files import cards_of, check_model, model_identity, split_over, with_tp
 from batchrunner.engines.recovery import EndedServer, Healer, healer_for
 from batchrunner.job.engine import GatewayEngine, LaunchedEngine, ServerEngine
 from batchrunner.job.spec import LimitsSpec
@@ -166,7 +163,6 @@ class SGLangServer(SupervisedProgram):
         gateway: GatewayProcess | None = None,
         failures: FailureClassifier,
         incidents: list[Incident],
-        hang_s: float,
     ) -> None:
         """`spec` describes all servers of a job; `argv` and `environ` are those of this server alone."""
         offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")} if Path(model).exists() else {}
@@ -191,7 +187,6 @@ class SGLangServer(SupervisedProgram):
         self._healer = healer
         self._gateway = gateway
         self._failures = failures
-        self._hangs = HangDetector(hang_s, alone=gateway is None)
 
     async def start(self) -> None:
         """Start it and wait until it takes requests; raises EngineStartError where it does not.
@@ -237,19 +232,8 @@ class SGLangServer(SupervisedProgram):
         await self.stop()
         self._port.release()
 
-    def poll(self, loads: Sequence[SchedulerLoad], endpoint: Endpoint, now: float) -> None:
-        """Restart the server if it hangs."""
-        if not self.up:
-            return
-        own = [load for load in loads if load.server == self.url]
-        answers = 0 if self._gateway else endpoint.answers
-        hang = self._hangs.poll(now, own, in_flight=endpoint.in_flight, answers=answers)
-        if hang:
-            self.hangs(hang)
-
     async def set_up(self, *, up: bool) -> None:
         """Put the server back into the gateway, or take it out."""
-        self._hangs.restarted()
         self._failures.record(self.url, alive=up)
         if self._gateway:
             await self._gateway.list_worker(self.url, listed=up)
@@ -273,13 +257,12 @@ class LaunchedFleet(HttpEngine):
         self._key = secrets.token_hex(24)  # a - at its head would read as an option
         super().__init__(
             api_key=self._key,
-            request_timeout_s=limits.request_timeout,
+            limits=limits,
             excuses=self.excuses,
             task=task,
         )
         self._spec = spec
         self._log_dir = log_dir
-        self._hang_s = limits.hang
         self._gateway = (
             GatewayProcess(spec, self._incidents, key=self._key, log_dir=log_dir, limits=limits)
             if isinstance(spec, GatewayEngine) and task in PASSED_ON
@@ -344,10 +327,11 @@ class LaunchedFleet(HttpEngine):
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each server; restart what hangs."""
         loads = await super().loads()
-        now = time.monotonic()
-        for route, endpoint in self.endpoints.items():
-            for replica in self._replicas.values() if self._gateway else (self._replicas[route],):
-                replica.poll(loads, endpoint, now)
+        for url, replica in self._replicas.items():
+            if not replica.up:
+                self._hangs[url].restarted()
+            elif hang := self._hang_of(url, loads):
+                replica.hangs(hang)
         return loads
 
     async def excuses(self, url: str, sent_at: float) -> bool:
@@ -367,7 +351,7 @@ class LaunchedFleet(HttpEngine):
         spec = self._spec
         make = functools.partial(
             SGLangServer, spec, model, key=self._key, cpu=cpu, healer=self._healer, gateway=self._gateway,
-            failures=self.failures, incidents=self._incidents, hang_s=self._hang_s,
+            failures=self.failures, incidents=self._incidents,
         )  # fmt: skip
         if not isinstance(spec, GatewayEngine):
             return [make(log_path=self._log_dir / "engine-server.log")]

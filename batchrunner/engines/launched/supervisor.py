@@ -8,8 +8,9 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 import orjson
@@ -30,46 +31,39 @@ VERDICT_S = 30.0
 """Longest wait, in seconds, for the cause of a death: a launcher takes up to 20 s to end what is left."""
 
 
+@dataclass(eq=False, repr=False)  # it has a key
 class SupervisedProgram(ABC):
     """A Python module that runs as a program, never longer than this process, and is restarted when it ends.
 
     `start` starts it; from then on `watch` restarts it.
     """
 
-    needs = "SGLang: install batchrunner[engine], or set engine.python"
+    needs: ClassVar = "SGLang: install batchrunner[engine], or set engine.python"
     """Package to install if the interpreter does not have the module, for the error."""
 
-    def __init__(
-        self,
-        module: str,
-        *,
-        key: str,
-        environ: Mapping[str, str],
-        log_path: Path,
-        python: str | None,
-        name: str,
-        incidents: list[Incident],
-    ) -> None:
-        """`key` is an API key that no argument vector or environment shows; `name` is for messages."""
-        self.key = key
-        self.environ = environ
-        self.log_path = log_path
-        self.name = name
-        self.argv: Sequence[str] = ()
-        """The program's arguments, without the key."""
-        self.up = False
-        """Whether it is in use: it runs, and is ready."""
-        self.lost: EngineLostError | None = None
-        """Why the program is not restarted any more, once that is so."""
-        self._module = module
-        self._python = python or sys.executable
-        self._incidents = incidents
-        self._process: asyncio.subprocess.Process | None = None
-        self._log_begins = 0
-        self._hung: asyncio.Future[Hang] | None = None
-        self._healed, self._judged_at = False, -math.inf
-        self._verdict = asyncio.Event()  # set at the next death
-        self._settled = asyncio.Event()  # set while the program is up, or lost
+    module: str
+    key: str
+    """An API key that no argument vector or environment shows."""
+    environ: Mapping[str, str]
+    log_path: Path
+    python: str | None
+    """The interpreter; None for our own."""
+    name: str
+    """Its name in messages."""
+    incidents: list[Incident]
+    argv: Sequence[str] = ()
+    """The program's arguments, without the key."""
+    up: bool = False
+    """Whether it is in use: it runs, and is ready."""
+    lost: EngineLostError | None = None
+    """Why the program is not restarted any more, once that is so."""
+    _process: asyncio.subprocess.Process | None = None
+    _log_begins: int = 0
+    _hung: asyncio.Future[Hang] | None = None
+    _healed: bool = False
+    _judged_at: float = -math.inf
+    _verdict: asyncio.Event = field(default_factory=asyncio.Event)  # set at the next death
+    _settled: asyncio.Event = field(default_factory=asyncio.Event)  # set while the program is up, or lost
 
     @abstractmethod
     async def start(self) -> None:
@@ -94,17 +88,18 @@ class SupervisedProgram(ABC):
 
     async def launch(self) -> None:
         """Start the program; raises EngineStartError where the interpreter cannot be run."""
+        python = self.python or sys.executable
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self._log_begins = self.log_path.stat().st_size if self.log_path.exists() else 0
         try:
             self._process = await asyncio.create_subprocess_exec(
-                self._python, str(LAUNCHER),
+                python, str(LAUNCHER),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL, env=dict(self.environ),
             )  # fmt: skip
         except OSError as failure:
-            raise EngineStartError(f"engine.python {self._python}: cannot be run: {failure}") from None
-        config = {"module": self._module, "argv": self.argv, "key": self.key, "log": str(self.log_path)}
+            raise EngineStartError(f"engine.python {python}: cannot be run: {failure}") from None
+        config = {"module": self.module, "argv": self.argv, "key": self.key, "log": str(self.log_path)}
         assert self._process.stdin is not None
         self._process.stdin.write(orjson.dumps(config) + b"\n")
         await self._process.stdin.drain()
@@ -145,9 +140,9 @@ class SupervisedProgram(ABC):
     def failure_message(self, what: str) -> str:
         """Return the program's name and `what`, with the exit status and the cause from the log."""
         cause = cause_in(self.log_path, self._log_begins)
-        package = self._module.partition(".")[0]
+        package = self.module.partition(".")[0]
         if f"No module named '{package}'" in cause or f"No module named {package}" in cause:
-            return f"{self.name} {what}: {self._python} has no {self.needs}"
+            return f"{self.name} {what}: {self.python or sys.executable} has no {self.needs}"
         status = "" if self.exit_code is None else f" (exit {self.exit_code})"
         return f"{self.name} {what}{status}: {cause or 'its log is empty'} [{self.log_path}]"
 
@@ -196,7 +191,7 @@ class SupervisedProgram(ABC):
                 quick_deaths = quick_deaths + 1 if lived_s < TIMING.quick_death else 1
             if quick_deaths > MOST_QUICK_DEATHS:
                 self.lost = EngineLostError(f"{cause} (for the {quick_deaths}th time in a row)")
-                self._incidents.append(Incident("lost", self.name, str(self.lost)))
+                self.incidents.append(Incident("lost", self.name, str(self.lost)))
                 log.warning("%s: not started again", self.name)
                 return
             count = f" ({quick_deaths} of at most {MOST_QUICK_DEATHS} times in a row)"
@@ -213,7 +208,7 @@ class SupervisedProgram(ABC):
                 self.up = True
                 self._settled.set()
                 await self.set_up(up=True)
-                self._incidents.append(Incident("back", self.name))
+                self.incidents.append(Incident("back", self.name))
                 log.warning("%s is back", self.name)
             began = time.monotonic()
 
@@ -238,7 +233,7 @@ class SupervisedProgram(ABC):
     async def _take_down(self, hang: Hang | None) -> str:
         """Report why the program is of no use any more, take it out of use, and end it if it hangs."""
         cause = f"{self.name} {hang.why}" if hang else self.failure_message("died")
-        self._incidents.append(Incident("hangs" if hang else "died", self.name, cause))
+        self.incidents.append(Incident("hangs" if hang else "died", self.name, cause))
         await self.set_up(up=False)
         if hang:
             await self.stop()

@@ -12,25 +12,24 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
 
 Path = tuple[tuple["Hashable", int], ...]
 
 
+@dataclass(slots=True, eq=False)
 class CacheNode:
     """A piece of a segment; the path of its parents is the context before it."""
 
-    __slots__ = ("children", "key", "locks", "parent", "queued", "tokens", "touched")
-
-    def __init__(self, parent: CacheNode | None, key: tuple[Hashable, int], tokens: int) -> None:
-        self.parent = parent
-        self.key = key
-        """Name of the segment, and the token of it at which the piece begins."""
-        self.tokens = tokens
-        self.children: dict[tuple[Hashable, int], CacheNode] = {}
-        self.locks = 0
-        self.touched = 0
-        self.queued = False
-        """Whether the eviction heap has an entry for the node, perhaps with an older access time."""
+    parent: CacheNode | None
+    key: tuple[Hashable, int]
+    """Name of the segment, and the token of it at which the piece begins."""
+    tokens: int
+    children: dict[tuple[Hashable, int], CacheNode] = field(default_factory=dict)
+    locks: int = 0
+    touched: int = 0
+    queued: bool = False
+    """Whether the eviction heap has an entry for the node, perhaps with an older access time."""
 
 
 class RadixCache:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import cycle
 from typing import NamedTuple
 
@@ -37,28 +36,28 @@ class RowLengths(NamedTuple):
 
 
 class PassWork(NamedTuple):
-    """The content of some forward passes."""
+    """The content of some forward passes; all but its tokens have a cost, see `CostModel`."""
 
-    decodes: int = 0
-    prefills: int = 0
+    passes: int = 0
     samples: float = 0.0
     """Sum over passes of the samples in them."""
     kv_tokens: float = 0.0
     """Sum over passes of the context tokens that attention reads."""
     prefill_tokens: float = 0.0
     """Prompt tokens that are computed."""
+    prefills: int = 0
+    """Passes with prompt tokens."""
     tokens: float = 0.0
     """Output tokens."""
 
     def plus(self, step: StepResult, tokens: int) -> "PassWork":
         """Add a step that put out `tokens`."""
-        is_prefill = step.kind == "prefill"
         return PassWork(
-            self.decodes + (0 if is_prefill else step.steps),
-            self.prefills + (step.steps if is_prefill else 0),
+            self.passes + step.steps,
             self.samples + step.steps * step.samples,
             self.kv_tokens + step.steps * step.kv_tokens,
             self.prefill_tokens + step.prefill_tokens,
+            self.prefills + (step.steps if step.kind == "prefill" else 0),
             self.tokens + tokens,
         )
 
@@ -100,9 +99,8 @@ RIDGE = 1e-3
 """Weight against large parts when a model is fitted to stretches of passes, which are much alike."""
 
 
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Seconds of a forward pass, linear in its content."""
+class CostModel(NamedTuple):
+    """Seconds of a forward pass, linear in its content: a cost for each part of `PassWork`, in its order."""
 
     base_s: float
     """Seconds to read the weights, launch the kernels and run the scheduler."""
@@ -118,13 +116,8 @@ class CostModel:
 
     def work_s(self, work: PassWork) -> float:
         """Return the seconds of several passes."""
-        return (
-            self.base_s * (work.decodes + work.prefills)
-            + self.sample_s * work.samples
-            + self.kv_token_s * work.kv_tokens
-            + self.prefill_token_s * work.prefill_tokens
-            + self.prefill_base_s * work.prefills
-        )
+        content = work[:PARTS]  # its tokens, which come last, cost nothing more
+        return sum(cost * amount for cost, amount in zip(self, content, strict=True))
 
     def step_s(self, step: StepResult) -> float:
         """Return the seconds of all passes of a scheduler's step."""
@@ -159,26 +152,16 @@ def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
 
     Parts that the stretches cannot tell apart share what they cost together, so the model is good for work
     that is not too unlike theirs. None where there are fewer stretches than parts.
+
+    The sum of squares is the least: each part is set to its best value beside the others, again and again,
+    which converges, as no part may be negative.
     """
     if len(spans) < PARTS:
         return None
-    rows = [
-        (float(w.decodes + w.prefills), w.samples, w.kv_tokens, w.prefill_tokens, float(w.prefills))
-        for w, _ in spans
-    ]
-    return CostModel(*least_squares(rows, [seconds for _, seconds in spans]))
-
-
-def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
-    """Return what a unit of each column costs, none below 0, with the least sum of squares over the rows.
-
-    Each part is set to its best value beside the others, again and again: that converges, as no part may be
-    negative.
-    """
-    columns = range(len(rows[0]))
-    products = [[sum(row[i] * row[j] for row in rows) for j in columns] for i in columns]
-    sums = [sum(row[i] * value for row, value in zip(rows, values, strict=True)) for i in columns]
-    parts = [0.0] * len(columns)
+    columns = range(PARTS)
+    products = [[sum(work[i] * work[j] for work, _ in spans) for j in columns] for i in columns]
+    sums = [sum(work[i] * seconds for work, seconds in spans) for i in columns]
+    parts = [0.0] * PARTS
     for _ in range(MOST_SWEEPS):
         before = [*parts]
         for i in columns:
@@ -186,7 +169,7 @@ def least_squares(rows: Sequence[Sequence[float]], values: Sequence[float]) -> l
             parts[i] = max(0.0, (sums[i] - others) / ((1 + RIDGE) * products[i][i] or 1.0))
         if all(map(math.isclose, parts, before)):
             break
-    return parts
+    return CostModel(*parts)
 
 
 INTERVAL_STEPS = 15

@@ -15,7 +15,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, NamedTuple
 
@@ -85,29 +85,26 @@ class SimulatedRequest:
     payload: Any = None
     """The caller's own data; the scheduler does not read it."""
 
-    state: Literal["new", "waiting", "chunked", "running", "finished", "aborted"] = field(
-        default="new", init=False
-    )
-    outputs: int = field(default=0, init=False)
-    """Tokens generated when it was last prefilled, retracted or ended."""
-    cached_tokens: int = field(default=0, init=False)
-    """Prompt tokens found in the cache at its first prefill, as the server reports them."""
-    retractions: int = field(default=0, init=False)
-
     # State that the scheduler keeps.
-    asked_tokens: int = field(default=0, init=False)
+    state: Literal["new", "waiting", "chunked", "running", "finished", "aborted"] = "new"
+    outputs: int = 0
+    """Tokens generated when it was last prefilled, retracted or ended."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the cache at its first prefill, as the server reports them."""
+    retractions: int = 0
+    asked_tokens: int = 0
     """`max_new_tokens`, cut to what the context and the pool can hold."""
-    target_tokens: int = field(default=0, init=False)
+    target_tokens: int = 0
     """Output tokens with which it ends."""
-    path: tuple[tuple[Hashable, int], ...] = field(default=(), init=False)
+    path: tuple[tuple[Hashable, int], ...] = ()
     """Prefix and own part of the context, which has no end, named for the radix cache."""
-    node: CacheNode | None = field(default=None, init=False)
+    node: CacheNode | None = None
     """The cache node that it holds a lock on."""
-    protected_tokens: int = field(default=0, init=False)
+    protected_tokens: int = 0
     """Tokens from the start of its context that the cache owns."""
-    filled_tokens: int = field(default=0, init=False)
+    filled_tokens: int = 0
     """Tokens of its context that are computed so far, while it is prefilled in chunks."""
-    joined: int = field(default=0, init=False)
+    joined: int = 0
     """Its outputs when it began to decode, less the scheduler's count of decode passes then."""
 
     @property

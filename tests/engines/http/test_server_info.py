@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.http.guard import common_model
-from batchrunner.engines.http.loads import LOADS, METRICS, counters_in, from_metrics, load_in
-from batchrunner.engines.http.server_info import describe
+from batchrunner.engines.http.server_info import LOADS, METRICS, counters_in, describe, from_metrics, load_in
 from tests.support.reader_checks import ANY_JSON, check_description, check_load, json_of, some_odd
 
 MODEL = {"model_path": "org/model"}

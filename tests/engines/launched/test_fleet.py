@@ -23,7 +23,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.processes import STOP_SIGNALS
 from batchrunner.engines.launched.fleet import GatewayProcess, LaunchedFleet, gpu_slices
-from batchrunner.engines.model_memory import with_tp
+from batchrunner.engines.model_files import with_tp
 from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.spec import LimitsSpec
 from tests.conftest import job_of

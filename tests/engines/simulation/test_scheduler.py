@@ -268,7 +268,7 @@ def test_a_fit_tells_the_time_of_like_work() -> None:
     made = random.Random(2)
     works = [
         PassWork(
-            decodes=made.randint(10, 100),
+            passes=made.randint(20, 100),
             prefills=made.randint(0, 20),
             samples=made.randint(1_000, 30_000),
             kv_tokens=made.randint(10**5, 10**8),

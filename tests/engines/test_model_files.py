@@ -11,7 +11,7 @@ import pytest
 
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.device import Gpu, gpus, oom_kills
-from batchrunner.engines.model_memory import with_tp
+from batchrunner.engines.model_files import with_tp
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.load import load_job, parse_engine
 from batchrunner.tune.tuner import engine_to_tune
