@@ -142,7 +142,7 @@ class Dispatcher:
     _checker: AnswerChecker | None
     """What checks the answers, where they are checked."""
     _reorderer: Reorderer
-    _windows: ConcurrencyLimits
+    _concurrency: ConcurrencyLimits
     """It learns from the answers, as the reorderer does."""
     _load_control: LoadControl
     _events: EventLog
@@ -236,7 +236,7 @@ class Dispatcher:
 
     def _learn(self, row: PendingRow, route: str, completion: Completion | None, now: float) -> None:
         """Tell the windows and the order of a row that came back; without an answer if it was refused."""
-        self._windows.ended(route, now, completion)
+        self._concurrency.ended(route, now, completion)
         change = self._reorderer.record(row, completion) if completion is not None else None
         if change is not None:
             self._events.write("lead", **asdict(change))

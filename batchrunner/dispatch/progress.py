@@ -89,8 +89,8 @@ class LoadSummary:
     Steady time begins for a scheduler when its window leaves the state `start`, and ends with the tail.
     """
 
-    def __init__(self, limits: ConcurrencyLimits, slots: Slots) -> None:
-        self._limits = limits
+    def __init__(self, concurrency: ConcurrencyLimits, slots: Slots) -> None:
+        self._concurrency = concurrency
         self._slots = slots
         self._last: float | None = None
         self._sums: defaultdict[str, float] = defaultdict(float)  # of values, each times its seconds
@@ -101,7 +101,7 @@ class LoadSummary:
         """Add a sample, for the time since the one before."""
         span = 0.0 if self._last is None else now - self._last
         self._last = now
-        sums, known = self._sums, self._limits.known
+        sums, known = self._sums, self._concurrency.known
         window = self._slots.window
         self._least_window = min(window, self._least_window or window)
         self._most_window = max(window, self._most_window)
@@ -137,7 +137,7 @@ class LoadSummary:
             "mean_token_usage": share("usage"),
             "tail_share": share("tail", self._sums["all"]),
             "imbalance": self._imbalance(),
-            "retractions": self._limits.retractions,
+            "retractions": self._concurrency.retractions,
             "window_min": self._least_window or None,
             "window_max": self._most_window or None,
         }
@@ -158,7 +158,7 @@ class AttemptProgress:
     _counts: RowCounts
     """Those of this one."""
     _slots: Slots
-    _limits: ConcurrencyLimits
+    _concurrency: ConcurrencyLimits
     _backlog: Backlog
     _bundles: BundleTotals
     _engine: Engine
@@ -170,9 +170,9 @@ class AttemptProgress:
 
     def __post_init__(self) -> None:
         """Count nothing yet."""
-        self.load = LoadSummary(self._limits, self._slots)
+        self.load = LoadSummary(self._concurrency, self._slots)
         self._rates = Rates(self.began, counts=6)
-        self._token_rates = {route: Rates(self.began, counts=1) for route in self._limits.info.routes}
+        self._token_rates = {route: Rates(self.began, counts=1) for route in self._concurrency.info.routes}
         self.incidents: list[dict[str, Any]] = []
         """Deaths, hangs and healing of the engine's servers, for report.json."""
 
@@ -192,7 +192,7 @@ class AttemptProgress:
 
     def sample(self, loads: Sequence[SchedulerLoad], now: float) -> dict[str, Any]:
         """Return the state of the run, as a `sample` event has it; `loads` is the newest load sample."""
-        counts, sent, limits = self._counts, self._bundles, self._limits
+        counts, sent, concurrency = self._counts, self._bundles, self._concurrency
         rows_s, output_s, prompt_s, cached_s, requests_s, sent_s = self._rates.update(
             now,
             *(counts.done, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens),
@@ -200,7 +200,7 @@ class AttemptProgress:
         )
         total, done = self._rows.total, len(self._done.rows) + counts.done
         by_scheduler = self._by_scheduler(now)
-        bands = {name: known.controller.band for name, known in limits.known.items()}
+        bands = {name: known.controller.band for name, known in concurrency.known.items()}
         return {
             "rows_total": total,
             "rows_done": done,
@@ -217,27 +217,27 @@ class AttemptProgress:
             "window": self._slots.window,
             "in_flight": self._slots.in_flight,
             "resting": self._backlog.waiting,
-            "retractions": limits.retractions,
+            "retractions": concurrency.retractions,
             "signals": [asdict(load) | by_scheduler.get(load.scheduler, {}) for load in loads],
             "bands": {name: (band.low, band.high) for name, band in bands.items()},
             "task": self.task,
-            "simulated": limits.info.simulated,
+            "simulated": concurrency.info.simulated,
         }
 
     def _by_scheduler(self, now: float) -> dict[str, dict[str, Any]]:
         """Return each scheduler's window, its corner, and what came back on a route of its own."""
-        limits, windows = self._limits, self._limits.windows
+        concurrency, windows = self._concurrency, self._concurrency.windows
         found: dict[str, dict[str, Any]] = {}
-        for name, known in limits.known.items():
+        for name, known in concurrency.known.items():
             found[name] = {}
-            if limits.fixed is None:
+            if concurrency.fixed is None:
                 found[name]["window"] = min(known.controller.window, windows[known.route])
             if known.controller.corner is not None:
                 found[name]["corner"] = str(known.controller.corner)
         for route, rates in self._token_rates.items():
-            ends = limits.ends[route]
+            ends = concurrency.ends[route]
             (tokens_s,) = rates.update(now, ends.output_tokens)
-            if (only := limits.only_scheduler_on(route)) is not None:
+            if (only := concurrency.only_scheduler_on(route)) is not None:
                 found[only]["output_tokens_per_s"] = round(tokens_s, 1)
                 found[only]["retractions"] = ends.retractions
         return found

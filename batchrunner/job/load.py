@@ -59,7 +59,7 @@ def load_job(
     elif isinstance(source, (Mapping, Job)):
         tree = _deep_copy(source if isinstance(source, Mapping) else source.model_dump(exclude_unset=True))
     else:
-        raise JobError("job", hint=f"give a path, a mapping or a Job (got {kind_of(source)})")
+        raise JobError("job", hint=f"give a path, a mapping or a Job (got {source!r:.60})")
     if engine is not None:
         tree.setdefault("engine", engine.model_dump(exclude_unset=True))
     if "engine" in tree:
@@ -88,7 +88,7 @@ def parse_engine(source: EngineLike | None) -> EngineSpec:
         raise JobError(
             "engine",
             hint="give an open engine, the `engine` part of a job, a model, an address, a list of "
-            f"addresses or 'simulated' (got {kind_of(source)})",
+            f"addresses or 'simulated' (got {source!r:.60})",
         )
     spec: EngineSpec = _validated(EngineSpec, tree, "engine")
     return spec
@@ -107,12 +107,6 @@ def _engine_tree(source: Any) -> Any:
     if "://" in source:
         return {"kind": "attach", "urls": [source]}
     return {"kind": "server", "model": source}
-
-
-def kind_of(value: object) -> str:
-    """Return what a value is, in a word or two, for a message."""
-    names = {dict: "a mapping", list: "a list", str: "a text", type(None): "nothing"}
-    return names.get(type(value), f"{value!r}")
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -167,7 +161,7 @@ def read_job_file(source: str | Path) -> dict[str, Any]:
         raise JobError(f"{name}: cannot be read as a job file: {failure}") from None
     tree = parse(text, name)
     if not isinstance(tree, dict):
-        raise JobError(f"{name}: a job is a mapping with input, prompt, output, engine (got {kind_of(tree)})")
+        raise JobError(f"{name}: a job is a mapping with input, prompt, output, engine (got {tree!r:.60})")
     return tree
 
 
@@ -182,7 +176,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     for step in path:
         below = tree.setdefault(step, {})
         if not isinstance(below, dict):
-            raise JobError(f"{where}: {step!r} is {kind_of(below)} and has no keys below it")
+            raise JobError(f"{where}: {step!r} is {below!r:.60} and has no keys below it")
         tree = below
     tree[last] = value
 

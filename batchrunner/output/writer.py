@@ -195,8 +195,8 @@ class ResultWriter:
         whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
         is_due = self._is_closing or whole or time.monotonic() - part.began >= self._part_s
         is_behind = self._publishing is not None and not self._publishing.done()
-        is_away = self._run_dir.store.objects is not None  # a store may be away for long
-        if outcomes and (is_behind or is_away or not is_due):  # else the part itself makes them durable
+        in_store = self._run_dir.store.objects is not None  # it may be away for long
+        if outcomes and (is_behind or in_store or not is_due):  # else the part itself makes them durable
             await self._disk.write(part.path, part.append_journal)
         if is_due:
             await self._wait_for_part()  # so that at most two parts are in memory

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from batchrunner.core.console import tell_failure, wants_json
@@ -122,6 +123,7 @@ SIGNALS = {
 """The signals that end a run, with the reason and the exit code."""
 
 
+@dataclass(slots=True)
 class RunSignals:
     """Stops a run by signals: the first one gently; a second SIGINT ends it, whatever its threads do.
 
@@ -129,17 +131,14 @@ class RunSignals:
     may be killed at any moment, so nothing is lost by that. Slurm may send other signals than SIGINT twice.
     """
 
-    def __init__(
-        self, control: Control, loop: asyncio.AbstractEventLoop, bounds_s: Mapping[signal.Signals, float]
-    ) -> None:
-        """`bounds_s` are the seconds that requests in flight get after a signal, where they are limited."""
-        self._control = control
-        self._loop = loop
-        self._bounds_s = bounds_s
-        self._first: tuple[str, int] | None = None
-        """Reason and exit code of the first signal, which a blocked loop does not get to know."""
-        self._stops_at_once = False
-        self._timers: list[threading.Timer] = []
+    _control: Control
+    _loop: asyncio.AbstractEventLoop
+    _bounds_s: Mapping[signal.Signals, float]
+    """Seconds that requests in flight get after a signal, where they are limited."""
+    _first: tuple[str, int] | None = None
+    """Reason and exit code of the first signal, which a blocked loop does not get to know."""
+    _stops_at_once: bool = False
+    _timers: list[threading.Timer] = field(default_factory=list)
 
     def came(self, number: signal.Signals) -> None:
         """Take a signal; see `SignalWatch`."""

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from anyio import CancelScope
@@ -83,14 +84,14 @@ async def cancelled_once(work: Coroutine[Any, Any, T]) -> T:
         raise
 
 
+@dataclass(slots=True)
 class EngineLoop:
     """The event loop on which a stream is sent: that of an open engine, or a new one."""
 
-    def __init__(self, portal: BlockingPortal, engine: Engine | None, info: EngineInfo | None) -> None:
-        self._portal = portal
-        self._engine = engine
-        self._info = info
-        self._streams: set[PortalWork[None]] = set()
+    _portal: BlockingPortal
+    _engine: Engine | None = None
+    _info: EngineInfo | None = None
+    _streams: set[PortalWork[None]] = field(default_factory=set)
 
     def start(self, work: Callable[..., Coroutine[Any, Any, T]]) -> PortalWork[T]:
         """Start work, with the open engine as `engine` and `info`; raises BatchrunError if it is closed."""

@@ -124,7 +124,10 @@ def prepare(
     returned. Raises JobError, InputError or OutputError, each one clear line.
     """
     run_dir = open_run(job.output.path, task, job.storage)
-    run = _resolved(run_dir)
+    try:
+        run = run_dir.store.input_place or run_dir.path.resolve()
+    except (OSError, RuntimeError, ValueError) as failure:  # links in a circle; a null byte
+        raise OutputError(f"output.path {str(run_dir.path)!r}: {failure}") from None
     run_dir.check_writable()
     if task != MAIN_TASK:
         run_dir.store.check_sharing()
@@ -203,15 +206,6 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
         shutil.rmtree(run_dir.copies, ignore_errors=True)
         with contextlib.suppress(OSError):  # other files are in it, or it is not there
             run_dir.path.rmdir()
-
-
-def _resolved(run_dir: RunDir) -> Path:
-    """Return the place of the run as paths of input files have it."""
-    try:
-        run = run_dir.path.resolve()
-    except (OSError, RuntimeError, ValueError) as failure:  # links in a circle; a null byte
-        raise OutputError(f"output.path {str(run_dir.path)!r}: {failure}") from None
-    return run_dir.store.input_place or run
 
 
 def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> Dataset:

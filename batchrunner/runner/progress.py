@@ -37,8 +37,7 @@ class Display(ABC):
 class ProgressLines(Display):
     """A line on standard error every 5 s: for logs of batch systems."""
 
-    def __init__(self) -> None:
-        self._next = 0.0
+    _next = 0.0
 
     def show(self, sample: dict[str, Any]) -> None:
         """Print a line when the last one is old enough."""
@@ -54,8 +53,7 @@ class ProgressLines(Display):
 class ProgressBar(Display):
     """tqdm's bar and, behind it, the engine: a widget in a notebook, else a line on standard error."""
 
-    def __init__(self) -> None:
-        self._bar: Any = None
+    _bar: Any = None
 
     def show(self, sample: dict[str, Any]) -> None:
         """Move the bar."""
@@ -107,13 +105,13 @@ ProgressListener = Callable[[Progress], object]
 """What a program gives as `on_progress`."""
 
 
+@dataclass
 class ProgressCalls(Display):
     """Calls a program at most once a second, and once more at the end; in the thread of the run."""
 
-    def __init__(self, listener: ProgressListener) -> None:
-        self._listener: ProgressListener | None = listener
-        self._untold: dict[str, Any] | None = None
-        self._next = 0.0
+    _listener: ProgressListener | None
+    _untold: dict[str, Any] | None = None
+    _next: float = 0.0
 
     def show(self, sample: dict[str, Any]) -> None:
         """Tell the present state, if the last call is old enough."""
@@ -170,9 +168,8 @@ MEANING = "The figure of this name in the run's sample events."
 class MetricsPage(Display):
     """A display whose last state is what Prometheus gets: each number of a sample event, by its name."""
 
-    def __init__(self) -> None:
-        self._sample: dict[str, Any] | None = None
-        self._ended = False
+    _sample: dict[str, Any] | None = None
+    _ended = False
 
     def show(self, sample: dict[str, Any]) -> None:
         """Keep the present state."""

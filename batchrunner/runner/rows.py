@@ -1,6 +1,5 @@
 """The rows of a run's files, in one lease or in several, read and rendered while others are sent."""
 
-import contextlib
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -31,6 +30,9 @@ class TaskRows(ABC):
         self._stopped = threading.Event()
         self._to_read = 0
         """Rows of the leases that were taken, still to be read."""
+        self._reader: RowReader | None = None
+        self._read_copy: Path | None = None
+        """The sorted copy that the reader reads; None for the input itself."""
         self.kind = prepared.renderer.kind
         """The kind of all prompts; None where they may be of any."""
         self.names: Sequence[str] = prepared.dataset.schema.names
@@ -53,15 +55,57 @@ class TaskRows(ABC):
         lease = self.take(wait=True)
         if lease is None:  # then the sorted copy may be gone
             return
-        with contextlib.closing(_PatientReader(self._prepared, self._stopped)) as reader:
+        try:
             while lease is not None:
-                for batch in reader.read(lease):
+                for batch in self._read(lease):
                     yield self._prepared.renderer.render(batch, self._stopped.is_set)
                     self._to_read -= len(batch.rows)
                 lease = self.take(wait=False)
                 if lease is None:
                     yield []
                     lease = self.take(wait=True)
+        finally:
+            self._close()
+
+    def _read(self, lease: Lease) -> Iterator[RowBatch]:
+        """Yield the rows of a lease until the run stops; what cannot be read now is tried again a few times.
+
+        Raises InputLostError or InputChangedError.
+        """
+        if lease.copy != self._read_copy:
+            self._close()
+        self._read_copy = lease.copy
+        self._reader = self._reader or self._open()  # a copy that is gone will not come back
+        left = lease.rows.copy()
+        batches: Iterator[RowBatch] | None = None
+        pauses_s = iter(TIMING.read_retries)
+        while not self._stopped.is_set():
+            try:
+                self._reader = self._reader or self._open()
+                batches = batches or self._reader.read(left.copy(), lease.positions)
+                batch = next(batches, None)
+            except InputError as failure:
+                self._close()
+                batches = None
+                pause_s = next(pauses_s, None)
+                if pause_s is None:
+                    raise InputLostError(f"{failure}", hint="run the same command again") from None
+                log.warning("%s: tried again in %.0f s", failure, pause_s)
+                self._stopped.wait(pause_s)
+                continue
+            if batch is None:
+                return
+            pauses_s = iter(TIMING.read_retries)
+            yield batch
+            left -= BitMap64(batch.rows)
+
+    def _open(self) -> RowReader:
+        return open_order(self._prepared, self._read_copy)
+
+    def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
 
 class FixedRows(TaskRows):
@@ -102,51 +146,3 @@ class FixedRows(TaskRows):
         self.stop()
         if self._copy and not self._uncommitted:
             self._copy.unlink(missing_ok=True)
-
-
-class _PatientReader:
-    """Reads rows, and tries again a few times what cannot be read now."""
-
-    def __init__(self, prepared: PreparedJob, stopped: threading.Event) -> None:
-        self._prepared = prepared
-        self._stopped = stopped
-        self._copy: Path | None = None  # what `_order` reads
-        self._order: RowReader | None = None
-
-    def read(self, lease: Lease) -> Iterator[RowBatch]:
-        """Yield the rows of a lease until the run stops; raises InputLostError or InputChangedError."""
-        if lease.copy != self._copy:
-            self.close()
-        self._copy = lease.copy
-        self._order = self._order or self._open()  # a copy that is gone will not come back
-        left = lease.rows.copy()
-        batches: Iterator[RowBatch] | None = None
-        pauses_s = iter(TIMING.read_retries)
-        while not self._stopped.is_set():
-            try:
-                self._order = self._order or self._open()
-                batches = batches or self._order.read(left.copy(), lease.positions)
-                batch = next(batches, None)
-            except InputError as failure:
-                self.close()
-                batches = None
-                pause_s = next(pauses_s, None)
-                if pause_s is None:
-                    raise InputLostError(f"{failure}", hint="run the same command again") from None
-                log.warning("%s: tried again in %.0f s", failure, pause_s)
-                self._stopped.wait(pause_s)
-                continue
-            if batch is None:
-                return
-            pauses_s = iter(TIMING.read_retries)
-            yield batch
-            left -= BitMap64(batch.rows)
-
-    def _open(self) -> RowReader:
-        return open_order(self._prepared, self._copy)
-
-    def close(self) -> None:
-        """Close what is open."""
-        if self._order is not None:
-            self._order.close()
-            self._order = None

@@ -8,7 +8,7 @@ import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,6 @@ from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, EngineStartErro
 from batchrunner.core.files import read_json
 from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.concurrency.limits import write_changes
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.input.order import OrderDecision
@@ -53,80 +52,12 @@ from batchrunner.runner.prepare import (
 )
 from batchrunner.runner.progress import Display
 from batchrunner.runner.rows import FixedRows
-from batchrunner.runner.sending import Sending, open_windows
+from batchrunner.runner.sending import Sending, open_concurrency
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from batchrunner.runner.join import LeasedRows
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """One attempt of a task: what it has to do, and what is done."""
-
-    rows: FixedRows | LeasedRows
-    done: DoneRows
-    """Rows that earlier attempts of this task ended."""
-    rows_of_run: int
-    """Rows of the whole run, over all tasks."""
-    order: OrderDecision
-    rows_of_others: int = 0
-    """Rows that other living tasks held when this attempt found nothing to do."""
-
-
-def plan_attempt(
-    prepared: PreparedJob,
-    lock: TaskLock,
-    model: str | None,
-    control: Control,
-    counts: RowCounts,
-    events: EventLog,
-    *,
-    fresh: bool,
-    retry_failed: bool,
-) -> Attempt:
-    """Find the rows that this attempt does, and recover what the attempt before left half done.
-
-    `lock` is held on the task; `counts` and `events` are those of this attempt. Raises InputError,
-    OutputError, ResumeError or StorageError.
-    """
-    run_dir = prepared.run_dir
-    with writing(run_dir.path):
-        for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
-            refresh_listing(directory)
-        if prepared.joins:
-            check_resumes(prepared, model)
-            return _plan_joined(prepared, control, counts, events, retry_failed=retry_failed)
-        done = DoneRows()
-        if fresh:
-            check_nobody_works(run_dir, control)
-        else:
-            check_resumes(prepared, model)
-            recover(run_dir, lock, prepared.results_schema)
-            done = read_done(run_dir, without_failed=retry_failed)
-        selected = prepared.selected(control.check)
-        todo = selected - done.rows
-        place = run_dir.task_directory
-        copy, order = find_sorted_copy(prepared, todo, place) or prepare_order(
-            prepared, todo, place, lock.token, control.check
-        )
-        return Attempt(FixedRows(prepared, todo, len(selected | done.rows), copy), done, len(selected), order)
-
-
-def _plan_joined(
-    prepared: PreparedJob, control: Control, counts: RowCounts, events: EventLog, *, retry_failed: bool
-) -> Attempt:
-    from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
-
-    rows, rows_of_run, order = join(prepared, control, counts, events, retry_failed=retry_failed)
-    if rows.take_first(control.sleep):
-        return Attempt(rows, DoneRows(), rows_of_run, order)
-    nothing = FixedRows(prepared, BitMap64(), rows_of_run, None)
-    held, _ = rows.held_elsewhere()  # before the done rows are counted: what is held may end meanwhile
-    return Attempt(nothing, done_by_all(prepared.run_dir), rows_of_run, order, held)
 
 
 def check_nobody_works(run_dir: RunDir, control: Control) -> None:
@@ -166,7 +97,6 @@ async def execute(
     prepared = await asyncio.to_thread(prepare, job, task, fresh=fresh, keeps_copies=True)
     run_dir = prepared.run_dir
     control = control or Control()
-    counts, events = RowCounts(), EventLog(run_dir.events)
     async with contextlib.AsyncExitStack() as at_last, contextlib.AsyncExitStack() as stack:
         at_last.callback(leave, prepared)
         for display in displays:
@@ -174,16 +104,13 @@ async def execute(
         stack.enter_context(_rare_garbage_collection())
         holding = hold_task(run_dir, control.sleep)
         lock = await control.run(lambda: stack.enter_context(holding))
+        run = Run(prepared, lock, control, displays)
         model = info.model if info else model_of(job.engine)
-        attempt = await control.run(
-            lambda: plan_attempt(
-                prepared, lock, model, control, counts, events, fresh=fresh, retry_failed=retry_failed
-            )
-        )
-        stack.push_async_callback(give_back, attempt.rows, lock)
+        await control.run(lambda: run.plan(model, fresh=fresh, retry_failed=retry_failed))
+        stack.push_async_callback(give_back, run.rows, lock)
         stack.enter_context(uploading_logs(run_dir))
-        if not (attempt.rows.unread or fresh):
-            return _finished_before(prepared, attempt)
+        if not (run.rows.unread or fresh):
+            return run.finished_before()
         if engine is None or info is None:
             task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
             with engine_starting(run_dir):
@@ -198,12 +125,12 @@ async def execute(
             lock.replaced = None
         elif retry_failed:  # only now: a refused attempt changes nothing
             await asyncio.to_thread(drop_failed, run_dir)
-        if attempt.rows.unread:
+        if run.rows.unread:
             with writing(run_dir.merged):
                 run_dir.discard_merged()
-        with contextlib.closing(events):
-            events.open()
-            return await Run(prepared, attempt, engine, info, lock, counts, events, control, displays).go()
+        with contextlib.closing(run.events):
+            run.events.open()
+            return await run.go(engine, info)
 
 
 def leave(prepared: PreparedJob) -> None:
@@ -230,33 +157,6 @@ def _rare_garbage_collection() -> Iterator[None]:
 
 OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")
 """What a start that finds nothing to do writes anew: the start before may have died without its report."""
-
-
-def _finished_before(prepared: PreparedJob, attempt: Attempt) -> Report:
-    """Make the report of an attempt that found nothing to do."""
-    report = make_report(prepared.run_dir, attempt.done, attempt.rows.total, RowCounts())
-    exit_code, reason = verdict_of_done(report, prepared.job.limits.max_failed_rows)
-    if report.rows_left > attempt.rows_of_others:
-        exit_code = EXIT_STOPPED
-        reason = "rows are left that no living task holds: run the same command again"
-    elif report.rows_left:
-        reason = "nothing is free: other tasks do the rest"
-    else:
-        drop_copies(prepared.run_dir, is_done=True)
-        write_limits(prepared.run_dir, prepared.job)
-    spans = attempt_spans(prepared.run_dir.events)
-    old = read_run_json(prepared.run_dir) or {}
-    engine = old.get("engine", {})
-    report = replace(
-        report, exit_code=exit_code, reason=reason,
-        starts=len(spans), wall_s_all_starts=round(union_s(spans), 3),
-        engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
-    )  # fmt: skip
-    if not prepared.joins:
-        found = report.as_dict()
-        last = read_json(prepared.run_dir.report_json)  # it says more than these zeros
-        save_report(prepared.run_dir, {**found, **last, **{name: found[name] for name in OF_RUN}})
-    return report
 
 
 async def open_engine_of(
@@ -290,7 +190,6 @@ def plan_failed_rows(job: Job) -> None:
         with hold_task(prepared.run_dir):
             events = EventLog(prepared.run_dir.events)
             rows, *_ = join(prepared, Control(), RowCounts(), events, retry_failed=True)
-            rows.stop()
             rows.give_back()
     finally:
         leave(prepared)
@@ -298,13 +197,6 @@ def plan_failed_rows(job: Job) -> None:
 
 SPOOL_S = 1.0
 """Seconds within which a row is in the journal on this machine, where results are uploaded."""
-
-
-def _schema(prepared: PreparedJob, info: EngineInfo) -> pa.Schema:
-    metadata = {"batchrunner": versions(info)["batchrunner"] or "", "model": info.model}
-    if info.simulated:
-        metadata["simulated"] = "true"
-    return schema_of_run(prepared.renderer.carried_schema, prepared.answers, metadata)
 
 
 async def give_back(rows: FixedRows | LeasedRows, lock: TaskLock) -> None:
@@ -323,33 +215,105 @@ async def give_back(rows: FixedRows | LeasedRows, lock: TaskLock) -> None:
             log.warning("leases were not given back: %s", failure)
 
 
-@dataclass(slots=True)
 class Run:
-    """An attempt whose engine is open: it sends the rows, writes the results, and makes the report."""
+    """One attempt of a task: finds its rows, sends them, writes the results, and makes the report."""
 
-    prepared: PreparedJob
-    attempt: Attempt
-    engine: Engine
-    info: EngineInfo
-    lock: TaskLock
-    """It is held on the task."""
-    counts: RowCounts
-    events: EventLog
-    control: Control
-    displays: Sequence[Display]
-    began: float = field(default_factory=time.monotonic)
-    earlier: Sequence[tuple[float, float]] = ()
+    rows: FixedRows | LeasedRows
+    """The rows that it has to do."""
+    rows_of_run: int
+    """Rows of the whole run, over all tasks."""
+    order: OrderDecision
+    earlier: Sequence[tuple[float, float]]
     """Times of earlier attempts of this task."""
 
-    async def go(self) -> Report:
-        """Send all rows and return the report, which is also in report.json.
+    def __init__(
+        self, prepared: PreparedJob, lock: TaskLock, control: Control, displays: Sequence[Display]
+    ) -> None:
+        """Begin an attempt of a task on which the `lock` is held."""
+        self.prepared, self.lock, self.control, self.displays = prepared, lock, control, displays
+        self.counts, self.events = RowCounts(), EventLog(prepared.run_dir.events)
+        self.done = DoneRows()
+        """Rows that earlier attempts of this task ended."""
+        self.rows_of_others = 0
+        """Rows that other living tasks held when this attempt found nothing to do."""
+
+    def plan(self, model: str | None, *, fresh: bool, retry_failed: bool) -> None:
+        """Find the rows that this attempt does, and recover what the attempt before left half done.
+
+        Raises InputError, OutputError, ResumeError or StorageError.
+        """
+        prepared, control, run_dir = self.prepared, self.control, self.prepared.run_dir
+        with writing(run_dir.path):
+            for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
+                refresh_listing(directory)
+            if fresh:
+                check_nobody_works(run_dir, control)
+            else:
+                check_resumes(prepared, model)
+            if prepared.joins:
+                self._plan_joined(retry_failed=retry_failed)
+                return
+            if not fresh:
+                recover(run_dir, self.lock, prepared.results_schema)
+                self.done = read_done(run_dir, without_failed=retry_failed)
+            selected = prepared.selected(control.check)
+            todo = selected - self.done.rows
+            place = run_dir.task_directory
+            copy, self.order = find_sorted_copy(prepared, todo, place) or prepare_order(
+                prepared, todo, place, self.lock.token, control.check
+            )
+            self.rows = FixedRows(prepared, todo, len(selected | self.done.rows), copy)
+            self.rows_of_run = len(selected)
+
+    def _plan_joined(self, *, retry_failed: bool) -> None:
+        from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
+
+        rows, self.rows_of_run, self.order = join(
+            self.prepared, self.control, self.counts, self.events, retry_failed=retry_failed
+        )
+        self.rows = rows
+        if not rows.take_first(self.control.sleep):
+            self.rows = FixedRows(self.prepared, BitMap64(), self.rows_of_run, None)
+            # before the done rows are counted: what is held may end meanwhile
+            self.rows_of_others, _ = rows.held_elsewhere()
+            self.done = done_by_all(self.prepared.run_dir)
+
+    def finished_before(self) -> Report:
+        """Make the report of an attempt that found nothing to do."""
+        prepared, run_dir = self.prepared, self.prepared.run_dir
+        report = make_report(run_dir, self.done, self.rows.total, RowCounts())
+        exit_code, reason = verdict_of_done(report, prepared.job.limits.max_failed_rows)
+        if report.rows_left > self.rows_of_others:
+            exit_code = EXIT_STOPPED
+            reason = "rows are left that no living task holds: run the same command again"
+        elif report.rows_left:
+            reason = "nothing is free: other tasks do the rest"
+        else:
+            drop_copies(run_dir, is_done=True)
+            write_limits(run_dir, prepared.job)
+        spans = attempt_spans(run_dir.events)
+        old = read_run_json(run_dir) or {}
+        engine = old.get("engine", {})
+        report = replace(
+            report, exit_code=exit_code, reason=reason,
+            starts=len(spans), wall_s_all_starts=round(union_s(spans), 3),
+            engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
+        )  # fmt: skip
+        if not prepared.joins:
+            found = report.as_dict()
+            last = read_json(run_dir.report_json)  # it says more than these zeros
+            save_report(run_dir, {**found, **last, **{name: found[name] for name in OF_RUN}})
+        return report
+
+    async def go(self, engine: Engine, info: EngineInfo) -> Report:
+        """Send all rows to an open engine and return the report, which is also in report.json.
 
         Raises BatchrunError if the run could not go on, as CannotTokenizeError or StorageError; once rows
         were sent the error has the report too.
         """
         self.earlier = attempt_spans(self.prepared.run_dir.events)
-        sending, writer = await self._build()
-        self._write_run_json()  # not before: a job that was refused is not the one that is to go on
+        sending, writer = await self._build(engine, info)
+        self._write_run_json(info)  # not before: a job that was refused is not the one that is to go on
         failure: BatchrunError | None = None
         added: list[str] = []
         rows_on_disk, self.control.stage = True, "sending"
@@ -375,7 +339,7 @@ class Run:
                     raise
                 failure = failure or error
             self.control.stage = "ending"
-            await give_back(self.attempt.rows, self.lock)
+            await give_back(self.rows, self.lock)
             report = self._report(sending, failure, added, rows_on_disk=rows_on_disk)
             with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
                 sending.show_end(time.monotonic())
@@ -386,51 +350,48 @@ class Run:
             raise failure
         return report
 
-    async def _build(self) -> tuple[Sending, ResultWriter]:
+    async def _build(self, engine: Engine, info: EngineInfo) -> tuple[Sending, ResultWriter]:
         """Return what sends the rows and what writes their results, and say what the run is going to do."""
-        prepared, attempt, info = self.prepared, self.attempt, self.info
-        job, run_dir, rows = prepared.job, prepared.run_dir, attempt.rows
+        began = time.monotonic()
+        prepared, rows, events = self.prepared, self.rows, self.events
+        job, run_dir, rows_done = prepared.job, prepared.run_dir, len(self.done.rows)
         args = without_secrets(job)["engine"].get("args", {})
-        self.events.write(
-            "start", rows_total=rows.total, rows_done=len(attempt.done.rows), engine=asdict(info), args=args
-        )
+        events.write("start", rows_total=rows.total, rows_done=rows_done, engine=asdict(info), args=args)
         decodes = await asyncio.to_thread(lambda: prepared.model_task) == GENERATE
-        own_bytes = attempt.order.own_bytes(caches_prefixes=info.caches_prefixes)
-        windows = await open_windows(
+        concurrency, why = await open_concurrency(
             job,
-            self.engine,
+            engine,
             info,
+            events,
             unsent=rows.unread,
-            now=self.began,
+            now=began,
             decodes=decodes,
-            prompt_bytes=own_bytes,
+            prompt_bytes=self.order.own_bytes(caches_prefixes=info.caches_prefixes),
         )
-        is_away = run_dir.store.objects is not None
+        metadata = {"batchrunner": versions(info)["batchrunner"] or "", "model": info.model}
+        if info.simulated:
+            metadata["simulated"] = "true"
+        in_store = run_dir.store.objects is not None
         stored_within_s = job.output.uploaded_within_s * FLUSH_FRACTION
         writer = ResultWriter(
             run_dir,
-            _schema(prepared, info),
+            schema_of_run(prepared.renderer.carried_schema, prepared.answers, metadata),
             part_rows=job.output.part_rows,
             plan=prepared.answers,
-            durable_s=min(job.output.durable, SPOOL_S) if is_away else job.output.durable,
-            part_s=min(TIMING.part, stored_within_s) if is_away else TIMING.part,
+            durable_s=min(job.output.durable, SPOOL_S) if in_store else job.output.durable,
+            part_s=min(TIMING.part, stored_within_s) if in_store else TIMING.part,
             lock=self.lock,
             committed=rows.committed,
             disk=DiskWait(job.limits.disk_wait, lambda: self.control.at_once),
         )
         sending = Sending(
-            job, rows, attempt.done, self.engine, info, windows, prepared.answers, writer, self.counts,
-            self.events, self.control, self.displays, began=self.began, functions=prepared.functions,
+            job, rows, engine, concurrency, prepared.answers, writer, self.counts, events, self.control,
+            self.displays, began, prepared.functions, self.done,
         )  # fmt: skip
-        window, first, why = windows.slots.window, windows.first, "set by the job"
-        if windows.limits.fixed is None:
-            write_changes(self.events, first)
-            why = first[0].reason + (f"; {len(first)} schedulers" if first[1:] else "")
-        log.info(
-            "%d rows to do, %d done before; window %d (%s)", rows.unread, len(attempt.done.rows), window, why
-        )
-        log.info("%s", attempt.order)
-        self.events.write("order", **asdict(attempt.order))
+        window = sum(concurrency.windows.values())
+        log.info("%d rows to do, %d done before; window %d (%s)", rows.unread, rows_done, window, why)
+        log.info("%s", self.order)
+        events.write("order", **asdict(self.order))
         return sending, writer
 
     def _look_at_input(self) -> list[str]:
@@ -440,36 +401,35 @@ class Run:
         """
         dataset, limit = self.prepared.dataset, self.prepared.job.input.limit
         dataset.check_unchanged()
-        is_full = limit is not None and self.attempt.rows_of_run >= limit
+        is_full = limit is not None and self.rows_of_run >= limit
         return [] if is_full else dataset.added_files()
 
-    def _write_run_json(self) -> None:
-        job, rows = self.prepared.job, self.attempt.rows
-        mine, total = self.prepared.fingerprint(self.info.model), self.attempt.rows_of_run
-        if not isinstance(rows, FixedRows):  # another task may have found more files
-            plan = rows.newest_plan()
-            mine, total = {**plan.fingerprint, "model": self.info.model}, plan.rows_total
+    def _write_run_json(self, info: EngineInfo) -> None:
+        mine, total = self.prepared.fingerprint(info.model), self.rows_of_run
+        if not isinstance(self.rows, FixedRows):  # another task may have found more files
+            plan = self.rows.newest_plan()
+            mine, total = {**plan.fingerprint, "model": info.model}, plan.rows_total
         write_run_json(
             self.prepared.run_dir,
-            job,
+            self.prepared.job,
             fingerprint=mine,
             rows_total=total,
-            engine=asdict(self.info),
-            versions=versions(self.info),
+            engine=asdict(info),
+            versions=versions(info),
         )
 
     def _report(
         self, sending: Sending, failure: BatchrunError | None, added: Sequence[str], *, rows_on_disk: bool
     ) -> Report:
         """Make the report of this attempt; `added` are files that came into the input meanwhile."""
-        wall_s = time.monotonic() - self.began
+        wall_s = time.monotonic() - sending.progress.began
         sending.progress.write_incidents()
-        attempt, counts, run_dir = self.attempt, self.counts, self.prepared.run_dir
-        report = make_report(run_dir, attempt.done, attempt.rows.total, counts)
+        rows, counts, run_dir, info = self.rows, self.counts, self.prepared.run_dir, sending.concurrency.info
+        report = make_report(run_dir, self.done, rows.total, counts)
         held = unheld = 0
-        if failure is None and not isinstance(attempt.rows, FixedRows):
+        if failure is None and not isinstance(rows, FixedRows):
             with contextlib.suppress(OSError, BatchrunError):
-                held, unheld = attempt.rows.held_elsewhere()
+                held, unheld = rows.held_elsewhere()
         report = replace(report, rows_of_others=held + unheld if not report.rows_left else 0)
         exit_code, reason = self._verdict(report, failure, added, unheld)
         if not rows_on_disk:
@@ -488,14 +448,14 @@ class Run:
             output_tokens_per_s=round(counts.output_tokens / wall_s, 1),
             rows_per_s=round(counts.done / wall_s, 2),
             task=self.prepared.job.task,
-            engine=asdict(self.info),
-            window=sending.limits.window,
+            engine=asdict(info),
+            window=sending.concurrency.window,
             load=sending.progress.load.as_dict(),
             incidents=sending.progress.incidents,
             sharing=sending.reorderer.sharing(),
             bundles=sending.bundles.as_dict(),
-            simulated=self.info.simulated,
-            versions=versions(self.info),
+            simulated=info.simulated,
+            versions=versions(info),
         )
 
     def _verdict(

@@ -10,7 +10,7 @@ import functools
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
@@ -20,15 +20,14 @@ from batchrunner.dispatch.bundles import BundleTotals, bundle_senders
 from batchrunner.dispatch.concurrency.controller import (
     BYTES_A_TOKEN,
     BYTES_AN_ID,
-    Decision,
     ForwardPasses,
     cost_of_connections,
     tokens_a_row,
 )
-from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits, LoadControl
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits, LoadControl, write_changes
 from batchrunner.dispatch.dispatcher import Dispatcher, Feeder
 from batchrunner.dispatch.progress import AttemptProgress
-from batchrunner.dispatch.queue import Backlog, RowSource, Slots
+from batchrunner.dispatch.queue import Backlog, ResultSink, RowSource, Slots
 from batchrunner.dispatch.reorder import OutputLengths, Reorderer, ReuseDistance
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
@@ -49,49 +48,40 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """How many requests may be in flight, at the beginning."""
-
-    limits: ConcurrencyLimits
-    slots: Slots
-    first: list[Decision]
-    """The first window of each scheduler, with its reason."""
-    passes: ForwardPasses | None = None
-    """Forward passes of a task without decoding."""
-
-
-async def open_windows(
+async def open_concurrency(
     job: Job,
     engine: Engine,
     info: EngineInfo,
+    events: EventLog,
     *,
     unsent: int,
     now: float,
     decodes: bool = True,
     prompt_bytes: float | None = None,
-) -> Windows:
-    """Return the first windows of an open engine, by its load `now`, for so many unsent rows.
+) -> tuple[ConcurrencyLimits, str]:
+    """Return the first windows of an open engine, by its load `now`, and why they are so wide.
 
-    Tell whether it `decodes`, as far as the job's task does not say, and how many bytes of a prompt it
-    computes on average, where that is known.
+    Tell how many rows are `unsent`, whether the engine `decodes`, as far as the job's task does not say, and
+    how many bytes of a prompt it computes on average, where that is known.
     """
     bytes_a_token = BYTES_A_TOKEN if job.prompt.input_ids is None else BYTES_AN_ID
     prompt_tokens = None if prompt_bytes is None else prompt_bytes / bytes_a_token
-    passes = None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens)
-    limits = ConcurrencyLimits(
+    concurrency = ConcurrencyLimits(
         info,
         QueueBand(*job.queue),
         tokens_a_row(_most_new_tokens(job), prompt_tokens),
         most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
         fixed=None if job.window == "auto" else job.window,
-        passes=passes,
+        passes=None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens),
         own_band="queue" in job.model_fields_set,
     )
-    if cost := cost_of_connections(info, limits.fixed):
+    if cost := cost_of_connections(info, concurrency.fixed):
         log.warning("%s", cost)
-    first = limits.begin(await engine.loads(), now, unsent=unsent)
-    return Windows(limits, Slots(limits.windows), first, passes)
+    first = concurrency.begin(await engine.loads(), now, unsent=unsent)
+    if concurrency.fixed is not None:
+        return concurrency, "set by the job"
+    write_changes(events, first)
+    return concurrency, first[0].reason + (f"; {len(first)} schedulers" if first[1:] else "")
 
 
 def _most_new_tokens(job: Job) -> int | None:
@@ -101,11 +91,8 @@ def _most_new_tokens(job: Job) -> int | None:
     return job.sampling.max_new_tokens if isinstance(job.sampling.max_new_tokens, int) else None
 
 
-class Outlet(Protocol):
+class Outlet(ResultSink, Protocol):
     """Where outcomes go, in the event loop of the run: the writer of a run's results, or a program."""
-
-    async def put(self, outcome: Outcome) -> None:
-        """Take an outcome; waits while disk or program are behind."""
 
     def check(self) -> None:
         """Raise what failed in the background for good."""
@@ -115,6 +102,7 @@ FEWEST_ROWS = 100
 """Rows that must have been sent and ended before `limits.abort_failed_share` stops a run."""
 
 
+@dataclass(slots=True)
 class OutcomeSink:
     """Takes every outcome once: makes columns of its answer, counts it, and stores it or hands it over.
 
@@ -122,40 +110,26 @@ class OutcomeSink:
     large a share of the rows that were sent failed.
     """
 
-    def __init__(
-        self,
-        plan: AnswerPlan,
-        outlet: Outlet,
-        counts: RowCounts,
-        control: Control,
-        slots: Slots,
-        most_failed_share: float,
-        *,
-        functions: HookPool | None = None,
-    ) -> None:
-        """Say what an outcome becomes (`plan`), and where it goes then.
-
-        `most_failed_share` is `limits.abort_failed_share`, from 0 to 1.
-        """
-        self.plan = plan
-        """What outcomes become."""
-        self._outlet = outlet
-        self.check = outlet.check
-        self._counts = counts
-        self._control = control
-        self._slots = slots
-        self._most_failed_share = most_failed_share
-        self._sent = self._failed = 0
-        self._functions = functions if functions is not None and PARSE in functions.facts else None
-        self._last: tuple[Completion, Completion, str | None] | None = None
+    _outlet: Outlet
+    _counts: RowCounts
+    _control: Control
+    _slots: Slots
+    _most_failed_share: float
+    """`limits.abort_failed_share`, from 0 to 1."""
+    _parser: HookPool | None
+    """What runs the job's Python function that makes columns of an answer; None without one."""
+    _sent: int = 0
+    _failed: int = 0
+    _last: tuple[Completion, Completion, str | None] | None = None
+    """The last answer, what the function made of it, and its error."""
 
     async def put(self, outcome: Outcome) -> None:
         """Count, store and give an outcome; waits while disk or program are behind.
 
         Raises StorageError, and HookLostError where the Python function's processes cannot go on.
         """
-        if outcome.completion is not None and outcome.error is None and self._functions is not None:
-            outcome = await self._parsed(outcome, outcome.completion, self._functions)
+        if outcome.completion is not None and outcome.error is None and self._parser is not None:
+            outcome = await self._parsed(outcome, outcome.completion, self._parser)
         self._counts.add(outcome)  # first: the row is in a part even if a stop comes while we wait
         if outcome.attempts:  # rows that were not sent say nothing about the engine or the other rows
             self._sent += 1
@@ -208,52 +182,54 @@ SAMPLE_S = 2.0
 class KnownRows(RowSource, Protocol):
     """A source of rows whose columns and kind of prompts are known."""
 
-    @property
-    def kind(self) -> PromptKind | None:
-        """The kind of all prompts; None where they may be of any."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of the columns."""
+    kind: PromptKind | None
+    """The kind of all prompts; None where they may be of any."""
+    names: Sequence[str]
+    """Names of the columns."""
 
 
+@dataclass
 class Sending:
-    """What sends rows and watches the engine meanwhile."""
+    """What sends rows to an open engine and watches it meanwhile."""
 
-    def __init__(
-        self,
-        job: Job,
-        rows: KnownRows,
-        done: DoneRows,
-        engine: Engine,
-        info: EngineInfo,
-        windows: Windows,
-        plan: AnswerPlan,
-        outlet: Outlet,
-        counts: RowCounts,
-        events: EventLog,
-        control: Control,
-        displays: Sequence[Display],
-        *,
-        began: float,
-        functions: HookPool | None = None,
-    ) -> None:
-        """Send `rows` to an open engine; their outcomes become what `plan` says, and go to `outlet`.
+    _job: Job
+    _rows: KnownRows
+    _engine: Engine
+    concurrency: ConcurrencyLimits
+    _plan: AnswerPlan
+    """What outcomes become."""
+    _outlet: Outlet
+    _counts: RowCounts
+    _events: EventLog
+    _control: Control
+    _displays: Sequence[Display]
+    _began: float
+    """When the attempt began."""
+    _functions: HookPool | None
+    """The job's Python functions."""
+    _done: DoneRows = field(default_factory=DoneRows)
+    """Rows of earlier attempts."""
+    _loads: Sequence[SchedulerLoad] = ()
+    """The newest load sample."""
+    _next_sample: float = 0.0
 
-        `done` are rows of earlier attempts, `functions` the job's Python functions. Raises
-        CannotTokenizeError if the job needs client-side tokenization and it is not possible.
+    def __post_init__(self) -> None:
+        """Build the parts in the order in which rows and samples flow.
+
+        Raises CannotTokenizeError if the job needs client-side tokenization and it is not possible.
         """
+        job, rows, engine, events = self._job, self._rows, self._engine, self._events
+        functions, concurrency, info = self._functions, self.concurrency, self.concurrency.info
+        slots = Slots(concurrency.windows)
         tokenizer = RowTokenizer(job, rows.kind, engine, info, events, functions)
-        limits, slots = windows.limits, windows.slots
-        self._rows, self._control, self.limits = rows, control, limits
-        self._results = results = OutcomeSink(
-            plan, outlet, counts, control, slots, job.limits.abort_failed_share,
-            functions=functions,
+        results = OutcomeSink(
+            self._outlet, self._counts, self._control, slots, job.limits.abort_failed_share,
+            functions if functions is not None and PARSE in functions.facts else None,
         )  # fmt: skip
 
         # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count, store (`results`)
         self.reorderer = _reorderer(
-            job, info, windows.first, dedupe=job.dedupe and not judges_by_row(functions)
+            job, info, len(concurrency.known), dedupe=job.dedupe and not judges_by_row(functions)
         )
         self._backlog = Backlog(slots, results, lambda: rows.unread + self.reorderer.held)
         self._feeder = Feeder(
@@ -262,26 +238,22 @@ class Sending:
         )  # fmt: skip
         self.bundles = BundleTotals()
         senders = bundle_senders(
-            job, engine, info, windows.passes, self.bundles, events, schedulers=self.reorderer.caches
+            job, engine, info, concurrency.passes, self.bundles, events, schedulers=self.reorderer.caches
         )
         checker = None
-        if plan.checks:
+        if self._plan.checks:
             from batchrunner.dispatch.checks import AnswerChecker  # noqa: PLC0415 - only for such jobs
 
-            checker = AnswerChecker(job, plan, rows.names, tokenizer, functions)
+            checker = AnswerChecker(job, self._plan, rows.names, tokenizer, functions)
 
         # load samples: engine → windows → slots → progress: display and event log, `polled`
-        self._load_control = LoadControl(engine, limits, slots, self._backlog, events)
+        self._load_control = LoadControl(engine, concurrency, slots, self._backlog, events)
         self.progress = AttemptProgress(
-            rows, done, counts, slots, limits, self._backlog, self.bundles, engine, events, began=began,
-            task=job.task,
+            rows, self._done, self._counts, slots, concurrency, self._backlog, self.bundles, engine, events,
+            began=self._began, task=job.task,
         )  # fmt: skip
-        self._displays, self._events = displays, events
-        self._loads: Sequence[SchedulerLoad] = ()
-        self._next_sample = 0.0
-        self._deadline_s, self._began = job.limits.deadline, began
         self._dispatcher = Dispatcher(
-            self._backlog, slots, senders, checker, self.reorderer, limits, self._load_control, events,
+            self._backlog, slots, senders, checker, self.reorderer, concurrency, self._load_control, events,
             job.limits, by_affinity=info.keeps_together,
         )  # fmt: skip
 
@@ -315,8 +287,9 @@ class Sending:
         if now >= self._next_sample:
             self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
             self._events.write("sample", **sample)
-        self._results.check()
-        if self._deadline_s is not None and now > self._began + self._deadline_s:
+        self._outlet.check()
+        deadline_s = self._job.limits.deadline
+        if deadline_s is not None and now > self._began + deadline_s:
             self._control.drain("the deadline passed (limits.deadline)")
 
     def show_end(self, now: float) -> None:
@@ -337,12 +310,12 @@ class Sending:
             sending.cancel()
 
 
-def _reorderer(job: Job, info: EngineInfo, schedulers: Sequence[Decision], *, dedupe: bool) -> Reorderer:
+def _reorderer(job: Job, info: EngineInfo, schedulers: int, *, dedupe: bool) -> Reorderer:
     reorders = job.order != "input"
     return Reorderer(
-        ReuseDistance(info, len(schedulers)) if reorders and info.caches_prefixes else None,
+        ReuseDistance(info, schedulers) if reorders and info.caches_prefixes else None,
         OutputLengths() if reorders and job.forward is None else None,
         dedupe=dedupe,
-        caches=len(schedulers),
+        caches=schedulers,
         by_length=reorders and job.forward is not None and not info.caches_prefixes,
     )

@@ -44,7 +44,6 @@ from batchrunner.job.tasks import numbers_of
 from batchrunner.output.columns import answer_value
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
-from batchrunner.output.resume import DoneRows
 from batchrunner.output.run_dir import RunDir
 from batchrunner.runner.control import Control
 from batchrunner.runner.open_engine import EngineLoop, open_portal
@@ -52,7 +51,7 @@ from batchrunner.runner.prepare import prepare, renderer_of
 from batchrunner.runner.progress import Display
 from batchrunner.runner.rows import FixedRows
 from batchrunner.runner.run import check_engine, open_engine_of
-from batchrunner.runner.sending import Outlet, Sending, open_windows
+from batchrunner.runner.sending import Outlet, Sending, open_concurrency
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -229,11 +228,11 @@ def take_batches(buffer: RowBuffer, first: int) -> list[pa.RecordBatch | str]:
     return batches
 
 
+@dataclass(frozen=True, slots=True)
 class ProgramColumns:
     """The columns of one batch of a program's rows, for its renderer."""
 
-    def __init__(self, schema: pa.Schema) -> None:
-        self.schema = schema
+    schema: pa.Schema
 
     def field(self, name: str, *, where: str) -> pa.Field:
         """Return the field of a column; raises InputError where there is none, or several."""
@@ -457,10 +456,10 @@ async def send_stream(
             stack.enter_context(contextlib.closing(events))
             events.open()
             began = time.monotonic()
-            windows = await open_windows(job, engine, info, unsent=rows.unread, now=began)
+            concurrency, _ = await open_concurrency(job, engine, info, events, unsent=rows.unread, now=began)
             sending = Sending(
-                job, rows, DoneRows(), engine, info, windows, plan_answers(job, functions), outlet, counts,
-                events, control, displays, began=began, functions=functions,
+                job, rows, engine, concurrency, plan_answers(job, functions), outlet, counts, events, control,
+                displays, began, functions,
             )  # fmt: skip
             try:
                 await sending.send()
@@ -519,7 +518,7 @@ class StreamCall:
         opening = open_portal()  # its end waits for threads: not in the program's event loop
         portal = await asyncio.to_thread(opening.__enter__)
         stack.push_async_callback(asyncio.to_thread, opening.__exit__, None, None, None)
-        return EngineLoop(portal, None, None)
+        return EngineLoop(portal)
 
     def _source(self, buffer: RowBuffer, scratch: Path, stack: contextlib.AsyncExitStack) -> Source | None:
         """Return the job and its rows; None without rows. Blocks until the first rows tell the columns."""

@@ -418,7 +418,7 @@ class LoadControl:
     """Polls the engine's load while rows are sent, and resizes the slots of its routes."""
 
     _engine: Engine
-    _limits: ConcurrencyLimits
+    _concurrency: ConcurrencyLimits
     _slots: Slots
     _backlog: Backlog
     _events: EventLog
@@ -432,17 +432,17 @@ class LoadControl:
             loads = await self._engine.loads()
             now = time.monotonic()
             in_flight, unsent = self._slots.by_route, self._backlog.unsent
-            self._apply(self._limits.observe(loads, in_flight, now, unsent=unsent))
+            self._apply(self._concurrency.observe(loads, in_flight, now, unsent=unsent))
             self._backlog.wake_dispatcher()
             polled(loads, now)
             await asyncio.sleep(TIMING.load_poll)
 
     def refused(self, route: str, why: str, now: float) -> None:
         """Narrow the windows of a route that took no request, or let one wait too long."""
-        self._apply(self._limits.backpressure(route, why, now))
+        self._apply(self._concurrency.backpressure(route, why, now))
 
     def _apply(self, changes: Iterable[Decision | CornerChange]) -> None:
-        for route, window in self._limits.windows.items():
+        for route, window in self._concurrency.windows.items():
             self._slots.resize(route, window)
         write_changes(self._events, changes)
 
