@@ -108,7 +108,7 @@ MOST_TOKENS = {
     "advise": 12_500,
     "report": 10_800,
     "dispatch": 24_400,
-    "runner": 23_100,
+    "runner": 22_700,
     "tune": 13_300,
     "api": 2_500,
     "ray": 5_100,
