@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 18_100,
     "output": 23_000,
     "input": 33_800,
-    "engines": 42_900,
+    "engines": 42_800,
     "advise": 12_500,
     "report": 10_800,
     "dispatch": 24_400,

@@ -6,8 +6,8 @@ from typing import Any
 
 from batchrunner.advise.situation import LONGEST_LINE, Finding, Situation, memory_band
 from batchrunner.engines.flags import Flags, command_line
-from batchrunner.engines.logs.lines import Phase
-from batchrunner.engines.logs.reader import FP8, Trouble
+from batchrunner.engines.logs.lines import OutOfMemory, Phase
+from batchrunner.engines.logs.reader import FP8
 from batchrunner.engines.model_files import kv_bytes
 from batchrunner.engines.recovery import HIGHEST_FRACTION, Death, in_effect, least_fraction, safer
 
@@ -184,12 +184,12 @@ def _narrower(s: Situation, flags: Flags) -> str:
     return f"{named}, with a lower --mem-fraction-static" if named else ""
 
 
-def _last(s: Situation, phase: Phase) -> Trouble | None:
+def _last(s: Situation, phase: Phase) -> OutOfMemory | None:
     return s.facts.troubles.get(phase)
 
 
 def _ran_out(
-    s: Situation, trouble: Trouble | None, flags: Flags, where: str,
+    s: Situation, trouble: OutOfMemory | None, flags: Flags, where: str,
     known: dict[str, Any] | None = None, beside: str = "",
 ) -> Finding | None:  # fmt: skip
     """Return the finding with the flags that recovery would use; `beside` is another remedy."""

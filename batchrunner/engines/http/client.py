@@ -165,7 +165,6 @@ class HttpEngine(Engine):
         self._first = Endpoint("")
         """The first replica, which tells its tokens."""
         self._clock: asyncio.Task[None] | None = None
-        self._confirms_answers = False
         self._vocabulary: int | None = None
         self._model_names: frozenset[str] = frozenset()
 
@@ -180,7 +179,6 @@ class HttpEngine(Engine):
         """
         self.replicas = urls
         self._behind_gateway = gateway is not None
-        self._confirms_answers = workers is not None
         routes = {GATEWAY_ROUTE: gateway} if gateway else {url: url for url in urls}
         self.endpoints = {route: Endpoint(url) for route, url in routes.items()}
         self._first = Endpoint(urls[0])
@@ -242,7 +240,7 @@ class HttpEngine(Engine):
                 body = wire.bytes_of(wire.body_of(request))
             reply = await self._post(endpoint, wire.path_of(request), body, headers)
         completion = replies.completion_of(request, reply)
-        if self._confirms_answers:
+        if self.guard.confirms:
             await self.guard.confirm(endpoint.url)
         if completion.weights != self.guard.weights or endpoint.url in self.guard.in_doubt:
             await self.guard.check_answer(endpoint.url, completion.weights)
@@ -346,6 +344,7 @@ class HttpEngine(Engine):
         """Guard the model of every address that takes rows; that of replicas that we started too."""
         self.guard.model = model
         if workers is not None:
+            self.guard.confirms = True
 
             async def of_workers() -> Mapping[str, Model]:
                 try:
@@ -441,7 +440,7 @@ class HttpEngine(Engine):
             results = replies.answers_of(requests, found)
         except RequestError as failure:
             raise BundleRefusedError(str(failure)) from None
-        if self._confirms_answers:
+        if self.guard.confirms:
             await self.guard.confirm(endpoint.url)
         await self.guard.check_answer(endpoint.url, None)
         for row, result in zip(rows, results, strict=True):
@@ -456,8 +455,7 @@ class HttpEngine(Engine):
     ) -> None:
         """Send prompts in one body, and pass on the answer of each when it comes."""
         body = wire.bytes_of(wire.bundle_body([row.request for row in rows]))
-        confirms = self._confirms_answers
-        bundle = BundleAnswer(rows, answers, endpoint, self.guard, confirms)
+        bundle = BundleAnswer(rows, answers, endpoint, self.guard)
         sent_at = time.monotonic()
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, headers, bundle.read)
         if bundle.events > EVENTS_A_ROW * len(rows):
@@ -537,8 +535,6 @@ class BundleAnswer:
     answers: RowAnswers
     endpoint: Endpoint
     guard: ModelGuard
-    confirms: bool = False
-    """Whether no answer counts before its servers have said again which model they serve."""
     ended: set[int] = field(default_factory=set)
     """Places in the bundle of the rows that have ended."""
     events: int = 0
@@ -575,7 +571,7 @@ class BundleAnswer:
 
         Raises AnotherModelError where the server serves another model.
         """
-        if self.confirms:
+        if self.guard.confirms:
             await self.guard.confirm(self.endpoint.url)
         for content in events:
             if content == _END:

@@ -86,6 +86,8 @@ class ModelGuard:
         """Version of the weights that all answers have had."""
         self.in_doubt: dict[str, int] = {}
         """Addresses where another server may be by now, with the number of signs of it."""
+        self.confirms = False
+        """Whether no answer counts before its servers have said again which model they serve."""
         self._addresses: dict[str, _Address] = {}
 
     def watch(self, url: str, question: ModelQuestion, *, pause_s: float = 0.0) -> None:

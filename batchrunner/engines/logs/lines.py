@@ -79,6 +79,9 @@ class OutOfMemory(NamedTuple):
 
     phase: Phase
     text: str
+    """The line that says so."""
+    running: int = 0
+    """Requests that ran just before, `#running-req`; who reads the whole log knows."""
 
 
 class Died(NamedTuple):

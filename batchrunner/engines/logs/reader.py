@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.lines import (
@@ -55,16 +55,6 @@ _SPARSE = re.compile("DeepseekV32|GlmMoeDsa|Glm5Next")
 """Parts of the names of classes (0.5.23), for models whose config.json is not on this machine."""
 
 
-class Trouble(NamedTuple):
-    """A time at which memory ran out."""
-
-    phase: Phase
-    text: str
-    """The line that says so."""
-    running: int = 0
-    """Requests that ran just before, `#running-req`."""
-
-
 @dataclass(slots=True)
 class Facts:
     """Facts that are filled in while a source is read; what is not known is None or empty."""
@@ -73,10 +63,10 @@ class Facts:
     arguments: dict[str, Any] = field(default_factory=dict)
     """Server arguments by SGLang's own names, with underscores."""
     ready: ServerReady | None = None
-    troubles: dict[Phase, Trouble] = field(default_factory=dict)
-    """The last trouble of each phase."""
-    last_trouble: Trouble | None = None
-    """The last trouble since the last batch: the server survived those before."""
+    troubles: dict[Phase, OutOfMemory] = field(default_factory=dict)
+    """The last time that memory ran out, by phase."""
+    last_trouble: OutOfMemory | None = None
+    """The last one since the last batch: the server survived those before."""
     died: Died | None = None
     """The line that explains a death best: a SIGKILL, the exception, or that there was one."""
     card: str | None = None
@@ -358,14 +348,11 @@ class LogReader:
         """Keep the record that explains a death best: a SIGKILL, or else the first exception."""
         known = None if self.facts.died is self._old_death else self.facts.died
         if isinstance(record, OutOfMemory):
-            self._trouble(record)
+            phase = self._phase if record.phase == "general" else record.phase
+            trouble = record._replace(phase=phase, running=self._running)
+            self.facts.last_trouble = trouble
+            self.facts.troubles = {**self.facts.troubles, phase: trouble}
         elif isinstance(record, Died) and (known is None or (record.killed and not known.killed)):
             self.facts.died = record
         elif known is not None and known.text.endswith(_TRACEBACK):
             self.facts.died = known._replace(text=record.text)
-
-    def _trouble(self, record: OutOfMemory) -> None:
-        phase = self._phase if record.phase == "general" else record.phase
-        new = Trouble(phase, record.text, self._running)
-        self.facts.last_trouble = new
-        self.facts.troubles = {**self.facts.troubles, phase: new}
