@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import typer
@@ -31,9 +31,6 @@ from tests.support.blocks import (
     without_figures,
 )
 from tests.test_docs import PAGES, name_of, prose, targets
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BLOCKS = {page: blocks_of(page) for page in PAGES}
 ALL = [block for blocks in BLOCKS.values() for block in blocks]

@@ -7,17 +7,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jsonschema_rs
 import pytest
 import yaml
 
 from tests.conftest import ROOT, batchrun, job_of, report_of, results_of, rows_in, write_job
+from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from tests.support.fake_sglang import FakeSGLang
 
 
 def test_what_a_person_reads(tmp_path: Path, server: FakeSGLang) -> None:

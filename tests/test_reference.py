@@ -6,7 +6,8 @@ import ast
 import json
 import re
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -22,12 +23,8 @@ from docs.tools.reference.environment import READ, SET
 from docs.tools.reference.job_file import UNITS, field_paths
 from docs.tools.reference.pages import FOLDER, pages
 from tests.conftest import ROOT, batchrun, job_of, report_of, write_job
+from tests.support.fake_sglang import FakeSGLang
 from tests.test_layout import trees
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.fake_sglang import FakeSGLang
 
 MADE = pages()
 KEY = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,11 +14,6 @@ from batchrunner.engines.flags import CHECK_HELP, parse_help
 from batchrunner.engines.logs.series import GUIDES as THRESHOLDS
 from tests.conftest import ROOT, batchrun
 from tests.support.sglang_logs import GENERATIONS, GUIDES, RETRACTIONS, LogWriter, changes, judged, stamped
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 
 LOGS = ROOT / "tests" / "support" / "logs"
 

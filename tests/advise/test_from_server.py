@@ -10,7 +10,8 @@ import socketserver
 import threading
 import tracemalloc
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,6 @@ from tests.conftest import batchrun, eventually, job_of, started
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
 from tests.support.sglang_logs import changes
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def end_after(server: FakeSGLang, polls: int = 8) -> None:

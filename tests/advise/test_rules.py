@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,9 +13,6 @@ from batchrunner.engines.flags import Flags, installed
 from batchrunner.engines.logs.reader import LogReader
 from tests.conftest import ROOT, require_engine
 from tests.support.sglang_logs import FLAG_LOGS, LogWriter, advice_of, changes, cuda_oom, judged
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def _of_model(log: LogWriter, name: str) -> LogWriter:

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,10 +27,6 @@ from batchrunner.core.errors import (
 from tests.conftest import INSTANT, job_of, rows_in, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 # --- run ---
 

@@ -6,9 +6,10 @@ import asyncio
 import gc
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing, nullcontext
-from typing import TYPE_CHECKING, Any, TypedDict
+from pathlib import Path
+from typing import Any, TypedDict
 
 import pytest
 
@@ -17,10 +18,6 @@ from batchrunner.core.errors import BatchrunError, EngineStartError, InputError,
 from tests.conftest import INSTANT
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterable
-    from pathlib import Path
 
 TEXT = {"text": "text"}
 """A prompt without a chat template: the server sees the texts as they are."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -23,9 +24,6 @@ from batchrunner.core.errors import BatchrunError, InputError, JobError
 from tests.conftest import INSTANT, examples
 from tests.support.engine_processes import descendants_of
 from tests.support.fake_sglang import Behaviour, FakeSGLang
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 NAMES = pa.table({"id": [1, 2, 3], "name": ["Ada", "Bob", "Cyd"]})
 

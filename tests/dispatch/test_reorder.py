@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -26,9 +27,6 @@ from batchrunner.dispatch.reorder import (
 )
 from benchmarks.order_simulated import Case, run
 from tests.support.prompts import CARRIED, INFO, request, shared, slots, words
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
 class Source:

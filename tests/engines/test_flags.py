@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from batchrunner.engines.flags import installed, parse_help
 from tests.conftest import require_engine
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OLD = """usage: launch_server.py [-h] --model-path MODEL_PATH [--cuda-graph-max-bs CUDA_GRAPH_MAX_BS]
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,6 @@ from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import batchrun, job_of, write_job
 from tests.support.launchable import hungry
 from tests.support.sglang_logs import LogWriter, changes, judged
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-
 
 GIB = 2**30
 LLAMA_8B: dict[str, Any] = {

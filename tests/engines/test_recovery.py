@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,10 +22,6 @@ from batchrunner.engines.recovery import (
     examine,
     safer,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 READY = (
     "[2025-08-11 17:17:03 TP0] max_total_num_tokens=665690, chunked_prefill_size=8192, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import Completion, PromptKind, Request, RowRef
+from batchrunner.engines.base import Engine
 from batchrunner.engines.simulated import (
     LONGEST_TEXT_WORDS,
     MARK,
@@ -21,9 +22,6 @@ from batchrunner.engines.simulated import (
 )
 from batchrunner.job.engine import SimulatedEngine
 from tests.conftest import examples
-
-if TYPE_CHECKING:
-    from batchrunner.engines.base import Engine
 
 REF = RowRef(0, pa.record_batch([pa.array([0])], names=["id"]), 0)
 NO_TIME_S = 1e-9

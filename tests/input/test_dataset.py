@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -23,13 +24,7 @@ from tests.conftest import (
     results_of,
     write_rows,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-
-    from tests.support.fake_sglang import FakeSGLang
+from tests.support.fake_sglang import FakeSGLang
 
 
 def test_row_counts_before_filter_and_limit(tmp_path: Path, server: FakeSGLang) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 import socket
+from collections.abc import Sequence
 from datetime import date
 from decimal import Decimal
 from itertools import pairwise, permutations
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,10 +21,6 @@ from batchrunner.input.fields import choose_order
 from tests.conftest import batchrun, eventually, job_of, results_of, started, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import refusal
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 WIDTHS = {"kind": 4, "place": 12, "title": 30, "text": 80}
 

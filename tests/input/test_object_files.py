@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,9 +14,7 @@ from batchrunner.core.errors import InputChangedError, InputError
 from batchrunner.input.dataset import Dataset
 from tests.conftest import job_of, results_of, write_rows
 from tests.support.refusals import refusal, told
-
-if TYPE_CHECKING:
-    from tests.support.store_server import StoreBucket
+from tests.support.store_server import StoreBucket
 
 
 @pytest.fixture

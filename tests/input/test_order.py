@@ -5,20 +5,17 @@ from __future__ import annotations
 import random
 from itertools import groupby, pairwise, takewhile
 from math import exp
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.core.types import Request, RowRef
+from batchrunner.core.types import PromptKind, Request, RowRef
 from batchrunner.input.order import STRETCHES, WINDOW_ROWS, common_length, decide, prompt_bytes, sort_key
 from batchrunner.input.sorted_copy import cut_into_groups
 from tests.support.inputs import document, shuffled
-
-if TYPE_CHECKING:
-    from batchrunner.core.types import PromptKind
 
 
 def prompts(texts: list[str], window: int = 1024) -> list[list[bytes]]:

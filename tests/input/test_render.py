@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,12 +19,8 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
+from tests.support.fake_sglang import FakeSGLang, Sent
 from tests.support.refusals import refusal
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.fake_sglang import FakeSGLang, Sent
 
 
 def test_templates_make_messages(tmp_path: Path, server: FakeSGLang) -> None:

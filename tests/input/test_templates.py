@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,12 +22,8 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
+from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import refusal, told
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.fake_sglang import FakeSGLang
 
 SPIN = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 LIPSUM = "lipsum(n=1000000000)|length"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,9 +25,6 @@ from tests.conftest import (
 )
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.inputs import CARRIED
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_columns_and_types(tmp_path: Path, server: FakeSGLang) -> None:

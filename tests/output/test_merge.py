@@ -6,7 +6,9 @@ import csv
 import gzip
 import io
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,10 +28,6 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.fake_sglang import FakeSGLang
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @examples(8)

@@ -6,8 +6,9 @@ import contextlib
 import errno
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pyarrow as pa
@@ -31,12 +32,8 @@ from tests.conftest import (
     rows_in,
     write_job,
 )
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.runs import rows_once, status_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 
 @pytest.mark.parametrize("call", ["fsync", "link", "unlink"])

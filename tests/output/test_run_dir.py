@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,12 +18,8 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
+from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import launchable
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.fake_sglang import FakeSGLang
 
 
 def test_the_run_directory(tmp_path: Path, server: FakeSGLang) -> None:

@@ -9,7 +9,9 @@ import json
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -20,13 +22,8 @@ from batchrunner.output.liveness import DEAD_AFTER_S
 from batchrunner.output.objects import RunObjects
 from batchrunner.output.task_lock import STORE_HEARTBEAT_S, TRUSTED_S, StoreTaskLock, TaskLock
 from tests.conftest import job_of, results_of, started, write_job
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 
 class Objects(RunObjects):

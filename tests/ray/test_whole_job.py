@@ -11,20 +11,17 @@ import socket
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from batchrunner.core.errors import OutputError
 from batchrunner.runner.status import status
 from tests.conftest import batchrun, job_of, results_of, rows_in, started, write_job
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.ray_cluster import RayNodes
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.fake_sglang import FakeSGLang
-    from tests.support.ray_cluster import RayNodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 WORKER = "JobWorker"

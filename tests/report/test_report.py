@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,12 +17,8 @@ from tests.conftest import (
     report_of,
     write_job,
 )
+from tests.support.fake_sglang import FakeSGLang
 from tests.support.page import page_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.fake_sglang import FakeSGLang
 
 
 def test_report(tmp_path: Path, server: FakeSGLang) -> None:

@@ -14,7 +14,8 @@ import termios
 import threading
 import time
 import urllib.request
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,11 +25,7 @@ from batchrunner.core.timing import TIMING
 from batchrunner.core.types import MetricsAddress
 from batchrunner.runner.progress import PREFIX, SCHEDULER, metrics_server
 from tests.conftest import ROOT, batchrun, eventually, job_of, results_of, started, write_job
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 
 def read_all(descriptor: int) -> str:

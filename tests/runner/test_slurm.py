@@ -6,15 +6,12 @@ import functools
 import os
 import signal
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import Started, batchrun, eventually, job_of, write_job
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def script_of(directory: Path, *options: object) -> str:

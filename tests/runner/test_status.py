@@ -8,8 +8,9 @@ import socket
 import time
 from dataclasses import asdict, replace
 from decimal import Decimal
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 import pyarrow as pa
@@ -30,12 +31,8 @@ from tests.conftest import (
     started,
     write_job,
 )
+from tests.support.fake_sglang import FakeSGLang
 from tests.support.runs import status_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.support.fake_sglang import FakeSGLang
 
 
 @pytest.mark.parametrize(("off_s", "beats"), [(-3600, True), (3600, False)])

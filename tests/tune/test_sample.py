@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,9 +15,6 @@ from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import prepare
 from batchrunner.tune.sample import BLOCK_ROWS, write_sample
 from tests.conftest import job_of
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def sampled(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:

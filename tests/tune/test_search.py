@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -14,13 +13,10 @@ from hypothesis import strategies as st
 from batchrunner.core.errors import EngineStartError
 from batchrunner.tune.measurement import Incumbent, TrialResult
 from batchrunner.tune.search import Search, TrialRequest, compare, key_of, trial_noise
-from batchrunner.tune.space import TUNED_FLAGS
+from batchrunner.tune.space import TUNED_FLAGS, Args
 from batchrunner.tune.tuner import run_search
 from tests.conftest import examples
 from tests.support.tuning_lab import CARD, CPU, ROWS, WRONG, Card, Kept, Lab, chat_rows, tuned
-
-if TYPE_CHECKING:
-    from batchrunner.tune.space import Args
 
 
 def measured(args: Args, incumbent: Incumbent | None = None, rows: int = len(ROWS)) -> TrialResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,6 +13,7 @@ from batchrunner.tune.measurement import TrialResult, TrialSigns
 from batchrunner.tune.search import Search
 from batchrunner.tune.space import (
     TUNED_FLAGS,
+    Args,
     TuningState,
     arguments_in,
     as_typed,
@@ -20,9 +21,6 @@ from batchrunner.tune.space import (
     variables_in,
 )
 from tests.support.tuning_lab import CARD, CPU, ROWS, Lab, tuned
-
-if TYPE_CHECKING:
-    from batchrunner.tune.space import Args
 
 BUSY = TrialSigns(running=30, max_running=256, queue=100, empty_share=0, usage=0.5, prefill_limit=2048)
 PUT = "schedule-conservativeness"

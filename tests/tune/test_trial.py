@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -20,9 +20,6 @@ from batchrunner.tune.trial import (
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import job_of
 from tests.support.tuning_lab import LOG
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_what_is_launched_for_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

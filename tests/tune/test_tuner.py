@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from batchrunner.engines.simulation.replica import PassWork, RowLengths
 from batchrunner.tune.measurement import PassSpan, TrialResult, TrialSigns
 from batchrunner.tune.tuner import TrialHistory
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RESULT = TrialResult(
     "measured", "all rows", 40.0, 100.0, 12.0, signs=TrialSigns(running=3.5),

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -30,9 +31,6 @@ from tests.conftest import job_of
 from tests.support.engine_processes import deaf_to
 from tests.support.launchable import launchable
 from tests.support.server_thread import PATIENCE_S
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 def test_gpus_are_dealt_out() -> None:

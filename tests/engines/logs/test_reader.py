@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tracemalloc
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -19,11 +20,6 @@ from batchrunner.engines.logs.series import GUIDES as GUIDES_OF_SGLANG
 from batchrunner.engines.logs.series import LoadSample, Series
 from tests.conftest import batchrun
 from tests.support.sglang_logs import GUIDES, RETRACTIONS, LogWriter, changes, cuda_oom, interleaved, judged
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
 
 DEATHS = {
     "Killed": "killed",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -17,14 +18,8 @@ from batchrunner.engines.simulation.replica import (
     Replica,
     fit_spans,
 )
-from batchrunner.engines.simulation.scheduler import Scheduler, SchedulerConfig, SimulatedRequest
+from batchrunner.engines.simulation.scheduler import Scheduler, SchedulerConfig, SimulatedRequest, StepResult
 from tests.conftest import examples
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from batchrunner.engines.simulation.scheduler import StepResult
-
 
 NO_LIMIT = 1_000_000
 

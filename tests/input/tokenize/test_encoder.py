@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -11,15 +12,10 @@ from hypothesis import strategies as st
 
 from batchrunner.core.errors import CannotTokenizeError, RowRefusedError
 from batchrunner.core.types import Request
-from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, truncate_tokens
+from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, Truncation, truncate_tokens
 from tests.conftest import SMALL_MODEL, require_engine
 from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 from tests.support.tokenizers import ids_of, messages, request
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from batchrunner.input.tokenize.encoder import Truncation
 
 
 @given(text=st.text(max_size=200))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,10 +15,6 @@ from batchrunner.report.html.history import MOST_CELLS, cell_width, history_of, 
 from tests.conftest import job_of
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.page import page_of, sample
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 
 def test_a_long_log_stays_small_and_keeps_its_extremes() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -15,9 +15,6 @@ from tests.conftest import batchrun, eventually, job_of, started, write_job, wri
 from tests.support.answers import REFUSALS
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.page import HOSTILE, page_of, sample
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_the_page_of_a_run(tmp_path: Path) -> None:
