@@ -72,6 +72,7 @@ class DiskWait:
             log.warning("%s: written after %.0f s", path, time.monotonic() - failed_at)
 
 
+@dataclass(eq=False)
 class ResultWriter:
     """Writes finished rows to a journal, and to a part every `part_rows` rows or 30 s.
 
@@ -79,41 +80,33 @@ class ResultWriter:
     slots stay taken and the run pauses.
     """
 
-    def __init__(
-        self,
-        run_dir: RunDir,
-        schema: pa.Schema,
-        *,
-        part_rows: int,
-        plan: AnswerPlan,
-        durable_s: float,
-        part_s: float,
-        lock: TaskLock,
-        committed: Callable[[BitMap64], None],
-        disk: DiskWait,
-    ) -> None:
-        """Create the directory of the parts; raises StorageError.
+    run_dir: RunDir
+    schema: pa.Schema
+    part_rows: int
+    plan: AnswerPlan
+    """What an outcome becomes."""
+    durable_s: float
+    """Seconds within which a row is in a journal on disk."""
+    part_s: float
+    """Seconds within which a row is in a part."""
+    lock: TaskLock
+    """The lock of the task, which the caller holds."""
+    committed: Callable[[BitMap64], None]
+    """Called in a thread with rows that are in a part, and so need no journal or input any more; it may block
+    and raise OSError."""
+    disk: DiskWait
 
-        `plan` says what an outcome becomes, `durable_s` the seconds within which a row is in a journal on
-        disk, `part_s` those within which it is in a part. `lock` is the lock of the task, which the caller
-        holds. `committed` is called in a thread with rows that are in a part, and so need no journal or input
-        any more; it may block and raise OSError.
-        """
+    def __post_init__(self) -> None:
+        """Create the directory of the parts; raises StorageError."""
+        run_dir = self.run_dir
         with writing(run_dir.parts):
             make_directory(run_dir.parts)
-        self._run_dir = run_dir
-        self._schema = schema
-        self._part_rows = part_rows
-        self._plan = plan
-        self._disk = disk
-        self._durable_s = durable_s
-        self._part_s = part_s
-        self._lock = lock
-        self._committed = committed
         self._buffer: list[Outcome] = []
         self._bytes = 0
         self._began = 0.0  # when the first row came into the buffer
-        self._part = _PendingPart(run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1), lock)
+        self._part = _PendingPart(
+            run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1), self.lock
+        )
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # the buffer has its first row, or is full; or no more rows come
@@ -160,7 +153,7 @@ class ResultWriter:
             self._part.close()
 
     def _is_full(self) -> bool:
-        return self._part.rows + len(self._buffer) >= self._part_rows or self._bytes >= FLUSH_BYTES
+        return self._part.rows + len(self._buffer) >= self.part_rows or self._bytes >= FLUSH_BYTES
 
     async def _write_when_due(self) -> None:
         """Write the rows of the buffer again and again, until all are in parts and no more come."""
@@ -178,40 +171,40 @@ class ResultWriter:
 
     def _due_s(self) -> float | None:
         """Return the seconds until the oldest row of the buffer must become durable, or the part is due."""
-        due_at = [self._began + self._durable_s * FLUSH_FRACTION] if self._buffer else []
+        due_at = [self._began + self.durable_s * FLUSH_FRACTION] if self._buffer else []
         if self._part.rows:
-            due_at.append(self._part.began + self._part_s)
+            due_at.append(self._part.began + self.part_s)
         return min(due_at) - time.monotonic() if due_at else None
 
     async def _write(self) -> None:
         """Write the oldest rows of the buffer to the journal, or the part where it is due."""
         part = self._part
-        free = self._part_rows - part.rows  # more rows may have come during the last write
+        free = self.part_rows - part.rows  # more rows may have come during the last write
         outcomes, self._buffer = self._buffer[:free], self._buffer[free:]
         self._bytes, self._began = sum(map(_text_bytes, self._buffer)), time.monotonic()
         self._has_room.set()
         if outcomes:
             part.add(await asyncio.to_thread(self._table_of, outcomes), len(outcomes))
-        whole = part.rows >= self._part_rows or part.bytes >= FLUSH_BYTES
-        is_due = self._is_closing or whole or time.monotonic() - part.began >= self._part_s
+        whole = part.rows >= self.part_rows or part.bytes >= FLUSH_BYTES
+        is_due = self._is_closing or whole or time.monotonic() - part.began >= self.part_s
         is_behind = self._publishing is not None and not self._publishing.done()
-        in_store = self._run_dir.store.objects is not None  # it may be away for long
+        in_store = self.run_dir.store.objects is not None  # it may be away for long
         if outcomes and (is_behind or in_store or not is_due):  # else the part itself makes them durable
-            await self._disk.write(part.path, part.append_journal)
+            await self.disk.write(part.path, part.append_journal)
         if is_due:
             await self._wait_for_part()  # so that at most two parts are in memory
             self._publishing = asyncio.ensure_future(self._publish(part))
-            self._part = _PendingPart(self._run_dir, part.number + 1, self._lock)
+            self._part = _PendingPart(self.run_dir, part.number + 1, self.lock)
             self._has_room.set()
 
     def _table_of(self, outcomes: list[Outcome]) -> pa.Table:
-        return with_counts(table_of(outcomes, self._schema, self._plan), count(outcomes))
+        return with_counts(table_of(outcomes, self.schema, self.plan), count(outcomes))
 
     async def _publish(self, part: _PendingPart) -> None:
         """Write a part; rows that finish meanwhile go into the journal of the next part."""
-        await self._disk.write(part.path, part.publish)
+        await self.disk.write(part.path, part.publish)
         self._part.number = max(self._part.number, part.number + 1)
-        await self._disk.write(part.path, functools.partial(self._committed, part.row_set()))
+        await self.disk.write(part.path, functools.partial(self.committed, part.row_set()))
         log.debug("wrote %s (%d rows)", part.path.name, part.rows)
 
     async def _wait_for_part(self) -> None:

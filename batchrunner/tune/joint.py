@@ -7,7 +7,7 @@ change all flags of a group at once, and only what comes out at the top is tried
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -123,12 +123,12 @@ STEEP = 1.005
 """Gain from which a step of the climb counts."""
 
 
+@dataclass(frozen=True, slots=True)
 class JointMoves:
     """Proposes settings that differ from the best in several flags, by their expected speed."""
 
-    def __init__(self, forecast: Forecast, machine: Machine) -> None:
-        self._forecast = forecast
-        self._machine = machine
+    _forecast: Forecast
+    _machine: Machine
 
     def candidates(self, state: TuningState) -> list[FlagChange]:
         """Return changes of the best setting that are expected to be worth a trial, the best first.

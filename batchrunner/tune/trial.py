@@ -209,7 +209,7 @@ class TrialRunner:
         control = Control()
         meter = MeasuringEngine(
             engine, TrialWatch(request.incumbent), control, left_s, Path(info.log) if info.log else None,
-            mixes=bool(request.args.get(name_in(request.args, "enable-mixed-chunk"))),
+            bool(request.args.get(name_in(request.args, "enable-mixed-chunk"))),
         )  # fmt: skip
         try:
             report = await execute(self._job_into(out), engine=meter, info=info, control=control)
@@ -242,13 +242,13 @@ class TrialRunner:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class CountedAnswers:
     """Counts the answers to a bundle on their way."""
 
-    def __init__(self, counter: "MeasuringEngine", answers: RowAnswers, requests: Sequence[Request]) -> None:
-        self._counter = counter
-        self._requests = requests
-        self._answers = answers
+    _counter: "MeasuringEngine"
+    _answers: RowAnswers
+    _requests: Sequence[Request]
 
     def ended(self, index: int, result: Completion | RequestError) -> None:
         """Pass an answer on; see `RowAnswers.ended`."""
@@ -261,32 +261,26 @@ class CountedAnswers:
         self._answers.discourage(why)
 
 
+@dataclass(eq=False)
 class MeasuringEngine:
     """An engine that measures the requests it passes on, and stops the run when enough is known."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        watch: TrialWatch,
-        control: Control,
-        within_s: float,
-        log_path: Path | None,
-        *,
-        mixes: bool = False,
-    ) -> None:
-        """`mixes`: prefill passes decode too, and the log counts none of what they decode."""
-        self.end: End | None = None
-        """How the trial ended, and why; None while it runs, and after all rows of the sample."""
-        self._engine = engine
-        self._watch = watch
-        self._control = control
-        self._within_s = within_s
-        self._log_path = log_path
-        self._mixes = mixes
+    _engine: Engine
+    _watch: TrialWatch
+    _control: Control
+    _within_s: float
+    _log_path: Path | None
+    _mixes: bool
+    """Whether prefill passes decode too, and the log counts none of what they decode."""
+    end: End | None = None
+    """How the trial ended, and why; None while it runs, and after all rows of the sample."""
+    _began: float | None = None
+    _log_bytes: int | None = None
+    """Size of the log in bytes at the end of the trial."""
+
+    def __post_init__(self) -> None:
+        """Begin the trial now."""
         self._opened = self._last = time.monotonic()
-        self._began: float | None = None
-        self._log_bytes: int | None = None
-        """Size of the log in bytes at the end of the trial."""
 
     async def open(self) -> EngineInfo:
         """Return the engine's facts again; never called, since the engine is open."""

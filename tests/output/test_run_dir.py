@@ -32,7 +32,7 @@ def test_the_run_directory(tmp_path: Path, server: FakeSGLang) -> None:
     assert found["versions"]["engine"] == "0.5.23"
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     told = [event["event"] for event in events if event["event"] != "sample"]
-    assert told == ["start", "tokenize", "window", "order", "end"]
+    assert told == ["start", "window", "tokenize", "order", "end"]
 
 
 def test_no_secret_is_written_down(
