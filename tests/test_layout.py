@@ -109,7 +109,7 @@ MOST_TOKENS = {
     "report": 10_800,
     "dispatch": 24_400,
     "runner": 22_700,
-    "tune": 13_300,
+    "tune": 13_200,
     "api": 2_500,
     "ray": 5_100,
     "cli": 3_700,
