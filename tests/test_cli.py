@@ -189,7 +189,7 @@ def test_json_of_other_commands(tmp_path: Path) -> None:
     assert told("merge", run, tmp_path / "all.csv")["exit_code"] == 2
     assert Path(told("report", run)["page"]).exists()
     assert told("slurm", file, "--array", "0-1")["script"].startswith("#!/bin/bash")
-    schema = told("schema")
+    schema = json.loads(batchrun("schema").stdout)
     assert schema["title"] == "Job"
     engine = {**schema["properties"]["engine"], "$defs": schema["$defs"]}
     for good in ("simulated", "Qwen/Qwen3-8B", ["http://a:1", "http://b:1"], {"kind": "simulated"}):

@@ -84,10 +84,10 @@ def tune(
     show(found.as_dict() if as_json else found.lines())
 
 
-def schema(_: JsonOption = False) -> None:
+def schema() -> None:
     """Print the JSON Schema of job files, for editors.
 
-    An editor completes and checks job files with it. --json changes nothing.
+    An editor completes and checks job files with it.
 
     Example: batchrun schema > job.schema.json
     """

@@ -26,6 +26,12 @@ LimitOption = Annotated[
     typer.Option(metavar="N", min=1, help="Send the first N rows only, as --set input.limit=N."),
 ]
 FreshOption = Annotated[bool, typer.Option(help="Discard what is under output.path and start again.")]
+JoinOption = Annotated[
+    bool,
+    typer.Option(
+        "--join", help="Share the rows with all other starts that say --join; each takes what is left."
+    ),
+]
 RetryFailedOption = Annotated[bool, typer.Option(help="Send failed rows again.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
 JsonOption = Annotated[

@@ -9,6 +9,7 @@ import typer
 from batchrunner.cli.options import (
     FreshOption,
     JobArgument,
+    JoinOption,
     JsonOption,
     LimitOption,
     MetricsHostOption,
@@ -56,12 +57,7 @@ def run(
     limit: LimitOption = None,
     fresh: FreshOption = False,
     retry_failed: RetryFailedOption = False,
-    join: Annotated[
-        bool,
-        typer.Option(
-            "--join", help="Share the rows with all other starts that say --join; each takes what is left."
-        ),
-    ] = False,
+    join: JoinOption = False,
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
@@ -115,11 +111,8 @@ def batch(
     overrides: SetOption = None,
     limit: LimitOption = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard RESULTS.run and start again.")] = False,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Send failed lines again.")] = False,
-    join: Annotated[
-        bool,
-        typer.Option("--join", help="Share the lines with all other starts that say --join."),
-    ] = False,
+    retry_failed: RetryFailedOption = False,
+    join: JoinOption = False,
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,

@@ -1,7 +1,5 @@
 """Files by their names, and files that are read whole: formats, URIs, JSON objects, the cache directory."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

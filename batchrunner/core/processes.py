@@ -1,7 +1,5 @@
 """Threads and signals of this process."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Whether an answer is good, by the job's conditions, and what its row is asked next where it is not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Collection

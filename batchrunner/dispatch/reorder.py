@@ -4,8 +4,6 @@ A tree of the prompts' prefixes says which row each row follows; the reuse dista
 far a row goes ahead of those that share its prefix.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence

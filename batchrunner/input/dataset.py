@@ -4,8 +4,6 @@ The ordinal of a row (`row` in the results) counts from 0 over the files in orde
 ID column, and is the same in every attempt.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import shutil

@@ -1,7 +1,5 @@
 """The files of `input.path`: which they are, what is in them, and whether they are still the same."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import glob
@@ -24,7 +22,7 @@ from batchrunner.core.errors import InputChangedError, InputError
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, is_special, known_format
 from batchrunner.input.parquet_copy import PROBLEM, first_line, normalized, write_parquet
 from batchrunner.job.output import StorageSpec
-from batchrunner.output.addresses import NEEDS_EXTRA, has_client, store_address
+from batchrunner.output.addresses import check_client, store_address
 from batchrunner.output.files import make_directory, whole_file, writing
 
 log = logging.getLogger(__name__)
@@ -116,8 +114,7 @@ def _locate(given: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
         return pafs.LocalFileSystem(), given
     address = store_address(given)
     if address is not None:
-        if not has_client():
-            raise InputError(f"{address}: object stores need a package", hint=NEEDS_EXTRA)
+        check_client(address, InputError)
         from batchrunner.input.object_files import ObjectFiles  # noqa: PLC0415 - an extra
 
         files = pafs.PyFileSystem(ObjectFiles(address.scheme, storage))

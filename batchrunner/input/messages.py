@@ -1,7 +1,5 @@
 """Conversations and tools of a row: in the form of OpenAI or ShareGPT, also as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

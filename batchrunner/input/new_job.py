@@ -1,7 +1,5 @@
 """`batchrun init`: a commented job for a data file, whose prompt is the likeliest text column."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

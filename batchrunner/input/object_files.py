@@ -1,7 +1,5 @@
 """The objects of a store as a file system of pyarrow, to be read only, by obstore. A path is `bucket/key`."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Iterator, Sequence
 from functools import cache

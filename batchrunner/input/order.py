@@ -6,8 +6,6 @@ or two at its end. For `order: auto` are compared the fraction of prompt bytes t
 the fraction of rows that equal an earlier row, in input order and sorted.
 """
 
-from __future__ import annotations
-
 import struct
 import time
 from array import array

@@ -4,8 +4,6 @@ Whoever writes the job may compute what they like. What is refused is a prompt t
 null or bytes in it, which would read "None" or "b'…'".
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import re

@@ -4,8 +4,6 @@ A record that cannot be read is a row whose column PROBLEM says why, with its li
 divided into records is refused.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ Arrow has no type for is of the kind "json", a JSON text: values of several type
 properties, schemas that contain themselves.
 """
 
-from __future__ import annotations
-
 import datetime as dt
 import functools
 import math

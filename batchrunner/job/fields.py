@@ -1,7 +1,5 @@
 """What all parts of a job have in common: the base class, and fields for durations and fractions."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Loads a job's Python functions in the process that calls them, and makes plain values of what they give."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime as dt
 import functools

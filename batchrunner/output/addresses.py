@@ -1,15 +1,13 @@
 """URIs of object stores: `s3://bucket/key`, `gs://bucket/key`, `az://container/key`."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from batchrunner.core.errors import BatchrunError
 from batchrunner.job.output import StorageSpec
 
-NEEDS_EXTRA = "install its client: pip install 'batchrunner[stores]'"
 _STORE = re.compile(r"(s3|gs|az)://([^/?#]+)/?(.*)", re.DOTALL | re.IGNORECASE)
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 
@@ -52,6 +50,8 @@ def endpoint_of(address: StoreAddress, storage: StorageSpec) -> str | None:
     return next((os.environ[name] for name in _ENDPOINT_VARIABLES if os.environ.get(name)), None)
 
 
-def has_client() -> bool:
-    """Return whether the client of object stores is installed."""
-    return find_spec("obstore") is not None
+def check_client(address: object, error: type[BatchrunError]) -> None:
+    """Raise `error` where the client of object stores is not installed."""
+    if find_spec("obstore") is None:
+        hint = "install its client: pip install 'batchrunner[stores]'"
+        raise error(f"{address}: object stores need a package", hint=hint)

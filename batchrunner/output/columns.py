@@ -1,7 +1,5 @@
 """Converts outcomes into Arrow tables with the columns of a part."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any

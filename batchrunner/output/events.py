@@ -3,8 +3,6 @@
 docs/reference/events.md has all events. A run in an object store publishes its logs whole, again and again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re

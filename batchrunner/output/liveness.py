@@ -5,8 +5,6 @@ One on another machine counts as dead when its heartbeat (a counter in the file 
 `owner`) has stood still for DEAD_AFTER_S of the observer's clock: no two clocks are compared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Objects of a store by obstore: a bucket is opened, a condition makes a write exclusive, errors say why."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

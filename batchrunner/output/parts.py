@@ -5,8 +5,6 @@ To a journal rows are appended and synced, long before their part is written. A 
 schema. A write that a crash or a full disk interrupts leaves a torn last frame; readers stop there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

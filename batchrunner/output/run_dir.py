@@ -15,7 +15,7 @@ import orjson
 from batchrunner.core.errors import OutputError
 from batchrunner.core.files import cache_directory, is_uri, read_json
 from batchrunner.job.output import StorageSpec
-from batchrunner.output.addresses import NEEDS_EXTRA, StoreAddress, endpoint_of, has_client, store_address
+from batchrunner.output.addresses import StoreAddress, check_client, endpoint_of, store_address
 from batchrunner.output.files import make_directory
 from batchrunner.output.holder import OWNER, parse_holder, this_process
 from batchrunner.output.store import LOCAL, ObjectStore, Store
@@ -244,8 +244,7 @@ def _with_copy(
     address: StoreAddress, storage: StorageSpec, task: str, needed: str, *, is_looked_at: bool = False
 ) -> RunDir:
     """Return a run in an object store, with a working copy of the files whose names are `needed`."""
-    if not has_client():
-        raise OutputError(f"{address}: object stores need a package", hint=NEEDS_EXTRA)
+    check_client(address, OutputError)
     from batchrunner.output.objects import RunObjects  # noqa: PLC0415 - an extra
 
     where = f"{address} {endpoint_of(address, storage) or ''}"

@@ -1,7 +1,5 @@
 """`batchrun merge`: what it wrote, the report of the whole run, and which rows are missing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs a batch file in the format of OpenAI as a job; gives results and errors when all lines are done."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`batchrun check`: validates a job without an engine, and shows what would be sent."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Runs a job for a command: signals, display, metrics, log lines."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

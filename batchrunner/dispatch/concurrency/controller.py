@@ -45,8 +45,6 @@ Sources: SGLang's hyperparameter tuning guide (the band); Vegas (a band instead 
 control with dead time, K·τ ≤ 1/e; BBR (throughput's plateau, for `probe`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from batchrunner.core.engine_info import LEAST_LOW, Corner, EngineInfo, QueueBand

@@ -8,8 +8,6 @@ band none of its windows grows.
 event. All else here is pure: no clock, no I/O.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -1,7 +1,5 @@
 """The engine of a run that starts its own servers: one, or replicas behind a gateway (`sglang_router`)."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """A log of any size → the load over time and facts about its server, in bounded memory."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Files of a row: which ones its columns name, and where they stand in its prompt."""
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections import Counter

@@ -74,8 +74,9 @@ def _command(name: str, command: Any, shared: set[tuple[str, ...]]) -> str:
     if own:
         parts.append(table(COLUMNS, own))
     names = [row[0].split("`")[1] for row in rows if tuple(row) in shared]
-    also = "Also " if own else "Takes "
-    return "\n\n".join([*parts, also + ", ".join(f"`{one}`" for one in names) + "."])
+    if names:
+        parts.append(("Also " if own else "Takes ") + ", ".join(f"`{one}`" for one in names) + ".")
+    return "\n\n".join(parts)
 
 
 def _parameter(parameter: Any) -> list[str]:
