@@ -97,8 +97,8 @@ async def execute(
     prepared = await asyncio.to_thread(prepare, job, task, fresh=fresh, keeps_copies=True)
     run_dir = prepared.run_dir
     control = control or Control()
-    async with contextlib.AsyncExitStack() as at_last, contextlib.AsyncExitStack() as stack:
-        at_last.callback(leave, prepared)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(leave, prepared)
         for display in displays:
             stack.enter_context(contextlib.closing(display))
         stack.enter_context(_rare_garbage_collection())
