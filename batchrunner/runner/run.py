@@ -325,7 +325,7 @@ class Run:
         except BatchrunError as error:
             failure = error
         except asyncio.CancelledError:
-            if not self.control.at_once:
+            if not self.control.at_once:  # else our own stop cancelled the sending
                 self.control.stop("cancelled")
                 raise
         finally:

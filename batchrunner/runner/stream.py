@@ -441,9 +441,8 @@ async def send_stream(
     """Send all rows and give their outcomes to `outlet`, which ends with them.
 
     `engine` is an open engine, with its `info`; without one the job's own is opened and closed. `functions`
-    are the job's Python functions. Cancelled, it cancels the requests in
-    flight. Raises BatchrunError where the engine cannot be opened or is lost, or where a limit of the job
-    ended the stream.
+    are the job's Python functions. Cancelled, it cancels the requests in flight. Raises BatchrunError where
+    the engine cannot be opened or is lost, or where a limit of the job ended the stream.
     """
     control, counts, events = Control(), RowCounts(), EventLog(log_directory / "events.jsonl")
     try:
