@@ -24,6 +24,7 @@ from batchrunner.cli.results import advise, merge, report, status
 from batchrunner.cli.running import batch, ray, run, slurm
 from batchrunner.core.console import (
     as_object,
+    escaped,
     lost_output,
     open_standard_streams,
     show,
@@ -92,6 +93,7 @@ class CommandGroup(TyperGroup):
             code = error.exit_code
             if as_json:
                 show(as_object(error, error.format_message(), _help_of(error), code))
+            error.message = escaped(error.message)
             error.show()
         except typer.Abort as ended:  # what typer makes of an EOFError, which no command foresees
             raise (ended.__cause__ or ended) from None

@@ -28,7 +28,7 @@ def init(
     """
     from batchrunner.input.new_job import new_job  # noqa: PLC0415
 
-    show([new_job(data, engine).rstrip("\n")])
+    show(new_job(data, engine).rstrip("\n").split("\n"))
 
 
 def check(

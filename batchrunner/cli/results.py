@@ -42,7 +42,7 @@ def merge(
 
     merged = merge_run(run, file, force=force)
     if not as_json:
-        tell("\n".join(merged.lines()))
+        tell(*merged.lines())
     show(merged.as_dict() if as_json else [merged.path])
     raise typer.Exit(merged.exit_code)
 

@@ -31,7 +31,7 @@ def telling_report(*, quiet: bool) -> Iterator[None]:
         yield
     except BatchrunError as error:
         if error.report is not None and not quiet:
-            tell("\n".join(error.report.lines()))
+            tell(*error.report.lines())
         raise
 
 
@@ -40,7 +40,7 @@ def _end(done: Any, exit_code: int, shown: list[str], *, quiet: bool, as_json: b
     if as_json:
         show(done.as_dict())
     elif not quiet or exit_code:
-        tell("\n".join(done.lines()))
+        tell(*done.lines())
     if shown and not as_json and not quiet:
         show(shown)
     raise typer.Exit(exit_code)
@@ -175,7 +175,7 @@ def slurm(
         preamble=preamble,
         grace_s=grace,
     )
-    show({"script": script} if as_json else [script])
+    show({"script": script} if as_json else script.split("\n"))
 
 
 def ray(

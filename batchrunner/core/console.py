@@ -4,6 +4,7 @@ import errno
 import functools
 import io
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -21,16 +22,39 @@ def wants_json(words: Sequence[str]) -> bool:
     return "--json" in (words[: words.index("--")] if "--" in words else words)
 
 
-def tell(text: str) -> None:
-    """Print to standard error, see `StandardStream`: a failure to print changes no exit code."""
-    print(text, file=sys.stderr, flush=True)  # noqa: T201
+_OBEYED = (
+    *range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A),
+)  # fmt: skip
+"""Characters that a terminal or a page obeys instead of showing them: controls, line ends, directions."""
+_ESCAPES = {code: f"\\u{code:04x}" for code in _OBEYED} | {ord(each): repr(each)[1:-1] for each in "\t\n\r"}
+
+
+def escaped(text: str) -> str:
+    """Return a text as one line that shows its controls, as JSON writes them.
+
+    All that this package prints goes through it: data moves no cursor, makes no lines and hides no text.
+    """
+    return text.translate(_ESCAPES)
+
+
+def tell(*lines: str) -> None:
+    """Print lines to standard error, see `StandardStream`: a failure to print changes no exit code."""
+    print("\n".join(map(escaped, lines)), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def show(found: Sequence[str] | Mapping[str, Any]) -> None:
     """Print a result to standard output: lines, or an object as JSON."""
     if isinstance(found, Mapping):
-        found = [json.dumps(found, indent=2, ensure_ascii=False, default=str)]
-    print("\n".join(found))  # noqa: T201
+        found = json.dumps(found, indent=2, ensure_ascii=False, default=str).split("\n")
+    print("\n".join(map(escaped, found)))  # noqa: T201
+
+
+class LogLine(logging.Formatter):
+    """Makes a line of each message of the log."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        """Return the message as one line."""
+        return escaped(super().formatMessage(record))
 
 
 def tell_failure(failure: BatchrunError, *, as_json: bool, of: BaseException | None = None) -> int:
@@ -123,9 +147,9 @@ def lost_output() -> str | None:
     return None if failure is None or failure.errno == errno.EPIPE else failure.strerror or str(failure)
 
 
-def counted(number: int, noun: str, spec: str = "") -> str:
-    """Return a number with its noun, which gets an s unless the number is 1; `spec` is for `format`."""
-    return f"{number:{spec}} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, which gets an s unless the number is 1."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 SOURCE_TREE = "from a source tree"

@@ -68,10 +68,12 @@ class Check:
         ]
         for prompt in self.prompts:
             text = prompt["error"] or prompt["prompt"] or ""
+            shown = [text[:CHARACTERS_SHOWN]]
             if not isinstance(text, str):
-                text = orjson.dumps(text, option=orjson.OPT_INDENT_2, default=str).decode()
+                written = orjson.dumps(text, option=orjson.OPT_INDENT_2, default=str).decode()
+                shown = written[:CHARACTERS_SHOWN].split("\n")
             label = "cannot be sent" if prompt["error"] else prompt["kind"] or "left out by prompt.python"
-            lines += [f"--- row {prompt['row']} ({label})", text[:CHARACTERS_SHOWN]]
+            lines += [f"--- row {prompt['row']} ({label})", *shown]
         lines += cause_lines(self.not_sendable, "cannot be sent")
         return [*lines, f"{self._verdict()}; nothing was sent"]
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import uvloop
 
+from batchrunner.core.console import LogLine
 from batchrunner.core.processes import SignalWatch
 from batchrunner.core.types import MetricsAddress
 from batchrunner.job.load import load_job
@@ -77,7 +78,9 @@ def log_to_stderr(*, quiet: bool) -> None:
     """Show only batchrunner's log; an engine in this process uses the root logger."""
     ours = logging.getLogger("batchrunner")
     ours.setLevel(logging.ERROR if quiet else logging.INFO)
-    ours.addHandler(logging.StreamHandler(sys.stderr))
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogLine())
+    ours.addHandler(handler)
     ours.propagate = False
 
 

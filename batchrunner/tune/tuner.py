@@ -87,8 +87,8 @@ class TuningSummary:
         lines = [f"trials: {self.sample}", head]
         for trial in self.trials:
             lines += _trial_lines(trial, is_best=trial["args"] == self._changes)
-        lines += ["", *(f"{name}: {note}" for name, note in self.notes.items())]
-        lines.append(f"\n{self.reason}, after {duration(self.spent_s)}")
+        lines += ["", *(f"{name}: {note}" for name, note in self.notes.items()), ""]
+        lines.append(f"{self.reason}, after {duration(self.spent_s)}")
         if not self._changes:
             return [*lines, "the job's own flags are the fastest that were found"]
         gain = self.best_tokens_per_s / self.own_tokens_per_s

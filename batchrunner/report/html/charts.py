@@ -237,7 +237,7 @@ def _rising(step: float, top: float) -> list[AxisTick]:
 
 def _bar(counts: BinnedValues, at: int, rows: int, top: float) -> ChartBar:
     width, height = WIDTH / len(counts.bins), HEIGHT * rows / top
-    says = f"{_range(counts, at)} {counts.unit}: {counted(rows, 'row', ',')}"
+    says = f"{_range(counts, at)} {counts.unit}: {counted(rows, 'row')}"
     return ChartBar(at * width, HEIGHT - height, width, height, says)
 
 

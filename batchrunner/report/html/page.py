@@ -4,7 +4,6 @@ import base64
 import functools
 import hashlib
 import logging
-import re
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ import yaml
 from markupsafe import Markup
 
 from batchrunner.advise.advise import advise_run
-from batchrunner.core.console import counted
+from batchrunner.core.console import counted, escaped
 from batchrunner.core.engine_info import Corner
 from batchrunner.core.files import read_json
 from batchrunner.job.spec import LimitsSpec
@@ -35,10 +34,6 @@ log = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 MOST_STARTS = 30
 """Attempts that the page lists; earlier ones are only counted."""
-_UNSEEN = re.compile(
-    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]|[\u202a-\u202e\u2066-\u2069]"
-)
-"""Characters that a page cannot show: controls, lone surrogates, changes of direction, non-characters."""
 
 
 def write_page(run_dir: RunDir) -> Path:
@@ -112,7 +107,7 @@ def _headline(
         "rows_total": total,
         "rows_left": left,
         "working_s": working_s,
-        "how_often": counted(attempts, "attempt", ",") + (f" of {tasks} tasks" if tasks > 1 else ""),
+        "how_often": counted(attempts, "attempt") + (f" of {tasks} tasks" if tasks > 1 else ""),
         "output_tokens_per_s": counts.output_tokens / working_s if working_s else 0.0,
         "prompt_tokens_per_s": counts.prompt_tokens / working_s if working_s else 0.0,
         "cached_share": counts.cached_tokens / counts.prompt_tokens if counts.prompt_tokens else None,
@@ -198,7 +193,7 @@ def _decisions(
         found.append(("Window", f"{fixed}, set by the job"))
     elif widths:
         least, most = min(value.low for value in widths), max(value.high for value in widths)
-        found.append(("Window", f"{least:,.0f} to {most:,.0f}, moved {counted(moves, 'time', ',')}"))
+        found.append(("Window", f"{least:,.0f} to {most:,.0f}, moved {counted(moves, 'time')}"))
     return found
 
 
@@ -252,8 +247,8 @@ def _template() -> jinja2.Template:
 
 
 def _visible(text: object) -> str:
-    """Return a text without characters that HTML lacks, or that would reverse the text around it."""
-    return _UNSEEN.sub("\N{REPLACEMENT CHARACTER}", str(text))
+    """Return a text that shows characters which HTML lacks, or which would reverse the text around them."""
+    return "\n".join(map(escaped, str(text).split("\n")))
 
 
 def _moment(seconds: float) -> str:
