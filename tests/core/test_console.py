@@ -23,8 +23,10 @@ def test_nothing_that_data_holds_is_obeyed(tmp_path: Path) -> None:
     """Prompts, errors, prints and usage are shown escaped in each command; results keep what they are."""
     (tmp_path / "evil_hook.py").write_text(HOOK)
     write_rows(tmp_path / "input.parquet", 4, title=[EVIL] * 4)
-    changes = {"prompt": {"python": "evil_hook:prompt"}, "python_path": [str(tmp_path)]}
-    job = job_of(tmp_path, input={"columns": ["title"]}, limits={"max_failed_rows": 4}, **changes)
+    job = job_of(
+        tmp_path, input={"columns": ["title"]}, limits={"max_failed_rows": 4},
+        prompt={"python": "evil_hook:prompt"}, python_path=[str(tmp_path)],
+    )  # fmt: skip
     file, run = write_job(job, tmp_path), tmp_path / "run"
     checked, ran = batchrun("check", file), batchrun(file)
     told = [
