@@ -108,7 +108,7 @@ MOST_TOKENS = {
     "advise": 12_500,
     "report": 10_800,
     "dispatch": 24_400,
-    "runner": 22_700,
+    "runner": 22_800,
     "tune": 13_200,
     "api": 2_500,
     "ray": 5_100,
