@@ -49,6 +49,13 @@ def test_a_job_is_no_run(tmp_path: Path, command: str) -> None:
     assert "not a run's output path" in refused.stderr
 
 
+def test_notes_are_shown_where_they_are_asked_for(tmp_path: Path, server: FakeSGLang) -> None:
+    """`-v` says where prompts are tokenized; without it nobody has to read that."""
+    file = write_job(job_of(tmp_path, server), tmp_path)
+    assert "tokenised by the engine" not in batchrun(file).stderr
+    assert "tokenised by the engine" in batchrun("-v", file, "--fresh").stderr
+
+
 def test_version() -> None:
     """`--version` says which batchrunner this is."""
     assert batchrun("--version").stdout.startswith("batchrun 0.")
@@ -143,6 +150,7 @@ def test_a_job_named_like_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (["merge", "nowhere"], "OutputError"),
         (["advise", "nothing.log"], "InputError"),
         (["check"], "MissingParameter"),
+        (["run", "job.yaml", "--limit", "0"], "BadParameter"),
         (["--nonsense", "status", "nowhere"], "NoSuchOption"),
     ],
 )
@@ -154,6 +162,7 @@ def test_an_error_as_json(words: list[str], kind: str) -> None:
     assert found["error"].keys() == {"type", "message", "hint"}
     assert (found["error"]["type"], bool(found["error"]["message"])) == (kind, True)
     assert found["error"]["message"] in failed.stderr
+    assert failed.stderr.count("\n") == 1
     without = batchrun(*words)
     assert (without.exit_code, without.stdout, without.stderr) == (2, "", failed.stderr)
 

@@ -1,6 +1,6 @@
 """Answers, row by row as they end."""
 
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from batchrunner.api.runs import engine_of
@@ -9,9 +9,34 @@ from batchrunner.job.call import LibraryCall
 from batchrunner.job.load import EngineLike
 from batchrunner.job.spec import LimitsSpec, OnLength
 from batchrunner.job.tasks import GENERATE, TaskName
-from batchrunner.runner.open_engine import OpenEngine
+from batchrunner.runner.open_engine import OpenEngine, PortalWork, open_portal
 from batchrunner.runner.progress import ProgressListener, make_displays
 from batchrunner.runner.stream import StreamCall
+
+
+class Stream(AsyncIterator[dict[str, Any]]):
+    """The rows of a call of `stream`, once, for `async for` or a plain `for`."""
+
+    def __init__(self, call: StreamCall) -> None:
+        self._rows = call.rows()
+
+    async def __anext__(self) -> dict[str, Any]:
+        return await anext(self._rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        async def following() -> dict[str, Any] | None:
+            return await anext(self._rows, None)
+
+        with open_portal() as portal:
+            try:
+                while row := PortalWork(portal, following).wait():
+                    yield row
+            finally:
+                portal.call(self.aclose)
+
+    async def aclose(self) -> None:
+        """End the requests in flight and close the engine, as leaving the loop does."""
+        await self._rows.aclose()
 
 
 def stream(
@@ -30,10 +55,12 @@ def stream(
     task_options: Mapping[str, Any] | None = None,
     progress: bool = False,
     on_progress: ProgressListener | None = None,
-) -> AsyncGenerator[dict[str, Any], None]:
+) -> Stream:
     """Send rows as they come and yield each as it ends, as a dict with the columns of a result row.
 
-    Example: `async for row in batchrunner.stream(texts, engine="Qwen/Qwen3-8B"): print(row["output"])`.
+    Example: `for row in batchrunner.stream(texts, engine="Qwen/Qwen3-8B"): print(row["output"])`.
+
+    In a program with an event loop write `async for`: a plain `for` blocks it.
 
     The arguments are those of `generate`; `rows` may also be an asynchronous iterator. An iterator is read a
     few thousand rows ahead, and not while the program is behind; it may be endless. It is read in a thread,
@@ -69,4 +96,4 @@ def stream(
         own_rows=files is None,
     )
     displays = make_displays(progress=progress, on_progress=on_progress)
-    return StreamCall(rows, files, call, opened.loop if opened else None, displays).rows()
+    return Stream(StreamCall(rows, files, call, opened.loop if opened else None, displays))

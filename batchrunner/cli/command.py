@@ -23,8 +23,6 @@ from batchrunner.cli.options import EXIT_CODES
 from batchrunner.cli.results import advise, merge, report, status
 from batchrunner.cli.running import batch, ray, run, slurm
 from batchrunner.core.console import (
-    as_object,
-    escaped,
     lost_output,
     open_standard_streams,
     show,
@@ -48,7 +46,7 @@ from batchrunner.core.timing import TIMING
 
 HELP_OPTIONS = ("-h", "--help")
 _ALONE = {*HELP_OPTIONS, "--version"}
-_FLAGS = {"--json", "--quiet", "-q"}
+_FLAGS = {"--json", "--quiet", "-q", "--verbose", "-v"}
 """Options that may stand before the first word and take no value."""
 _UsageError: Any = typer.BadParameter.__base__
 """Base class of errors in the arguments; typer has no public name for it."""
@@ -59,6 +57,7 @@ class CommandGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Put `run` before a job file; raises JobError for a word that looks like a misspelt command."""
+        args = args or ["--help"]
         place = next((i for i, arg in enumerate(args) if arg == "-" or not arg.startswith("-")), None)
         if place is not None and args[place] not in self.commands and args[0] not in _ALONE:
             if _FLAGS.issuperset(args[:place]):
@@ -90,11 +89,8 @@ class CommandGroup(TyperGroup):
         except BatchrunError as error:
             code = tell_failure(error, as_json=as_json)
         except _UsageError as error:
-            code = error.exit_code
-            if as_json:
-                show(as_object(error, error.format_message(), _help_of(error), code))
-            error.message = escaped(error.message)
-            error.show()
+            wrong = JobError(error.format_message().rstrip("."), hint=_help_of(error))
+            code = tell_failure(wrong, as_json=as_json, of=error)
         except typer.Abort as ended:  # what typer makes of an EOFError, which no command foresees
             raise (ended.__cause__ or ended) from None
         if alone:
@@ -200,7 +196,6 @@ app = typer.Typer(
     cls=CommandGroup,
     context_settings={"help_option_names": list(HELP_OPTIONS)},
     add_completion=False,
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     help="Offline batch inference that keeps an SGLang engine at its highest throughput.\n\n"

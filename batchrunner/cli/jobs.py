@@ -46,7 +46,7 @@ def check(
     from batchrunner.runner.check import check as check_job  # noqa: PLC0415
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
-    log_to_stderr(quiet=False)  # what the job's Python functions print
+    log_to_stderr()  # what the job's Python functions print
     found = check_job(job, with_limit(overrides, limit))
     show(found.as_dict() if as_json else found.lines())
     raise typer.Exit(found.exit_code)

@@ -34,6 +34,9 @@ JoinOption = Annotated[
 ]
 RetryFailedOption = Annotated[bool, typer.Option(help="Send failed rows again.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
+VerboseOption = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show notes too, such as where prompts are tokenized.")
+]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print the result, or the error, as JSON on standard output.")
 ]

@@ -17,6 +17,7 @@ from batchrunner.cli.options import (
     QuietOption,
     RetryFailedOption,
     SetOption,
+    VerboseOption,
     with_limit,
 )
 from batchrunner.core.console import show, tell
@@ -61,6 +62,7 @@ def run(
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a job, or resume it; `batchrun JOB.yaml` is short for it.
@@ -69,7 +71,7 @@ def run(
     """
     from batchrunner.runner.foreground import log_to_stderr, run_in_foreground  # noqa: PLC0415
 
-    log_to_stderr(quiet=quiet)
+    log_to_stderr(quiet=quiet, verbose=verbose)
     with telling_report(quiet=quiet or as_json):
         done = run_in_foreground(
             job,
@@ -116,6 +118,7 @@ def batch(
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Answer the requests of a batch file in OpenAI's format.
@@ -127,7 +130,7 @@ def batch(
     from batchrunner.runner.batch import run_batch  # noqa: PLC0415
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
-    log_to_stderr(quiet=quiet)
+    log_to_stderr(quiet=quiet, verbose=verbose)
     made = {"model": model, "urls": url or [], "base": job, "overrides": with_limit(overrides, limit)}
     with telling_report(quiet=quiet or as_json):
         done = run_batch(
@@ -197,6 +200,7 @@ def ray(
     limit: LimitOption = None,
     retry_failed: RetryFailedOption = False,
     quiet: QuietOption = False,
+    verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run or resume a job on a Ray cluster.
@@ -208,7 +212,7 @@ def ray(
     """
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
-    log_to_stderr(quiet=quiet)
+    log_to_stderr(quiet=quiet, verbose=verbose)
     try:
         from batchrunner.ray.whole_job import run_on_ray  # noqa: PLC0415 - Ray may be missing
     except ModuleNotFoundError as missing:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -239,7 +240,11 @@ def _validator(schema: dict[str, Any], where: str) -> Any:
     try:
         return jsonschema_rs.validator_for(schema, offline=True)
     except ValueError as failure:
-        problem = f"not a JSON Schema that answers can be checked against: {_with_place(failure)}"
+        wrong: Any = failure
+        while branches := getattr(getattr(wrong, "kind", None), "context", None):
+            # none of several ways to write a part: the one that got furthest is the one that was meant
+            wrong = max(chain(*branches), key=lambda error: len(error.instance_path))
+        problem = f"not a JSON Schema that answers can be checked against: {_with_place(wrong)}"
         raise JobError(f"{where}: {problem}") from None
 
 

@@ -294,7 +294,7 @@ class RowTokenizer:
             except CannotTokenizeError as why:
                 self._leave_to_engine(kind, why)
                 return
-            log.info("prompts are tokenised here: for %d of them the engine's tokens are the same", prompts)
+            log.debug("prompts are tokenised here: for %d of them the engine's tokens are the same", prompts)
         self._events.write("tokenize", where="client")
 
     def _leave_to_engine(self, kind: PromptKind, why: CannotTokenizeError) -> None:
@@ -302,7 +302,7 @@ class RowTokenizer:
         if needed is not None:
             raise CannotTokenizeError(f"{needed}: prompts cannot be tokenised here: {why}") from None
         self._encoders[kind] = None
-        log.info("prompts are tokenised by the engine: %s", why)
+        log.debug("prompts are tokenised by the engine: %s", why)
         self._events.write("tokenize", where="server", why=str(why))
 
     async def _with_choices(self, requests: list[Request]) -> list[Request | Outcome]:

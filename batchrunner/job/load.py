@@ -21,6 +21,8 @@ from batchrunner.job.spec import Job
 
 EngineLike: TypeAlias = EngineSpec | Mapping[str, Any] | str | Path | Sequence[str]
 """What an engine may be given as: the `engine` part of a job, or a short form of it."""
+KINDS = ("attach", "server", "gateway", "simulated")
+"""Kinds of engines."""
 _YAML_MARKS = tuple("\"'|>!&*")
 """First characters of a text in YAML syntax: quoted, a block, tagged, an anchor or an alias."""
 _YAML_HINT = (
@@ -106,6 +108,9 @@ def _engine_tree(source: Any) -> Any:
         return {"kind": "simulated"}
     if "://" in source:
         return {"kind": "attach", "urls": [source]}
+    near = get_close_matches(source, KINDS, n=1, cutoff=0.75)
+    if near and not os.path.exists(source):  # noqa: PTH110 - takes names that are too long
+        raise JobError(f"engine: {source}: no model is named so", hint=f"did you mean kind: {near[0]}?")
     return {"kind": "server", "model": source}
 
 
@@ -223,6 +228,9 @@ def _explain(failure: ValidationError, kind: Any, tree: object) -> tuple[str, st
     problem = max(problems, key=lambda p: (p["type"] == "extra_forbidden", len(p["loc"])))
     path = _path_in(tree, problem)
     where = ".".join(path)
+    if problem["type"] == "union_tag_invalid":
+        kind = problem["ctx"]["tag"]
+        return f"{where}.kind: no kind of engine is {kind!r}", _near(kind, KINDS)
     if problem["type"] == "extra_forbidden":
         return f"unknown key {where!r}", _nearest(path, kind)
     if problem["type"] == "missing":
@@ -266,11 +274,15 @@ def _nearest(path: list[str], kind: Any) -> str:
     """Return what may be meant by an unknown key of a job, or of another `kind` of part."""
     if meant := _MEANT.get(".".join(path)):
         return f"did you mean {meant!r}?"
-    known = sorted(_keys(kind, path[:-1]) - {path[-1]})
-    near = get_close_matches(path[-1], known, n=1)
-    near = near or [name for name in known if path[-1] in name.split("_")][:1]  # seed: sampling_seed
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+    hint = _near(path[-1], sorted(_keys(kind, path[:-1]) - {path[-1]}))
     return f"{hint} (arguments of SGLang go into engine.args)" if path[:-1] == ["engine"] else hint
+
+
+def _near(word: str, known: Sequence[str]) -> str:
+    """Return which of the known words may be meant, or all of them."""
+    near = get_close_matches(word, known, n=1)
+    near = near or [name for name in known if word in name.split("_")][:1]  # seed: sampling_seed
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
 
 
 def _keys(kind: Any, path: Sequence[str]) -> set[str]:

@@ -1,6 +1,7 @@
 """Runs a batch file in the format of OpenAI as a job; gives results and errors when all lines are done."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,19 @@ class BatchRun:
         return [*lines, f"results: {self.results}{failed}"]
 
 
+@contextlib.contextmanager
+def _named_by_option() -> Iterator[None]:
+    """Let errors name `--output`, which the command has in place of a job's `output.path`."""
+    try:
+        yield
+    except BatchrunError as failure:
+        texts = (str(failure), failure.message, failure.hint)
+        text, failure.message, failure.hint = (said.replace("output.path", "--output") for said in texts)
+        failure.args = (text,)
+        raise
+
+
+@_named_by_option()
 def run_batch(
     requests: str, output: str, errors: str | None, job: Mapping[str, Any], *, fresh: bool, **options: Any
 ) -> BatchRun:

@@ -75,14 +75,16 @@ class Check:
             label = "cannot be sent" if prompt["error"] else prompt["kind"] or "left out by prompt.python"
             lines += [f"--- row {prompt['row']} ({label})", *shown]
         lines += cause_lines(self.not_sendable, "cannot be sent")
-        return [*lines, f"{self._verdict()}; nothing was sent"]
+        return [*lines, f"{self.verdict}; nothing was sent"]
 
     @property
     def exit_code(self) -> int:
         """Exit code of the command: 3 where none of the rendered rows can be sent, as for a run of them."""
         return EXIT_FAILED_ROWS if 0 < self.rows_looked_at == self.rows_not_sendable else EXIT_DONE
 
-    def _verdict(self) -> str:
+    @property
+    def verdict(self) -> str:
+        """What is to be said of the job in the end."""
         if not self.rows_not_sendable:
             return "the job is fine"
         if self.exit_code:

@@ -74,10 +74,10 @@ def run_in_foreground(
                 runner.close()
 
 
-def log_to_stderr(*, quiet: bool) -> None:
-    """Show only batchrunner's log; an engine in this process uses the root logger."""
+def log_to_stderr(*, quiet: bool = False, verbose: bool = False) -> None:
+    """Show only batchrunner's log: its errors if `quiet`, its notes too if `verbose`."""
     ours = logging.getLogger("batchrunner")
-    ours.setLevel(logging.ERROR if quiet else logging.INFO)
+    ours.setLevel(logging.ERROR if quiet else logging.DEBUG if verbose else logging.INFO)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LogLine())
     ours.addHandler(handler)

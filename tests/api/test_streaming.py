@@ -28,6 +28,19 @@ async def all_of(*args: Any, **options: Any) -> list[dict[str, Any]]:
     return [row async for row in batchrunner.stream(*args, **options)]
 
 
+def test_a_plain_loop(server: FakeSGLang, scratch: Path) -> None:
+    """A program without an event loop writes `for`; leaving it ends the requests in flight."""
+    server.script = lambda sent: "hold" if sent.prompt == "2" else "answer"
+    options: dict[str, Any] = {"prompt": TEXT, "engine": server.url}
+    assert sorted(row["row"] for row in batchrunner.stream(["a", "b"], **options)) == [0, 1]
+    rows = iter(batchrunner.stream(map(str, range(5)), **options))
+    assert next(rows)["error"] is None
+    rows.close()  # type: ignore[attr-defined]
+    assert list(scratch.iterdir()) == []
+    with pytest.raises(EngineStartError):
+        list(batchrunner.stream(["a"], engine="http://127.0.0.1:1", limits={"engine_wait": 0.2}))
+
+
 async def collect(values: list[Any], column: str, *args: Any, **options: Any) -> None:
     """Collect the values of a column as they come, of a stream that may fail."""
     async for row in batchrunner.stream(*args, **options):

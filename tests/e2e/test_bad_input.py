@@ -129,6 +129,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"limits": {"deadline": "5 parsecs"}}, "limits.deadline: a duration is seconds or a text"),
     # checks of answers
     ({"check": {"regex": "("}}, "not a regular expression"),
+    (
+        {"check": {"json": {"properties": {"a": {"type": "strin"}}}}},
+        """['a']['type'] "strin" is not one of""",
+    ),
     ({"check": {"expression": "outptu == 1"}}, "did you mean 'output'?"),
     ({"check": {"regex": "x", "feedback": True}}, "go with chats only"),
     (

@@ -254,6 +254,7 @@ def test_another_batch_for_the_same_results(tmp_path: Path) -> None:
     other = batch.do()
     assert (other.exit_code, other.stderr.count("\n")) == (2, 1)
     assert "holds another run" in other.stderr
+    assert "take another --output" in other.stderr
     assert batch.do("--fresh").exit_code == 0
     assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-9"]
 

@@ -117,7 +117,8 @@ class SupervisedProgram(ABC):
                 hangs = False
                 if waited_s > next_word_s:
                     next_word_s += TIMING.launch_word
-                    log.info("still starting (%.0f s): %s", waited_s, last_line(self.log_path)[:120])
+                    said = last_line(self.log_path)[:120] or "its log is empty"
+                    log.info("still starting (%.0f s): %s", waited_s, said)
                     hangs = self.found_port_taken()  # SGLang goes on, and never listens
                 if self.exit_code is not None or hangs:
                     raise EngineStartError(self.failure_message("did not start"))
