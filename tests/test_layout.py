@@ -105,7 +105,7 @@ MOST_TOKENS = {
     "output": 23_000,
     "input": 33_700,
     "engines": 42_800,
-    "advise": 12_500,
+    "advise": 12_800,
     "report": 10_800,
     "dispatch": 24_400,
     "runner": 22_900,

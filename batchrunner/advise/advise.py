@@ -37,7 +37,7 @@ class AdviceReport:
     def healthy(self) -> bool:
         """Whether there are enough samples and nothing is wrong."""
         wrong = any(advice.change and not BY_NAME[advice.rule].option for advice in self.advice)
-        return self.situation.load.enough and not wrong
+        return self.situation.is_judged and self.situation.load.enough and not wrong
 
     def lines(self) -> list[str]:
         """Return the lines for the terminal."""
@@ -69,15 +69,18 @@ class AdviceReport:
 
     def reading(self) -> str:
         """Describe the samples; where they are too few for advice, say how many advice needs."""
-        load = self.situation.load
+        load, client = self.situation.load, self.situation.client
         if self.situation.facts.mute:
             return "the server does not tell its load by /v1/loads or by /metrics (--enable-metrics)"
-        if not load.counted:
+        if client is not None and client.simulated:
+            return "simulated: there is no advice on figures that are made up"
+        if not load.counted and client is None:
             return "no request was running when the load was sampled"
         if load.enough:
             return load.over()
+        steady = " between its start and its drain or tail" if client else ""
         return (
-            f"{self.figures()}. A reading, not advice: {load.over()}, and advice needs "
+            f"{self.figures()}. A reading, not advice: {load.over()}{steady}, and advice needs "
             f"{GUIDES.samples:g} over {GUIDES.span_s:g} s"
         )
 
@@ -115,15 +118,11 @@ def advise(
 
 
 def advise_run(run: Path) -> AdviceReport:
-    """Advise on a run, without asking an installed SGLang; a simulated run gets no advice.
-
-    Raises OutputError where the path holds no run.
-    """
+    """Advise on a run, without asking an installed SGLang. Raises OutputError where the path holds no run."""
     situation = read_run(run)
     situation.facts.config = _config(situation.facts)
     flags = of_arguments(situation.facts.version, situation.facts.arguments)
-    simulated = situation.client is not None and situation.client.simulated
-    return AdviceReport(str(run), situation, [] if simulated else apply_all(situation, flags), flags)
+    return AdviceReport(str(run), situation, apply_all(situation, flags), flags)
 
 
 def _read(source: str, span_s: float) -> Situation:

@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.core.errors import InputError
 from batchrunner.engines.logs.reader import LogReader, number
-from batchrunner.engines.logs.series import LoadSample, Series
+from batchrunner.engines.logs.series import LoadSample, Prefills, Series
+from batchrunner.job.tasks import GENERATE
 from batchrunner.output.columns import has_texts
 from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import RunDir, look_at_run
@@ -46,13 +47,15 @@ def read_run(run: Path | RunDir) -> Situation:
                 log.read(path)
     load.settle()
     _lengths(run_dir, client)
+    if not load.enough:  # what the log has is of the start and the end too
+        log.series.tracks, log.series.prefills = {}, Prefills()
     server = log.facts
     server.version = facts["engine"].get("version")
     server.card = server.card or facts["engine"].get("card")
     gpus = facts["engine"].get("gpus")
     if gpus and server.arguments:
         server.idle_gpus = max(0, gpus - server.gpus)
-    return Situation(load if load.counted else log.series, log.series, server, client)
+    return Situation(load, log.series, server, client)
 
 
 def _logs(task: RunDir) -> list[Path]:
@@ -70,6 +73,7 @@ def _client(facts: Mapping[str, Any]) -> ClientActivity:
         order=job.get("order", "auto"),
         kind=job["engine"]["kind"],
         simulated=bool(facts["engine"].get("simulated")),
+        decodes=job.get("task", GENERATE) == GENERATE,
     )
 
 
@@ -78,7 +82,12 @@ _SAMPLED = {"signals", "in_flight", "window", "rows_total", "rows_done"}
 
 
 class _TaskReader:
-    """Adds the load of one task to a series, from the time since its servers have their present flags."""
+    """Adds the steady load of one task to a series, since its servers have their present flags.
+
+    Three times are left out, in which queue and token usage say nothing of the flags: the start, until as
+    many rows have ended as ran at once, the drain after a stop was asked for, and the tail, in which fewer
+    rows are left than the window takes.
+    """
 
     def __init__(self, name: str, load: Series, client: ClientActivity) -> None:
         self.client = client
@@ -93,6 +102,10 @@ class _TaskReader:
         """Names of this attempt's schedulers, by order: launched servers have new ports in each attempt."""
         self._retractions = 0
         """Retractions of this attempt so far."""
+        self._began: int | None = None
+        """Rows that were done when the servers began to fill; None before a sample of theirs."""
+        self._peak = 0
+        """Most requests that ran at once since then."""
 
     def read(self, path: Path) -> None:
         """Read the task's event log to its end."""
@@ -101,7 +114,9 @@ class _TaskReader:
                 case "start":
                     if self._start and not _alike(self._start, event):
                         self._restart()
-                    self._start, self._tracks, self._retractions = event, {}, 0
+                    self._start, self._tracks, self._retractions, self._began = event, {}, 0, None
+                case "engine_died" | "engine_hangs":
+                    self._began = None
                 case "engine_recalled" | "engine_healed" if (
                     not _new_args(event).items() <= self._learned.items()
                 ):
@@ -127,25 +142,29 @@ class _TaskReader:
 
     def _add(self, sample: Mapping[str, Any]) -> None:
         client, signals = self.client, sample["signals"]
-        retractions = sample.get("retractions", 0)
-        self._load.retractions += retractions - self._retractions
-        self._retractions = retractions
-        in_flight, window = sample["in_flight"], sample["window"]
-        unsent = max(0, sample["rows_total"] - sample["rows_done"] - in_flight)
+        retracted, self._retractions = self._retractions, sample.get("retractions", 0)
+        in_flight, window, done = sample["in_flight"], sample["window"], sample["rows_done"]
+        unsent = sample.get("unsent", sample["rows_total"] - done - in_flight)
         client.widest = max(client.widest, in_flight)
-        if not in_flight or not signals:
+        if self._began is None:
+            self._began, self._peak = done, 0
+        running = sum(load["running"] for load in signals)
+        self._peak = max(self._peak, running)
+        starts, ends = done - self._began <= self._peak, unsent + in_flight <= window
+        if not in_flight or not signals or starts or ends:
             return
+        self._load.retractions += self._retractions - retracted
         for load in signals:
             one = LoadSample(
                 sample["time"], load["running"], load["queue"], load["token_usage"], load.get("max_running"),
                 rate=sample["output_tokens_per_s"] / len(signals), unsent=unsent,
             )  # fmt: skip
             self._load.add(self._track(load["scheduler"]), one)
-        if unsent and not any(load["queue"] for load in signals):
+        if not any(load["queue"] for load in signals):
             client.empty += 1
             full = in_flight >= FULL * window
             client.at_window += full
-            client.on_way += full and 2 * sum(load["running"] for load in signals) < in_flight
+            client.on_way += full and 2 * running < in_flight
             client.resting += not full and sample.get("resting", 0) > 0
 
 

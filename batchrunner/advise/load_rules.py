@@ -347,7 +347,7 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
     """Find that decoding runs without CUDA graphs at batch sizes at which graphs matter."""
     large = s.facts.tp >= LARGE_TP
     sign = "no_graph_tp" if large else "no_graph"
-    if s.facts.on_cpu or not s.log.frequent(sign):
+    if not s.log.frequent(sign):
         return None
     running, captured = s.log.median("running"), s.facts.graph_max_bs
     target = int(GUIDES.graph_batch_tp if large else GUIDES.graph_batch)

@@ -480,11 +480,29 @@ RULES: tuple[Rule, ...] = (
     ),
 )
 BY_NAME = {rule.name: rule for rule in RULES}
+DEATHS = frozenset(
+    {"oom-prefill", "oom-decode", "oom-graph", "oom-weights", "oom-general", "killed", "crashed"}
+)
+"""Rules that need no load: a server that died is advised on after however short a run."""
+ON_GPU = frozenset({
+    "memory-left", "memory-tight", "cuda-graph", "attention-backend", "tensor-parallel", "host-cache",
+    "expert-parallel", "dp-attention", "torch-compile", "fp8-weights", "fp8-cache",
+})  # fmt: skip
+"""Rules on what a server has on a GPU only."""
+OF_DECODING = frozenset({
+    "conservative", "running-capped", "running-low", "retractions", "cuda-graph", "small-prefills",
+    "pool-small", "pages-large", "memory-left", "host-cache", "torch-compile", "fp8-weights", "fp8-cache",
+})  # fmt: skip
+"""Rules on the requests that decode, and on the KV pool that these fill."""
 
 
 def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
     """Return the advice of all rules in their order: what to change, then options, then what is well."""
-    found = [advice for rule in RULES if (advice := rule.apply(situation, flags))]
+    names = set(BY_NAME) if situation.is_judged else DEATHS
+    names -= ON_GPU if situation.facts.on_cpu else frozenset()
+    names -= OF_DECODING if not situation.decodes else frozenset()
+    rules = [rule for rule in RULES if rule.name in names]
+    found = [advice for rule in rules if (advice := rule.apply(situation, flags))]
     loud, silent = {advice.rule for advice in found if advice.change}, set[str]()
     for rule, others in SILENCES.items():
         silent |= set(others) if rule in loud - silent else set()

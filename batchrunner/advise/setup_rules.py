@@ -104,7 +104,7 @@ def dp_attention(s: Situation, flags: Flags) -> Finding | None:
 def torch_compile(s: Situation, flags: Flags) -> Finding | None:
     """Find a small model with small batches."""
     weights = s.facts.weights_gb
-    if s.facts.on_cpu or not weights or weights * s.facts.tp > GUIDES.small_model_gb:
+    if not weights or weights * s.facts.tp > GUIDES.small_model_gb:
         return None
     if s.facts.arguments.get("enable_torch_compile") or not s.load.frequent("small_batch"):
         return None
@@ -161,7 +161,7 @@ def host_cache(s: Situation, flags: Flags) -> Finding | None:
     shared = GUIDES.shared <= prefills.cached_share <= GUIDES.cached_well
     if prefills.prompts < FEW_PROMPTS or not shared or prefills.mean_prompt < LONG_ENOUGH:
         return None
-    if not s.load.frequent("full") or s.facts.on_cpu or s.facts.arguments.get("enable_hierarchical_cache"):
+    if not s.load.frequent("full") or s.facts.arguments.get("enable_hierarchical_cache"):
         return None
     return Finding(
         f"prompts of {prefills.mean_prompt:,.0f} tokens share prefixes, {prefills.cached_share:.0%} was in "

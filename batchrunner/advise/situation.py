@@ -60,6 +60,9 @@ class ClientActivity:
     kind: str = "attach"
     """The job's `engine.kind`."""
     simulated: bool = False
+    """Whether its figures are made up."""
+    decodes: bool = True
+    """Whether the job's task generates tokens; else token usage says nothing."""
     longest_output: int | None = None
     """99th percentile of the outputs' lengths, in tokens."""
     possible_share: float | None = None
@@ -88,6 +91,16 @@ class Situation:
     """What only log lines have: graphs, prefill passes, retractions. It may be the same object as `load`."""
     facts: Facts = field(default_factory=Facts)
     client: ClientActivity | None = None
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there may be advice: a run has to be real, and long enough in steady work."""
+        return self.client is None or (self.load.enough and not self.client.simulated)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the rows are answered by decoding, as far as is known."""
+        return self.client is None or self.client.decodes
 
     @property
     def max_running(self) -> int | None:

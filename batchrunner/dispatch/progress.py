@@ -217,6 +217,7 @@ class AttemptProgress:
             "window": self._slots.window,
             "in_flight": self._slots.in_flight,
             "resting": self._backlog.waiting,
+            "unsent": self._backlog.unsent,
             "retractions": concurrency.retractions,
             "signals": [asdict(load) | by_scheduler.get(load.scheduler, {}) for load in loads],
             "bands": {name: (band.low, band.high) for name, band in bands.items()},

@@ -10,6 +10,7 @@ from typing import Any
 from batchrunner.core.console import counted, installed_version
 from batchrunner.core.engine_info import Corner, EngineInfo
 from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED
+from batchrunner.engines.logs.series import GUIDES
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE
 from batchrunner.output.counts import RowCounts
@@ -166,7 +167,8 @@ class Report:
         """Name the command that shows the run and, where the engine failed or idled, the one that advises."""
         run, corners = shlex.quote(self.path), self.load.get("corner_shares", {})
         idle = sum(corners.get(each) or 0.0 for each in (Corner.SHORT, Corner.HELD))
-        advised = self.incidents or idle > MOST_IDLE
+        idled = idle > MOST_IDLE and self.load["steady_s"] >= GUIDES.span_s  # else there is no advice
+        advised = not self.simulated and (self.incidents or idled)
         told = f"; batchrun advise {run} says what to change" if advised else ""
         return f"batchrun report {run} shows the run{told}"
 

@@ -27,18 +27,18 @@ def a_run(directory: Path, **changes: Any) -> Path:
 
 
 def tell(path: Path, samples: int = 60, *, torn: bool = False, **values: Any) -> None:
-    """Write the events of a start whose samples have these values."""
+    """Write the events of an attempt whose samples have these values; before the first, it only began."""
     load = {"running": 100, "queue": 300, "token_usage": 0.95, "max_running": 256, "scheduler": "engine"}
     load |= {name: values.pop(name) for name in list(values) if name in load}
     lines = [{"time": 1000.0, "elapsed_s": 0.0, "event": "start", "rows_total": 9000}]
-    for number in range(samples):
+    for number in range(-1, samples):
         sample = {
             "time": 1000.0 + number, "elapsed_s": number, "event": "sample",
-            "rows_total": 9000, "rows_done": 10, "rows_per_s": 5.0,
+            "rows_total": 9000, "rows_done": 4000, "rows_per_s": 5.0,
             "output_tokens_per_s": 900.0, "window": 400, "in_flight": 400, "resting": 0,
             "retractions": 0, "signals": [load], "bands": {},
         }  # fmt: skip
-        lines.append({**sample, **values})
+        lines.append({**sample, **values} | ({"rows_done": 10, "retractions": 0} if number < 0 else {}))
     text = b"\n".join(map(orjson.dumps, lines)) + b"\n"
     path.write_bytes(text[:-40] if torn else text)
 
@@ -107,10 +107,57 @@ def test_connections_may_be_what_limits(own: Path) -> None:
     assert changes(advise(str(own)))["queue-empty"] == "raise `ulimit -n`"
 
 
-def test_an_empty_queue_without_rows_is_the_end(own: Path) -> None:
-    """When nothing is left to send the queue is to run dry."""
-    tell(own / "events.jsonl", queue=0, rows_done=8600)
-    assert advise(str(own)).healthy
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rows_done": 8600},  # all rows are sent
+        {"rows_done": 8900, "in_flight": 91, "unsent": 9},  # fewer are left than the window takes
+        {"in_flight": 120, "unsent": 0},  # a stop was asked for
+        {"rows_done": 60},  # fewer have ended than run at once
+    ],
+    ids=["end", "tail", "stopped", "start"],
+)
+@pytest.mark.parametrize("load", [{"queue": 0}, {"token_usage": 0.4}], ids=["empty", "conservative"])
+def test_start_drain_and_tail_do_not_count(load: dict[str, Any], values: dict[str, Any], own: Path) -> None:
+    """A queue that is empty, or a pool that is not full, is no sign then: what is left may be too short."""
+    tell(own / "events.jsonl", **load, **values)
+    LogWriter().started(chunk=512).prefill(20, new=512).decode(20, g=False).write(own, "engine-server.log")
+    found = advise(str(own))
+    assert found.advice == []
+    assert not found.healthy
+    assert "advice needs 8 over 10 s" in found.lines()[0]
+
+
+def test_servers_that_died_fill_up_again(own: Path) -> None:
+    """After a death a server is as empty as at the start."""
+    tell(own / "events.jsonl", token_usage=0.4, rows_done=4050)
+    start, first, *steady = (own / "events.jsonl").read_bytes().splitlines()
+    died = b'{"event": "engine_died", "time": 1000, "elapsed_s": 1}'
+    (own / "events.jsonl").write_bytes(b"\n".join([start, first, died, *steady]))
+    assert changes(advise(str(own))) == {}
+
+
+@pytest.mark.parametrize("task", ["embed", "score"])
+def test_without_decoding_no_flag_of_decoding_is_advised(task: str, own: Path) -> None:
+    """Token usage says nothing there, whatever it is."""
+    change_facts(own, "job", task=task)
+    LogWriter().started(gpu_gb=30, schedule_conservativeness=1.0).decode(30, r=20).write(
+        own, "engine-server.log"
+    )
+    for usage in (0.4, 0.99):
+        tell(own / "events.jsonl", token_usage=usage, running=200)
+        assert changes(advise(str(own))) == {}
+    change_facts(own, "job", task="generate")
+    assert set(changes(advise(str(own)))) == {"memory-left"}
+
+
+def test_on_a_cpu_no_flag_of_a_gpu_is_advised(own: Path) -> None:
+    """A card that the caller names does not make one of it."""
+    tell(own / "events.jsonl", running=250)
+    LogWriter().started(
+        device="cpu", tp_size=2, gpu_gb=30, weights_gb=4, attention_backend="triton", disable_cuda_graph=True
+    ).decode(30, g=False).write(own, "engine-server.log")
+    assert changes(advise(str(own), card="H100")) == {}
 
 
 def test_lengths_of_outputs_are_measured(own: Path) -> None:
@@ -214,17 +261,22 @@ def test_a_run_that_was_cut_off(own: Path) -> None:
 def test_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run in another process can be looked at at any time."""
     monkeypatch.setattr(GUIDES, "span_s", 0.2)
-    with FakeSGLang(lambda _: "hold", max_running=4) as server:
+    with FakeSGLang(max_running=4, delay_s=0.3) as server:
         job = job_of(tmp_path, server, rows=300, window=100)
         with started("run", write_job(job, tmp_path), "--quiet"):
-            eventually(lambda: len(server.sent) == 100)
+            eventually(lambda: len(server.sent) > 100)
             path = job["output"]["path"]
             eventually(lambda: set(changes(advise(path))) == {"running-capped"}, every_s=0.2)
 
 
 def test_of_a_simulated_run_there_is_nothing_to_say(tmp_path: Path) -> None:
-    """Made-up figures are no ground for advice, in the report neither."""
-    assert advise_run(a_run(tmp_path)).advice == []
+    """Made-up figures are no ground for advice: neither the command nor the report has any."""
+    run = a_run(tmp_path)
+    tell(run / "events.jsonl", token_usage=0.4)
+    for found in (advise(str(run)), advise_run(run)):
+        assert found.advice == []
+        assert not found.healthy
+        assert "made up" in found.lines()[0]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from batchrunner.advise.rules import RULES, apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.engines.flags import Flags, installed
 from batchrunner.engines.logs.reader import LogReader
+from batchrunner.engines.logs.series import GUIDES
 from tests.conftest import ROOT, require_engine
 from tests.support.sglang_logs import FLAG_LOGS, LogWriter, advice_of, changes, cuda_oom, judged
 
@@ -391,9 +392,15 @@ SHORT = {"outputs": 600, "output_tokens": 24_000}
     ],
 )  # fmt: skip
 def test_a_bad_flag_of_the_real_engine_is_named_first(
-    rule: str, log: str, client: dict[str, Any], change: dict[str, Any] | None
+    rule: str,
+    log: str,
+    client: dict[str, Any],
+    change: dict[str, Any] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In its own log: not where nothing is shared, the cache has nearly all, or outputs are long."""
+    monkeypatch.setattr(GUIDES, "samples", 0)  # these logs are thinned out
+    monkeypatch.setattr(GUIDES, "span_s", 0)
     found = advice_of(LogReader().read(FLAG_LOGS / f"{log}.log"), **client)
     assert (found[0].args if change else [a.rule for a in found].count(rule)) == (change or 0)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from batchrunner.advise.advise import advise
+from batchrunner.engines.logs.series import GUIDES
 from tests.conftest import (
     Started,
     batchrun,
@@ -44,6 +48,30 @@ def test_one_signal_drains(tmp_path: Path, server: FakeSGLang, number: signal.Si
     assert batchrun(file).exit_code == 0
     assert rows_sent(server) == list(range(14, 40))
     assert rows_in(job) == list(range(40))
+
+
+def test_a_drain_is_no_sign_of_anything(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The queue runs empty after a stop because the runner sends nothing: advice does not count it."""
+    monkeypatch.setattr(GUIDES, "span_s", 0.1)
+    server.script = held_from(10)
+    job = job_of(tmp_path, server, rows=400, window=8)
+    with started(write_job(job, tmp_path)) as process:
+        server.wait_for(18)
+        process.process.send_signal(signal.SIGINT)
+        process.wait_for_line("waiting for the rows in flight")
+        eventually(lambda: [sample["unsent"] for sample in samples_in(job)][-10:] == [0] * 10)
+        assert advise(job["output"]["path"]).advice == []
+        server.answer_held()
+        assert process.end() == 130
+
+
+def samples_in(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the samples of a run's event log that are whole."""
+    lines = Path(job["output"]["path"], "events.jsonl").read_bytes().splitlines(keepends=True)
+    events = [json.loads(line) for line in lines if line.endswith(b"\n")]
+    return [event for event in events if event["event"] == "sample"]
 
 
 def test_a_drain_has_an_end(tmp_path: Path, server: FakeSGLang) -> None:

@@ -126,10 +126,14 @@ def test_pauses_between_starts_are_no_run_time(tmp_path: Path) -> None:
     assert 0 < report.wall_s < 3600
 
 
-@pytest.mark.parametrize(("short", "advised"), [(0.2, False), (0.6, True)])
-def test_what_to_look_at_next(short: float, advised: bool) -> None:
+@pytest.mark.parametrize(
+    ("short", "steady_s", "advised"), [(0.2, 60, False), (0.6, 60, True), (0.6, 6, False)]
+)
+def test_what_to_look_at_next(short: float, steady_s: float, advised: bool) -> None:
     """The end of a run names the command that shows it, and that for advice where the engine idled."""
-    load = {"corner_shares": {"short": short, "held": None}}
+    load = {"steady_s": steady_s, "corner_shares": {"short": short, "held": None}}
     told = Report("out/my run", wall_s=1, load=load).lines()[-2]
     assert told.startswith("batchrun report 'out/my run' shows the run")
     assert ("batchrun advise 'out/my run'" in told) is advised
+    simulated = Report("out/my run", wall_s=1, load=load, simulated=True)
+    assert "batchrun advise" not in simulated.lines()[-2]
