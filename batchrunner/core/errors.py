@@ -163,7 +163,7 @@ class AttemptFailedError(RequestError):
 
 
 class EngineBusyError(RequestError):
-    """The engine refused the row for now (429, 502 to 504, no connection); it is repeated without limit."""
+    """The engine refused the row for now (429, 502 to 504, no connection): see `dispatch.blame`."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         """`retry_after_s` is the pause that the server asked for, in seconds."""

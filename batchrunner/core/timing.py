@@ -93,7 +93,7 @@ def pause_before_retry(
     """Return the seconds until the next try; None means that the row has failed for good.
 
     `tries` counts all tries of the row, including this one. `failures` counts the tries that failed possibly
-    because of the row; a busy engine is not counted, and retried without a limit. `jitter` is uniform in
+    because of the row; a busy engine is not counted. `jitter` is uniform in
     [0, 1).
 
     The pause doubles with each try and is then drawn from its upper half ("equal jitter" in Amazon's

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
@@ -29,6 +31,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import pause_before_retry
 from batchrunner.core.types import Completion, Outcome, Request
+from batchrunner.dispatch.blame import ONE_TOKEN, RouteRecord, is_why
 from batchrunner.dispatch.bundles import BundleSender
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits, LoadControl
 from batchrunner.dispatch.queue import MOST_DEATHS, Backlog, PendingRow, ResultSink, RowSource, Slots
@@ -42,9 +45,10 @@ from batchrunner.output.events import EventLog
 if TYPE_CHECKING:
     from batchrunner.dispatch.checks import AnswerChecker
 
+log = logging.getLogger(__name__)
+
 LONGEST_PRIMING_S = 30.0
 """Longest wait for a round of primes, in seconds: they save a prefill pass or two."""
-ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
 
 
 @dataclass(slots=True)
@@ -154,6 +158,8 @@ class Dispatcher:
     """Rows in flight, the oldest first."""
     _refused_since: float | None = None
     """Time since which the engine took no row; None while it takes them, or nobody asks it."""
+    _records: defaultdict[str, RouteRecord] = field(default_factory=lambda: defaultdict(RouteRecord))
+    """What each route has answered and refused."""
 
     async def run(self, feeder: Feeder) -> None:
         """Send all rows that the feeder brings.
@@ -196,6 +202,8 @@ class Dispatcher:
         row.attempts += 1
         sent_at = row.sent_at = time.monotonic()
         row.route = route
+        record = self._records[route]
+        row.answered_before, row.refused_before = record.answered, record.refused
         request = row.request._replace(affinity=row.affinity) if self.by_affinity else row.request
         completion: Completion | None = None
         error: RequestError | None = None
@@ -213,10 +221,14 @@ class Dispatcher:
         if error is None or isinstance(error, RowRefusedError):
             self._refused_since = None
             self._slots.answered(route)
+            record.newest = max(record.newest, sent_at)
+            record.answered += row.attempts == 1
+            if error is None:
+                record.last = request
             row.prefix_ready_at = min(row.prefix_ready_at, now)
             self._learn(row, route, completion, now)
         else:
-            error = self._try_again(row, route, error, now)
+            error = await self._try_again(row, route, error, now)
             if error is None:
                 return
         message = None
@@ -241,7 +253,9 @@ class Dispatcher:
         if change is not None:
             self._events.write("lead", **asdict(change))
 
-    def _try_again(self, row: PendingRow, route: str, error: RequestError, now: float) -> RequestError | None:
+    async def _try_again(
+        self, row: PendingRow, route: str, error: RequestError, now: float
+    ) -> RequestError | None:
         """Put a row without an answer back into the queue, or return the error with which it ends.
 
         Raises EngineLostError where the engine has taken no row for too long.
@@ -255,6 +269,13 @@ class Dispatcher:
         if row.deaths >= MOST_DEATHS:
             return RowRefusedError(f"the engine died {row.deaths} times while it had this row: {error}")
         if isinstance(error, EngineBusyError):
+            if not isinstance(error, EngineDiedError) and await self._is_why(row, route, now):
+                assert row.refusals is not None
+                why = RowRefusedError(
+                    f"refused {row.refusals.times} times while others were answered: {error}"
+                )
+                why.body = error.body
+                return why
             self._check_engine(row, error, now)
         row.failures += isinstance(error, AttemptFailedError)
         pause_s = pause_before_retry(
@@ -269,6 +290,41 @@ class Dispatcher:
         self._backlog.retry_after(row, pause_s)
         return None
 
+    async def _is_why(self, row: PendingRow, route: str, now: float) -> bool:
+        """Tell whether a row that was refused for now is itself the reason; send a control if that is open.
+
+        One that is refused once may have met an engine without room.
+        """
+        record, is_new = self._records[route], row.refusals is None
+        answers = record.count(row, now)
+        if is_why(row, self._limits.max_attempts):
+            return True
+        if not (is_new or (answers and self._in_flight) or record.has_control or self._backlog.is_over):
+            await self._send_control(row, record, route)
+        return False
+
+    async def _send_control(self, row: PendingRow, record: RouteRecord, route: str) -> None:
+        """Send a control in the slot of a row that was refused: any answer shows that the engine works."""
+        control, sent_at = record.control_for(row.request), time.monotonic()
+        if self.by_affinity:  # it goes to the replica that refused the row
+            control = control._replace(affinity=row.affinity)
+        record.has_control = True
+        self._in_flight[row] = None
+        try:
+            await self._senders[route].send(control, alone=True)
+        except (EngineBusyError, NoAnswerError):
+            record.refused += 1
+            return
+        except RequestError as failure:
+            log.debug("a control: %s", failure)
+        finally:
+            record.has_control = False
+            del self._in_flight[row]
+        record.newest = max(record.newest, sent_at)
+        record.answered += 1
+        self._refused_since = None
+        self._slots.answered(route)
+
     def _check_engine(self, row: PendingRow, error: EngineBusyError, now: float) -> None:
         """Raise EngineLostError if the engine took no row for `limits.engine_wait` seconds.
 
@@ -280,7 +336,10 @@ class Dispatcher:
         oldest = next(iter(self._in_flight), row)
         took_one = now - oldest.sent_at > max(ACCEPTED_RATIO * (now - row.sent_at), ACCEPTED_S)
         if not took_one and waited_s > self._limits.engine_wait:
-            raise EngineLostError(f"the engine took no row for {waited_s:.0f} s: {error}")
+            raise EngineLostError(
+                f"the engine took no row for {waited_s:.0f} s (row {row.request.ref.row}, "
+                f"{self._backlog.waiting} others): {error}"
+            )
 
 
 def _refusal(request: Request, error: RequestError) -> Completion | None:

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -25,6 +25,26 @@ class AnswerHistory(msgspec.Struct):
     """Those of them that were cut, and asked for with more tokens."""
     last: Completion | None = None
     """The last answer, which the row keeps if it fails."""
+
+
+class Tally(msgspec.Struct):
+    """What a route had answered and refused when it got a row first, and how it refused the row since."""
+
+    answered: int
+    refused: int
+    times: int = 0
+    """Refusals of the row that count."""
+
+
+class Refusals(msgspec.Struct):
+    """How a row was refused for now; see `dispatch.blame`."""
+
+    last: float
+    """Time of the last refusal; before one, that at which the row was sent."""
+    times: int = 1
+    """The first refusal, and those after it that count."""
+    tallies: dict[Any, Tally] = {}
+    """By the RouteRecord of each route."""
 
 
 class PendingRow(msgspec.Struct, eq=False):
@@ -68,6 +88,11 @@ class PendingRow(msgspec.Struct, eq=False):
     """Attempts that ended with an error which may be the row's own fault."""
     deaths: int = 0
     """Engine deaths during its attempts."""
+    answered_before: int = 0
+    refused_before: int = 0
+    """What the route of the last attempt had answered and refused before it."""
+    refusals: Refusals | None = None
+    """How the engine refused it for now; None if it never did."""
     unencoded: Request | None = None
     """The request before it was tokenised, where it may be asked for again in other words."""
     answers: AnswerHistory | None = None

@@ -69,6 +69,8 @@ ABORTS: dict[str, tuple[int, str]] = {
 REFUSALS: dict[str, tuple[int, str]] = {
     "busy 429": (429, "Too many requests"),
     "busy 503": (503, "The request queue is full."),
+    "gateway 504": (504, "Gateway Time-out"),
+    "denied 401": (401, "Unauthorized"),
     "broken 500": (500, "Out of memory of the last running request"),
     "too long": (400, "The input (6001 tokens) is longer than the model's context length (4096 tokens)."),
     "bad schema": (

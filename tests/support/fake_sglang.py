@@ -43,6 +43,8 @@ Behaviour: TypeAlias = Literal[
     "bad schema",  # 400: final
     "busy 429",
     "busy 503",
+    "gateway 504",
+    "denied 401",
     "broken 500",
     "abort",  # a 200 that says it was cut off
     "abort 400",  # a 200 that says the row was at fault

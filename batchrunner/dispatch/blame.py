@@ -1,0 +1,81 @@
+"""Whether a row that the engine refuses for now (429, 502 to 504, 401) is itself the reason. Pure: no clock.
+
+An engine that is away, or has no room, refuses rows whatever they are: that never counts against one. It
+counts only where the same route has meanwhile answered something that was sent after the row was refused
+last. And a route may refuse rows at random, such as a load balancer with a dead half: so a row is given up
+only where it is next to impossible that such a route refused it so often by chance.
+
+Where no other row is there to be answered, a control tells: what was answered last is asked for again.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from batchrunner.core.types import Request
+from batchrunner.dispatch.queue import PendingRow, Refusals, Tally
+
+BY_CHANCE = 1e-6
+"""A row is given up where the probability is lower that it was refused so often by chance."""
+ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
+_WORD = [{"role": "user", "content": "1"}]
+_BODY = orjson.dumps({"messages": _WORD, "prompt": "1", "input": "1", "max_tokens": 1})
+"""A body in which each endpoint finds its field."""
+
+
+@dataclass(slots=True, eq=False)
+class RouteRecord:
+    """What a route has answered and refused: first attempts of rows, and controls."""
+
+    answered: int = 0
+    refused: int = 0
+    newest: float = 0.0
+    """When the newest request that it has answered was sent, on the monotonic clock."""
+    last: Request | None = None
+    """The request that it answered last."""
+    has_control: bool = False
+    """Whether a control is in flight."""
+
+    def count(self, row: PendingRow, now: float) -> bool:
+        """Count a refusal of a row; tell whether the route answers others meanwhile."""
+        if row.refusals is None:
+            row.refusals = Refusals(row.sent_at)
+        known = row.refusals
+        answers = self.newest >= known.last
+        known.last = now
+        tally = known.tallies.get(self)
+        if tally is None:  # the route may have failed just now
+            known.tallies[self] = Tally(row.answered_before, row.refused_before)
+            self.refused += 1
+        elif answers:
+            tally.times += 1
+            known.times += 1
+        return answers
+
+    def control_for(self, refused: Request) -> Request:
+        """Return a request for one token: what was answered last, or else the beginning of a refused one."""
+        request = self.last or refused
+        prompt: Any = request.prompt
+        if request.kind == "body":
+            prompt = prompt._replace(content=_BODY)
+        elif self.last is None:
+            prompt = _WORD if request.kind == "messages" else prompt[:1]
+            request = request._replace(
+                continues=False,
+                tools=None,
+                media=(),
+                items=tuple(item[:1] for item in request.items[:1]),
+                item_ids=tuple(ids[:1] for ids in request.item_ids[:1]),
+            )
+        return request._replace(prompt=prompt, sampling=ONE_TOKEN, asks=None, affinity=refused.affinity)
+
+
+def is_why(row: PendingRow, max_attempts: int) -> bool:
+    """Tell whether a row that was refused is itself the reason."""
+    assert row.refusals is not None
+    chance = 1.0
+    for record, before in row.refusals.tallies.items():
+        refused = record.refused - before.refused
+        chance *= (refused / (record.answered - before.answered + refused + 1)) ** before.times
+    return row.refusals.times >= max_attempts and chance < BY_CHANCE

@@ -1,0 +1,147 @@
+"""A row that is refused for now, again and again, is itself the reason only while others are answered."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import EngineLostError
+from batchrunner.core.timing import TIMING
+from tests.conftest import batchrun_merge, job_of, results_of, run_job
+from tests.e2e.test_batch_files import Batch, request_of
+from tests.e2e.test_bundles import bundled_job, only
+from tests.e2e.test_embeddings import ids_job
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.server_thread import PATIENCE_S
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
+REFUSED: dict[Behaviour, str] = {
+    "gateway 504": "504: Gateway Time-out",
+    "busy 429": "429: Too many requests",
+    "busy 503": "503: The request queue is full.",
+    "denied 401": "refuses the API key (401: Unauthorized): see engine.api_key_env",
+}
+PATIENT = {"engine_wait": PATIENCE_S}
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TIMING, "longest_retry", 0.1)
+
+
+def check_failed(job: dict[str, Any], *rows: int, of: int, words: str = "") -> None:
+    """Check that these rows of a job failed, by their own fault, and all others were answered."""
+    results = results_of(job)
+    assert [row["row"] for row in results] == list(range(of))
+    assert [row["row"] for row in results if row["error"] is not None] == list(rows)
+    for row in rows:
+        error = results[row]["error"]
+        assert error.startswith("refused ")
+        assert " times while others were answered: " in error
+        assert error.endswith(words)
+        assert 5 <= results[row]["attempts"] <= 20
+
+
+@pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}], ids=str)
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_row_that_is_always_refused(
+    tmp_path: Path, server: FakeSGLang, what: Behaviour, prompt: dict[str, str]
+) -> None:
+    """It has an error, the others are answered, and the run is merged."""
+    server.script = lambda sent: what if sent.prompt == "row 7" else "answer"
+    job = job_of(tmp_path, server, rows=30, prompt=prompt, limits=PATIENT)
+    run_job(job, tmp_path, code=3)
+    check_failed(job, 7, of=30, words=REFUSED[what])
+    batchrun_merge(Path(job["output"]["path"]))
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_no_other_row_is_left(tmp_path: Path, server: FakeSGLang, what: Behaviour) -> None:
+    """A resumed run that has this row alone asks for its beginning, and knows that the engine works."""
+    job = job_of(tmp_path, server, rows=30, limits=PATIENT)
+    batchrunner.run(job, overrides=["input.limit=29"])
+    server.forget()
+    server.script = lambda sent: what if sent.prompt == "row 29" else "answer"
+    assert batchrunner.run(job).exit_code == 3
+    check_failed(job, 29, of=30, words=REFUSED[what])
+    assert set(server.prompts) == {"row 29", "r"}
+
+
+def test_several_rows_on_several_routes(tmp_path: Path, server: FakeSGLang) -> None:
+    """It does not matter which replica refuses them."""
+    server.script = lambda sent: "gateway 504" if sent.prompt in {"row 3", "row 99"} else "answer"
+    with FakeSGLang(server.script) as other:
+        engine = {"kind": "attach", "urls": [server.url, other.url]}
+        job = job_of(tmp_path, engine, rows=100, window=8, limits=PATIENT)
+        assert batchrunner.run(job).exit_code == 3
+    check_failed(job, 3, 99, of=100)
+
+
+@pytest.mark.usefixtures("full_requests")
+def test_a_row_in_a_bundle(tmp_path: Path, server: FakeSGLang) -> None:
+    """It is refused with others, and then alone."""
+    server.script = only(5, "abort 503")
+    server.bundles = lambda _: "rows"
+    job = bundled_job(tmp_path, server, limits=PATIENT)
+    assert batchrunner.run(job).exit_code == 3
+    check_failed(job, 5, of=40)
+
+
+def test_a_row_in_a_list(tmp_path: Path, server: FakeSGLang) -> None:
+    """So it is without decoding."""
+    server.arguments = {"is_generation": False}
+    server.script = lambda sent: "gateway 504" if sent.prompt.startswith("[9,") else "answer"
+    job = ids_job(tmp_path, server, limits=PATIENT)
+    assert batchrunner.run(job).exit_code == 3
+    check_failed(job, 9, of=40)
+
+
+def test_a_row_of_a_batch_file(tmp_path: Path, server: FakeSGLang) -> None:
+    """The results are published, with its line in the file of errors."""
+    server.script = lambda sent: "gateway 504" if sent.prompt == "question 4" else "answer"
+    batch = Batch(tmp_path, [request_of(number) for number in range(20)])
+    result = batch.do("--errors", batch.errors, engine=server)
+    assert result.exit_code == 0, result.stderr
+    assert len(batch.results.read_text().splitlines()) == 19
+    (line,) = batch.errors.read_text().splitlines()
+    assert '"request-4"' in line
+    assert "504" in line
+
+
+def test_a_server_that_refuses_half_of_all(tmp_path: Path, server: FakeSGLang) -> None:
+    """As a load balancer does with a backend that is gone: no row fails."""
+    rng = random.Random(1)
+    server.script = lambda _: rng.choice(["busy 503", "answer"])
+    report = batchrunner.run(job_of(tmp_path, server, rows=400, limits=PATIENT))
+    assert (report.exit_code, report.rows_ok) == (0, 400)
+
+
+@pytest.mark.parametrize("row", [10, 95])
+@pytest.mark.parametrize("what", ["gateway 504", "denied 401"])
+def test_an_outage(tmp_path: Path, server: FakeSGLang, what: Behaviour, row: int) -> None:
+    """No row fails for it, in mid-run, or when only a few are left."""
+    began: list[float] = []
+
+    def script(sent: Sent) -> Behaviour:
+        if sent.prompt == f"row {row}":
+            began.append(time.monotonic())
+        return what if began and time.monotonic() < began[0] + 1.5 else "answer"
+
+    server.script = script
+    job = job_of(tmp_path, server, rows=100, window=4, order="input", limits={**PATIENT, "max_attempts": 2})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok) == (0, 100)
+    assert report.wall_s > 1.5
+
+
+def test_nothing_is_answered(tmp_path: Path, server: FakeSGLang) -> None:
+    """Then the engine is lost, and the message has a row."""
+    server.script = lambda _: "gateway 504"
+    with pytest.raises(EngineLostError, match=r"took no row for 1 s \(row \d, 1 others\): 504: Gateway"):
+        batchrunner.run(job_of(tmp_path, server, rows=2, limits={"engine_wait": 1}))
