@@ -107,7 +107,7 @@ MOST_TOKENS = {
     "engines": 42_800,
     "advise": 12_800,
     "report": 10_800,
-    "dispatch": 25_800,
+    "dispatch": 25_400,
     "runner": 22_900,
     "tune": 13_200,
     "api": 2_600,
