@@ -101,18 +101,18 @@ def test_class_names_are_unique() -> None:
 
 MOST_TOKENS = {
     "core": 8_100,
-    "job": 18_100,
+    "job": 18_200,
     "output": 23_000,
     "input": 33_700,
-    "engines": 42_800,
+    "engines": 43_400,
     "advise": 12_800,
     "report": 10_800,
     "dispatch": 25_400,
-    "runner": 22_900,
+    "runner": 23_000,
     "tune": 13_200,
     "api": 2_600,
     "ray": 5_100,
-    "cli": 3_700,
+    "cli": 3_800,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}

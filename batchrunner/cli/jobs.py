@@ -32,14 +32,20 @@ def init(
 
 
 def check(
-    job: JobArgument,
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="JOB.yaml|REQUESTS.jsonl", help="The job file, `-` for standard input, or a batch file."
+        ),
+    ],
     overrides: SetOption = None,
     limit: LimitOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Validate a job and show its first three prompts; send nothing.
+    """Validate a job, or a batch file, and show its first three prompts; send nothing.
 
-    The first 1,000 rows are rendered, to count those that cannot be sent. If none can, the exit code is 3.
+    The first 1,000 rows, or all requests of a batch file, are looked at, to count those that cannot be sent.
+    If none can, the exit code is 3.
 
     Example: batchrun check jobs/summarize.yaml
     """

@@ -26,6 +26,7 @@ from batchrunner.core.types import (
     RowRef,
 )
 from batchrunner.engines.base import Engine
+from batchrunner.engines.request_limits import refuse_invalid
 from batchrunner.engines.simulation.replica import CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from batchrunner.input.request_bodies import prompt_of, prompts_in
@@ -38,8 +39,6 @@ MARK = "[simulated] "
 """Beginning of every answer, so that none is taken for a model's."""
 LONGEST_TEXT_WORDS = 200
 """Most words of a text, whatever its number of tokens: a million rows must fit into memory."""
-DEFAULT_MAX_NEW_TOKENS = 128
-"""SGLang's own default."""
 MOST_SAMPLES = 128
 """Most samples of a whole request."""
 LEAST_TICK_S = 0.001
@@ -117,13 +116,11 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
         vectors = [made.columns[EMBEDDING][0] for made in answers]
         tokens = sum(made.prompt_tokens or 0 for made in answers)
         as_text = fields.get("encoding_format") == "base64"
-        if not vectors:
-            raise ValueError("input should be a text, token ids, or a list of either")
         response = reply_of(vectors, tokens, body.model or MODEL, as_text=as_text)
         return Completion([""], [ENDED], [0], tokens, None, columns={RESPONSE: [response.decode()]})
-    samples = fields.get("n", 1)
-    if not 1 <= samples <= MOST_SAMPLES:
-        raise ValueError(f"n should be 1 to {MOST_SAMPLES} (got {samples})")
+    samples = int(fields.get("n", 1))
+    if samples > MOST_SAMPLES:
+        raise ValueError(f"n should be at most {MOST_SAMPLES} (got {samples})")
     sampling = {"max_new_tokens": body.most_tokens, "n": samples}
     made = answer(Request(ref, "text", prompt_of(body).decode(), sampling), limit_tokens)
     is_chat = body.path == CHAT_PATH
@@ -209,8 +206,7 @@ def _hashes(request: Request) -> list[int]:
 
 def _length(sampling: dict[str, Any], sample: int, limit_tokens: int) -> tuple[int, str]:
     """Return the output tokens of a sample, and why it ended."""
-    asked = sampling.get("max_new_tokens")
-    most = min(DEFAULT_MAX_NEW_TOKENS if asked is None else asked, limit_tokens)
+    most = min(sampling["max_new_tokens"], limit_tokens)
     wished = max(_LENGTHS[sample % _QUANTILES], sampling.get("min_new_tokens") or 0)
     return (most, CUT) if wished > most or sampling.get("ignore_eos") else (wished, ENDED)
 
@@ -237,6 +233,7 @@ class Simulator(Engine):
         self._limit_tokens = min(spec.context_length, spec.max_total_tokens)
         self._stepping: asyncio.Task[None] | None = None
         self._began = time.monotonic()
+        self._valid: dict[str, Any] | None = None
 
     async def open(self) -> EngineInfo:
         """Describe the engine, with a note that it is simulated."""
@@ -257,9 +254,12 @@ class Simulator(Engine):
     async def generate(self, request: Request, route: str) -> Completion:  # noqa: ARG002 - there is one
         """Make up an answer and wait as long as decoding it would take.
 
-        Raises RowRefusedError where the prompt is too long. A call that is pending when the engine is
-        closed stays so until its caller cancels it.
+        Raises RowRefusedError where the prompt is too long, or SGLang refuses the request. A call that is
+        pending when the engine is closed stays so until its caller cancels it.
         """
+        if request.sampling is not self._valid:  # the same object where no column has a parameter
+            refuse_invalid(request)
+            self._valid = request.sampling
         completion = answer(request, self._limit_tokens, self._spec.dimensions)
         return await self._decode(request, completion) if self._spec.step_s > 0 else completion
 
@@ -275,7 +275,7 @@ class Simulator(Engine):
             await asyncio.gather(task, return_exceptions=True)
 
     async def _decode(self, request: Request, completion: Completion) -> Completion:
-        most = request.sampling.get("max_new_tokens") or DEFAULT_MAX_NEW_TOKENS
+        most = request.sampling.get("max_new_tokens", 1)
         samples = [
             SimulatedRequest(
                 completion.prompt_tokens or 1, tokens or 1, most,

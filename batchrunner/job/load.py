@@ -73,7 +73,7 @@ def load_job(
     if isinstance(source, (str, Path)) and source != "-":
         tree.setdefault("python_path", [str(_job_path(source).absolute().parent)])
         name = name or str(source)
-    job: Job = _validated(Job, tree, name or "job")
+    job: Job = validated(Job, tree, name or "job")
     return job
 
 
@@ -92,7 +92,7 @@ def parse_engine(source: EngineLike | None) -> EngineSpec:
             hint="give an open engine, the `engine` part of a job, a model, an address, a list of "
             f"addresses or 'simulated' (got {source!r:.60})",
         )
-    spec: EngineSpec = _validated(EngineSpec, tree, "engine")
+    spec: EngineSpec = validated(EngineSpec, tree, "engine")
     return spec
 
 
@@ -213,7 +213,8 @@ def _deep_copy(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _validated(kind: Any, tree: dict[str, Any], name: str) -> Any:
+def validated(kind: Any, tree: dict[str, Any], name: str) -> Any:
+    """Return a part of a job, or a request, of a kind; raises JobError, which begins with `name`."""
     try:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as failure:

@@ -55,7 +55,7 @@ class SamplingSpec(Spec):
     """Sampling temperature; 0 is greedy decoding. Unset means the engine's default."""
     top_p: PerRow[Annotated[float, Field(gt=0, le=1)]] | None = None
     """Nucleus sampling: only the likeliest tokens with this total probability are sampled."""
-    top_k: PerRow[Annotated[int, Field(ge=-1)]] | None = None
+    top_k: PerRow[Literal[-1] | Annotated[int, Field(ge=1)]] | None = None
     """Only the k likeliest tokens are sampled; -1 means all."""
     min_p: PerRow[Annotated[float, Field(ge=0, le=1)]] | None = None
     """Minimum probability of a token, relative to that of the likeliest token."""
@@ -65,11 +65,11 @@ class SamplingSpec(Spec):
     """Penalty on a token that was generated at least once."""
     repetition_penalty: PerRow[Annotated[float, Field(gt=0, le=2)]] | None = None
     """Multiplicative penalty on a token of the prompt or output; 1 means none."""
-    stop: PerRow[str | list[str]] | None = None
+    stop: PerRow[str | Annotated[list[str], Field(max_length=32)]] | None = None
     """A text, or a list of texts, that end the output."""
     stop_token_ids: PerRow[list[int]] | None = None
     """Ids of tokens that end the output."""
-    stop_regex: PerRow[str | list[str]] | None = None
+    stop_regex: PerRow[str | Annotated[list[str], Field(max_length=32)]] | None = None
     """A regular expression, or a list of them, that end the output."""
     no_stop_trim: bool | None = None
     """Whether the stop text stays in the output."""
@@ -89,7 +89,7 @@ class SamplingSpec(Spec):
     """EBNF grammar that the output must follow."""
     structural_tag: PerRow[str] | None = None
     """SGLang's structural tag, which constrains parts of the output, as JSON text."""
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d+$")], float] | None = None
     """Bias added to the logit of a token, by token id."""
     custom_params: dict[str, Any] | None = None
     """Parameters for a custom logit processor of the engine."""
@@ -109,7 +109,10 @@ class SamplingSpec(Spec):
         return _schema_of_text(value) if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _one_grammar(self) -> SamplingSpec:
+    def _fit_together(self) -> SamplingSpec:
+        least, most = self.min_new_tokens, self.max_new_tokens
+        if isinstance(least, int) and isinstance(most, int) and least > most:
+            raise ValueError(f"the fewest tokens of an output ({least}) are more than the most ({most})")
         given = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"an output has one grammar: give one of {', '.join(given)}")

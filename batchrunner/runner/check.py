@@ -1,6 +1,7 @@
-"""`batchrun check`: validates a job without an engine, and shows what would be sent."""
+"""`batchrun check`: validates a job, or a batch file, without an engine, and shows what would be sent."""
 
 import contextlib
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -10,11 +11,14 @@ import orjson
 
 from batchrunner.core.console import counted
 from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, RowRefusedError
+from batchrunner.core.files import known_format
 from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model
 from batchrunner.engines.registry import launched_model, model_of
+from batchrunner.engines.request_limits import refuse_invalid
 from batchrunner.input.order import OrderDecision, decide_order
+from batchrunner.job.call import job_of_batch
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import Failures
 from batchrunner.output.resume import read_done
@@ -48,7 +52,8 @@ class Check:
     prompts: list[dict[str, Any]]
     """The first three prompts to send: `row`, `kind`, `prompt`, and `error` where a row cannot be sent."""
     rows_looked_at: int
-    """Rows, the first ones to send, that were rendered to see whether they can be sent; 1,000 at most."""
+    """Rows, the first ones to send, that were rendered to see whether they can be sent: 1,000 at most, or all
+    of a batch file."""
     rows_not_sendable: int
     """Rows of these that cannot be sent: a null or empty prompt, a template that fails."""
     not_sendable: list[dict[str, Any]]
@@ -94,13 +99,20 @@ class Check:
 
 
 def check(job: str, overrides: Sequence[str]) -> Check:
-    """Check a job file; raises BatchrunError, one clear line, if something is wrong."""
-    loaded = load_job(job, overrides=overrides)
-    model = launched_model(loaded.engine)
-    if model is not None:
-        check_model(model)
-    with contextlib.closing(prepare(loaded)) as prepared:
-        return _check(prepared)
+    """Check a job file, or a batch file; raises BatchrunError, one clear line, if something is wrong."""
+    form = known_format(job)
+    with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
+        if form is not None and form.kind == "JSON Lines" and form.ending != ".json":
+            loaded = job_of_batch(
+                job, f"{scratch}/run", model="simulated", urls=(), base=None, overrides=overrides
+            )
+        else:
+            loaded = load_job(job, overrides=overrides)
+        model = launched_model(loaded.engine)
+        if model is not None:
+            check_model(model)
+        with contextlib.closing(prepare(loaded)) as prepared:
+            return _check(prepared)
 
 
 def _check(prepared: PreparedJob) -> Check:
@@ -111,7 +123,7 @@ def _check(prepared: PreparedJob) -> Check:
     todo = selected - done.rows
     items = (item for batch in prepared.batches(todo or selected) for item in batch)
     failures, shown, looked_at = Failures(), list[dict[str, Any]](), 0
-    for item in islice(items, ROWS_LOOKED_AT):
+    for item in islice(items, None if loaded.prompt.is_batch else ROWS_LOOKED_AT):
         prompt = _shown(item, loaded.engine.kind)
         looked_at += 1
         if prompt["error"] is not None:
@@ -145,6 +157,7 @@ def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:
 def _refusal(request: Request, engine: str) -> str | None:
     """Return why a run would not send this row, as far as that is known without an engine."""
     try:
+        refuse_invalid(request)
         wire.refuse_deadly(request, None)
         if request.kind == "body":
             return None

@@ -210,6 +210,60 @@ def test_bad_lines(tmp_path: Path) -> None:
         assert problem in line["error"]["message"]
 
 
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"messages": "hello"}, "messages: should be a valid list (got 'hello')"),
+    (CHAT, {"messages": []}, "messages: list should have at least 1 item"),
+    (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role: should be 'user'"),
+    (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content: should be a valid string"),
+    (CHAT, {"max_tokens": -5}, "max_tokens: should be greater than or equal to 0 (got -5)"),
+    (CHAT, {"max_completion_tokens": "many"}, "max_completion_tokens: should be a valid integer"),
+    (CHAT, {"temperature": -1}, "temperature: should be greater than or equal to 0 (got -1)"),
+    (CHAT, {"top_p": 0}, "top_p: should be greater than 0"),
+    (CHAT, {"top_k": 0}, "top_k: should be -1, or should be greater than or equal to 1"),
+    (CHAT, {"n": None}, "n: should be a valid integer"),
+    (CHAT, {"frequency_penalty": 3}, "frequency_penalty: should be less than or equal to 2"),
+    (
+        CHAT,
+        {"min_tokens": 5, "max_tokens": 3},
+        "tokens of an output (5) are more than the most (3)",
+    ),
+    (CHAT, {"stop": ["a"] * 33}, "stop: should be a valid string, or list should have at most 32 items"),
+    (CHAT, {"logit_bias": {"a": 1}}, "logit_bias.a: string should match pattern"),
+    (CHAT, {"response_format": {"type": "xml"}}, "response_format.type: should be 'text', 'json_object'"),
+    (CHAT, {"tools": "a"}, "tools: should be a valid list"),
+    (COMPLETIONS, {"max_tokens": 0}, "max_tokens: should be greater than or equal to 1 (got 0)"),
+    (COMPLETIONS, {"temperature": None}, "temperature: should be a valid number"),
+    (COMPLETIONS, {"prompt": 5}, "prompt: should be a valid string"),
+]
+"""Requests that SGLang 0.5.23 refuses with status 400, as its `protocol.py` and `sampling_params.py` say."""
+TAKEN: list[tuple[str, dict[str, Any]]] = [
+    (CHAT, {"max_tokens": "5", "temperature": 3, "top_p": None, "top_k": -1, "seed": 2**40}),
+    (CHAT, {"max_tokens": 0, "lora_path": ["a"], "logit_bias": {"7": 1}, "what": "ever"}),
+    (COMPLETIONS, {"prompt": ["a", "b"], "n": 2, "stop": "x"}),
+]
+
+
+def test_requests_that_sglang_refuses(tmp_path: Path) -> None:
+    """The simulated engine refuses them with SGLang's status, and `check` finds them without an engine."""
+    lines = [request_of(n, url=url, **body) for n, (url, body, _) in enumerate(REFUSED)]
+    lines += [request_of(n, url=url, **body) for n, (url, body) in enumerate(TAKEN, len(REFUSED))]
+    batch = Batch(tmp_path, lines)
+    checked = batchrun("check", batch.requests, "--json")
+    assert checked.exit_code == 0, checked.stderr
+    found = json.loads(checked.stdout)
+    assert (found["rows_to_do"], found["rows_not_sendable"]) == (len(lines), len(REFUSED))
+    assert f"{len(REFUSED)} of the first {len(lines)} rows" in batchrun("check", batch.requests).stdout
+    assert batch.do("--errors", batch.errors).exit_code == 0
+    failed = lines_of(batch.errors)
+    assert len(lines_of(batch.results)) == len(TAKEN)
+    for line, (_, _, problem) in zip(failed, REFUSED, strict=True):
+        assert (line["response"]["status_code"], line["error"]["code"]) == (400, "invalid_request")
+        assert problem in line["error"]["message"]
+    write_batch(batch.requests, [lines[0], "no JSON"])
+    assert batchrun("check", batch.requests).exit_code == 3
+    assert batchrun("check", batch.requests, "--set", "prompt.text=a").exit_code == 2
+
+
 def test_a_repeated_custom_id(tmp_path: Path) -> None:
     """Both lines are answered."""
     batch = Batch(tmp_path, [GOOD, request_of(1, model=None), GOOD])

@@ -169,3 +169,13 @@ def test_check_counts_what_cannot_be_sent(tmp_path: Path) -> None:
     assert (found["rows_looked_at"], found["rows_not_sendable"]) == (10, 1)
     assert found["not_sendable"][0]["example"].startswith("template: ZeroDivisionError: ")
     assert found["prompts"][2]["error"] is None
+
+
+def test_check_looks_at_parameters_from_columns(tmp_path: Path) -> None:
+    """A value that SGLang refuses is found in its row, as the simulated engine does."""
+    pq.write_table(pa.table({"text": ["a", "b"], "heat": [0.5, -1.0]}), tmp_path / "input.parquet")
+    job = job_of(tmp_path, sampling={"temperature": {"column": "heat"}})
+    problem = "400: temperature: should be greater than or equal to 0 (got -1.0)"
+    assert f"cannot be sent: 1 row: {problem} (row 1)" in batchrun("check", write_job(job, tmp_path)).stdout
+    batchrunner.run(job)
+    assert [row["error"] for row in results_of(job)] == [None, problem]
