@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -22,11 +23,8 @@ def wants_json(words: Sequence[str]) -> bool:
     return "--json" in (words[: words.index("--")] if "--" in words else words)
 
 
-_OBEYED = (
-    *range(0x20), *range(0x7F, 0xA0), 0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A),
-)  # fmt: skip
+_OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """Characters that a terminal or a page obeys instead of showing them: controls, line ends, directions."""
-_ESCAPES = {code: f"\\u{code:04x}" for code in _OBEYED} | {ord(each): repr(each)[1:-1] for each in "\t\n\r"}
 
 
 def escaped(text: str) -> str:
@@ -34,7 +32,7 @@ def escaped(text: str) -> str:
 
     All that this package prints goes through it: data moves no cursor, makes no lines and hides no text.
     """
-    return text.translate(_ESCAPES)
+    return _OBEYED.sub(lambda each: json.dumps(each[0])[1:-1].replace("\x7f", "\\u007f"), text)
 
 
 def tell(*lines: str) -> None:

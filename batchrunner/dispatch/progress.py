@@ -22,6 +22,8 @@ REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost"})
 """Kinds of incidents that report.json lists; changes of a gateway's workers are in the event log only."""
 SPAN_S = 30.0
 """Seconds over which a rate is taken."""
+PACE_ROWS, PACE_ROUNDS = 32, 4
+"""Rows, and times the rows in flight, after which a row that ended counts half for the time that is left."""
 
 
 class Rates:
@@ -41,17 +43,46 @@ class Rates:
         return [(count - before) / span for count, before in zip(counts, counts_then, strict=True)]
 
 
+class TimeLeft:
+    """The time that the rows of an attempt still take, by the pace of those that ended last."""
+
+    def __init__(self, now: float) -> None:
+        """No row has ended yet."""
+        self._rows = self._seconds = 0.0  # the older a row, the less it counts
+        self._done, self._ended = 0, now
+
+    def update(self, now: float, done: int, in_flight: int, left: int) -> float | None:
+        """Take the rows that ended so far; return the seconds until those that are left have ended.
+
+        It is None before as many rows ended as are in flight: the first to end are the quick ones. It counts
+        down until a row ends, however rarely rows do, and is None once one is overdue.
+        """
+        if ended := done - self._done:
+            kept = 0.5 ** (ended / max(PACE_ROWS, PACE_ROUNDS * in_flight))
+            self._rows = self._rows * kept + ended
+            self._seconds = self._seconds * kept + now - self._ended
+            self._done, self._ended = done, now
+        if done < max(1, in_flight):
+            return None
+        left_s = left * self._seconds / self._rows - (now - self._ended)
+        return round(left_s, 1) if left_s >= 0 else None
+
+
 def sample_line(sample: Mapping[str, Any]) -> str:
-    """Return a `sample` event in one line."""
-    left_s = sample["time_left_s"]
-    return (
-        f"{'[simulated] ' if sample['simulated'] else ''}{sample['rows_done']}/{sample['rows_total']} rows, "
-        f"{sample['rows_per_s']:.1f} rows/s, {', '.join(engine_parts(sample))}, "
-        f"{sample['rows_failed']} failed, {'?' if left_s is None else duration(left_s)} left"
-    )
+    """Return a `sample` event in one line, the most important part first: a terminal's width cuts it."""
+    total, left_s = sample["rows_total"], sample["time_left_s"]
+    parts = [f"{sample['rows_done']:,}{f'/{total:,}' if total else ''} rows"]
+    if sample["stopping"]:
+        parts.append(f"stopping: {sample['in_flight']:,} in flight")
+    else:
+        parts.append(f"{sample['rows_per_s']:,.1f} rows/s")
+    if left_s is not None:
+        parts.append(f"{duration(left_s)} left")
+    parts += [f"{sample['rows_failed']:,} failed", *_engine_parts(sample)]
+    return f"{'[simulated] ' if sample['simulated'] else ''}{', '.join(parts)}"
 
 
-def engine_parts(sample: Mapping[str, Any]) -> list[str]:
+def _engine_parts(sample: Mapping[str, Any]) -> list[str]:
     """Return the engine's state in a `sample` event, the most important part first.
 
     `#running-req` and `#queue-req` are sums over the schedulers; the queue's band is that of each.
@@ -172,6 +203,7 @@ class AttemptProgress:
         """Count nothing yet."""
         self.load = LoadSummary(self._concurrency, self._slots)
         self._rates = Rates(self.began, counts=6)
+        self._time_left = TimeLeft(self.began)
         self._token_rates = {route: Rates(self.began, counts=1) for route in self._concurrency.info.routes}
         self.incidents: list[dict[str, Any]] = []
         """Deaths, hangs and healing of the engine's servers, for report.json."""
@@ -199,6 +231,8 @@ class AttemptProgress:
             *(sent.requests, sent.rows),
         )
         total, done = self._rows.total, len(self._done.rows) + counts.done
+        stopping, in_flight = self._backlog.is_stopping, self._slots.in_flight
+        left_s = self._time_left.update(now, counts.done, in_flight, total - done)
         by_scheduler = self._by_scheduler(now)
         bands = {name: known.controller.band for name, known in concurrency.known.items()}
         return {
@@ -206,7 +240,8 @@ class AttemptProgress:
             "rows_done": done,
             "rows_failed": self._done.counts.failed + counts.failed,
             "rows_per_s": round(rows_s, 2),
-            "time_left_s": round((total - done) / rows_s, 1) if total and rows_s > 0 else None,
+            "time_left_s": left_s if total and not stopping else None,
+            "stopping": stopping,
             "output_tokens_per_s": round(output_s, 1),
             "prompt_tokens_per_s": round(prompt_s, 1),
             "cached_tokens_per_s": round(cached_s, 1),
@@ -215,7 +250,7 @@ class AttemptProgress:
             "cached_tokens": counts.cached_tokens,
             "rows_per_request": round(sent_s / requests_s, 2) if requests_s else 0.0,
             "window": self._slots.window,
-            "in_flight": self._slots.in_flight,
+            "in_flight": in_flight,
             "resting": self._backlog.waiting,
             "unsent": self._backlog.unsent,
             "retractions": concurrency.retractions,

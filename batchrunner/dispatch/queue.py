@@ -371,14 +371,15 @@ class Backlog:
         """Rows that wait for another attempt and hold no slot."""
         self._unended = 0
         self._all_read = False
-        self._stopping = False
+        self.is_stopping = False
+        """Whether no row is sent any more."""
         self._sendable = asyncio.Event()
         self._room = asyncio.Event()
 
     @property
     def unsent(self) -> int:
         """Rows that are still to be sent and not in flight; an estimate where leases are taken."""
-        if self._stopping:
+        if self.is_stopping:
             return 0
         to_come = 0 if self._all_read else self._to_come()
         return max(0, to_come + self._unended - self._slots.in_flight)
@@ -386,11 +387,11 @@ class Backlog:
     @property
     def is_over(self) -> bool:
         """Whether the dispatcher has nothing left to send."""
-        return self._stopping or (self._all_read and self._unended == 0)
+        return self.is_stopping or (self._all_read and self._unended == 0)
 
     def stop(self) -> None:
         """Send no row any more."""
-        self._stopping = True
+        self.is_stopping = True
         self._notify()
 
     def finish_reading(self) -> None:
@@ -408,7 +409,7 @@ class Backlog:
 
     def retry_after(self, row: PendingRow, pause_s: float) -> None:
         """Put a row back after a pause, unless the run is stopping."""
-        if not self._stopping:
+        if not self.is_stopping:
             self.waiting += 1
             asyncio.get_running_loop().call_later(pause_s, self._retry, row)
 
@@ -420,7 +421,7 @@ class Backlog:
 
     def take(self, route: str) -> PendingRow | None:
         """Take the next row for a route; suspects of engine deaths come first."""
-        if self._stopping or self._media_bytes >= MOST_MEDIA_BYTES:
+        if self.is_stopping or self._media_bytes >= MOST_MEDIA_BYTES:
             return None
         suspects = self._poison.next()
         row = self._queue.take(route) if suspects is None else self._poison.take(suspects)
@@ -464,7 +465,7 @@ class Backlog:
         It pauses too while as many rows wait for another attempt as there are slots: an engine that takes
         nothing must not fill the memory with waiting rows.
         """
-        while not self._stopping and (
+        while not self.is_stopping and (
             self._queue.is_full or self.waiting >= max(self._slots.window, READ_AHEAD_ROWS)
         ):
             self._room.clear()

@@ -64,12 +64,6 @@ def cause_in(log: Path, since: int = 0) -> str:
     return " / ".join(line[:300] for line in chosen)
 
 
-def last_line(log: Path) -> str:
-    """Return the newest line of a log; empty without one."""
-    lines = map(unstamped, reversed(head_and_tail(log)))
-    return next(filter(None, lines), "")
-
-
 def unstamped(line: str) -> str:
     """Return a line without time stamp and colours, which sglang_router writes to files too."""
     return _PREFIX.sub("", clean(line).strip()).strip()

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
+from batchrunner.core.console import counted
 from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.types import Request, rows_of_column
 from batchrunner.input.dataset import DatasetReader, RowBatch, batch_rows
@@ -285,7 +286,7 @@ def prepare_order(
         return None, decision
     path = directory / f"order-{token}.parquet"
     began = time.monotonic()
-    log.info("sorting %d rows", len(rows))
+    log.info("sorting %s", counted(len(rows), "row"))
     about = {
         "order": decision.order, "fingerprint": fingerprint(job_input.job, job_input.dataset.facts(), ""),
     }  # fmt: skip

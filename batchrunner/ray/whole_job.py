@@ -296,7 +296,7 @@ class Workers:
         if self._told is None:
             if self._stops.first is not None:
                 self._told = _SIGNALS[self._stops.first]
-                log.warning("%s: waiting for the rows in flight; once more stops now", self._told[0])
+                log.warning("%s: waiting for the rows in flight; a second Ctrl-C stops now", self._told[0])
             elif self._is_over():
                 self._told = "the run is over", EXIT_TERMINATED
             else:
@@ -333,9 +333,9 @@ def show_progress(path: str, workers: int) -> float:
         state = status(path, watch=False)  # the cluster knows which workers live
         if state["rows_total"] is not None:
             done = f"{state['rows_on_disk']:,}/{state['rows_total']:,} rows"
-            at_work = f"{counted(workers, 'worker')}, {state['rows_failed']} failed"
+            at_work = f"{counted(workers, 'worker')}, {state['rows_failed']:,} failed"
             left = "" if state["time_left_s"] is None else f", {duration(state['time_left_s'])} left"
-            tell(f"{time.strftime('%H:%M:%S')} {done}, {state['rows_per_s']:.1f} rows/s, {at_work}{left}")
+            tell(f"{time.strftime('%H:%M:%S')} {done}, {state['rows_per_s']:,.1f} rows/s, {at_work}{left}")
     now = time.monotonic()
     return now + max(LINE_EVERY_S, (now - began) / COST_SHARE)
 

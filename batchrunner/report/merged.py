@@ -47,11 +47,11 @@ class MergedRun:
         if missing > 0:
             in_journals = max(0, missing - self.report.rows_left)
             journals = (
-                f" ({in_journals} of them are done, in journals of tasks at work)" if in_journals else ""
+                f" ({in_journals:,} of them are done, in journals of tasks at work)" if in_journals else ""
             )
             then = "wait for the run's end" if self.is_at_work else "run the same command again"
             lines.append(
-                f"merged: {self.rows} of {self.report.rows_total} rows, {missing} are missing"
+                f"merged: {self.rows:,} of {self.report.rows_total:,} rows, {missing:,} are missing"
                 f"{journals}: {then}, then merge again"
             )
         return lines

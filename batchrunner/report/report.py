@@ -129,20 +129,20 @@ class Report:
 
     def lines(self) -> list[str]:
         """Return the lines at the end of a run."""
-        of_these = [f"{self.rows_cut} cut at max_new_tokens"] if self.rows_cut else []
-        of_these += [f"{self.rows_left_out} left out by prompt.python"] if self.rows_left_out else []
+        of_these = [f"{self.rows_cut:,} cut at max_new_tokens"] if self.rows_cut else []
+        of_these += [f"{self.rows_left_out:,} left out by prompt.python"] if self.rows_left_out else []
         whole = f" ({', '.join(of_these)})" if of_these else ""
-        done = f"{self.rows_ok} of {counted(self.rows_total, 'row')} ok{whole}, {self.rows_failed} failed"
-        extra = [f"{self.rows_resumed} were done before"] if self.rows_resumed else []
+        done = f"{self.rows_ok:,} of {counted(self.rows_total, 'row')} ok{whole}, {self.rows_failed:,} failed"
+        extra = [f"{self.rows_resumed:,} were done before"] if self.rows_resumed else []
         by_others = self.exit_code in {EXIT_DONE, EXIT_FAILED_ROWS}
         again = "" if by_others or says_next_step(self.reason) else f": {GO_ON}"
         extra += (
-            [f"{self.rows_left} left{' to other tasks' if by_others else again}"] if self.rows_left else []
+            [f"{self.rows_left:,} left{' to other tasks' if by_others else again}"] if self.rows_left else []
         )
         lines = [f"{self.reason}: {done}" + "".join(f", {text}" for text in extra)]
         if self.wall_s and self.rows_ok + self.rows_failed > self.rows_resumed:
             lines.append(
-                f"{duration(self.wall_s)}, {self.rows_per_s:.1f} rows/s{self._tokens()}"
+                f"{duration(self.wall_s)}, {self.rows_per_s:,.1f} rows/s{self._tokens()}"
                 + (" [simulated: these numbers mean nothing]" if self.simulated else "")
             )
         if self.cached_tokens and self.prompt_tokens:
@@ -180,7 +180,7 @@ class Report:
         told = (
             f"{counted(rows, 'row')} {'was' if rows == 1 else 'were'} asked again "
             f"{counted(checks['asked_again'], 'time')}: "
-            f"{checks['rows_mended']} then had a good answer, {checks['rows_failed']} failed; "
+            f"{checks['rows_mended']:,} then had a good answer, {checks['rows_failed']:,} failed; "
             f"{checks['output_tokens']:,} output tokens were rejected"
         )
         return [told, *cause_lines(checks["causes"], "answers rejected", "time")]

@@ -67,8 +67,8 @@ class Check:
         """Return the result as lines for a person."""
         rows = counted(self.rows_in_input, "row")
         lines = [
-            f"input: {rows} in {self.files} file(s), {self.rows_total} selected",
-            f"done: {self.rows_done} ({self.rows_failed} failed); to do: {self.rows_to_do}",
+            f"input: {rows} in {counted(self.files, 'file')}, {self.rows_total:,} selected",
+            f"done: {self.rows_done:,} ({self.rows_failed:,} failed); to do: {self.rows_to_do:,}",
             str(self.order),
         ]
         for prompt in self.prompts:
@@ -93,7 +93,7 @@ class Check:
         if not self.rows_not_sendable:
             return "the job is fine"
         if self.exit_code:
-            rows = f"the first {self.rows_looked_at} rows" if self.rows_looked_at > 1 else "the rows"
+            rows = f"the first {self.rows_looked_at:,} rows" if self.rows_looked_at > 1 else "the rows"
             return f"none of {rows} can be sent: correct the prompt or the data"
         return f"{self.rows_not_sendable} of the first {counted(self.rows_looked_at, 'row')} cannot be sent"
 

@@ -156,7 +156,9 @@ class RunSignals:
         self._first = reason, exit_code
         if self._control.stage == "sending":
             bound_s = self._bounds_s.get(number)
-            limit = "; once more stops now" if bound_s is None else f", for {bound_s:g} s at most"
+            limit = "; a second Ctrl-C stops now, and the next start sends them again"
+            if bound_s is not None:
+                limit = f", for {bound_s:g} s at most"
             log.warning("%s: waiting for the rows in flight%s", reason, limit)
         else:
             self._after(TIMING.stop_start, self._end_in, "starting")

@@ -13,12 +13,12 @@ from batchrunner.core.console import tell
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import MetricsAddress
-from batchrunner.dispatch.progress import engine_parts, sample_line
+from batchrunner.dispatch.progress import sample_line
 
 log = logging.getLogger(__name__)
 
-BAR_FORMAT = "{l_bar}{bar:10}{r_bar}"
-"""The bar of tqdm, short, so that the line has room for the engine's state; a terminal's width cuts it."""
+BAR_FORMAT = "{percentage:3.0f}%|{bar:10}| {elapsed} {desc}"
+"""The bar of tqdm, short, so that the line has room for the state of the run; a terminal's width cuts it."""
 LINE_EVERY_S = 5.0
 
 
@@ -35,15 +35,15 @@ class Display(ABC):
 
 
 class ProgressLines(Display):
-    """A line on standard error every 5 s: for logs of batch systems."""
+    """A line on standard error every 5 s, and when the run begins to stop: for logs of batch systems."""
 
-    _next = 0.0
+    _shown: tuple[float, bool] | None = None
 
     def show(self, sample: dict[str, Any]) -> None:
-        """Print a line when the last one is old enough."""
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + LINE_EVERY_S
+        """Print a line where it is time for one."""
+        now = time.monotonic() // LINE_EVERY_S, sample["stopping"]
+        if now != self._shown:
+            self._shown = now
             tell(f"{time.strftime('%H:%M:%S')} {sample_line(sample)}")
 
     def close(self) -> None:
@@ -51,7 +51,7 @@ class ProgressLines(Display):
 
 
 class ProgressBar(Display):
-    """tqdm's bar and, behind it, the engine: a widget in a notebook, else a line on standard error."""
+    """tqdm's bar with the line of progress: a widget in a notebook, else a line on standard error."""
 
     _bar: Any = None
 
@@ -60,17 +60,11 @@ class ProgressBar(Display):
         if self._bar is None:
             from tqdm.auto import tqdm  # noqa: PLC0415 - only where a bar is asked for
 
-            self._bar = tqdm(
-                initial=sample["rows_done"], unit="row", dynamic_ncols=True, bar_format=BAR_FORMAT,
-                desc="simulated" if sample["simulated"] else None,
-            )  # fmt: skip
-        self._bar.n, self._bar.total = (
-            sample["rows_done"],
-            sample["rows_total"] or None,
-        )  # others may add rows
-        parts = [f"{sample['rows_failed']:,} failed", *engine_parts(sample)]
+            bar = BAR_FORMAT if sample["rows_total"] else "{elapsed} {desc}"
+            self._bar = tqdm(dynamic_ncols=True, bar_format=bar, delay=1e-9)  # until its line is known
+        self._bar.n, self._bar.total = sample["rows_done"], sample["rows_total"]  # others may add rows
         with contextlib.suppress(OSError):  # the terminal was closed
-            self._bar.set_postfix_str(", ".join(parts))
+            self._bar.set_description_str(sample_line(sample))
 
     def close(self) -> None:
         """Leave the last state on the screen."""
@@ -92,7 +86,8 @@ class Progress:
     rows_per_s: float
     """Rows that end in a second, over the last seconds."""
     eta_s: float | None
-    """Seconds to the end at this rate; None where there is no rate yet, or no `rows_total`."""
+    """Seconds to the end, by the pace of the rows that ended; None before as many ended as are in flight, while
+    the run stops, or without `rows_total`."""
     output_tokens_per_s: float
     """Generated tokens in a second, over the last seconds."""
     rows_in_flight: int

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
 
+from batchrunner.core.console import counted
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, EngineStartError, JobError, StorageError
 from batchrunner.core.files import read_json
@@ -389,7 +390,8 @@ class Run:
             self.displays, began, prepared.functions, self.done,
         )  # fmt: skip
         window = sum(concurrency.windows.values())
-        log.info("%d rows to do, %d done before; window %d (%s)", rows.unread, rows_done, window, why)
+        unread = counted(rows.unread, "row")
+        log.info("%s to do, %s done before; window %s (%s)", unread, f"{rows_done:,}", f"{window:,}", why)
         log.info("%s", self.order)
         events.write("order", **asdict(self.order))
         return sending, writer

@@ -35,7 +35,10 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> dict[str, Any]:
     tasks = list(map(_task, run_dirs, found, samples, holders))
     leases = Leases(run_dir.leases)
     leases.refresh()
-    rate = sum(task["last_sample"]["rows_per_s"] for task in tasks if task["last_sample"])
+    now = [task["last_sample"] for task in tasks if task["last_sample"]]
+    pace = sum(
+        (each["rows_total"] - each["rows_done"]) / each["time_left_s"] for each in now if each["time_left_s"]
+    )
     on_disk = len(BitMap64().union(*(done.rows for done in found)))  # a row of two tasks counts once
     running = [task["running"] for task in tasks if task["running"]]
     total = facts["rows_total"] if facts else leases.plan.rows_total if leases.plan else None
@@ -52,8 +55,8 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> dict[str, Any]:
         "reason": None if running else last_reason(run_dir.events),
         "output_tokens": sum(task["output_tokens"] for task in tasks),
         "finished": facts is not None and not running and on_disk >= facts["rows_total"],
-        "rows_per_s": rate,
-        "time_left_s": (total - on_disk) / rate if rate and total is not None else None,
+        "rows_per_s": sum(each["rows_per_s"] for each in now),
+        "time_left_s": (total - on_disk) / pace if pace and total is not None else None,
         "leases": _count(leases) if leases.plan else None,
         "tasks": tasks,
     }
@@ -87,30 +90,30 @@ def _task(
 def status_lines(state: dict[str, Any]) -> list[str]:
     """Return a state as a person reads it."""
     total, on_disk = state["rows_total"], state["rows_on_disk"]
-    cut = f"{state['rows_cut']} cut at max_new_tokens, " if state["rows_cut"] else ""
+    cut = f"{state['rows_cut']:,} cut at max_new_tokens, " if state["rows_cut"] else ""
     tokens = state["output_tokens"]
     decoded = f", {cut}{tokens:,} output tokens" if tokens or not on_disk else ""
     simulated = " [simulated]" if state["simulated"] else ""
-    of_all = "rows" if total is None else f"of {total} rows"
+    of_all = "rows" if total is None else f"of {total:,} rows"
     share = f" ({on_disk / total if total else 1.0:.1%})" if total is not None else ""
     lines = [
         f"{state['path']}: {state['model'] or 'no row was sent yet'}{simulated}",
-        f"{on_disk} {of_all} on disk{share}, {state['rows_failed']} failed{decoded}",
+        f"{on_disk:,} {of_all} on disk{share}, {state['rows_failed']:,} failed{decoded}",
     ]
     lines += cause_lines(state["failures"], "failed")
     leases = state["leases"]
     if leases:
-        held = sum(leases["held"].values())
-        lines.append(f"{leases['total']} leases: {leases['done']} done, {held} held, {leases['free']} free")
+        held, done, free = sum(leases["held"].values()), leases["done"], leases["free"]
+        lines.append(f"{leases['total']:,} leases: {done:,} done, {held:,} held, {free:,} free")
     ended = [task for task in state["tasks"] if not task["running"] and task["task"] != MAIN_TASK]
     if len(ended) > MOST_NAMED:
         rows, failed = (sum(task[name] for task in ended) for name in ("rows_on_disk", "rows_failed"))
-        lines.append(f"{len(ended)} tasks that ended: {counted(rows, 'row')} on disk, {failed} failed")
+        lines.append(f"{len(ended)} tasks that ended: {counted(rows, 'row')} on disk, {failed:,} failed")
     for task in state["tasks"]:
         if task["running"] or len(ended) <= MOST_NAMED:
             lines += _task_lines(task, leases["held"].get(task["task"], 0) if leases else 0)
     if len(state["tasks"]) > 1 and state["time_left_s"] is not None:
-        lines.append(f"together: {state['rows_per_s']:.1f} rows/s, {duration(state['time_left_s'])} left")
+        lines.append(f"together: {state['rows_per_s']:,.1f} rows/s, {duration(state['time_left_s'])} left")
     if not state["running"]:
         lines.append("finished" if state["finished"] else _how_to_go_on(state["reason"]))
     return lines
@@ -128,7 +131,7 @@ def _task_lines(task: dict[str, Any], held: int) -> list[str]:
     if task["task"] != MAIN_TASK:
         leases = f", holds {held} leases" if held else ""
         lines.append(
-            f"{task['task']}: {task['rows_on_disk']} rows on disk, {task['rows_failed']} failed{leases}"
+            f"{task['task']}: {task['rows_on_disk']:,} rows on disk, {task['rows_failed']:,} failed{leases}"
         )
     if task["running"]:
         lines.append(f"running: {task['running']}")

@@ -87,13 +87,14 @@ if not os.path.exists(os.environ["WINS"]):
     sys.exit("OSError: [Errno 98] error while attempting to bind on address: address already in use")
 time.sleep(0.2)
 """
-    engine = launchable(tmp_path, FRAGILE + loses, POISON="", WINS=str(tmp_path / "wins"))
-    file = write_job(job_of(tmp_path, engine, rows=5), tmp_path)
-    result = batchrun(file)
-    assert result.exit_code == 2
+    loads = "print('Load weight begin.', flush=True); print('UserWarning: odd', flush=True); time.sleep(0.5)"
+    engine = launchable(tmp_path, FRAGILE + loses + loads, POISON="", WINS=str(tmp_path / "wins"))
+    job = job_of(tmp_path, engine, rows=5)
+    result = run_job(job, tmp_path, code=2)
     assert "the engine did not start" in result.stderr
     (tmp_path / "wins").touch()
-    assert batchrun(file).exit_code == 0
+    result = run_job(job, tmp_path)
+    assert "the engine is still starting, 0 s: loading the weights\n" in result.stderr
 
 
 def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from tests.support.runs import held_from, rows_once, rows_sent, status_of
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 138)]
 )
 def test_one_signal_drains(tmp_path: Path, server: FakeSGLang, number: signal.Signals, code: int) -> None:
-    """No row is sent any more, those in flight are waited for, and the run can be resumed."""
+    """No row is sent any more, those in flight are waited for and counted; the run can be resumed."""
     server.script = held_from(10)
     job = job_of(tmp_path, server, rows=40, window=4)
     file = write_job(job, tmp_path)
@@ -39,6 +39,12 @@ def test_one_signal_drains(tmp_path: Path, server: FakeSGLang, number: signal.Si
         server.wait_for(14)
         process.process.send_signal(number)
         process.wait_for_line("waiting for the rows in flight")
+        again = "; a second Ctrl-C stops now, and the next start sends them again"
+        assert (again in process.lines[-1]) == (number == signal.SIGINT)
+        process.wait_for_line("10/40 rows, stopping: 4 in flight, 0 failed, ")
+        shown = ("status", tmp_path / "run")
+        eventually(lambda: "10/40 rows, stopping: 4 in flight, " in batchrun(*shown).stdout)
+        assert status_of(tmp_path / "run")["time_left_s"] is None
         server.answer_held()
         assert process.end() == code
     assert rows_in(job) == list(range(14))

@@ -19,7 +19,8 @@ from batchrunner.core.engine_info import Incident
 from batchrunner.core.errors import EngineLostError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.hang_detector import Hang
-from batchrunner.engines.recovery import cause_in, head_and_tail, last_line
+from batchrunner.engines.logs.lines import step_in
+from batchrunner.engines.recovery import cause_in, head_and_tail
 
 log = logging.getLogger(__name__)
 
@@ -117,8 +118,10 @@ class SupervisedProgram(ABC):
                 hangs = False
                 if waited_s > next_word_s:
                     next_word_s += TIMING.launch_word
-                    said = last_line(self.log_path)[:120] or "its log is empty"
-                    log.info("still starting (%.0f s): %s", waited_s, said)
+                    step = next(filter(None, map(step_in, reversed(self.logged()))), "")
+                    log.info(
+                        "%s is still starting, %.0f s%s", self.name, waited_s, f": {step}" if step else ""
+                    )
                     hangs = self.found_port_taken()  # SGLang goes on, and never listens
                 if self.exit_code is not None or hangs:
                     raise EngineStartError(self.failure_message("did not start"))

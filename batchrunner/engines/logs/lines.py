@@ -192,6 +192,17 @@ _PHASES: dict[Phase, re.Pattern[str]] = {
     "graph": re.compile("apture cuda graph begin|CUDA graph begin"),
     "general": re.compile("apture cuda graph end|CUDA graph end|KV Cache is allocated"),
 }
+_STEPS = {
+    "downloading the model": re.compile(r"Fetching \d+ files"),
+    "loading the weights": re.compile("Load weight begin|checkpoint shards: "),
+    "making the KV pool": re.compile("Load weight end"),
+    "capturing graphs": re.compile("Capture .* begin|Capturing "),
+    "compiling": re.compile("Compiling |DeepGEMM JIT Pre-Compile|DeepGEMM warmup"),
+    "warming up": re.compile("Capture .* end|Application startup complete"),
+}
+"""What a server does while it starts, with the lines that say so (0.5.23)."""
+_OF_ALL = re.compile(r"\| *(\d+)/(\d+) \[")
+"""How far a progress bar is."""
 _RARE = (
     "mem", "forward_", "_execute_", "raph", "server_args=", "KV Cache",
     "rror: ", "xception: ", "exit", "illed", "child failed",
@@ -216,6 +227,13 @@ def _record(line: str) -> Record | None:
     if "max_total_num_tokens=" in line and "server_args=" not in line:
         return _ready(line)
     return _rare(line) if any(word in line for word in _RARE) else None
+
+
+def step_in(line: str) -> str:
+    """Return what a line says that a starting server does; empty where it does not."""
+    step = next((step for step, signs in _STEPS.items() if signs.search(line)), "")
+    count = _OF_ALL.search(line)
+    return f"{step}, {count[1]} of {count[2]}" if step and count else step
 
 
 def origin_of(line: str) -> Origin:

@@ -36,9 +36,10 @@ temporary files that has the traceback: report the error with that file.
 ## On a terminal
 
 A run begins with the rows to do, the requests in flight and the order, each with its reason. Then comes a
-bar with the time left and, as far as the terminal is wide, failed rows and the engine: running and waiting
+bar and, as far as the terminal is wide, rows, time left, failed rows and the engine: running and waiting
 requests with the range in which the queue is kept, used share of the KV pool, share of prompt tokens from
-the prefix cache. Where standard error is no terminal, there is a line of progress every 5 s."""
+the prefix cache. Where standard error is no terminal, there is such a line every 5 s. While a server starts,
+a line every 15 s says what it does: `the engine is still starting, 30 s: loading the weights, 3 of 4`."""
 
 COLUMNS = ["argument or option", "default", "meaning"]
 

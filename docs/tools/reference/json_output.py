@@ -63,7 +63,7 @@ STATUS = {
     "output_tokens": "Generated tokens of the rows on disk.",
     "finished": "Whether all rows are on disk and nobody is at work.",
     "rows_per_s": "Rows per second of all tasks that are at work.",
-    "time_left_s": "Seconds to the end at this rate; null without one.",
+    "time_left_s": "Seconds to the end, by the pace of the rows that ended; null where that is not known.",
     "leases": "Where tasks share the rows: numbers of leases, as `total`, `free`, `done`, and `held` by "
     "each task; else "
     "null.",
