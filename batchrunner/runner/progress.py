@@ -86,7 +86,7 @@ class Progress:
     rows_per_s: float
     """Rows that end in a second, over the last seconds."""
     eta_s: float | None
-    """Seconds to the end, by the pace of the rows that ended; None before as many ended as are in flight, while
+    """Seconds to the end, by the pace of rows that ended; None before as many ended as are in flight, while
     the run stops, or without `rows_total`."""
     output_tokens_per_s: float
     """Generated tokens in a second, over the last seconds."""
