@@ -79,10 +79,10 @@ def front_cpu_s(mark: str) -> float:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             name = (process / "cmdline").read_bytes()
-            if not name.startswith((b"sglang::scheduler", b"sglang::router")):
+            if not name.startswith((b"sglang::scheduler", b"smg::router")):
                 continue
             if mark.encode() in (process / "environ").read_bytes():
-                is_gateway = name.startswith(b"sglang::router")
+                is_gateway = name.startswith(b"smg::router")
                 front = process.name if is_gateway else _stat_of(process.name)[1]
                 fields = _stat_of(front)
                 found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))

@@ -96,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests of the gateway, by name, where it is missing; under CI they fail."""
     if item.get_closest_marker("gateway"):
-        require_modules("sglang_router")
+        require_modules("smg")
 
 
 def pytest_unconfigure() -> None:

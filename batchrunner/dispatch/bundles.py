@@ -243,7 +243,7 @@ class BundleSender:
     _one_by_one: str | None
     """Why each row is a request of its own; None where there is no reason."""
     _one_replica: bool
-    """Whether a gateway gives a whole request to one replica, with one set of sampling parameters for all."""
+    """Whether a gateway gives a whole request to one replica."""
     _told: bool = False
     _works: bool = False
     """Whether the engine has answered a bundle."""
@@ -281,7 +281,7 @@ class BundleSender:
         await asyncio.gather(*self._sending, return_exceptions=True)
 
     def _may_share(self, request: Request) -> bool:
-        why = self._one_by_one or why_alone(request, one_replica=self._one_replica)
+        why = self._one_by_one or why_alone(request)
         if why is not None and not self._told:
             self._tell(why)
         return why is None
@@ -291,7 +291,7 @@ class BundleSender:
         row = BundledRow(request, loop.create_future())
         most_tokens = self._size.most_tokens
         filling = self._filling.get(key)
-        if filling is not None and not self._takes(filling, request, tokens):
+        if filling is not None and filling.tokens + tokens > most_tokens:
             self._send_filled(key)
             filling = None
         if filling is None:
@@ -304,12 +304,6 @@ class BundleSender:
             self._send_filled(key)
         self._send_if_nothing_else_comes()
         return await row.answer
-
-    def _takes(self, filling: _Filling, request: Request, tokens: int) -> bool:
-        """Tell whether a request has room for a row, and can hold its parameters."""
-        if filling.tokens + tokens > self._size.most_tokens:
-            return False
-        return not self._one_replica or filling.rows[0].request.sampling == request.sampling
 
     def _send_late(self, key: str | None, filling: _Filling) -> None:
         """Send a bundle that was begun, if it is not sent yet."""
@@ -422,8 +416,8 @@ def bundle_senders(
     return {route: sender(route) for route in info.routes}
 
 
-def why_alone(request: Request, *, one_replica: bool = False) -> str | None:
-    """Say why a row is a request of its own; None where it can share one, with `one_replica` by a gateway."""
+def why_alone(request: Request) -> str | None:
+    """Say why a row is a request of its own; None where it can share one."""
     if request.task is not None:
         return None
     if request.kind != "input_ids":
@@ -431,7 +425,5 @@ def why_alone(request: Request, *, one_replica: bool = False) -> str | None:
     sampling = request.sampling
     if (sampling.get("n") or 1) > 1:
         return "sampling.n is more than 1"
-    if one_replica and request.lora_path is not None:
-        return "the gateway passes on no adapter for a request with several rows"
     # SGLang holds back the beginning of a stop text until it knows what follows, but not of a pattern
     return "sampling.stop_regex" if sampling.get("stop_regex") else None

@@ -30,7 +30,6 @@ from batchrunner.engines.base import Engine
 from batchrunner.engines.model_files import class_names, vocabulary_of
 from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
 from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
-from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine
 from batchrunner.job.hook_loading import MEDIA
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import ChoiceTask, ClassifyTask, RerankTask, ScoreTask
@@ -106,10 +105,6 @@ def _own_chat(job: Job, known: TokenizerInfo) -> str | None:
     ours = sorted(RESERVED_ARGUMENTS & set(job.prompt.chat_template_kwargs or {}))
     if ours:
         return f"prompt.chat_template_kwargs.{ours[0]} is the server's"
-    if isinstance(job.engine, GatewayEngine):
-        given = {name for name in GATEWAY_DROPS["generate"] if getattr(job.sampling, name) is not None}
-        if given:
-            return f"sampling.{min(given)}: the gateway leaves it out of requests with token ids"
     return known.own_chat
 
 

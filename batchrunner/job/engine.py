@@ -107,18 +107,15 @@ class GatewayEngine(LaunchedEngine):
     """With `url`: name of the environment variable with the API key of gateway and workers."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Number of replicas. `auto` is one for every `tp` visible GPUs, and one on a CPU."""
-    policy: Literal["auto", "cache_aware", "round_robin", "random", "power_of_two"] = "auto"
-    """How the gateway chooses a replica. `auto` uses the gateway's policy `manual` with routing keys from
-    batchrunner: rows with a common prefix go to one replica, all others to the one with the fewest requests.
-    (`cache_aware` keeps similar prompts on one replica until it has 64 more requests than another, so a batch
-    with one system prompt would fill one replica first.)"""
     gateway_args: dict[str, Any] = {}
-    """Additional arguments of sglang_router, such as `{log-level: info}`."""
+    """Arguments of the gateway, `smg launch`, such as `{log-level: info}`. By itself it runs with the policy
+    `manual` and routing keys from batchrunner: rows with a common prefix go to one replica, all others to the
+    one with the fewest requests."""
 
     @field_validator("gateway_args")
     @classmethod
     def _reserved_gateway_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
-        reserved = ("host", "port", "prometheus-host", "prometheus-port", "api-key", "worker-urls", "policy")
+        reserved = ("host", "port", "prometheus-host", "prometheus-port", "api-key", "worker-urls")
         return _checked_args(args, reserved, "gateway_args")
 
     @model_validator(mode="after")
@@ -130,16 +127,6 @@ class GatewayEngine(LaunchedEngine):
             names = ", ".join(sorted(self.model_fields_set & launch_only))
             raise ValueError(f"{names}: goes with `model`, not with `url`, where everything runs already")
         return self
-
-
-GATEWAY_DROPS: dict[str, frozenset[str]] = {
-    "chat": frozenset({"stop_regex", "structural_tag", "custom_params"}),
-    "generate": frozenset(
-        {"stop_regex", "structural_tag", "custom_params", "logit_bias", "spaces_between_special_tokens"}
-    ),
-}
-"""Sampling parameters that sglang_router 0.3.2 silently drops from a request, by endpoint; it refuses
-`structural_tag` in a chat. Requests with these parameters must not pass through it."""
 
 
 class SimulatedEngine(Spec):

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, field_validator, model_va
 
 from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.types import ForwardTask
-from batchrunner.job.engine import GATEWAY_DROPS, EngineSpec, GatewayEngine
+from batchrunner.job.engine import EngineSpec, GatewayEngine
 from batchrunner.job.fields import (
     CountOrShare,
     Duration,
@@ -314,30 +314,15 @@ class Job(Spec):
                 "prompt_logprobs" in asked and (TOOL_CALLS in asked or prompt.tools is not None),
                 "output.columns: SGLang gives tool_calls of chats only, and prompt_logprobs of other prompts",
             ),
+            (
+                isinstance(self.engine, GatewayEngine) and self.engine.url and self.task not in PASSED_ON,
+                f"task: {self.task}: the gateway does not pass it on: use engine.kind attach with urls",
+            ),
         )
         for is_wrong, message in rules:
             if is_wrong:
                 raise ValueError(message)
-        if isinstance(self.engine, GatewayEngine):
-            self._check_gateway(self.engine)
         return self
-
-    def _check_gateway(self, engine: GatewayEngine) -> None:
-        """Raise ValueError where the gateway would drop a part of the requests."""
-        prompt = self.prompt
-        drops = GATEWAY_DROPS["chat" if prompt.is_chat else "generate"]
-        if prompt.python is not None:  # it may make both; a row whose own kind is not served fails
-            drops = GATEWAY_DROPS["chat"] & GATEWAY_DROPS["generate"]
-        wrong = sorted(name for name in drops if getattr(self.sampling, name) is not None)
-        if prompt.audio is not None and prompt.is_chat:
-            wrong.append("prompt.audio")
-        if self.task not in PASSED_ON and engine.url:
-            wrong.append(f"task: {self.task}")
-        if wrong:
-            raise ValueError(
-                f"{wrong[0]}: the gateway does not pass it on: use engine.kind attach with the urls of the "
-                "replicas, or server"
-            )
 
     @property
     def has_check(self) -> bool:

@@ -525,7 +525,7 @@ TASKS: dict[str, type[ForwardTask]] = {
     kind.name: kind for kind in (EmbedTask, ScoreTask, RerankTask, RewardTask, ClassifyTask)
 }
 """The tasks without decoding."""
-PASSED_ON = {GENERATE, EMBED}
+PASSED_ON = {GENERATE, EMBED, ScoreTask.name}
 """Tasks whose rows go through a gateway; it lacks the endpoints of the others, which go to the servers."""
 
 

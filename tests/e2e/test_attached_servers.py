@@ -18,6 +18,7 @@ import batchrunner
 from batchrunner.core.errors import AnotherModelError, EngineLostError, ResumeError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.connections import free_port
+from batchrunner.engines.http.replies import WORKER_HEADER
 from tests.conftest import batchrun, eventually, job_of, results_of, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.runs import rows_once
@@ -237,12 +238,16 @@ class FakeGateway(ServerThread):
         app.router.add_post("/generate", self._pass_on)
 
     async def _list(self, request: web.Request) -> web.Response:
-        return web.json_response({"workers": [{"url": url, "id": url} for url in self.workers]})
+        return web.json_response({"workers": [self._listed(url) for url in self.workers]})
+
+    def _listed(self, url: str) -> dict[str, str]:
+        return {"url": url, "id": url, "connection_mode": "http"}
 
     async def _pass_on(self, request: web.Request) -> web.Response:
         url = self.workers[next(self._turn) % len(self.workers)]
         async with self.session.post(url + request.path, data=await request.read()) as reply:
-            return web.json_response(await reply.json())
+            passed = {WORKER_HEADER: url}
+            return web.json_response(await reply.json(), status=reply.status, headers=passed)
 
 
 def test_a_worker_that_is_added(tmp_path: Path, server: FakeSGLang) -> None:

@@ -171,8 +171,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"output": {"dtype": "float16"}}, "goes with task: embed"),
     ({**LABELS, "task": "generate"}, "labels: goes with task: score"),
     (
-        {**LABELS, "engine": {"kind": "gateway", "url": "http://gw:1"}},
-        "task: score: the gateway does not pass it on",
+        {"task": "reward", "engine": {"kind": "gateway", "url": "http://gw:1"}},
+        "task: reward: the gateway does not pass it on",
     ),
     ({"task": "score"}, "task: score: takes either labels"),
     ({**RERANK, "prompt": {"text": "text"}}, "task: rerank: prompt.documents is missing"),

@@ -8,32 +8,28 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 import pyarrow as pa
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import (
-    RowRefusedError,
-)
 from batchrunner.core.types import Request, RowRef
 from batchrunner.engines.http import wire
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.http.server_info import WorkerList
 from batchrunner.engines.launched.fleet import GatewayProcess
-from batchrunner.job.engine import GATEWAY_DROPS, GatewayEngine
+from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.sampling import SamplingSpec
 from batchrunner.job.spec import LimitsSpec
 from tests.conftest import (
-    batchrun,
     job_of,
     results_of,
     rows_in,
     run_job,
-    write_job,
     write_rows,
 )
 from tests.support.answers import vector_for
@@ -53,9 +49,9 @@ def _quiet_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 class RealGateway:
     """The real gateway in a process of its own, with whatever workers a test gives it."""
 
-    def __init__(self, log_dir: Path) -> None:
+    def __init__(self, log_dir: Path, **arguments: Any) -> None:
         self.key = secrets.token_hex(8)
-        spec = GatewayEngine(kind="gateway", model="of/fakes")
+        spec = GatewayEngine(kind="gateway", model="of/fakes", gateway_args=arguments)
         limits = LimitsSpec(request_timeout=60)
         self.process = GatewayProcess(spec, [], key=self.key, log_dir=log_dir, limits=limits)
         self.url = self.process.url
@@ -158,13 +154,24 @@ def test_embeddings_go_in_lists(tmp_path: Path, behind: Any) -> None:
         assert sum(sent.path == "/v1/embeddings" for fake in (one, two) for sent in fake.sent) == 40
 
 
-BUNDLED = {"stream_interval": 1 << 30}
-"""Argument of workers whose rows may share requests through a gateway."""
+@pytest.mark.gateway
+@pytest.mark.usefixtures("full_requests")
+def test_scores_go_in_lists(tmp_path: Path, behind: Any) -> None:
+    """The gateway passes on lists of prompts whose probabilities are asked for."""
+    with behind() as (engine, one, two):
+        one.tokenize = two.tokenize = lambda body: [7 + len(body["prompt"])]
+        changes = {"task": "score", "labels": [" yes", " no"], "prompt": {"text": "text"}, "bundle": 8}
+        job = job_of(tmp_path, engine, rows=40, window=32, **changes)
+        report = batchrunner.run(job)
+        assert (report.exit_code, report.rows_ok) == (0, 40)
+        assert report.bundles["most_rows"] > 1
+        assert {len(row["scores"]) for row in results_of(job)} == {2}
+        assert sum(sent.path == "/generate" for fake in (one, two) for sent in fake.sent) == 40
 
 
 def bundled_job(directory: Path, engine: Any, ids: list[list[int]], **changes: Any) -> dict[str, Any]:
     """Return a job of token ids with 8 rows in a request; by row, `tokens` are the most of its output."""
-    tokens = [16 + row % 2 for row in range(len(ids))]
+    tokens = [16 + row // 12 % 2 for row in range(len(ids))]
     path = write_rows(directory / "ids.parquet", len(ids), ids=ids, tokens=tokens)
     return job_of(
         directory,
@@ -182,16 +189,19 @@ def bundled_job(directory: Path, engine: Any, ids: list[list[int]], **changes: A
 
 @pytest.mark.gateway
 @pytest.mark.usefixtures("full_requests")
-def test_rows_of_a_request_have_one_prefix_and_one_set_of_parameters(tmp_path: Path, behind: Any) -> None:
-    """A request goes to one worker whole, and the gateway refuses one with several sets."""
+def test_rows_of_a_request_have_one_prefix(tmp_path: Path, behind: Any) -> None:
+    """A request goes to one worker whole; each of its rows has its own parameters."""
     ids = [[document] * 300 + [row] for row in range(240) for document in [row % 12]]
-    with behind(**BUNDLED) as (engine, one, two):
-        job = bundled_job(
-            tmp_path,
-            engine,
-            ids,
-            sampling={"max_new_tokens": {"column": "tokens"}},
-        )
+    mixed: list[dict[str, Any]] = []
+
+    def note(body: dict[str, Any]) -> Literal["rows"]:
+        if isinstance(body["sampling_params"], list):
+            mixed.append(body)
+        return "rows"
+
+    with behind() as (engine, one, two):
+        one.bundles = two.bundles = note
+        job = bundled_job(tmp_path, engine, ids, sampling={"max_new_tokens": {"column": "tokens"}})
         report = batchrunner.run(job)
         at = [{sent.body["input_ids"][0] for sent in worker.sent} for worker in (one, two)]
         sent = [*one.sent, *two.sent]
@@ -201,6 +211,7 @@ def test_rows_of_a_request_have_one_prefix_and_one_set_of_parameters(tmp_path: P
     assert report.bundles["rows_resent"] == 0
     assert at[0] | at[1] == set(range(12))
     assert at[0].isdisjoint(at[1])
+    assert mixed
     # 1 is that of rows that compute a prefix beforehand
     assert {each.body["sampling_params"]["max_new_tokens"] for each in sent} - {1} == {16, 17}
 
@@ -213,7 +224,7 @@ def test_a_worker_that_cuts_off_a_request_with_several_rows(
     tmp_path: Path, behind: Any, fate: Behaviour
 ) -> None:
     """Rows that had ended keep their answers, and the others are sent again."""
-    with behind(**BUNDLED) as (engine, one, two):
+    with behind() as (engine, one, two):
         struck: list[Sent] = []
 
         def once(sent: Sent) -> Behaviour:
@@ -230,16 +241,6 @@ def test_a_worker_that_cuts_off_a_request_with_several_rows(
     assert rows_in(job) == list(range(200))
     assert tries["[40]"] > 1
     assert sum(tries.values()) < 300
-
-
-@pytest.mark.gateway
-def test_workers_that_send_each_token(tmp_path: Path, behind: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Rows go one by one, and the log says once with which argument they would not."""
-    with behind() as (engine, *_), caplog.at_level(logging.INFO):
-        report = batchrunner.run(bundled_job(tmp_path, engine, [[row] for row in range(40)]))
-    assert (report.rows_ok, report.bundles["most_rows"]) == (40, 1)
-    (line,) = (line for line in caplog.messages if "rows are sent one by one" in line)
-    assert "start it with --stream-interval" in line
 
 
 @pytest.mark.gateway
@@ -318,47 +319,72 @@ EACH: dict[str, Any] = {
 
 
 @pytest.mark.gateway
-@pytest.mark.parametrize("chat", [True, False])
-async def test_what_the_gateway_leaves_out(real_gateway: RealGateway, chat: bool) -> None:
-    """`GATEWAY_DROPS` is what the installed gateway really loses, and all of it."""
+@pytest.mark.parametrize("kind", ["text", "input_ids", "messages"])
+async def test_requests_pass_as_they_are(real_gateway: RealGateway, kind: str) -> None:
+    """The installed gateway leaves nothing out, and adds nothing."""
     assert EACH.keys() | {"lora_path", "tool_choice"} == SamplingSpec.model_fields.keys()
-    lost = set()
+    prompt = {"text": "x", "input_ids": [1, 2], "messages": [{"role": "user", "content": "x"}]}[kind]
+    reference = RowRef(0, pa.RecordBatch.from_pylist([{}]), 0)
+    request = Request(reference, kind, prompt, EACH, "adapter")  # type: ignore[arg-type]
+    body = {**wire.body_of(request), "priority": 3, "rid": "r", "not_known": [1]}
     headers = {"Authorization": f"Bearer {real_gateway.key}"}
     with FakeSGLang(api_key=real_gateway.key) as worker:
         await real_gateway.use(worker.url)
-        async with aiohttp.ClientSession(headers=headers) as session:
-            for name, value in EACH.items():
-                request = _request(name, {name: value}, chat=chat)
-                body = wire.body_of(request)
-                async with session.post(real_gateway.url + wire.path_of(request), json=body) as reply:
-                    got = worker.sent[-1].body if reply.status == 200 else {}
-                sent = body if chat else body["sampling_params"]
-                passed = got if chat else got["sampling_params"]
-                if any(passed.get(key) != sent[key] for key in sent if key != "return_meta_info"):
-                    lost.add(name)
-                if got and chat:
-                    assert got["lora_path"] == "adapter"
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.post(real_gateway.url + wire.path_of(request), json=body) as reply,
+        ):
+            assert reply.status == 200
         await real_gateway.use()
-    assert lost == GATEWAY_DROPS["chat" if chat else "generate"]
+    assert [sent.body for sent in worker.sent] == [body]
 
 
-def _request(text: str, sampling: dict[str, Any], *, chat: bool) -> Request:
-    reference = RowRef(0, pa.RecordBatch.from_pylist([{}]), 0)
-    prompt = [{"role": "user", "content": text}] if chat else text
-    return Request(reference, "messages" if chat else "text", prompt, sampling, "adapter")
+@pytest.mark.gateway
+@pytest.mark.usefixtures("full_requests", "quick_retries")
+@pytest.mark.parametrize("prompt", [{"input_ids": "ids"}, {"user": "{{ id }}"}])
+def test_a_gateway_that_has_no_workers_for_a_while(
+    tmp_path: Path, real_gateway: RealGateway, behind: Any, prompt: dict[str, str]
+) -> None:
+    """It then reads requests itself and refuses what it does not understand: no row fails of that."""
+    with behind() as (engine, one, two), ThreadPoolExecutor(1) as thread:
+        striking: list[Future[None]] = []
+
+        async def strike() -> None:
+            await real_gateway.use()
+            await asyncio.sleep(1)
+            await real_gateway.use(one.url, two.url)
+
+        def script(_: Sent) -> Behaviour:
+            if len(one.sent) == 20 and not striking:
+                striking.append(thread.submit(asyncio.run, strike()))
+            return "answer"
+
+        one.script = script
+        one.delay_s = two.delay_s = 0.05
+        sampling = {"max_new_tokens": {"column": "tokens"}, "stop_regex": "a"} if "user" in prompt else {}
+        job = bundled_job(tmp_path, engine, [[row] for row in range(400)], prompt=prompt, sampling=sampling)
+        report = batchrunner.run({**job, "limits": {"max_attempts": 1}})
+        striking[0].result()
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 400, 0)
+    assert report.retries > 0
+    assert rows_in(job) == list(range(400))
 
 
-def test_lost_parameters_are_refused(tmp_path: Path) -> None:
-    """Before the run where the job has them; row by row where it does not know its engine."""
-    for prompt, name, refused in [
-        ({"text": "text"}, "logit_bias", True),
-        ({"user": "{{ text }}"}, "logit_bias", False),
-        ({"user": "{{ text }}"}, "stop_regex", True),
-    ]:
-        engine = {"kind": "gateway", "model": "some/model"}
-        job = job_of(tmp_path, engine, prompt=prompt, sampling={name: EACH[name]})
-        result = batchrun("check", write_job(job, tmp_path))
-        assert (result.exit_code == 2) is refused
-        assert (f"{name}: the gateway does not pass it on" in result.stderr) is refused
-    with pytest.raises(RowRefusedError, match="stop_regex"):
-        wire.refuse_dropped(_request("x", {"stop_regex": "a"}, chat=True))
+@pytest.mark.gateway
+@pytest.mark.parametrize("reads", [{"disable-retries": False}, {"policy": "cache_aware"}])
+def test_a_gateway_that_reads_requests(
+    tmp_path: Path, loop_runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch, reads: dict[str, Any]
+) -> None:
+    """It would leave out what it does not know: the run does not start."""
+    gateway = RealGateway(tmp_path / "logs", **reads)
+    monkeypatch.setenv(KEY_VARIABLE, gateway.key)
+    loop_runner.run(gateway.process.start())
+    try:
+        with FakeSGLang(api_key=gateway.key) as worker:
+            loop_runner.run(gateway.use(worker.url))
+            job = job_of(tmp_path, {"kind": "gateway", "url": gateway.url})
+            said = run_job(job, tmp_path, code=2).stderr
+    finally:
+        loop_runner.run(gateway.process.close())
+    assert "the gateway does not pass requests on unread (422: Failed to deserialize" in said
+    assert "start it with --disable-retries" in said

@@ -20,7 +20,6 @@ from PIL import Image
 
 import batchrunner
 from batchrunner.dispatch import queue
-from batchrunner.job.load import load_job
 from tests.conftest import INSTANT, ROOT, batchrun, job_of, results_of, run_job, write_job
 from tests.support.fake_sglang import FakeSGLang, Sent
 from tests.support.media import document, opened, picture, sound, video
@@ -240,16 +239,6 @@ def test_models_without(tmp_path: Path, field: str, lacks: str) -> None:
         job = _job(tmp_path, server, {"user": "What?", field: "file"}, {"file": [LOW]})
         told(refusal(job, tmp_path), f"prompt.{field}", f"takes no {field}")
         assert server.sent == []
-
-
-def test_gateways(tmp_path: Path) -> None:
-    """The gateway refuses chats with audio: so does the job. Texts with audio pass it, and so do videos."""
-    gateway = {"kind": "gateway", "url": "http://127.0.0.1:9"}
-    chat = _job(tmp_path, gateway, {"user": "x", "audio": "file"}, {"file": [LOW]})
-    told(refusal(chat, tmp_path), "prompt.audio: the gateway does not pass it on", "attach")
-    placeholder = {"columns": ["file"], "placeholder": "<x>"}
-    for prompt in ({"text": "x", "audio": placeholder}, {"user": "x", "videos": "file"}):
-        load_job(_job(tmp_path, gateway, prompt, {"file": [LOW]}))
 
 
 async def test_rows_of_a_program(tmp_path: Path, senses: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose chat template begins the reasoning itself."""
-    require_engine("sglang", "sglang_router")
+    require_engine("sglang", "smg")
     model = make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", SMALL_MODEL)
     (model / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: <think>\n"

@@ -59,7 +59,6 @@ from batchrunner.engines.http.server_info import (
     ServerStatus,
     WorkerList,
     describe,
-    events_of_tokens,
     in_words,
     pooling_note,
 )
@@ -81,10 +80,13 @@ EVENTS_A_ROW = 4
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 GATEWAY_ROUTE = "gateway"
 AFFINITY_HEADER = "X-SMG-Routing-Key"
-"""With sglang_router's policy `manual` requests with the same value go to the same replica."""
+"""With the gateway's policy `manual` requests with the same value go to the same replica."""
+PASSES_ON = "start it with --disable-retries, and with --policy manual or another that does not read requests"
 _END = b"[DONE]"
 _OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
 _NO_SUCH_PATH = {404, 405}
+_NOT_UNDERSTOOD = {400, 404, 422}
+"""Statuses of a gateway that reads a request itself: it does so while it has no worker."""
 
 Answer = TypeVar("Answer")
 
@@ -200,6 +202,8 @@ class HttpEngine(Engine):
         loads = await self.loads()
         info = describe(models, servers, loads if {load.server for load in loads} >= set(urls) else [])
         self._guard_model(model, questions, workers)
+        if gateway is not None:
+            await self._check_gateway(self.endpoints[GATEWAY_ROUTE])
         self._vocabulary = vocabulary_of(str(models[0]["model_path"]))
         names = [found.get(key) for found in models for key in ("served_model_name", "model_path")]
         self._model_names = frozenset(str(name) for name in names if name)
@@ -213,7 +217,6 @@ class HttpEngine(Engine):
             connections=connections,
             connections_by=limited_by,
             keeps_together=gateway is not None,
-            one_by_one=info.one_by_one or (events_of_tokens(servers) if gateway else None),
             notes=tuple(notes),
         )
 
@@ -228,7 +231,7 @@ class HttpEngine(Engine):
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
-        self._check(request)
+        wire.refuse_deadly(request, self._vocabulary)
         endpoint, headers = self.endpoints[route], self._affinity(request)
         reply: bytes | list[bytes]
         if request.task is not None:
@@ -251,7 +254,7 @@ class HttpEngine(Engine):
         rows: list[PlacedRequest] = []
         for place, request in enumerate(requests):
             try:
-                self._check(request)
+                wire.refuse_deadly(request, self._vocabulary)
                 rows.append(PlacedRequest(place, request))
             except RowRefusedError as refusal:
                 answers.ended(place, refusal)
@@ -372,12 +375,6 @@ class HttpEngine(Engine):
     async def _is_alive(self, url: str) -> bool:
         return self._questions is not None and await ServerStatus(self._questions, url).is_alive()
 
-    def _check(self, request: Request) -> None:
-        """Raise RowRefusedError for a request that must not be sent."""
-        wire.refuse_deadly(request, self._vocabulary)
-        if self._behind_gateway:
-            wire.refuse_dropped(request)
-
     def _affinity(self, request: Request) -> dict[str, str] | None:
         """Return the header by which a gateway chooses a replica."""
         return {AFFINITY_HEADER: request.affinity} if self._behind_gateway and request.affinity else None
@@ -388,10 +385,9 @@ class HttpEngine(Engine):
         A file may name a model that this server does not know: that is replaced.
         """
         own = self._model_names
-        if name is None:
-            return wire.ANY_MODEL if self._behind_gateway else None  # sglang_router refuses some without one
-        is_known = name in own or name.startswith(tuple(f"{each}:" for each in own))  # : for a LoRA adapter
-        return name if is_known else wire.ANY_MODEL
+        if name is None or name in own or name.startswith(tuple(f"{each}:" for each in own)):
+            return name  # : for a LoRA adapter
+        return wire.ANY_MODEL
 
     async def _post(
         self, endpoint: Endpoint, path: str, body: bytes, headers: Mapping[str, str] | None
@@ -415,9 +411,29 @@ class HttpEngine(Engine):
         bodies = [wire.bytes_of(body) for body in task.bodies(requests)]
         return [await self._post(endpoint, task.path, body, headers) for body in bodies]
 
+    def _is_gateways_own(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> bool:
+        return endpoint is self.endpoints.get(GATEWAY_ROUTE) and not answer.by_worker
+
+    async def _check_gateway(self, gateway: Endpoint) -> None:
+        """Raise EngineStartError for a gateway that reads requests: it leaves out what it does not know.
+
+        It gets a request that is none. A gateway that does not read it has a worker refuse it.
+        """
+        try:
+            answer = await self._exchange(gateway, wire.GENERATE_PATH, b"[]", None, replies.whole)
+        except RequestError as failure:
+            raise EngineStartError(f"{gateway.url}: {failure}") from None
+        if self._is_gateways_own(gateway, answer):
+            said = replies.error_of(answer.status, answer.content)
+            raise EngineStartError(
+                f"{gateway.url}: the gateway does not pass requests on unread ({said})", hint=PASSES_ON
+            )
+
     async def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer, sent_at: float) -> RequestError:
         """Return what an answer with another status than 200 means for its rows."""
         error = replies.error_of(answer.status, answer.content, answer.retry_after)
+        if self._is_gateways_own(endpoint, answer) and answer.status in _NOT_UNDERSTOOD:
+            return EngineDownError(f"the gateway has no worker: it read a request itself ({error})")
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
             self.guard.doubt(endpoint.url)
         if isinstance(error, EngineDownError):  # a gateway names the replica that is down

@@ -168,11 +168,14 @@ MOST_ANSWER_BYTES = 128 << 20
 """Most bytes of an answer, or of an event in one: a part of the results holds 64 MiB."""
 ERROR_CHARACTERS = 500
 """Most characters of an error message in a result row."""
+WORKER_HEADER = "X-SMG-Routed-Worker-Id"
+"""The gateway gives it to all that it passes on from a worker, and to nothing that it says itself."""
+_OK = HTTPStatus.OK.value
 _BUSY = {429, 502, 503, 504}
 _REFUSED = {400, 404, 413, 422}
 _REPLICA_DOWN = re.compile(rb'"(call_upstream_|read_response_|no_(available_|healthy_)?workers)')
 """A gateway's error codes where no replica took the row, or where the replica ended before the answer was
-complete. sglang_router 0.3.2 gives them with status 500."""
+complete."""
 _DATA = b"data:"
 BEGIN, END = "<think>", "</think>"
 """What models write around their reasoning, unless their template writes the first."""
@@ -191,6 +194,8 @@ class WholeAnswer(msgspec.Struct):
     status: int
     content: bytes
     retry_after: str | None = None
+    by_worker: bool = True
+    """Whether a server said it; false for a refusal by a gateway itself, or by a server without one."""
 
 
 async def whole(answer: PostedAnswer) -> WholeAnswer:
@@ -205,7 +210,10 @@ async def whole(answer: PostedAnswer) -> WholeAnswer:
             if len(found) > MOST_ANSWER_BYTES:
                 raise AttemptFailedError(f"the answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
         content = bytes(found)
-    return WholeAnswer(answer.status, content, answer.headers.get("Retry-After"))
+    if answer.status == _OK:
+        return WholeAnswer(answer.status, content)
+    headers = answer.headers
+    return WholeAnswer(answer.status, content, headers.get("Retry-After"), WORKER_HEADER in headers)
 
 
 class EventLines:
@@ -356,8 +364,6 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
             )
         )
     first = choices[0].meta_info
-    if len(choices) == 1 and first.completion_tokens is None:  # a gateway passes no return_meta_info on
-        first.completion_tokens = usage.completion_tokens
     prompt_tokens, cached_tokens = first.prompt_tokens, first.cached_tokens
     if prompt_tokens is None:
         prompt_tokens = usage.prompt_tokens

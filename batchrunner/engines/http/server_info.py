@@ -327,9 +327,6 @@ _OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
 _IN_PIECES = ("incremental_streaming_output", "stream_output")
 """Arguments, the second being the older name, with which an event has only the text since the last one: so
 each row should be a request of its own."""
-FEW_EVENTS = 256
-"""`stream_interval` of a server from which on its events for a row are few."""
-FEW_EVENTS_FLAG = "--stream-interval 1000000"
 _LPM_NOTE = "the server schedules by lpm, which changes our order while few rows wait: fcfs keeps it"
 
 
@@ -358,17 +355,6 @@ def describe(
         one_by_one=next(filter(None, (_runs_with(server, _IN_PIECES) for server in servers)), None),
         notes=(_LPM_NOTE,) if first.get("schedule_policy") == "lpm" else (),
     )
-
-
-def events_of_tokens(servers: Iterable[Mapping[str, Any]]) -> str | None:
-    """Say why rows do not share requests through a gateway, which drops the interval that requests ask for.
-
-    It is None where each server sends few events for a row by itself.
-    """
-    intervals = [limit_of(server.get("stream_interval")) or 1 for server in servers]
-    if min(intervals) >= FEW_EVENTS:
-        return None
-    return f"a worker sends an event for every {min(intervals)} tokens; start it with {FEW_EVENTS_FLAG}"
 
 
 def prefill_tokens(arguments: Mapping[str, Any]) -> int | None:
@@ -471,7 +457,6 @@ POLL_S = 0.1
 ASK_AGAIN_S = 10.0
 """Seconds after which a change that has not happened is requested again: the gateway queues changes."""
 GIVE_UP_S = 120.0
-_RANK = re.compile(r"@\d+$")  # a gateway with --dp-aware lists each DP rank of a worker
 
 
 class WorkerList:
@@ -523,18 +508,19 @@ class WorkerList:
                     for url in wrong:
                         if now - asked.get(url, -math.inf) >= ASK_AGAIN_S:
                             asked[url] = now
-                            await self._change(url, listed.get(url, []))
+                            await self._change(url, listed.get(url))
                 except (*NOT_REACHED, KeyError) as failure:
                     log.debug("the gateway's list of workers: %r", failure)
                     asked.clear()
                 await asyncio.sleep(POLL_S)
             return False
 
-    async def _change(self, url: str, listed_as: Sequence[Any]) -> None:
-        for worker_id in listed_as:
-            await self._ask("DELETE", f"/workers/{worker_id}")
-        if not listed_as:
-            await self._ask("POST", "/workers", {"url": url, "api_key": self._key})
+    async def _change(self, url: str, listed_as: str | None) -> None:
+        if listed_as is not None:
+            await self._ask("DELETE", f"/workers/{listed_as}")
+        else:
+            at_once = {"drain_settle_secs": 0}  # a worker that is taken off the list is gone
+            await self._ask("POST", "/workers", {"url": url, "api_key": self._key, "health": at_once})
 
     async def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
         if self._session is None:
@@ -551,12 +537,12 @@ class WorkerList:
             return response.status, reply if isinstance(reply, dict) else {}
 
 
-def workers_in(workers: Any) -> dict[str, list[Any]]:
-    """Return the ids of each worker in a gateway's list that speaks HTTP: one, or one for each DP rank."""
-    found: dict[str, list[Any]] = {}
-    for worker in workers if isinstance(workers, list) else ():
-        if isinstance(worker, dict) and worker.get("connection_mode") != "GRPC":
-            url = _RANK.sub("", str(worker.get("url"))).rstrip("/")
-            if url.startswith("http"):
-                found.setdefault(url, []).append(worker.get("id"))
-    return found
+def workers_in(workers: Any) -> dict[str, str]:
+    """Return the id of each worker in a gateway's list that speaks HTTP, by its URL."""
+    return {
+        str(worker["url"]).rstrip("/"): str(worker.get("id"))
+        for worker in (workers if isinstance(workers, list) else ())
+        if isinstance(worker, dict)
+        and str(worker.get("url")).startswith("http")
+        and worker.get("connection_mode") == "http"
+    }

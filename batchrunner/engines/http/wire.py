@@ -2,7 +2,7 @@
 
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,8 +17,7 @@ from yarl import URL
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.media import PromptFile, file_of_part
 from batchrunner.core.types import CHAT_PATH, AskedColumns, Request, RequestBody
-from batchrunner.input.request_bodies import fields_of, prompts_in
-from batchrunner.job.engine import GATEWAY_DROPS
+from batchrunner.input.request_bodies import prompts_in
 from batchrunner.job.output import OF_TOKENS
 
 # /generate's name → /v1/chat/completions' name, where they differ
@@ -73,19 +72,6 @@ def _refuse_deadly_prompt(prompt: Any, vocabulary: int | None) -> None:
             if bad < 0 or (vocabulary is not None and bad >= vocabulary):
                 known = f" (0 to {vocabulary - 1})" if vocabulary else ""
                 raise RowRefusedError(f"token id {bad} is not in the model's vocabulary{known}")
-
-
-def refuse_dropped(request: Request) -> None:
-    """Raise RowRefusedError for parameters that a gateway would drop, which would change the answer."""
-    dropped = GATEWAY_DROPS["generate" if path_of(request) == GENERATE_PATH else "chat"]
-    given: Iterable[str] = request.sampling
-    if isinstance(request.prompt, RequestBody):
-        given = fields_of(request.prompt.content)
-    if not dropped.isdisjoint(given):
-        name = min(dropped.intersection(given))
-        raise RowRefusedError(f"{name}: the gateway leaves it out of what it passes on")
-    if request.kind == "messages" and request.asks is not None and "output_ids" in request.asks.names:
-        raise RowRefusedError("output.columns: output_ids: the gateway leaves them out of what it passes on")
 
 
 def body_of(request: Request) -> dict[str, Any]:
@@ -205,9 +191,7 @@ def _asked_of_chat(asks: AskedColumns) -> dict[str, Any]:
 
 
 STREAM_INTERVAL = 1 << 30
-"""Tokens between two events of a row: an answer comes whole, after its first token and at its end.
-
-A gateway drops it from what it passes on, so servers behind one that we start have it as an argument."""
+"""Tokens between two events of a row: an answer comes whole, after its first token and at its end."""
 
 
 def bundle_body(requests: Sequence[Request]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The engine of a run that starts its own servers: one, or replicas behind a gateway (`sglang_router`)."""
+"""The engine of a run that starts its own servers: one, or replicas behind a gateway (`smg`)."""
 
 import asyncio
 import dataclasses
@@ -24,7 +24,6 @@ from batchrunner.engines.device import (
     program_environment,
     server_args,
 )
-from batchrunner.engines.http import wire
 from batchrunner.engines.http.client import HttpEngine
 from batchrunner.engines.http.connections import HeldPort, free_port, raise_file_limit
 from batchrunner.engines.http.guard import FailureClassifier
@@ -43,13 +42,8 @@ START_TRIES = 3
 once, two draw the same one in 28 of 8,000 starts."""
 TOKENIZERS = "tokenizer-worker-num"
 """Argument above 1 of which SGLang 0.5.23 refuses to start with an API key."""
-KEEP_ALIVE_S = 120
-"""Seconds for which replicas keep the gateway's idle connections; the gateway drops them after 90 s. With
-SGLang's own 5 s it would send rows into connections that are just being closed."""
-
-
 GATEWAY_START_S = 120.0
-"""It imports torch where SGLang is installed: 5 s of CPU time, more on a busy machine."""
+"""Longest start of the gateway. It takes half a second on a quiet machine."""
 KEEP_TOGETHER: dict[str, Any] = {
     "policy": "manual",
     "assignment-mode": "min_load",
@@ -58,6 +52,7 @@ KEEP_TOGETHER: dict[str, Any] = {
 }
 """A new affinity key goes to the replica with the fewest requests, and the same key follows it. Rows without
 a common prefix have a key each, so keys are forgotten after 300 s (the gateway's own limit is four hours)."""
+NEVER_S = 10**9
 LATER_S = 60.0
 """Seconds that the gateway waits for an answer beyond the runner's own limit, which is to end first."""
 
@@ -69,13 +64,13 @@ class GatewayProcess(SupervisedProgram):
     start, when a replica comes back and when the gateway does, and their key is in no command line.
     """
 
-    needs = "sglang_router: install batchrunner[gateway], or set engine.python"
+    needs = "smg: install batchrunner[gateway], or set engine.python"
 
     def __init__(
         self, spec: GatewayEngine, incidents: list[Incident], *, key: str, log_dir: Path, limits: LimitsSpec
     ) -> None:
         super().__init__(
-            "sglang_router.launch_router",
+            "smg.launch_router",
             key=key,
             environ=program_environment(spec.env),
             log_path=log_dir / "engine-gateway.log",
@@ -121,16 +116,19 @@ class GatewayProcess(SupervisedProgram):
 def _gateway_arguments(spec: GatewayEngine, limits: LimitsSpec) -> dict[str, Any]:
     """Return the gateway's arguments. Bodies up to 512 MB pass by default."""
     return {
-        **(KEEP_TOGETHER if spec.policy == "auto" else {"policy": spec.policy}),
-        # the runner retries, with pauses; the gateway would repeat a refusal five times within half a second
+        **KEEP_TOGETHER,
+        # the runner retries, with pauses. Without retries the gateway passes requests on as they are
         "disable-retries": True,
-        # … and after ten failures of a replica answer 503 for it for a minute
-        "disable-circuit-breaker": True,
-        "max-concurrent-requests": -1,  # no limit, and so no queue of its own
+        "max-concurrent-requests": 0,  # no limit, and so no queue of its own
         "request-timeout-secs": math.ceil(limits.request_timeout + LATER_S),
-        # SGLang's /health takes up to 20 s before it says no; supervisors see at once when a process ends
-        "health-check-interval-secs": 30,
-        "health-check-timeout-secs": 25,
+        # the runner takes out what ended or hangs, and the gateway nothing: a queue and a full KV pool are
+        # what the runner aims at, and an answer may take long
+        "disable-circuit-breaker": True,
+        "disable-worker-overload-protection": True,
+        "disable-health-check": True,
+        "disable-load-monitoring": True,
+        "worker-stall-secs": NEVER_S,
+        "worker-wedge-secs": NEVER_S,
         "shutdown-grace-period-secs": 1,
         "log-level": "warn",  # `info` is two lines a row
         # its metrics cannot be turned off, and two gateways cannot share the default port
@@ -155,14 +153,13 @@ class SGLangServer(SupervisedProgram):
         log_path: Path,
         cpu: bool,
         name: str = "the engine",
-        argv: tuple[str, ...] = (),
         environ: Mapping[str, str] | None = None,
         healer: Healer | None = None,
         gateway: GatewayProcess | None = None,
         failures: FailureClassifier,
         incidents: list[Incident],
     ) -> None:
-        """`spec` describes all servers of a job; `argv` and `environ` are those of this server alone."""
+        """`spec` describes all servers of a job; `environ` is that of this server alone."""
         offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")} if Path(model).exists() else {}
         super().__init__(
             "sglang.launch_server",
@@ -176,7 +173,7 @@ class SGLangServer(SupervisedProgram):
         self._port = HeldPort()
         self.url = f"http://127.0.0.1:{self._port.number}"
         self._own_argv = [
-            *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)), *argv,
+            *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)),
         ]  # fmt: skip
         self._start_timeout_s = spec.start_timeout
         self._given = server_args(spec.args, cpu=cpu)
@@ -358,11 +355,7 @@ class LaunchedFleet(HttpEngine):
             make(
                 log_path=self._log_dir / f"engine-replica-{n}.log",
                 name=f"replica {n}",
-                argv=("--stream-interval", str(wire.STREAM_INTERVAL)) if self._gateway else (),
-                environ={
-                    "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_S),
-                    **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
-                },
+                environ={"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {},
             )
             for n, devices in enumerate(slices)
         ]

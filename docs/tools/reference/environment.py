@@ -53,7 +53,6 @@ SET = {
     "trial of `batchrun tune` changes it.",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "`mean_pooling`, with `task: embed` where the model's files say that "
     "its vectors are means over all tokens.",
-    "SGLANG_TIMEOUT_KEEP_ALIVE": "Seconds that a replica behind a gateway keeps an idle connection.",
     "SGLANG_USE_CPU_ENGINE": "`1`, on a CPU.",
 }
 """Meanings of the variables that the package sets for engines, by name."""

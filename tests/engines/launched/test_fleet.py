@@ -126,7 +126,7 @@ def test_interpreter_without_a_gateway(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=PATIENCE_S)
     spec = GatewayEngine(kind="gateway", model="org/model", python=f"{bare}/bin/python")
     gateway = GatewayProcess(spec, [], key="x", log_dir=tmp_path, limits=LimitsSpec(request_timeout=9))
-    with pytest.raises(EngineStartError, match=r"has no sglang_router: install batchrunner\[gateway\]"):
+    with pytest.raises(EngineStartError, match=r"has no smg: install batchrunner\[gateway\]"):
         asyncio.run(gateway.start())
 
 
