@@ -104,12 +104,15 @@ class CheckCounts:
     """Tokens of the prompts of the further asks, those in the engine's cache included."""
     causes: Failures = field(default_factory=Failures)
 
-    def add(self, outcome: Outcome) -> None:
-        """Count the end of a row, if its answers were checked and one was not good at once."""
+    def add(self, outcome: Outcome) -> int:
+        """Count the end of a row, if its answers were checked and one was not good at once.
+
+        Return the output tokens of its rejected answers, without the one that it keeps.
+        """
         completion = outcome.completion
         asked = completion.columns.get(ASKED_AGAIN) if completion is not None else None
         if completion is None or not asked:
-            return
+            return 0
         found: AskedAgain = asked[0]
         self.rows_asked_again += found.asks > 1
         self.asked_again += found.asks - 1
@@ -117,8 +120,10 @@ class CheckCounts:
         self.rows_failed += found.is_good is False
         self.prompt_tokens += (found.asks - 1) * (completion.prompt_tokens or 0)
         for rejected in found.rejected:
-            self.output_tokens += rejected.output_tokens
             self.causes.add(outcome.ref.row, rejected.complaint)
+        lost = sum(rejected.output_tokens for rejected in found.rejected)
+        self.output_tokens += lost
+        return lost - (0 if found.is_good else completion.output_tokens)
 
     def __add__(self, other: CheckCounts) -> CheckCounts:
         """Return both together."""
@@ -143,7 +148,8 @@ class RowCounts:
     cut: int = 0
     """Rows with an answer, of which an output was cut at `max_new_tokens`."""
     output_tokens: int = 0
-    """Tokens that the engine computed; rows with a duplicate's answer add none, here and below."""
+    """Tokens that the engine computed, rejected ones too; rows with a duplicate's answer add none, here
+    and below."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     duplicates: int = 0
@@ -185,7 +191,7 @@ class RowCounts:
         self.prompt_tokens += completion.prompt_tokens or 0
         self.cached_tokens += completion.cached_tokens or 0
         if attempts > 1 or error is not None:  # else no answer was rejected
-            self.checks.add(outcome)
+            self.output_tokens += self.checks.add(outcome)
 
     def _count_reason(self, reason: str) -> None:
         """Count a finish reason; a server that makes up ever new ones does not fill the memory."""

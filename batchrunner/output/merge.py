@@ -8,6 +8,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from hashlib import blake2b
 from http import HTTPStatus
 from pathlib import Path
@@ -302,6 +303,8 @@ def _json(value: Any) -> bytes:
 
 
 def _unusual(value: object) -> Any:
+    if isinstance(value, timedelta):
+        return value.total_seconds()
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 

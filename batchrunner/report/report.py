@@ -57,7 +57,7 @@ class Report:
     starts: int = 1
     """Number of attempts, this one included."""
     output_tokens: int = 0
-    """Generated tokens of the rows that ended."""
+    """Generated tokens of the rows that ended, also of their rejected answers (`checks`)."""
     output_tokens_all_starts: int = 0
     """The same, of all attempts."""
     output_tokens_per_s: float = 0.0
@@ -67,7 +67,7 @@ class Report:
     task: str = GENERATE
     """`task` of the job."""
     prompt_tokens: int = 0
-    """Prompt tokens of the rows that ended."""
+    """Prompt tokens of the rows that ended; one that was asked again counts once."""
     cached_tokens: int = 0
     """Those of `prompt_tokens` that were in the engine's prefix cache."""
     rows_deduplicated: int = 0
@@ -181,7 +181,7 @@ class Report:
             f"{counted(rows, 'row')} {'was' if rows == 1 else 'were'} asked again "
             f"{counted(checks['asked_again'], 'time')}: "
             f"{checks['rows_mended']:,} then had a good answer, {checks['rows_failed']:,} failed; "
-            f"{checks['output_tokens']:,} output tokens were rejected"
+            f"{checks['output_tokens']:,} of the output tokens were rejected"
         )
         return [told, *cause_lines(checks["causes"], "answers rejected", "time")]
 

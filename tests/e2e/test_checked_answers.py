@@ -366,8 +366,14 @@ def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
     server.script = every_third_fails
     result = run_job(job, tmp_path)
     assert report_of(job)["rows_resumed"] == 50
-    assert "90 rows were asked again 90 times: 60 then had a good answer, 30 failed" in result.stderr
+    told = "90 rows were asked again 90 times: 60 then had a good answer, 30 failed; 120 of the output tokens"
+    assert told in result.stderr
     merged = json.loads(batchrun("merge", run, "--json").stdout)
+    kept = sum(row["completion_tokens"] for row in results_of(job))
+    assert (
+        merged["report"]["output_tokens"] == kept + 90
+    )  # of first answers; failed rows keep their second one
+    assert status_of(run)["output_tokens"] == kept + 90
     for checks in (report_of(job)["checks"], merged["report"]["checks"]):
         (cause,) = checks.pop("causes")
         assert (cause["rows"], cause["example"]) == (120, "the answer has no match of check.regex 'good'")

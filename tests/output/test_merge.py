@@ -115,6 +115,7 @@ def _run(tmp_path: Path) -> Path:
             "meta": [{"on": n % 2 == 0, "deep": {"x": n / 2}} for n in range(ROWS)],
             "day": pa.array([n * 1000 for n in range(ROWS)], pa.timestamp("ms")),
             "raw": [b"\xff\x00"] * ROWS,
+            "took": pa.array([n * 1500 - 5000 for n in range(ROWS)], pa.duration("ms")),
             "long": ["x" * 10_000] * ROWS,  # more than a pipe holds
         }
     )
@@ -151,12 +152,13 @@ def test_tables(run: Path) -> None:
 
 @pytest.mark.parametrize(("name", "opened"), [("a.jsonl", bytes), ("a.ndjson.gz", gzip.decompress)])
 def test_json_lines(run: Path, name: str, opened: Callable[[bytes], bytes]) -> None:
-    """An object on each line: lists and structs as they are, dates as ISO 8601, bytes as Base64."""
+    """An object on each line: lists and structs as they are, dates by ISO 8601, durations in seconds, Base64."""
     rows = [json.loads(line) for line in opened(written(run, name)).splitlines()]
     expected = results_of({"output": {"path": str(run)}})
     assert len(rows) == ROWS
     for row, wanted in zip(rows, expected, strict=True):
         assert (row.pop("day"), row.pop("raw")) == (wanted.pop("day").isoformat(), "/wA=")
+        assert row.pop("took") == wanted.pop("took").total_seconds()
         del wanted["raw"]
         assert row == wanted
 
@@ -180,6 +182,7 @@ def test_csv(run: Path, name: str, delimiter: str, opened: Callable[[bytes], byt
         assert (json.loads(row["tags"]) if row["tags"] else None) == wanted["tags"]
         assert (row["error"], row["raw"]) == ("", "/wA=")
         assert row["day"] == wanted["day"].isoformat()
+        assert float(row["took"]) == wanted["took"].total_seconds()
 
 
 def test_an_existing_file_is_kept(run: Path) -> None:

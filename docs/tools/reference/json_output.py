@@ -60,7 +60,7 @@ STATUS = {
     "rows_cut": "Rows that succeeded, of which an output was cut at `max_new_tokens`.",
     "failures": "Failed rows by cause, largest group first: `rows`, `example_row`, `example`.",
     "reason": "Why the last attempt ended; null while somebody is at work, and after a kill.",
-    "output_tokens": "Generated tokens of the rows on disk.",
+    "output_tokens": "Generated tokens of the rows on disk, also of their rejected answers.",
     "finished": "Whether all rows are on disk and nobody is at work.",
     "rows_per_s": "Rows per second of all tasks that are at work.",
     "time_left_s": "Seconds to the end, by the pace of the rows that ended; null where that is not known.",
