@@ -56,7 +56,7 @@ def results_of(
         report = run_blocking(job, opened, displays=displays)
         if report.rows_left:
             raise BatchrunError(
-                f"{report.reason}: {report.rows_left} of {report.rows_total} rows were not sent"
+                f"{report.reason}: {report.rows_left:,} of {report.rows_total:,} rows were not sent"
             )
         merged = merge(out)
         return pa.concat_tables(pq.read_table(file) for file in sorted(merged.path.glob("*.parquet")))

@@ -469,7 +469,7 @@ class Run:
         if report.rows_left > report.rows_of_others:
             return self.control.exit_code, self.control.reason or "stopped"
         if unheld:
-            gone = f"{unheld} rows are left that no living task holds: run the same command again"
+            gone = f"{unheld:,} rows are left that no living task holds: run the same command again"
             return self.control.exit_code, self.control.reason or gone
         if added:
             more = f" and {len(added) - 1} more" if len(added) > 1 else ""

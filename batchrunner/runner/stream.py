@@ -465,7 +465,7 @@ async def send_stream(
             finally:
                 sending.show_end(time.monotonic())
         if control.reason is not None:
-            raise BatchrunError(f"{control.reason}: the stream ended after {counts.done} rows")
+            raise BatchrunError(f"{control.reason}: the stream ended after {counts.done:,} rows")
     finally:
         rows.stop()
         outlet.end()

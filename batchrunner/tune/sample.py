@@ -39,9 +39,9 @@ class TuningSample:
 
     def __str__(self) -> str:
         if self.rows == self.of_rows:
-            return f"all {self.rows} rows" if self.rows > 1 else "the only row"
+            return f"all {self.rows:,} rows" if self.rows > 1 else "the only row"
         blocks = counted(self.rows // BLOCK_ROWS, "block")
-        return f"{self.rows} of {self.of_rows} rows, {blocks} of {BLOCK_ROWS} from all over the input"
+        return f"{self.rows:,} of {self.of_rows:,} rows, {blocks} of {BLOCK_ROWS} from all over the input"
 
 
 def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:

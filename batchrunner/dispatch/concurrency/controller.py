@@ -320,7 +320,7 @@ def first_window(
     if max_total_tokens is not None:
         fits = max(1, max_total_tokens // row_tokens)
         if fits + high // 2 < running + low:
-            why = f"the KV pool of {max_total_tokens} tokens holds about {fits} requests"
+            why = f"the KV pool of {max_total_tokens:,} tokens holds about {fits:,} requests"
             return fits + low, f"{why}, and {low} waiting"
     return running + low, f"{why}, and {low} waiting"
 

@@ -317,7 +317,7 @@ class ConcurrencyLimits:
         self.known[name] = KnownScheduler(name, route, controller, heard_at=now)
         self._on_route[route].append(self.known[name])
         self.row_tokens.schedulers = len(self.known)
-        why = f"{why}; #queue-req {band.low}-{band.high} ({band.why})"
+        why = f"{why}; #queue-req {band.low:,}-{band.high:,} ({band.why})"
         return Decision(name, 0, controller.window, controller.state, why)
 
     def _forget_gone(self, loads: Sequence[SchedulerLoad], now: float) -> list[Decision]:

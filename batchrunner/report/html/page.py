@@ -216,9 +216,9 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
         rows = f"{bundles['rows_per_request']:.1f} rows each on average, {bundles['most_rows']} at most"
         found.append(("Requests", rows))
     if checks := report.get("checks"):
-        told = f"{checks['rows_asked_again']} rows asked again {checks['asked_again']} times"
+        told = f"{checks['rows_asked_again']:,} rows asked again {checks['asked_again']:,} times"
         cost = f"{checks['output_tokens']:,} output tokens rejected"
-        found.append(("Checks", f"{told}, {checks['rows_failed']} failed; {cost}"))
+        found.append(("Checks", f"{told}, {checks['rows_failed']:,} failed; {cost}"))
     return found
 
 
