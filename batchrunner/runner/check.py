@@ -73,8 +73,9 @@ class Check:
         ]
         for prompt in self.prompts:
             text = prompt["error"] or prompt["prompt"] or ""
-            shown = [text[:CHARACTERS_SHOWN]]
-            if not isinstance(text, str):
+            if isinstance(text, str):
+                shown = [text[:CHARACTERS_SHOWN]]
+            else:
                 written = orjson.dumps(text, option=orjson.OPT_INDENT_2, default=str).decode()
                 shown = written[:CHARACTERS_SHOWN].split("\n")
             label = "cannot be sent" if prompt["error"] else prompt["kind"] or "left out by prompt.python"

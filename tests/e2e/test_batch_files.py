@@ -259,6 +259,8 @@ def test_requests_that_sglang_refuses(tmp_path: Path) -> None:
     for line, (_, _, problem) in zip(failed, REFUSED, strict=True):
         assert (line["response"]["status_code"], line["error"]["code"]) == (400, "invalid_request")
         assert problem in line["error"]["message"]
+    write_batch(batch.requests, lines[-1:])
+    assert "the job is fine" in batchrun("check", batch.requests).stdout
     write_batch(batch.requests, [lines[0], "no JSON"])
     assert batchrun("check", batch.requests).exit_code == 3
     assert batchrun("check", batch.requests, "--set", "prompt.text=a").exit_code == 2
