@@ -29,14 +29,13 @@ def first_line(failure: BaseException) -> str:
 
 
 def normalized(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with all fields nullable, without views, and with texts for nulls."""
+    """Return the schema with all fields nullable, without views and dictionaries, and with texts for nulls."""
     return pa.schema([_normalized_field(field) for field in schema])
 
 
 def normalize(data: pa.RecordBatch) -> pa.RecordBatch:
     """Return a batch with the normalized schema."""
-    schema = normalized(data.schema)
-    return data if data.schema.equals(schema) else data.cast(schema)
+    return fitted(data, normalized(data.schema))
 
 
 def not_for_parquet(kind: pa.DataType) -> str | None:
@@ -55,9 +54,11 @@ def _normalized_field(field: pa.Field[Any]) -> pa.Field[Any]:
 
 
 def _normalized_type(kind: pa.DataType) -> pa.DataType:
-    if pt.is_list(kind):
+    if pt.is_dictionary(kind):  # those of two files may have too many values for one
+        return _normalized_type(kind.value_type)
+    if pt.is_list(kind) or pt.is_list_view(kind):
         return pa.list_(_normalized_field(kind.value_field))
-    if pt.is_large_list(kind):
+    if pt.is_large_list(kind) or pt.is_large_list_view(kind):
         return pa.large_list(_normalized_field(kind.value_field))
     if pt.is_fixed_size_list(kind):
         return pa.list_(_normalized_field(kind.value_field), kind.list_size)
@@ -198,8 +199,16 @@ def _most_fields(kind: pa.DataType) -> int:
 
 
 def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Return a column as one of another type; raises ArrowException, also for a number that it cannot hold."""
     if column.type == kind:
         return column
-    if pt.is_string(kind) and not (pt.is_null(column.type) or pt.is_large_string(column.type)):
+    if pt.is_string(kind) and _normalized_type(column.type) not in {kind, pa.large_string()}:
         return pa.array([text_of(value, str) for value in column.to_pylist()], kind)
-    return column.cast(kind, safe=False)
+    try:
+        found = column.cast(kind)
+        found.validate()
+    except pa.ArrowException:
+        if not pt.is_nested(kind):
+            raise
+        found = pa.array(column.to_pylist(), kind)  # Arrow casts no lists in views, for example
+    return found

@@ -19,6 +19,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.types import EMBEDDINGS_PATH
+from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.input.dataset import ColumnSource, Dataset, rows_of
 from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
@@ -121,8 +122,9 @@ def prepare(
 
     Where it begins `fresh`, what an earlier run left there does not matter. With `keeps_copies`,
     Parquet copies of input files are made in the run directory, and stay there. The caller closes what is
-    returned. Raises JobError, InputError or OutputError, each one clear line.
+    returned. Raises JobError, InputError, OutputError or EngineStartError, each one clear line.
     """
+    raise_file_limit()
     run_dir = open_run(job.output.path, task, job.storage)
     try:
         run = run_dir.store.input_place or run_dir.path.resolve()

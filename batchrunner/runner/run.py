@@ -16,7 +16,14 @@ from pyroaring import BitMap64
 
 from batchrunner.core.console import counted
 from batchrunner.core.engine_info import EngineInfo
-from batchrunner.core.errors import EXIT_STOPPED, BatchrunError, EngineStartError, JobError, StorageError
+from batchrunner.core.errors import (
+    EXIT_STOPPED,
+    BatchrunError,
+    EngineStartError,
+    InputChangedError,
+    JobError,
+    StorageError,
+)
 from batchrunner.core.files import read_json
 from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.timing import TIMING
@@ -399,10 +406,13 @@ class Run:
     def _look_at_input(self) -> list[str]:
         """Return the files that were added since the start and that the job's limit does not exclude.
 
-        Raises InputChangedError where a file is not the same any more.
+        A file that is not the same any more changed after it was read, which a warning says.
         """
         dataset, limit = self.prepared.dataset, self.prepared.job.input.limit
-        dataset.check_unchanged()
+        try:
+            dataset.check_unchanged()
+        except InputChangedError as failure:
+            log.warning("%s, after it was read: the results are those of the old file", failure.message)
         is_full = limit is not None and self.rows_of_run >= limit
         return [] if is_full else dataset.added_files()
 

@@ -206,6 +206,17 @@ def test_a_file_that_changes(
     assert carried_right(job) == list(range(ROWS))
 
 
+@pytest.mark.parametrize("join", [[], ["--join"]])
+def test_a_file_that_changes_after_it_was_read(tmp_path: Path, server: FakeSGLang, join: list[str]) -> None:
+    """All rows are in memory by then: the run ends well, and one line tells of the change."""
+    job = job_of(tmp_path, server, rows=10, input={"columns": ["text"]}, order="input")
+    server.script = change_at(tmp_path / "input.parquet", replace, "row 3")
+    result = batchrun(write_job(job, tmp_path), *join)
+    assert result.exit_code == 0
+    assert "changed during the run, after it was read: the results are those of the old" in result.stderr
+    assert carried_right(job) == list(range(10))
+
+
 def test_a_file_that_was_not_opened_yet(tmp_path: Path, server: FakeSGLang) -> None:
     """The second file is replaced while the first one is read: none of its rows is sent."""
     source = tmp_path / "in"

@@ -205,3 +205,55 @@ def test_files_of_several_formats_that_are_named(tmp_path: Path) -> None:
         batchrunner.run(job, overrides=["input.columns=[id]"], fresh=True)
     batchrunner.run(job, overrides=["input.columns=[id]", "input.types={id: int64}"], fresh=True)
     assert [row["id"] for row in results_of(job)] == list(range(15))
+
+
+NULLS = pa.struct([("n", pa.int64()), ("nothing", pa.null())])
+UNUSUAL = {
+    "views of lists of nulls": pa.list_view(NULLS),
+    "large views of lists": pa.large_list_view(pa.list_view(pa.string_view())),
+    "lists of nulls": pa.list_(NULLS),
+    "lists in a struct": pa.struct([("items", pa.list_view(NULLS))]),
+    "texts in lists": pa.list_(pa.dictionary(pa.int8(), pa.string())),
+    "pairs": pa.map_(pa.string(), pa.list_view(pa.null())),
+}
+"""Types of columns that Arrow cannot do everything with."""
+
+
+def value_of(kind: pa.DataType, size: int) -> Any:
+    """Return a value of a type, whose lists have so many items."""
+    if pa.types.is_null(kind):
+        return None
+    if pa.types.is_struct(kind):
+        return {field.name: value_of(field.type, size) for field in kind}
+    if pa.types.is_map(kind):
+        return [(str(key), value_of(kind.item_type, size)) for key in range(size)]
+    if pa.types.is_nested(kind):
+        return [value_of(kind.value_type, size)] * size
+    return size if pa.types.is_integer(kind) else f"t{size}"
+
+
+@pytest.mark.parametrize("kind", UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_types(tmp_path: Path, kind: pa.DataType) -> None:
+    """Valid Parquet is read, and its columns are carried as they are, from row groups of any size."""
+    values = [None if n % 5 == 0 else value_of(kind, n % 4) for n in range(30)]
+    texts = pa.array([f"t{n}" for n in range(30)], pa.string_view())
+    table = pa.table({"text": texts, "x": pa.array(values, kind)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=7)
+    job = job_of(tmp_path, INSTANT, input={"path": str(tmp_path / "a.parquet"), "columns": ["x"]})
+    job["input"]["filter"] = "text != 't9' and (x is none or x)"
+    for order in ("input", "prefix"):
+        batchrunner.run({**job, "order": order}, fresh=True)
+        found = [row["x"] for row in results_of(job)]
+        assert found == [value for n, value in enumerate(values) if n != 9 and (value is None or value)]
+
+
+def test_dictionaries_with_more_values_than_one_holds(tmp_path: Path) -> None:
+    """Each file has 100 categories, whose numbers have 8 bits: the results have all 200."""
+    for part in (0, 1):
+        names = pa.array([f"c{part * 100 + n}" for n in range(100)])
+        column = pa.DictionaryArray.from_arrays(pa.array(range(100), pa.int8()), names)
+        (tmp_path / "in").mkdir(exist_ok=True)
+        pq.write_table(pa.table({"text": names, "c": column}), tmp_path / "in" / f"{part}.parquet")
+    job = job_of(tmp_path, INSTANT, input={"path": str(tmp_path / "in"), "columns": ["c"]}, order="prefix")
+    batchrunner.run(job)
+    assert [row["c"] for row in results_of(job)] == [f"c{n}" for n in range(200)]

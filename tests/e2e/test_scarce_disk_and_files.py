@@ -142,17 +142,28 @@ def run_limited(directory: Path, server: FakeSGLang, soft: int, hard: int, in_fl
     return "".join(running.lines)
 
 
-@pytest.mark.parametrize(("limit", "least"), [(64, 28), (40, 4)])
-def test_most_files_are_for_connections(tmp_path: Path, limit: int, least: int) -> None:
+@pytest.mark.parametrize("limit", [20, 255])
+def test_too_few_files(tmp_path: Path, limit: int) -> None:
+    """The limit is told in one line at the start."""
+    command = [sys.executable, "-c", FEW_FILES, str(limit), str(limit)]
+    command.append(str(write_job(job_of(tmp_path, rows=3), tmp_path)))
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 2
+    told(line, f"only {limit} files can be open at once (ulimit -n)", "raise it (ulimit -n 4096)")
+
+
+def test_most_files_are_for_connections(tmp_path: Path) -> None:
     """No connection fails for want of a file, and one line says what the limit is and costs."""
-    with FakeSGLang(max_running=128) as server:
+    limit, least = 256, 220
+    with FakeSGLang(max_running=512) as server:
         said = run_limited(tmp_path, server, limit, limit, None)
         most = server.most_in_flight
     assert least <= most < limit
     (line,) = [line for line in said.splitlines() if "can be in flight" in line]
-    assert f"at most {most} requests can be in flight, and the engine can run 128" in line
+    assert f"at most {most} requests can be in flight, and the engine can run 512" in line
     assert f"ulimit -n {limit}" in line
-    assert f"up to {1 - most / 128:.0%} of the speed is lost" in line
+    assert f"up to {1 - most / 512:.0%} of the speed is lost" in line
 
 
 def test_the_soft_limit_is_raised(tmp_path: Path) -> None:
@@ -164,11 +175,11 @@ def test_the_soft_limit_is_raised(tmp_path: Path) -> None:
 
 def test_the_page_of_many_parts(tmp_path: Path) -> None:
     """A run of more parts than files may be open has its page."""
-    job = job_of(tmp_path, INSTANT, rows=300, output={"path": str(tmp_path / "run"), "part_rows": 3})
+    job = job_of(tmp_path, INSTANT, rows=900, output={"path": str(tmp_path / "run"), "part_rows": 3})
     page = tmp_path / "run" / "report.html"
     for arguments in ([write_job(job, tmp_path)], ["report", tmp_path / "run"]):
-        command = [sys.executable, "-c", FEW_FILES, "64", "64", *map(str, arguments)]
+        command = [sys.executable, "-c", FEW_FILES, "256", "256", *map(str, arguments)]
         ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
         assert ended.returncode == 0, ended.stderr
     assert ">Prompts <small>tokens" in page.read_text()  # of the parts
-    assert len(list((tmp_path / "run" / "parts").iterdir())) > 64
+    assert len(list((tmp_path / "run" / "parts").iterdir())) > 256

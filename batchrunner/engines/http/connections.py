@@ -7,6 +7,10 @@ import resource
 import socket
 from pathlib import Path
 
+from batchrunner.core.errors import EngineStartError
+
+FEWEST_FILES = 256
+"""File descriptors without which a run has no connections left, or does not even begin."""
 OWN_FILES = 12
 """File descriptors that a run opens beside its connections, after the engine is open: input, journal, part,
 heartbeat, lease, report. Five are open at once in a run of small parts."""
@@ -27,7 +31,10 @@ _PORT_TRIES = 50
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit on open files as far as the system allows; return it."""
+    """Raise the soft limit on open files as far as the system allows; return it.
+
+    Raises EngineStartError where it is too low for any run.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     for limit in (hard, *_LIMITS_TRIED):
@@ -37,7 +44,14 @@ def raise_file_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
             soft = limit
             break
-    return 1 << 20 if soft == unlimited else soft
+    if soft == unlimited:
+        return 1 << 20
+    if soft < FEWEST_FILES:
+        raise EngineStartError(
+            f"only {soft} files can be open at once (ulimit -n), and a run needs {FEWEST_FILES}",
+            hint="raise it (ulimit -n 4096)",
+        )
+    return soft
 
 
 def free_port() -> int:
