@@ -29,7 +29,7 @@ def first_line(failure: BaseException) -> str:
 
 
 def normalized(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with all fields nullable, without views and dictionaries, and with texts for nulls."""
+    """Return the schema with nullable fields only, without views and dictionaries, and with texts for nulls."""
     return pa.schema([_normalized_field(field) for field in schema])
 
 
@@ -55,7 +55,7 @@ def _normalized_field(field: pa.Field[Any]) -> pa.Field[Any]:
 
 def _normalized_type(kind: pa.DataType) -> pa.DataType:
     if pt.is_dictionary(kind):  # those of two files may have too many values for one
-        return _normalized_type(kind.value_type)
+        kind = kind.value_type
     if pt.is_list(kind) or pt.is_list_view(kind):
         return pa.list_(_normalized_field(kind.value_field))
     if pt.is_large_list(kind) or pt.is_large_list_view(kind):
@@ -199,7 +199,7 @@ def _most_fields(kind: pa.DataType) -> int:
 
 
 def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Return a column as one of another type; raises ArrowException, also for a number that it cannot hold."""
+    """Return a column as one of a type; raises ArrowException, also for a number that it cannot hold."""
     if column.type == kind:
         return column
     if pt.is_string(kind) and _normalized_type(column.type) not in {kind, pa.large_string()}:
