@@ -29,7 +29,7 @@ def first_line(failure: BaseException) -> str:
 
 
 def normalized(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with nullable fields only, without views and dictionaries, and with texts for nulls."""
+    """Return the schema with nullable fields, without views and dictionaries, and with texts for nulls."""
     return pa.schema([_normalized_field(field) for field in schema])
 
 
