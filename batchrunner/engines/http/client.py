@@ -86,7 +86,6 @@ _END = b"[DONE]"
 _OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
 _NO_SUCH_PATH = {404, 405}
 _NOT_UNDERSTOOD = {400, 404, 422}
-"""Statuses of a gateway that reads a request itself: it does so while it has no worker."""
 
 Answer = TypeVar("Answer")
 
@@ -411,28 +410,31 @@ class HttpEngine(Engine):
         bodies = [wire.bytes_of(body) for body in task.bodies(requests)]
         return [await self._post(endpoint, task.path, body, headers) for body in bodies]
 
-    def _is_gateways_own(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> bool:
-        return endpoint is self.endpoints.get(GATEWAY_ROUTE) and not answer.by_worker
+    def _is_read_by_gateway(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> bool:
+        """Tell whether a gateway itself has not understood a request: it reads requests without a worker."""
+        own = endpoint is self.endpoints.get(GATEWAY_ROUTE) and not answer.by_worker
+        return own and answer.status in _NOT_UNDERSTOOD
 
     async def _check_gateway(self, gateway: Endpoint) -> None:
         """Raise EngineStartError for a gateway that reads requests: it leaves out what it does not know.
 
-        It gets a request that is none. A gateway that does not read it has a worker refuse it.
+        It gets a request that is none: a gateway that does not read it leaves the refusal to a worker.
         """
         try:
             answer = await self._exchange(gateway, wire.GENERATE_PATH, b"[]", None, replies.whole)
         except RequestError as failure:
             raise EngineStartError(f"{gateway.url}: {failure}") from None
-        if self._is_gateways_own(gateway, answer):
+        if self._is_read_by_gateway(gateway, answer):
             said = replies.error_of(answer.status, answer.content)
             raise EngineStartError(
-                f"{gateway.url}: the gateway does not pass requests on unread ({said})", hint=PASSES_ON
+                f"{gateway.url}: the gateway reads requests, or has no worker that is ready ({said})",
+                hint=PASSES_ON,
             )
 
     async def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer, sent_at: float) -> RequestError:
         """Return what an answer with another status than 200 means for its rows."""
         error = replies.error_of(answer.status, answer.content, answer.retry_after)
-        if self._is_gateways_own(endpoint, answer) and answer.status in _NOT_UNDERSTOOD:
+        if self._is_read_by_gateway(endpoint, answer):
             return EngineDownError(f"the gateway has no worker: it read a request itself ({error})")
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
             self.guard.doubt(endpoint.url)

@@ -44,14 +44,6 @@ TOKENIZERS = "tokenizer-worker-num"
 """Argument above 1 of which SGLang 0.5.23 refuses to start with an API key."""
 GATEWAY_START_S = 120.0
 """Longest start of the gateway. It takes half a second on a quiet machine."""
-KEEP_TOGETHER: dict[str, Any] = {
-    "policy": "manual",
-    "assignment-mode": "min_load",
-    "max-idle-secs": 300,
-    "eviction-interval-secs": 60,
-}
-"""A new affinity key goes to the replica with the fewest requests, and the same key follows it. Rows without
-a common prefix have a key each, so keys are forgotten after 300 s (the gateway's own limit is four hours)."""
 NEVER_S = 10**9
 LATER_S = 60.0
 """Seconds that the gateway waits for an answer beyond the runner's own limit, which is to end first."""
@@ -116,7 +108,11 @@ class GatewayProcess(SupervisedProgram):
 def _gateway_arguments(spec: GatewayEngine, limits: LimitsSpec) -> dict[str, Any]:
     """Return the gateway's arguments. Bodies up to 512 MB pass by default."""
     return {
-        **KEEP_TOGETHER,
+        # a new affinity key goes to the replica with the fewest requests, and the same key follows it. Rows
+        # without a common prefix have a key each, so keys are forgotten soon (of itself: after four hours)
+        "policy": "manual",
+        "assignment-mode": "min_load",
+        "max-idle-secs": 300,
         # the runner retries, with pauses. Without retries the gateway passes requests on as they are
         "disable-retries": True,
         "max-concurrent-requests": 0,  # no limit, and so no queue of its own
