@@ -8,8 +8,8 @@ from pathlib import Path
 
 from tests.conftest import batchrun, job_of, results_of, write_job, write_rows
 
-EVIL = "\x1b]0;mine\x07\x1b[8m\x9b\r\x7f\u202eevil\u2028\nthe job is fine; nothing was sent"
-SHOWN = r"\u001b]0;mine\u0007\u001b[8m\u009b\r\u007f\u202eevil\u2028\nthe job is fine; nothing was sent"
+EVIL = "\x1b]0;mine\x07\x1b[8m\x9b\r\x7f\u202eevil\u2028\nall is well"
+SHOWN = r"\u001b]0;mine\u0007\u001b[8m\u009b\r\u007f\u202eevil\u2028\nall is well"
 HOOK = """
 def prompt(row):
     print(row["title"])
@@ -33,12 +33,19 @@ def test_nothing_that_data_holds_is_obeyed(tmp_path: Path) -> None:
         checked, ran, batchrun("status", run), batchrun("merge", run), batchrun("status", EVIL),
         batchrun("status", "--json", run), batchrun("run", f"--{EVIL}"), batchrun("report", run, EVIL),
     ]  # fmt: skip
+    told += [
+        batchrun(
+            "check", file, "--set", f"prompt={{{name}: '{{{{ title }}}}'}}", "--set", f"output.path={run}2"
+        )
+        for name in ("user", "text")
+    ]
     for result in told:
         controls = {each for each in result.output if unicodedata.category(each) in {"Cc", "Zl"}}
         assert controls <= {"\n"}
         assert "\u202e" not in result.output
-        assert "the job is fine; nothing was sent" not in result.output.splitlines()
-    assert f"good {SHOWN}" in checked.stdout
+        assert "all is well" not in result.output.splitlines()
+    for shown in (f"good {SHOWN}", f'"content": "{SHOWN}"', f"\n{SHOWN}\n"):
+        assert any(shown in result.stdout for result in told)
     for result in told[:4]:
         assert f"ValueError: {SHOWN.partition('b[8m')[0]}" in result.output
     failures = json.loads(told[5].stdout)["failures"]
