@@ -139,12 +139,26 @@ class TaskLockLostError(StorageError):
     advice = "let the other process go on; `batchrun status RUN` shows it"
 
 
+class StoreAwayError(StorageError):
+    """An object store did not answer, or not for now, before the first row was sent; it may come back."""
+
+    advice = "run the same command again when the store takes requests"
+
+
 class StoreRequestError(OSError):
     """A request to an object store failed; its text says why in a few words."""
+
+    is_away = False
+    """Whether the store did not answer, or not for now: the same request may succeed later."""
 
     def __str__(self) -> str:
         """Return the reason alone."""
         return str(self.strerror)
+
+
+def or_away(error: BatchrunError, failure: BaseException) -> BatchrunError:
+    """Return an error, as a StoreAwayError where the store that caused it may come back."""
+    return StoreAwayError(error.message) if getattr(failure, "is_away", False) else error
 
 
 class RequestError(Exception):

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from batchrunner.core.errors import InputChangedError, InputError
+from batchrunner.core.errors import BatchrunError, InputChangedError, InputError, or_away
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, is_special, known_format
 from batchrunner.input.parquet_copy import PROBLEM, first_line, normalized, write_parquet
 from batchrunner.job.output import StorageSpec
@@ -84,7 +84,8 @@ def find_files(
         except InputError:
             raise
         except read_errors(fs) as failure:  # a name is too long, a directory not accessible
-            raise InputError(f"{name}: {getattr(failure, 'strerror', None) or first_line(failure)}") from None
+            why = getattr(failure, "strerror", None) or first_line(failure)
+            raise or_away(InputError(f"{name}: {why}"), failure) from None
         files = {real: file for real, file in files.items() if run not in Path(real).parents} or files
         if is_directory:
             files = _of_one_kind(name, files)
@@ -259,7 +260,7 @@ class SourceFile:
                 self._parquet = pafs.LocalFileSystem(), str(self._find_copy(copies, types, is_batch))
             with contextlib.closing(self._opened()) as file:
                 footer, schema = file.metadata, file.schema_arrow
-        except InputError:
+        except BatchrunError:
             raise
         except self.read_errors as failure:
             raise self._unreadable(failure) from None
@@ -393,21 +394,20 @@ class SourceFile:
             with self._fs.open_input_stream(self.path, compression=self.format.compression) as opened:
                 source = io.BufferedReader(opened, READ_BUFFER_BYTES)
                 yield from batches_of_file(source, self.path, self.format, types, is_batch=is_batch)
-        except InputError:
+        except BatchrunError:
             raise
         except self.read_errors as failure:
             raise self._unreadable(failure) from None
 
-    def _unreadable(self, failure: Exception) -> InputError:
+    def _unreadable(self, failure: Exception) -> BatchrunError:
         place, hint = self.path, None
         if isinstance(getattr(self._fs, "handler", None), pafs.FSSpecHandler):
             place = f"hf://{without_commit(self.path)}"
             hint = "if its page on the Hub asks for it, ask for access there, and set HF_TOKEN"
         elif not known_format(self.path):
             hint = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
-        return InputError(
-            f"{place}: not a readable {self.format.kind} file: {first_line(failure)}", hint=hint
-        )
+        told = f"{place}: not a readable {self.format.kind} file: {first_line(failure)}"
+        return or_away(InputError(told, hint=hint), failure)
 
 
 @contextlib.contextmanager

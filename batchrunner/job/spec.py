@@ -189,7 +189,7 @@ class LimitsSpec(Spec):
     Ctrl-C there is no limit."""
     disk_wait: Duration = 600.0
     """Time after which the run stops (exit code 1) while results cannot be written, because the disk is full
-    for example."""
+    for example, or while an object store is away at its start."""
 
 
 Label: TypeAlias = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0, strict=True)]

@@ -33,6 +33,8 @@ _SECRETS = {"session_token": "token", "sas_token": "sas_key"}
 """obstore's names of credentials that have another one here."""
 _ANSWER = re.compile(r"<Code>(?P<code>\w+)</Code>\s*<Message>(?P<message>[^<\n]*)", re.DOTALL)
 _STATUS = re.compile(r"non-2xx status code: (\d{3}[^:\n]*)")
+_AWAY = re.compile(r"error sending request|body error|non-2xx status code: (429|50[0234])")
+_NO_CREDENTIALS = "no credentials were found"
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 _WORDS = {
     **dict.fromkeys(_NO_BUCKET, "there is no such bucket"),
@@ -43,8 +45,8 @@ _WORDS = {
     "PermanentRedirect": "the bucket is in another region: give storage.region",
     "incorrectly configured region": "the bucket is in another region: give storage.region",
     "<Code>NotImplemented": "the store has no conditional writes",
-    "169.254.169.254": "no credentials were found",
-    "metadata.google.internal": "no credentials were found",
+    "169.254.169.254": _NO_CREDENTIALS,
+    "metadata.google.internal": _NO_CREDENTIALS,
     "Account must be specified": "Account must be specified: give storage.account",
     "body error": "its answers are cut short",
     "error sending request": "the store does not answer",
@@ -289,4 +291,6 @@ def as_os_error(failure: BaseException, name: str) -> OSError:
     """Return the OSError for a failed request about an object: FileNotFoundError where it is not there."""
     if isinstance(failure, FileNotFoundError) and not any(code in str(failure) for code in _NO_BUCKET):
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-    return StoreRequestError(errno.EIO, reason_of(failure), name)
+    error = StoreRequestError(errno.EIO, reason_of(failure), name)
+    error.is_away = error.strerror != _NO_CREDENTIALS and _AWAY.search(str(failure)) is not None
+    return error

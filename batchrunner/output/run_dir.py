@@ -12,7 +12,7 @@ from pathlib import Path
 
 import orjson
 
-from batchrunner.core.errors import OutputError
+from batchrunner.core.errors import OutputError, or_away
 from batchrunner.core.files import cache_directory, is_uri, read_json
 from batchrunner.job.output import StorageSpec
 from batchrunner.output.addresses import StoreAddress, check_client, endpoint_of, store_address
@@ -113,7 +113,8 @@ class RunDir:
         try:
             yield
         except OSError as failure:
-            raise OutputError(f"{self.name}: cannot be used: {failure.strerror or failure}") from None
+            unusable = OutputError(f"{self.name}: cannot be used: {failure.strerror or failure}")
+            raise or_away(unusable, failure) from None
 
     def part(self, number: int) -> Path:
         """Return the path of this task's part with this number."""
@@ -205,7 +206,7 @@ def open_run(given: str | Path, task: str = MAIN_TASK, storage: StorageSpec | No
     """Return the run directory of a job, which results are written to.
 
     Of a run in an object store the working copy is brought up to date, unless a process of this machine is
-    at work in it. Raises OutputError where the store cannot be used, JobError where `storage` is wrong.
+    at work in it. Raises OutputError or StoreAwayError where the store cannot be used, JobError where `storage` is wrong.
     """
     address = store_address(str(given))
     if address is None:
@@ -266,5 +267,6 @@ def _with_copy(
             store.bring_all(re.compile(needed, re.DOTALL))
     except OSError as failure:
         what = f"{address}" if is_looked_at else f"output.path {address}"
-        raise OutputError(f"{what}: cannot be used: {failure.strerror or failure}") from None
+        unusable = OutputError(f"{what}: cannot be used: {failure.strerror or failure}")
+        raise or_away(unusable, failure) from None
     return run_dir

@@ -17,7 +17,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchrunner.core.errors import JobError, OutputError
+from batchrunner.core.errors import JobError, OutputError, or_away
 from batchrunner.core.files import read_json
 from batchrunner.core.processes import thread_pool
 from batchrunner.output.files import link_new, link_part, make_directory, whole_file, write_json
@@ -138,7 +138,8 @@ class ObjectStore(Store):
             is_kept = self.objects.create(name, b"2") is None and self.objects.swap(name, b"3", '"0"') is None
             self.objects.delete([name])
         except OSError as failure:
-            raise OutputError(f"output.path {self.uri}: cannot be written: {failure.strerror}") from None
+            unusable = OutputError(f"output.path {self.uri}: cannot be written: {failure.strerror}")
+            raise or_away(unusable, failure) from None
         if not (created and is_kept):
             raise JobError(
                 f"output.path {self.uri}: the store has no conditional writes, which --join needs",

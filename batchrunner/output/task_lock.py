@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from batchrunner.core.errors import OutputError, TaskHeldError, TaskLockLostError
+from batchrunner.core.errors import OutputError, TaskHeldError, TaskLockLostError, or_away
 from batchrunner.output.files import make_directory, sync_directory
 from batchrunner.output.holder import (
     ABANDONED_PID,
@@ -309,7 +309,8 @@ def hold_task(
             raise
     except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
         why = getattr(failure, "strerror", None) or failure
-        raise OutputError(f"output.path {run_dir.name}: cannot be written: {why}") from None
+        unusable = OutputError(f"output.path {run_dir.name}: cannot be written: {why}")
+        raise or_away(unusable, failure) from None
     ended = threading.Event()
     beating = threading.Thread(target=_keep_beating, args=(lock, ended), name="heartbeat", daemon=True)
     beating.start()

@@ -31,7 +31,7 @@ from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.output.columns import schema_of_run
-from batchrunner.output.run_dir import MAIN_TASK, RunDir, open_run
+from batchrunner.output.run_dir import MAIN_TASK, TUNE, RunDir, open_run
 from batchrunner.output.run_json import (
     DISCARD,
     check_same_run,
@@ -131,6 +131,12 @@ def prepare(
     except (OSError, RuntimeError, ValueError) as failure:  # links in a circle; a null byte
         raise OutputError(f"output.path {str(run_dir.path)!r}: {failure}") from None
     run_dir.check_writable()
+    around = () if run_dir.store.uri else run.parents
+    if other := next((place for place in around if holds_run(place)), None):
+        if run.relative_to(other).parts[0] != TUNE:
+            raise OutputError(
+                f"output.path {run_dir.path}: lies in the run {other}", hint="give another directory"
+            )
     if task != MAIN_TASK:
         run_dir.store.check_sharing()
     functions = None

@@ -7,10 +7,10 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyroaring import BitMap64
 
@@ -23,6 +23,7 @@ from batchrunner.core.errors import (
     InputChangedError,
     JobError,
     StorageError,
+    StoreAwayError,
 )
 from batchrunner.core.files import read_json
 from batchrunner.core.media import KIND_OF_FIELD
@@ -48,7 +49,7 @@ from batchrunner.output.run_json import (
     write_run_json,
 )
 from batchrunner.output.task_lock import TaskLock, hold_task
-from batchrunner.output.writer import FLUSH_FRACTION, DiskWait, ResultWriter
+from batchrunner.output.writer import FLUSH_FRACTION, PAUSE_S, DiskWait, ResultWriter
 from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
 from batchrunner.runner.control import Control
 from batchrunner.runner.prepare import (
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from batchrunner.runner.join import LeasedRows
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def check_nobody_works(run_dir: RunDir, control: Control) -> None:
@@ -102,16 +104,19 @@ async def execute(
             "--fresh would discard what other tasks have done", hint="delete the directory instead"
         )
     task = new_task() if join else MAIN_TASK
-    prepared = await asyncio.to_thread(prepare, job, task, fresh=fresh, keeps_copies=True)
-    run_dir = prepared.run_dir
     control = control or Control()
+    prepared = await unless_away(
+        lambda: asyncio.to_thread(prepare, job, task, fresh=fresh, keeps_copies=True), job, control
+    )
+    run_dir = prepared.run_dir
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(leave, prepared)
         for display in displays:
             stack.enter_context(contextlib.closing(display))
         stack.enter_context(_rare_garbage_collection())
-        holding = hold_task(run_dir, control.sleep)
-        lock = await control.run(lambda: stack.enter_context(holding))
+        lock = await unless_away(
+            lambda: control.run(lambda: stack.enter_context(hold_task(run_dir, control.sleep))), job, control
+        )
         run = Run(prepared, lock, control, displays)
         model = info.model if info else model_of(job.engine)
         await control.run(lambda: run.plan(model, fresh=fresh, retry_failed=retry_failed))
@@ -139,6 +144,21 @@ async def execute(
         with contextlib.closing(run.events):
             run.events.open()
             return await run.go(engine, info)
+
+
+async def unless_away(work: Callable[[], Coroutine[Any, Any, T]], job: Job, control: Control) -> T:
+    """Do what may ask an object store, again while that is away; raises StoreAwayError in the end."""
+    began, is_told = time.monotonic(), False
+    while True:
+        try:
+            return await work()
+        except StoreAwayError as failure:
+            if time.monotonic() - began > job.limits.disk_wait:
+                raise
+            if not is_told:
+                log.warning("%s: waiting for the store (limits.disk_wait)", failure)
+            is_told = True
+            await control.wait_for(asyncio.sleep(PAUSE_S), "while the object store was away")
 
 
 def leave(prepared: PreparedJob) -> None:

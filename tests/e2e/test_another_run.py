@@ -26,6 +26,7 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.refusals import refusal, told
 from tests.support.runs import held_from, rows_sent, some_done
 
 
@@ -277,3 +278,12 @@ def test_a_file_that_is_added(tmp_path: Path, server: FakeSGLang, join: list[str
     assert "b.parquet came into the input during the run: run the same command again" in result.stderr
     assert batchrun(file, *join).exit_code == 0
     assert carried_right(job) == list(range(15))
+
+
+def test_a_path_in_another_run(tmp_path: Path, server: FakeSGLang) -> None:
+    """A run does not begin among the files of another one, which `--fresh` or a person deletes."""
+    job = job_of(tmp_path, server)
+    batchrunner.run(job)
+    inner = {**job, "output": {"path": str(tmp_path / "run" / "parts" / "b")}}
+    told(refusal(inner, tmp_path), f"output.path {tmp_path}/run/parts/b: lies in the run {tmp_path}/run")
+    assert batchrunner.run(job).rows_resumed == 10
