@@ -206,7 +206,8 @@ def open_run(given: str | Path, task: str = MAIN_TASK, storage: StorageSpec | No
     """Return the run directory of a job, which results are written to.
 
     Of a run in an object store the working copy is brought up to date, unless a process of this machine is
-    at work in it. Raises OutputError or StoreAwayError where the store cannot be used, JobError where `storage` is wrong.
+    at work in it. Raises OutputError or StoreAwayError where the store cannot be used, JobError where
+    `storage` is wrong.
     """
     address = store_address(str(given))
     if address is None:

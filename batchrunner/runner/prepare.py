@@ -132,11 +132,11 @@ def prepare(
         raise OutputError(f"output.path {str(run_dir.path)!r}: {failure}") from None
     run_dir.check_writable()
     around = () if run_dir.store.uri else run.parents
-    if other := next((place for place in around if holds_run(place)), None):
-        if run.relative_to(other).parts[0] != TUNE:
-            raise OutputError(
-                f"output.path {run_dir.path}: lies in the run {other}", hint="give another directory"
-            )
+    other = next((place for place in around if holds_run(place)), None)
+    if other and run.relative_to(other).parts[0] != TUNE:
+        raise OutputError(
+            f"output.path {run_dir.path}: lies in the run {other}", hint="give another directory"
+        )
     if task != MAIN_TASK:
         run_dir.store.check_sharing()
     functions = None
