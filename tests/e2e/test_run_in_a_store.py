@@ -220,7 +220,7 @@ def test_a_store_that_is_away_at_the_start(
     for places in (whole, part):
         proxy.asked.clear()
         proxy.faults = lambda *_: fault if proxy.asked.total() < away_for else "none"
-        job = job_of(tmp_path, server, **places, limits={"disk_wait": waits_s})
+        job = {**job_of(tmp_path, server, limits={"disk_wait": waits_s}), **places}
         result = batchrun(write_job(job, tmp_path))
         assert result.exit_code == (0 if away_for == 5 else 1), result.stderr
         told(result.stderr, "waiting for the store (limits.disk_wait)" if away_for == 5 else "s3://")
