@@ -13,15 +13,16 @@ from typing import Any
 
 import orjson
 
-from batchrunner.core.types import Request
+from batchrunner.core.types import CHAT_PATH, EMBEDDINGS_PATH, Request
 from batchrunner.dispatch.queue import PendingRow, Refusals, Tally
 
 BY_CHANCE = 1e-6
 """A row is given up where the probability is lower that it was refused so often by chance."""
-ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
+FEW_TOKENS = {"max_new_tokens": 8, "temperature": 0}
+"""Sampling of a control: a single token may be no text yet, and so no answer."""
 _WORD = [{"role": "user", "content": "1"}]
-_BODY = orjson.dumps({"messages": _WORD, "prompt": "1", "input": "1", "max_tokens": 1})
-"""A body in which each endpoint finds its field."""
+_PROMPTS: dict[str, tuple[str, Any]] = {CHAT_PATH: ("messages", _WORD), EMBEDDINGS_PATH: ("input", "1")}
+"""Field of a body and what it has in a control, by endpoint; others have a `prompt`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +55,12 @@ class RouteRecord:
         return answers
 
     def control_for(self, refused: Request) -> Request:
-        """Return a request for one token: what was answered last, or else the beginning of a refused one."""
+        """Return a request for little: what was answered last, or else the beginning of a refused one."""
         request = self.last or refused
         prompt: Any = request.prompt
         if request.kind == "body":
-            prompt = prompt._replace(content=_BODY)
+            name, word = _PROMPTS.get(prompt.path, ("prompt", "1"))
+            prompt = prompt._replace(content=orjson.dumps({name: word, "max_tokens": 8}))
         elif self.last is None:
             prompt = _WORD if request.kind == "messages" else prompt[:1]
             request = request._replace(
@@ -68,7 +70,7 @@ class RouteRecord:
                 items=tuple(item[:1] for item in request.items[:1]),
                 item_ids=tuple(ids[:1] for ids in request.item_ids[:1]),
             )
-        return request._replace(prompt=prompt, sampling=ONE_TOKEN, asks=None, affinity=refused.affinity)
+        return request._replace(prompt=prompt, sampling=FEW_TOKENS, asks=None, affinity=refused.affinity)
 
 
 def is_why(row: PendingRow, max_attempts: int) -> bool:

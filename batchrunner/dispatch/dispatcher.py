@@ -31,7 +31,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import pause_before_retry
 from batchrunner.core.types import Completion, Outcome, Request
-from batchrunner.dispatch.blame import ONE_TOKEN, RouteRecord, is_why
+from batchrunner.dispatch.blame import RouteRecord, is_why
 from batchrunner.dispatch.bundles import BundleSender
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits, LoadControl
 from batchrunner.dispatch.queue import MOST_DEATHS, Backlog, PendingRow, ResultSink, RowSource, Slots
@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 
 LONGEST_PRIMING_S = 30.0
 """Longest wait for a round of primes, in seconds: they save a prefill pass or two."""
+ONE_TOKEN = {"max_new_tokens": 1, "temperature": 0}
 
 
 @dataclass(slots=True)
@@ -304,7 +305,7 @@ class Dispatcher:
         return False
 
     async def _send_control(self, row: PendingRow, record: RouteRecord, route: str) -> None:
-        """Send a control in the slot of a row that was refused: any answer shows that the engine works."""
+        """Send a control in the slot of a row that was refused: any reply shows that the engine works."""
         control, sent_at = record.control_for(row.request), time.monotonic()
         if self.by_affinity:  # it goes to the replica that refused the row
             control = control._replace(affinity=row.affinity)
@@ -317,6 +318,8 @@ class Dispatcher:
             return
         except RequestError as failure:
             log.debug("a control: %s", failure)
+            if isinstance(failure, AttemptFailedError) and failure.body is None:
+                return
         finally:
             record.has_control = False
             del self._in_flight[row]
@@ -337,8 +340,8 @@ class Dispatcher:
         took_one = now - oldest.sent_at > max(ACCEPTED_RATIO * (now - row.sent_at), ACCEPTED_S)
         if not took_one and waited_s > self._limits.engine_wait:
             raise EngineLostError(
-                f"the engine took no row for {waited_s:.0f} s (row {row.request.ref.row}, "
-                f"{self._backlog.waiting} others): {error}"
+                f"the engine took no row for {waited_s:.0f} s (row {row.request.ref.row} "
+                f"and {self._backlog.waiting} more): {error}"
             )
 
 

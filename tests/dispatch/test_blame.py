@@ -140,13 +140,13 @@ def test_a_limit_on_the_rate_costs_no_row(a_second: int) -> None:
     assert given_up(refuses, rows=300, window=256, refusal_s=0.001) == {}
 
 
-def test_a_control_asks_for_one_token() -> None:
+def test_a_control_asks_for_little() -> None:
     """It is a prompt that was answered, or else the beginning of the one that was refused."""
     record = RouteRecord()
     assert record.control_for(request(3, "refused prompt")).prompt == "r"
     record.last = request(4, "answered prompt")
     control = record.control_for(request(3, "refused prompt"))
-    assert (control.prompt, control.sampling["max_new_tokens"]) == ("answered prompt", 1)
+    assert (control.prompt, control.sampling["max_new_tokens"]) == ("answered prompt", 8)
     body = RequestBody(EMBEDDINGS_PATH, b'{"input": ["a", "b"]}', "m", 0)
     record.last = request(4, "")._replace(kind="body", prompt=body)
     assert orjson.loads(record.control_for(request(3, "")).prompt.content)["input"] == "1"

@@ -13,9 +13,10 @@ import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
 from tests.conftest import batchrun_merge, job_of, results_of, run_job
-from tests.e2e.test_batch_files import Batch, request_of
+from tests.e2e.test_batch_files import CHAT, COMPLETIONS, Batch, request_of
 from tests.e2e.test_bundles import bundled_job, only
 from tests.e2e.test_embeddings import ids_job
+from tests.support.answers import Body, OnWire
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.server_thread import PATIENCE_S
 
@@ -105,8 +106,9 @@ def test_a_row_in_a_list(tmp_path: Path, server: FakeSGLang) -> None:
 def test_a_row_of_a_batch_file(tmp_path: Path, server: FakeSGLang) -> None:
     """The results are published, with its line in the file of errors."""
     server.script = lambda sent: "gateway 504" if sent.prompt == "question 4" else "answer"
-    batch = Batch(tmp_path, [request_of(number) for number in range(20)])
-    result = batch.do("--errors", batch.errors, engine=server)
+    paths = [CHAT, COMPLETIONS]
+    batch = Batch(tmp_path, [request_of(number, url=paths[number % 2]) for number in range(20)])
+    result = batch.do("--errors", batch.errors, "--set", "limits.engine_wait=10", engine=server)
     assert result.exit_code == 0, result.stderr
     assert len(batch.results.read_text().splitlines()) == 19
     (line,) = batch.errors.read_text().splitlines()
@@ -140,8 +142,55 @@ def test_an_outage(tmp_path: Path, server: FakeSGLang, what: Behaviour, row: int
     assert report.wall_s > 1.5
 
 
+EMPTY = b"Connection: close\r\nContent-Length: 0\r\n\r\n"
+PAGE = Body(b"\n<!DOCTYPE html><title>Log in</title>")
+NO_ENGINE = {
+    "a page": (PAGE, "not an answer of SGLang: <!DOCTYPE html><title>Log in</title>"),
+    "nothing": (Body(b""), "not an answer of SGLang: nothing"),
+    "a redirect": (
+        OnWire(b"HTTP/1.1 302 Found\r\nLocation: https://login.invalid/\r\n" + EMPTY),
+        "leads to https://login.invalid/: give that address in engine.urls",
+    ),
+    "a redirect to a page": (
+        OnWire(b"HTTP/1.1 302 Found\r\nLocation: /login\r\n" + EMPTY),
+        "/login, which is no engine",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", NO_ENGINE)
+def test_something_else_answers_all_rows(tmp_path: Path, server: FakeSGLang, other: str) -> None:
+    """Then no row fails, and the run ends and says so; it goes on where the engine answers."""
+    answer, words = NO_ENGINE[other]
+    server.script = lambda _: answer
+    job = job_of(tmp_path, server, limits={"engine_wait": 0.5})
+    assert words in run_job(job, tmp_path, code=1).stderr.splitlines()[-1]
+    assert results_of(job) == []
+    server.script = lambda _: "answer"
+    run_job(job, tmp_path)
+
+
+@pytest.mark.parametrize("other", NO_ENGINE)
+def test_something_else_answers_a_row(tmp_path: Path, server: FakeSGLang, other: str) -> None:
+    """As a proxy may do that refuses some words."""
+    answer, words = NO_ENGINE[other]
+    server.script = lambda sent: answer if sent.prompt == "row 2" else "answer"
+    job = job_of(tmp_path, server, limits=PATIENT)
+    run_job(job, tmp_path, code=3)
+    check_failed(job, 2, of=10, words=words)
+
+
+@pytest.mark.usefixtures("full_requests")
+def test_a_page_in_place_of_a_bundle(tmp_path: Path, server: FakeSGLang) -> None:
+    """It is sent again until the engine answers."""
+    server.bundles = lambda _: PAGE if server.requests < 3 else "rows"
+    job = bundled_job(tmp_path, server, limits=PATIENT)
+    assert batchrunner.run(job).exit_code == 0
+    assert len(results_of(job)) == 40
+
+
 def test_nothing_is_answered(tmp_path: Path, server: FakeSGLang) -> None:
     """Then the engine is lost, and the message has a row."""
     server.script = lambda _: "gateway 504"
-    with pytest.raises(EngineLostError, match=r"took no row for 1 s \(row \d, 1 others\): 504: Gateway"):
+    with pytest.raises(EngineLostError, match=r"took no row for 1 s \(row \d and \d more\): 504: Gateway"):
         batchrunner.run(job_of(tmp_path, server, rows=2, limits={"engine_wait": 1}))

@@ -38,11 +38,10 @@ ROW_MAY_BE_WHY: dict[Behaviour, str] = {
     "broken 500": "500: Out of memory of the last running request",
     "abort": "500: Aborted by the engine",
     "empty": "empty answer",
-    "not json": "not an answer of SGLang: <html",
     "no answer": "not an answer of SGLang: {",
     "disconnect": "connection lost: Server disconnected",
 }
-BUSY: list[Behaviour] = ["busy 429", "busy 503", "abort 503"]
+BUSY: list[Behaviour] = ["busy 429", "busy 503", "abort 503", "not json"]
 PROMPTS = [{"text": "text"}, {"user": "{{ text }}"}]
 
 

@@ -50,6 +50,7 @@ from batchrunner.engines.http.guard import (
     common_model,
     model_in,
 )
+from batchrunner.engines.http.replies import JSON_BEGINS
 from batchrunner.engines.http.server_info import (
     LOADS,
     METRICS,
@@ -391,12 +392,15 @@ class HttpEngine(Engine):
     async def _post(
         self, endpoint: Endpoint, path: str, body: bytes, headers: Mapping[str, str] | None
     ) -> bytes:
-        """Send a body and return the reply; raises RequestError for another status, whose `body` it has."""
+        """Send a body and return the reply; raises RequestError, with its `body`, where that is no answer."""
         sent_at = time.monotonic()
         answer = await self._exchange(endpoint, path, body, headers, replies.whole)
-        if answer.status != _OK:
+        content = answer.content
+        if answer.status != _OK or not (
+            content.startswith(JSON_BEGINS) or content.lstrip().startswith(JSON_BEGINS)
+        ):
             raise await self._refusal(endpoint, answer, sent_at)
-        return answer.content
+        return content
 
     async def _post_task(
         self,
@@ -432,7 +436,7 @@ class HttpEngine(Engine):
             )
 
     async def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer, sent_at: float) -> RequestError:
-        """Return what an answer with another status than 200 means for its rows."""
+        """Return what an answer with another status than 200, or without JSON, means for its rows."""
         error = replies.error_of(answer.status, answer.content, answer.retry_after)
         if self._is_read_by_gateway(endpoint, answer):
             return EngineDownError(f"the gateway has no worker: it read a request itself ({error})")
@@ -480,7 +484,7 @@ class HttpEngine(Engine):
             answers.discourage(f"the server sent {bundle.events} events for {len(rows)} rows")
         if answer is None:
             return
-        if answer.status == _OK:
+        if answer.status == _OK and answer.content.lstrip().startswith(JSON_BEGINS):
             raise BundleRefusedError("the answer to several rows is no stream of events")
         raise await self._refusal(endpoint, answer, sent_at)
 

@@ -177,6 +177,8 @@ _REPLICA_DOWN = re.compile(rb'"(call_upstream_|read_response_|no_(available_|hea
 """A gateway's error codes where no replica took the row, or where the replica ended before the answer was
 complete."""
 _DATA = b"data:"
+JSON_BEGINS = b"{", b"["
+"""Beginnings of every answer; what begins otherwise is a page for people."""
 BEGIN, END = "<think>", "</think>"
 """What models write around their reasoning, unless their template writes the first."""
 TAGS = "think>"
@@ -238,10 +240,13 @@ class EventLines:
 
 
 def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
-    """Return the error that a reply with a status other than 200 means for the row."""
-    message = f"{status}: {short(_sentence_in(body)) or 'no explanation'}"
+    """Return the error that a reply means for the row which is no answer: one with status 200 is no JSON."""
+    said = short(_sentence_in(body))
+    message = f"{status}: {said or 'no explanation'}"
     error: RequestError
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR and _REPLICA_DOWN.search(body):
+    if status == HTTPStatus.OK:
+        error = EngineDownError(f"not an answer of SGLang: {said or 'nothing'}")
+    elif status >= HTTPStatus.INTERNAL_SERVER_ERROR and _REPLICA_DOWN.search(body):
         error = EngineDownError(message)
     elif status == HTTPStatus.UNAUTHORIZED:  # it would be so for any row
         error = EngineDownError(f"refuses the API key ({message}): see engine.api_key_env")

@@ -14,7 +14,7 @@ from aiohttp.helpers import get_env_proxy_for_url
 from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
-from batchrunner.core.errors import RowRefusedError
+from batchrunner.core.errors import EngineDownError, RowRefusedError
 from batchrunner.core.media import PromptFile, file_of_part
 from batchrunner.core.types import CHAT_PATH, AskedColumns, Request, RequestBody
 from batchrunner.input.request_bodies import prompts_in
@@ -270,6 +270,7 @@ def _json(value: Any, name: str) -> Any:
 
 JSON = "application/json"
 _REDIRECTS = {301, 302, 303, 307, 308}
+_OK, _SEE_OTHER = 200, 303
 _NEWEST_KNOWN = (3, 14)
 """Newest aiohttp whose pool is known. The pool is no public interface: newer ones send by the session."""
 
@@ -296,6 +297,8 @@ class PostSender:
     For each row `aiohttp.ClientSession.post` makes a request, a writer with a task of its own and a response:
     a plain row costs 44 % more instructions by it. Here the head of the request is made once. Connecting,
     TLS, the pool and the reading of HTTP are aiohttp's own, and so are requests by a proxy or a redirect.
+
+    A redirect on the same server is followed once, with the same body.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: URL) -> None:
@@ -312,10 +315,10 @@ class PostSender:
     async def post(self, body: bytes, headers: Mapping[str, str] | None) -> PostedAnswer:
         """Send a body with further `headers`, and wait for the head of the answer.
 
-        Raises aiohttp.ClientError, or OSError.
+        Raises aiohttp.ClientError, OSError, or EngineDownError for a redirect that is not followed.
         """
         if not self.is_direct:
-            return await self._post_by_session(body, headers)
+            return await self._follow(await self._post_by_session(self._url, body, headers), body, headers)
         more = _lines(headers).encode() if headers else b""
         try:
             connection = await self._connector.connect(self._request, [], self._session.timeout)
@@ -337,16 +340,42 @@ class PostSender:
             if isinstance(failure, HttpProcessingError):
                 raise aiohttp.ClientPayloadError(failure.message) from None
             raise
+        answer = DirectAnswer(message.code, message.headers, content, connection)
         if message.code in _REDIRECTS:
-            connection.release()
-            return await self._post_by_session(body, headers)
-        return DirectAnswer(message.code, message.headers, content, connection)
+            return await self._follow(answer, body, headers)
+        return answer
 
     async def _post_by_session(
-        self, body: bytes, headers: Mapping[str, str] | None
-    ) -> aiohttp.ClientResponse:
+        self, url: URL, body: bytes, headers: Mapping[str, str] | None
+    ) -> PostedAnswer:
         payload = aiohttp.BytesPayload(body, content_type=JSON)
-        return await self._session.post(self._url, data=payload, headers=headers)
+        return await self._session.post(url, data=payload, headers=headers, allow_redirects=False)
+
+    async def _follow(
+        self, answer: PostedAnswer, body: bytes, headers: Mapping[str, str] | None
+    ) -> PostedAnswer:
+        """Post a body to where an answer leads; raises EngineDownError where no engine answers there.
+
+        The key goes along: so it must be the same server, or the same host by TLS.
+        """
+        followed, url = False, self._url
+        while answer.status in _REDIRECTS:
+            answer.release()
+            place = answer.headers.get("Location", "nowhere")
+            with suppress(ValueError):
+                to = url.join(URL(place))
+                place = str(to)
+                is_same = to.origin() == url.origin() or (to.host == url.host and to.scheme == "https")
+                if is_same and not followed and answer.status != _SEE_OTHER:
+                    followed, url = True, to
+                    answer = await self._post_by_session(to, body, headers)
+                    continue
+            why = f"{answer.status}: {url} leads to {place}"
+            raise EngineDownError(f"{why}: give that address in engine.urls")
+        if followed and answer.status != _OK and "json" not in answer.headers.get("Content-Type", ""):
+            answer.release()
+            raise EngineDownError(f"{answer.status}: {self._url} leads to {url}, which is no engine")
+        return answer
 
 
 def _has_proxy(url: URL) -> bool:

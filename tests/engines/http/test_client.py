@@ -172,20 +172,43 @@ async def test_connections_are_used_again() -> None:
         assert len(seen.connections) == 2
 
 
-async def test_redirects_are_followed() -> None:
-    """The session follows them: another server than the one that redirects does not get the key."""
-    seen, others = Seen(), Seen()
-    async with serving(others.answer) as other, serving(seen.answer) as url:
-        for location, asked in (("/elsewhere", seen), (str(other / "elsewhere"), others)):
-            for status, method in ((302, "GET"), (307, "POST")):
-                seen.moved = status, location
-                async with aiohttp.ClientSession(headers=KEY) as session:
-                    answer = await PostSender(session, url / "moved").post(b'{"text": "a"}', None)
-                    assert (answer.status, await body_of(answer)) == (200, b"answer")
-                found = asked.requests[-1]
-                assert found[:2] == (method, "/elsewhere")
-                assert found[2].get("Authorization") == ("Bearer secret" if asked is seen else None)
-                assert found[3] == (b'{"text": "a"}' if method == "POST" else b"")
+@pytest.mark.parametrize("by_session", [False, True])
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+async def test_a_redirect_is_followed(status: int, *, by_session: bool) -> None:
+    """With the same method, body and key."""
+    seen = Seen()
+    seen.moved = status, "/elsewhere"
+    async with serving(seen.answer) as url, aiohttp.ClientSession(headers=KEY) as session:
+        sender = PostSender(session, url / "moved")
+        sender.is_direct = not by_session
+        answer = await sender.post(b'{"text": "a"}', {"X-SMG-Routing-Key": "7"})
+        assert (answer.status, await body_of(answer)) == (200, b"answer")
+    first, second = seen.requests
+    assert second[:2] == ("POST", "/elsewhere")
+    assert second[2:] == first[2:]
+
+
+OTHERS = {
+    "see other": (303, "/elsewhere"),
+    "a second one": (302, "/again/moved"),
+    "itself": (308, "/moved"),
+    "another server": (307, "http://127.0.0.1:1/generate"),
+    "another host": (302, "https://login.invalid/?next=/moved"),
+    "nowhere": (302, "http://["),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+async def test_a_redirect_that_is_refused(other: str) -> None:
+    """The message has the address, and nobody else gets the key."""
+    seen = Seen()
+    seen.moved = OTHERS[other]
+    async with serving(seen.answer) as url, aiohttp.ClientSession(headers=KEY) as session:
+        with pytest.raises(EngineDownError) as refused:
+            await PostSender(session, url / "moved").post(b'{"text": "a"}', None)
+    status, place = seen.moved
+    assert str(refused.value).startswith(f"{status}: http://127.0.0.1:")
+    assert f"{place}: give that address in engine.urls" in str(refused.value)
 
 
 async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
