@@ -144,7 +144,7 @@ def test_an_outage(tmp_path: Path, server: FakeSGLang, what: Behaviour, row: int
 
 EMPTY = b"Connection: close\r\nContent-Length: 0\r\n\r\n"
 PAGE = Body(b"\n<!DOCTYPE html><title>Log in</title>")
-NO_ENGINE = {
+NO_ENGINE: dict[str, tuple[Body | OnWire, str]] = {
     "a page": (PAGE, "not an answer of SGLang: <!DOCTYPE html><title>Log in</title>"),
     "nothing": (Body(b""), "not an answer of SGLang: nothing"),
     "a redirect": (
