@@ -193,12 +193,15 @@ _PHASES: dict[Phase, re.Pattern[str]] = {
     "general": re.compile("apture cuda graph end|CUDA graph end|KV Cache is allocated"),
 }
 _STEPS = {
-    "downloading the model": re.compile(r"Fetching \d+ files"),
-    "loading the weights": re.compile("Load weight begin|checkpoint shards: "),
+    "starting its processes": re.compile("server_args="),
+    "downloading the model": re.compile(r"[Ww]ill (?:attempt )?download|Fetching \d+ files"),
+    "loading the weights": re.compile(
+        "Load weight begin|skipping download|[Ll]oading .*(?:shards|safetensors)"
+    ),
     "making the KV pool": re.compile("Load weight end"),
     "capturing graphs": re.compile("Capture .* begin|Capturing "),
     "compiling": re.compile("Compiling |DeepGEMM JIT Pre-Compile|DeepGEMM warmup"),
-    "warming up": re.compile("Capture .* end|Application startup complete"),
+    "warming up": re.compile("Capture .* end|Engine startup timings|Application startup complete"),
 }
 """What a server does while it starts, with the lines that say so (0.5.23)."""
 _OF_ALL = re.compile(r"\| *(\d+)/(\d+) \[")

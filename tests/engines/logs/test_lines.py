@@ -23,8 +23,10 @@ CAPTURE = "Capture target decode CUDA graph"
         (f"[… TP0] {CAPTURE} end. bs=[1, 2], elapsed=9.91 s, mem usage=0.53 GB", "warming up"),
         ("Compiling num tokens (num_tokens=8192):   2%|▏         | 1/58 [00:00<00:31]", "compiling, 1 of 58"),
         ("DeepGEMM warmup:  50%|█████     | 8/16 [00:03<00:03,  2.46it/s]", "compiling, 8 of 16"),
+        ("[… TP0] … has no files matching *; will attempt download.", "downloading the model"),
+        ("Multi-thread loading shards:  50% Completed | 2/4 [00:01<00:01]", "loading the weights, 2 of 4"),
         ("[… TP0] UserWarning: torch.cpu.amp is deprecated", ""),
-        ("[…] server_args=ServerArgs(torch_compile_max_bs=32, enable_torch_compile=False)", ""),
+        ("[…] server_args={'torch_compile_max_bs': 32, 'load_format': 'auto'}", "starting its processes"),
     ],
 )  # fmt: skip
 def test_what_a_starting_server_does(line: str, step: str) -> None:
