@@ -2,9 +2,23 @@
 
 There are two kinds. A `BatchrunError` ends a run or keeps it from beginning, and carries the exit code of the
 command. A `RequestError` concerns one try of one row and never ends a run: `dispatch` decides what follows.
+Their texts hold no secret: see `hidden`.
 """
 
+import re
 from typing import Any, ClassVar
+
+SECRETS = set[str]()
+"""Keys of engines that this process knows."""
+_USER_OF_URL = re.compile(r"://[^/@\s]+@")
+
+
+def hidden(text: str) -> str:
+    """Return a text with `***` in place of keys of engines, and of users and passwords in URLs."""
+    for secret in SECRETS:
+        text = text.replace(secret, "***")
+    return _USER_OF_URL.sub("://***@", text)
+
 
 EXIT_DONE, EXIT_STOPPED, EXIT_WRONG, EXIT_FAILED_ROWS = 0, 1, 2, 3
 EXIT_INTERRUPTED, EXIT_TIME_UP, EXIT_TERMINATED = 130, 138, 143
@@ -36,6 +50,7 @@ class BatchrunError(Exception):
 
     def __init__(self, message: str = "", *, hint: str | None = None) -> None:
         """`hint` is what to do, or what the user may have meant; the text has it where `message` has not."""
+        message = hidden(message)
         super().__init__(message if hint is None or hint in message else f"{message}: {hint}")
         self.message = message
         self.hint = hint or self.advice
@@ -166,6 +181,10 @@ class RequestError(Exception):
 
     body: bytes | None = None
     """Body of the answer by which the server refused the row; None where there is none."""
+
+    def __init__(self, message: str) -> None:
+        """Take the message."""
+        super().__init__(hidden(message))
 
 
 class RowRefusedError(RequestError):

@@ -28,6 +28,7 @@ from batchrunner.core.errors import (
     NoAnswerError,
     RequestError,
     RowRefusedError,
+    hidden,
 )
 from batchrunner.core.timing import pause_before_retry
 from batchrunner.core.types import Completion, Outcome, Request
@@ -355,7 +356,7 @@ def _refusal(request: Request, error: RequestError) -> Completion | None:
         return None
     try:
         found = orjson.loads(body)
-        written = orjson.dumps(found).decode()
+        written = hidden(orjson.dumps(found).decode())
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return None
     if not isinstance(found, dict):

@@ -26,6 +26,7 @@ from yarl import URL
 
 from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
 from batchrunner.core.errors import (
+    SECRETS,
     AttemptFailedError,
     BatchrunError,
     BundleRefusedError,
@@ -154,6 +155,8 @@ class HttpEngine(Engine):
         self.failures = FailureClassifier(self._is_alive, excuses)
         self._task = task
         self._api_key = api_key
+        if api_key:
+            SECRETS.add(api_key)
         self._limits = limits
         self._behind_gateway = False
         self._hangs: defaultdict[str, HangDetector] = defaultdict(

@@ -19,6 +19,7 @@ from batchrunner.core.errors import (
     EngineDownError,
     RequestError,
     RowRefusedError,
+    hidden,
 )
 from batchrunner.core.types import (
     CHAT_PATH,
@@ -267,7 +268,7 @@ def known_status(code: Any) -> int:
 
 def short(text: str) -> str:
     """Return the first paragraph as one line, cut to 500 characters: a stack trace may follow it."""
-    line = " ".join(text.strip().split("\n\n")[0].split())
+    line = " ".join(hidden(text).strip().split("\n\n")[0].split())  # before a part of a key is left
     return line if len(line) <= ERROR_CHARACTERS else line[: ERROR_CHARACTERS - 1] + "…"
 
 
