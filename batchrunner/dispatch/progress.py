@@ -71,15 +71,13 @@ class TimeLeft:
 def sample_line(sample: Mapping[str, Any]) -> str:
     """Return a `sample` event in one line, the most important part first: a terminal's width cuts it."""
     total, left_s = sample["rows_total"], sample["time_left_s"]
-    parts = [f"{sample['rows_done']:,}{f'/{total:,}' if total else ''} rows"]
-    if sample["stopping"]:
-        parts.append(f"stopping: {sample['in_flight']:,} in flight")
-    else:
-        parts.append(f"{sample['rows_per_s']:,.1f} rows/s")
-    if left_s is not None:
-        parts.append(f"{duration(left_s)} left")
-    parts += [f"{sample['rows_failed']:,} failed", *_engine_parts(sample)]
-    return f"{'[simulated] ' if sample['simulated'] else ''}{', '.join(parts)}"
+    rows = f"{sample['rows_done']:,}{f'/{total:,}' if total else ''} rows"
+    stopping = f"stopping: {sample['in_flight']:,} in flight"
+    pace = stopping if sample["stopping"] else f"{sample['rows_per_s']:,.1f} rows/s"
+    left = "" if left_s is None else f"{duration(left_s)} left, "
+    simulated = "[simulated] " if sample["simulated"] else ""
+    failed = f"{sample['rows_failed']:,} failed"
+    return f"{simulated}{rows}, {pace}, {left}{failed}, {', '.join(_engine_parts(sample))}"
 
 
 def _engine_parts(sample: Mapping[str, Any]) -> list[str]:

@@ -23,7 +23,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
-from batchrunner.core.console import counted
 from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.types import Request, rows_of_column
 from batchrunner.input.dataset import DatasetReader, RowBatch, batch_rows
@@ -286,7 +285,7 @@ def prepare_order(
         return None, decision
     path = directory / f"order-{token}.parquet"
     began = time.monotonic()
-    log.info("sorting %s", counted(len(rows), "row"))
+    log.info("sorting %s rows", f"{len(rows):,}")
     about = {
         "order": decision.order, "fingerprint": fingerprint(job_input.job, job_input.dataset.facts(), ""),
     }  # fmt: skip

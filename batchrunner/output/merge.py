@@ -128,9 +128,9 @@ def finished_parts(run_dir: RunDir) -> list[Path]:
                 recover(task, lock)
     parts = run_dir.all_parts()
     if not parts and holds_run(run_dir.path):
-        rows = len(done_by_all(run_dir).rows)
         raise NoPartYetError(
-            f"{run_dir.name}: no part is written yet, {rows:,} rows are in journals",
+            f"{run_dir.name}: no part is written yet, "
+            f"{len(done_by_all(run_dir).rows):,} rows are in journals",
             hint="wait for the run's end if it is at work, else run the same command again; then merge again",
         )
     if not parts:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyroaring import BitMap64
 
-from batchrunner.core.console import counted
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import (
     EXIT_STOPPED,
@@ -417,8 +416,8 @@ class Run:
             self.displays, began, prepared.functions, self.done,
         )  # fmt: skip
         window = sum(concurrency.windows.values())
-        unread = counted(rows.unread, "row")
-        log.info("%s to do, %s done before; window %s (%s)", unread, f"{rows_done:,}", f"{window:,}", why)
+        todo = f"{rows.unread:,} rows to do, {rows_done:,} done before"
+        log.info("%s; window %s (%s)", todo, f"{window:,}", why)
         log.info("%s", self.order)
         events.write("order", **asdict(self.order))
         return sending, writer

@@ -103,8 +103,10 @@ def status_lines(state: dict[str, Any]) -> list[str]:
     lines += cause_lines(state["failures"], "failed")
     leases = state["leases"]
     if leases:
-        held, done, free = sum(leases["held"].values()), leases["done"], leases["free"]
-        lines.append(f"{leases['total']:,} leases: {done:,} done, {held:,} held, {free:,} free")
+        held = sum(leases["held"].values())
+        lines.append(
+            f"{leases['total']:,} leases: {leases['done']:,} done, {held:,} held, {leases['free']:,} free"
+        )
     ended = [task for task in state["tasks"] if not task["running"] and task["task"] != MAIN_TASK]
     if len(ended) > MOST_NAMED:
         rows, failed = (sum(task[name] for task in ended) for name in ("rows_on_disk", "rows_failed"))
