@@ -110,9 +110,9 @@ MOST_TOKENS = {
     "dispatch": 25_600,
     "runner": 23_300,
     "tune": 13_200,
-    "api": 2_600,
+    "api": 2_800,
     "ray": 5_100,
-    "cli": 3_800,
+    "cli": 3_900,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}

@@ -42,7 +42,7 @@ def check(
     limit: LimitOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Validate a job, or a batch file, and show its first three prompts; send nothing.
+    """Validate a job or a batch file, show three prompts, send nothing.
 
     The first 1,000 rows, or all requests of a batch file, are looked at, to count those that cannot be sent.
     If none can, the exit code is 3.

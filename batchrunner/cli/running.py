@@ -1,4 +1,4 @@
-"""Commands that send rows: run, batch, slurm."""
+"""Commands that send rows, or start what answers them: run, batch, engine, slurm, ray."""
 
 import contextlib
 from collections.abc import Iterator
@@ -139,6 +139,32 @@ def batch(
         )  # fmt: skip
     shown = [str(done.results)] if done.is_published else []
     _end(done, done.report.exit_code, shown, quiet=quiet, as_json=as_json)
+
+
+def engine(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="MODEL|JOB.yaml", help="A model's name or directory, or a job."),
+    ],
+    overrides: SetOption = None,
+    quiet: QuietOption = False,
+    verbose: VerboseOption = False,
+) -> None:
+    """Start a server as a run would, and print its URL.
+
+    Jobs use it by `--set engine=URL`; Ctrl-C ends it. It has the arguments and the environment of a run, also
+    on a CPU. With SGLANG_API_KEY in the environment it wants that key.
+
+    Example: batchrun engine Qwen/Qwen3-8B --set engine.args.tp-size=2
+    """
+    from batchrunner.api.runs import serve  # noqa: PLC0415 - the command starts fast
+    from batchrunner.job.load import load_job  # noqa: PLC0415
+    from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
+
+    log_to_stderr(quiet=quiet, verbose=verbose)
+    is_job = source.endswith((".yaml", ".yml", ".json"))
+    nothing = {"input": {"path": "-"}, "prompt": {"text": "-"}, "output": {"path": "-"}}
+    serve(load_job(source if is_job else {**nothing, "engine": source}, overrides=overrides or ()), show)
 
 
 def slurm(

@@ -1,0 +1,61 @@
+"""`batchrun engine` starts a server by hand, as a run would, for jobs that attach to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, batchrun, job_of, results_of, write_job
+from tests.support.launchable import FRAGILE, launchable
+from tests.support.server_thread import PATIENCE_S
+
+ANSWERS = FRAGILE.replace('body["input_ids"]', '[1]\n        return self.answer("to " + body["text"])')
+
+
+@pytest.mark.parametrize("key", [None, "secret"])
+def test_a_server_by_hand(tmp_path: Path, key: str | None) -> None:
+    """Its URL is what stands on standard output, jobs attach to it, and Ctrl-C ends it with exit code 0."""
+    seen = 'open(os.environ["SEEN"], "w").write(" ".join([os.environ["PYTHONPATH"], *sys.argv]))\n'
+    own = launchable(tmp_path, seen + ANSWERS, SEEN=str(tmp_path / "seen"))
+    file = write_job(job_of(tmp_path, own), tmp_path)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **({"SGLANG_API_KEY": key} if key else {})}
+    command = [sys.executable, "-m", "batchrunner", "engine", str(file), "--quiet"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            with pytest.MonkeyPatch.context() as patch:
+                if key:
+                    patch.setenv("SGLANG_API_KEY", key)
+                job = job_of(tmp_path, url, output={"path": str(tmp_path / "attached")})
+                assert batchrun(write_job(job, tmp_path)).exit_code == 0
+            assert [row["output"] for row in results_of(job)] == [f"to row {n}" for n in range(10)]
+            process.send_signal(signal.SIGINT)
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            process.kill()
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"{url}/ready")
+    told = (tmp_path / "seen").read_text()
+    assert "--schedule-policy fcfs" in told
+    assert ("--api-key secret" in told) is (key is not None)
+
+
+def test_an_engine_that_cannot_be_started(tmp_path: Path) -> None:
+    """One line says why; the log of a server that dies stays."""
+    refused = batchrun("engine", "simulated")
+    assert (refused.exit_code, refused.stderr) == (
+        2,
+        "batchrun: engine: kind simulated starts no server: give a model\n",
+    )
+    own = launchable(tmp_path, "sys.exit('RuntimeError: no CUDA GPUs are available')\n")
+    dead = batchrun("engine", write_job(job_of(tmp_path, own), tmp_path), "--quiet")
+    assert dead.exit_code == 2
+    assert "no CUDA GPUs are available" in dead.stderr
+    assert Path(dead.stderr.rpartition("[")[2].rstrip("]\n")).exists()
