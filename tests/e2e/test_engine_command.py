@@ -33,7 +33,8 @@ def test_a_server_by_hand(tmp_path: Path, key: str | None) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 if key:
                     patch.setenv("SGLANG_API_KEY", key)
-                job = job_of(tmp_path, url, output={"path": str(tmp_path / "attached")})
+                attached = {"kind": "attach", "urls": [url]}
+                job = job_of(tmp_path, attached, output={"path": str(tmp_path / "attached")})
                 assert batchrun(write_job(job, tmp_path)).exit_code == 0
             assert [row["output"] for row in results_of(job)] == [f"to row {n}" for n in range(10)]
             process.send_signal(signal.SIGINT)
