@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 18_000,
     "output": 23_100,
     "input": 33_800,
-    "engines": 43_700,
+    "engines": 43_800,
     "advise": 12_800,
     "report": 10_800,
     "dispatch": 25_600,
