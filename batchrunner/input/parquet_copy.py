@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-import orjson
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as pt
@@ -179,7 +179,7 @@ def text_of(value: Any, default: Callable[[Any], Any] | None = None) -> str | No
     """
     if value is None or isinstance(value, str):
         return value
-    return orjson.dumps(value, default=default).decode()
+    return msgspec.json.encode(value, enc_hook=default).decode()
 
 
 def _common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:

@@ -6,11 +6,12 @@ divided into records is refused.
 
 import csv
 import io
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, TypeAlias
 
-import orjson
+import msgspec
 import pyarrow as pa
 
 from batchrunner.core.errors import InputError
@@ -34,6 +35,8 @@ BATCH_ROWS = 4096
 LONGEST_LINE_BYTES = 64 << 20
 MOST_LEVELS = 48
 """Most levels of a JSON value: Parquet holds about as many."""
+_NO_NUMBER = re.compile(rb"[:,[]\s*-?(NaN|Infinity)\b")
+"""What some programs write into JSON for numbers that it does not have."""
 MOST_SHOWN = 40
 """Most characters of a bad value in a message."""
 BOM = b"\xef\xbb\xbf"
@@ -176,9 +179,11 @@ def _json_records(lines: Iterable[bytes]) -> Iterator[Record]:
             value: Any = {}
             problem = None
             try:
-                value = orjson.loads(text)
-            except orjson.JSONDecodeError as failure:
-                problem = f"not valid JSON: {failure.msg} (character {failure.pos + 1})"
+                value = msgspec.json.decode(text)  # which keeps whole numbers of any size
+            except (ValueError, RecursionError) as failure:
+                problem = f"not valid JSON: {failure}"
+                if found := _NO_NUMBER.search(text):
+                    problem = f"not valid JSON: {found[1].decode()} is no number of JSON (write null)"
             else:
                 if not isinstance(value, dict):
                     problem = "not a JSON object"

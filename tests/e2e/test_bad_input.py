@@ -36,7 +36,8 @@ from tests.support.server_thread import PATIENCE_S
         ("in/*.parquet", None, "no Parquet file there"),
         ("in/", None, "no Parquet file there"),
         ("empty.parquet", b"", "not a readable Parquet file"),
-        ("text.parquet", b"id,text\n1,hello world\n", "not a readable Parquet file"),
+        ("text.parquet", b"id,text\n1,hello world\n", "if it is CSV, let its name end in .csv"),
+        ("lines.parquet", b'{"id": 1}\n' * 9, "if it is JSON Lines, let its name end in .jsonl"),
     ],
 )
 def test_input_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | None, problem: str) -> None:
@@ -231,7 +232,8 @@ RECORDS = [
     ("a.csv", b"9,a,b", "line 3: 3 value(s), but the header has 2"),
     ("a.csv", b"9,caf\xe9", "line 3: is not UTF-8: write the file as UTF-8"),
     ("a.tsv", b"9", "line 3: 1 value(s), but the header has 2"),
-    ("a.jsonl", b'{"id": 9', "line 2: not valid JSON: unexpected end of data"),
+    ("a.jsonl", b'{"id": 9', "line 2: not valid JSON: Input data was truncated"),
+    ("a.jsonl", b'{"x": [1, -Infinity]}', "line 2: not valid JSON: Infinity is no number of JSON (write null)"),
     ("a.jsonl", b"[9]", "line 2: not a JSON object"),
     ("a.jsonl", b'{"text": "caf\xe9"}', "line 2: not valid JSON: "),
     ("a.jsonl", b'{"text": "\\ud800"}', "line 2: not valid JSON: "),
@@ -272,6 +274,19 @@ def test_types(tmp_path: Path) -> None:
     assert "line 4: column 'n': '1.5' is not int64" in three["error"]
 
 
+@pytest.mark.parametrize("number", [1 << 63, (1 << 64) + 1, -(1 << 63) - 1, 10**30])
+@pytest.mark.parametrize("types", [{}, {"id": "string"}])
+def test_a_whole_number_of_more_than_64_bits(tmp_path: Path, number: int, types: dict[str, str]) -> None:
+    """Its column becomes text, in which each number is as it stands in the file."""
+    numbers = [1, number, 3]
+    content = "".join(f'{{"id": {n}, "deep": [{{"n": {n}}}], "text": "a"}}\n' for n in numbers)
+    job = job_on(tmp_path, "a.jsonl", content.encode(), types=types, columns=["id", "deep"])
+    batchrunner.run({**job, "prompt": {"text": "{{ id }}"}})
+    rows = results_of(job)
+    assert [row["id"] for row in rows] == [str(n) for n in numbers]
+    assert [row["deep"] for row in rows] == [f'[{{"n":{n}}}]' for n in numbers]
+
+
 def test_json_lines_files_have_one_schema(tmp_path: Path) -> None:
     """A key, or a wider type, that only one file has is known in all; an added file may not change it."""
     source = tmp_path / "in"
@@ -302,7 +317,12 @@ FILES = [
     ),
     ("a.csv.gz", b"id,text\n1,a\n", "not a readable CSV file: zlib"),
     ("a.json", b'[{"id": 1,\n"text": "a"}]', "no line is a JSON object (line 1: "),
-    ("a.jsonl", b'\n{"id": NaN}\n', "no line is a JSON object (line 2: not valid JSON: "),
+    ("a.jsonl", b'\n{"id": NaN}\n', "(line 2: not valid JSON: NaN is no number of JSON (write null))"),
+    (
+        "a.jsonl",
+        b'{"id": 9007199254740993}\n' + b'{"id": 1}\n' * 5000 + b'{"id": 0.5}\n',
+        "Integer value 9007199254740993 not in range",
+    ),
     ("a.arrow", b"ARROW1\0\0abc", "not a readable Arrow file"),
     ("a.feather", b"FEA1....FEA1", "not a readable Arrow file"),
 ]
