@@ -49,31 +49,36 @@ class JobInput:
     def selected(self, check_stop: Callable[[], None] = lambda: None) -> BitMap64:
         """Return the first `input.limit` rows for which `input.filter` is true.
 
-        A filter that fails on a null is false. A row on which it fails otherwise (a text compared with a
-        number, for example), or that cannot be read, is selected too, and ends as a failed row with that
-        error. Only the filter's columns are read, and no row after the limit. `check_stop` is called before
-        each row; what it raises ends the search. Raises InputError where no row is selected.
+        A filter that fails on a null is false. A row on which it fails otherwise, or that cannot be read, is
+        selected too, and ends as a failed row with that error. Only the filter's columns are read, and no row
+        after the limit. `check_stop` is called before each row; what it raises ends the search. Raises
+        InputError where the filter is true for no row, with its first error.
         """
         predicate, limit = self.renderer.predicate, self.job.input.limit
         total = self.dataset.total_rows
         if predicate is None:
             return BitMap64(range(min(limit or total, total)))
-        selected = BitMap64()
+        selected, is_true, error = BitMap64(), False, None
         for batch in self.dataset.read(BitMap64(range(total)), predicate.columns):
             for row, values in zip(batch.rows, rows_of(batch, predicate.columns), strict=True):
                 check_stop()
-                # a row that cannot be read is none to leave out: it ends as a failed row
-                if isinstance(values, str) or selects(predicate, values):
-                    selected.add(row)
-                    if len(selected) == limit:
-                        return selected
-        if not selected:
-            told = f"input.filter: true for none of the {total} rows: {self.job.input.filter}"
-            hint = (
-                "values of CSV are texts: input.types gives others" if self.dataset.has_text_files else None
-            )
-            raise InputError(told, hint=hint)
-        return selected
+                try:
+                    # a row that cannot be read is none to leave out: it ends as a failed row
+                    if not (isinstance(values, str) or predicate(values)):
+                        continue
+                    is_true = True
+                except RowRefusedError as failure:
+                    error = error or f"row {row}: {str(failure).removeprefix('filter: ')}"
+                selected.add(row)
+                if len(selected) == limit:
+                    break
+            if len(selected) == limit:
+                break
+        if is_true:
+            return selected
+        told = f"input.filter: true for none of the {total} rows: {error or self.job.input.filter}"
+        hint = "values of CSV are texts: input.types gives others" if self.dataset.has_text_files else None
+        raise InputError(told, hint=hint)
 
 
 def selects(predicate: Predicate, values: Mapping[str, object]) -> bool:

@@ -90,9 +90,12 @@ class _OfColumns:
         except Exception as failure:  # noqa: BLE001 - of jinja2, and of Python, which compiles what jinja2 writes
             problem = (str(failure).partition("\n")[0] or type(failure).__name__).removesuffix(".")
             line = failure.lineno if isinstance(failure, jinja2.TemplateSyntaxError) else 1
-            for text in source.splitlines()[line - 1 : line]:
-                problem += f", in {text.strip()[:LINE_SHOWN]!r}"
-            raise JobError(f"{where}: line {line}: {problem}", hint=odd_names(available)) from None
+            text = "".join(source.splitlines()[line - 1 : line]).strip()
+            odd = (name for name in available if name in text and not name.isidentifier())
+            raise JobError(
+                f"{where}: line {line}: {problem}, in {text[:LINE_SHOWN]!r}", hint=odd_name(next(odd, None))
+            ) from None
+        self._source = source
         for name in sorted(found.difference(available)):
             raise unknown_column(JobError, where, name, available, in_template=True)
         self.columns = sorted(found)
@@ -120,16 +123,30 @@ class Template(_OfColumns):
             context = self._new_context({**self._globals, **self._variables(row)}, shared=True)
             text = "".join(self._parts(context))
         except NotTextError as failure:
-            held = [name for name in self.columns if isinstance(row[name], failure.kind)]
-            names = ", ".join(held) or "none"
-            raise RowRefusedError(
-                f"template: a value is {failure.what} ({failure.what} columns: {names})"
-            ) from None
+            failing = self._failing(row, failure.kind) or "a value"
+            raise RowRefusedError(f"template: {failing} {failure.what}") from None
         except Exception as failure:  # noqa: BLE001 - templates run user data through any operator
-            raise RowRefusedError(f"template: {_told(failure, self.columns, row)}") from None
+            told = _told(failure, self.columns, row)
+            if _ABOUT_NULL.search(told) and (failing := self._failing(row, type(None))):
+                told += f" (in {failing})"
+            raise RowRefusedError(f"template: {told}") from None
         if len(text) > LONGEST_PROMPT:
             raise RowRefusedError(f"template: a prompt of {len(text)} characters is too long")
         return text
+
+    def _failing(self, row: Mapping[str, Any], kind: type) -> str:
+        """Return what of a row the template fails on, as far as it is known.
+
+        That is the field that it prints, or those columns of the expression, or of the whole template, that
+        hold a value of this kind.
+        """
+        shown = ""
+        try:
+            _naming_environment().from_string(self._source).render(self._variables(row))
+        except Exception as failure:  # noqa: BLE001 - as before
+            shown = [shown, *getattr(failure, "__notes__", ())][-1]
+        names = shown.split(", ") if shown else self.columns
+        return ", ".join(name for name in names if isinstance(row.get(name, names), kind)) or shown
 
 
 class Predicate(_OfColumns):
@@ -183,7 +200,7 @@ class NotTextError(ValueError):
 
     def __init__(self, value: bytes | None) -> None:
         super().__init__("None is no text" if value is None else "bytes are no text")
-        self.what = "null" if value is None else "bytes"
+        self.what = "is null" if value is None else "holds bytes"
         self.kind = type(value)
 
 
@@ -199,6 +216,14 @@ class _Environment(ImmutableSandboxedEnvironment):
     def joined(self, *values: Any) -> str:
         """Return what `~` makes of its operands."""
         return "".join([str(as_text(value)) for value in values])
+
+    def named(self, shown: str, text: Callable[[], str]) -> str:
+        """Return the text of what is printed; an error gets a note of what it is."""
+        try:
+            return text()
+        except Exception as failure:
+            failure.add_note(shown)
+            raise
 
     def unless_null(self, operand: Callable[[], Any]) -> Any:
         """Return the value of an operand; None where it fails on a null."""
@@ -228,6 +253,39 @@ class _Code(CodeGenerator):
         self.write(") or ")
         self.visit(node.right, frame)
         self.write(")")
+
+
+class _NamingCode(_Code):
+    """Compiles templates that tell what failed; they are slower."""
+
+    def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        self.write(f"environment.named({_shown(node)!r}, lambda: ")
+        super()._output_child_pre(node, frame, finalize)
+
+    def _output_child_post(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:
+        super()._output_child_post(node, frame, finalize)
+        self.write(")")
+
+
+def _shown(node: nodes.Node) -> str:
+    """Return the field that an expression shows, such as `author.name`, or the names in it."""
+    match node:
+        case nodes.Name(name=name):
+            return str(name)
+        case nodes.Getattr(node=inner, attr=name):
+            return f"{_shown(inner)}.{name}"
+        case nodes.Getitem(node=inner, arg=nodes.Const(value=key)):
+            return f"{_shown(inner)}[{json.dumps(key, ensure_ascii=False)}]"
+        case nodes.Filter(node=nodes.Node() as inner):
+            return _shown(inner)
+    return ", ".join(dict.fromkeys(name.name for name in node.find_all(nodes.Name)))
+
+
+@cache
+def _naming_environment() -> _Environment:
+    environment = _environment().overlay()
+    environment.code_generator_class = _NamingCode
+    return environment
 
 
 @cache
@@ -273,10 +331,10 @@ def as_text(value: Any) -> Any:
 def _told(failure: Exception, columns: Sequence[str], row: Mapping[str, Any]) -> str:
     """Return an error in words; where a text stands beside something else, with what to write."""
     told = f"{type(failure).__name__}: {failure}"
-    texts = [repr(name) for name in columns if isinstance(row.get(name), str)]
+    texts = [template_of_column(name) for name in columns if isinstance(row.get(name), str)]
     if not texts or not isinstance(failure, TypeError) or "str" not in str(failure):
         return told
-    return f"{told}: {', '.join(texts)} holds text: write a text beside it, or give it a type in input.types"
+    return f"{told}: text is in {', '.join(texts)}: write a text beside it, or NAME | float"
 
 
 def _expression_tree(source: str) -> nodes.Template:
@@ -348,12 +406,15 @@ def unknown_column(
     """Return the error of this kind for a missing column; its hint names the most similar one."""
     near = difflib.get_close_matches(name, available, n=1, cutoff=0.5)
     near = near or [column for column in available if name in column.split() or column.startswith(name)][:1]
-    hint = odd_names(available) if in_template else None
+    hint = None
     if near:
         is_odd = in_template and not near[0].isidentifier()  # it can only be read through `row`
         hint = f"did you mean {template_of_column(near[0]) if is_odd else repr(near[0])}?"
-    if len(available) == 1 and any(mark in column for mark in ";\t|" for column in available):
-        hint = "write the file with commas, or as Parquet"
+    marks = [mark for mark in ";\t|" if len(available) == 1 and mark in "".join(available)]
+    if marks:
+        hint = (
+            f"if {marks[0]!r} divides the columns of the file, write input.delimiter: {json.dumps(marks[0])}"
+        )
     names = ", ".join(column or '""' for column in available)
     told = f"{where}: unknown column {name!r}{f'; {hint}' if hint else ''} (the input has: {names})"
     return kind(told, hint=hint)
@@ -365,7 +426,6 @@ def template_of_column(name: str) -> str:
     return name if plain else f"{ROW}[{json.dumps(name, ensure_ascii=False)}]"
 
 
-def odd_names(available: Collection[str]) -> str | None:
-    """Return how a template reads columns whose names are no identifiers; None where there are none."""
-    odd = next((name for name in available if name and not name.isidentifier()), None)
-    return odd and f"a column whose name is not an identifier is written {template_of_column(odd)}"
+def odd_name(name: str | None) -> str | None:
+    """Return how a template reads a column whose name is no identifier; None for none."""
+    return name and f"a column whose name is not an identifier is written {template_of_column(name)}"

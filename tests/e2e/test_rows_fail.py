@@ -184,7 +184,7 @@ def test_a_null_is_not_sent_as_none(tmp_path: Path, server: FakeSGLang, printed:
     job = job_of(tmp_path, server, prompt={"user": "Say {{ " + printed + " }}"})
     batchrunner.run(job)
     assert len(server.prompts) == 1
-    assert "null columns: a" in results_of(job)[1]["error"]
+    assert results_of(job)[1]["error"] == "template: a is null"
 
 
 # --- what failed rows mean for the run ---

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyarrow import csv
 
 import batchrunner
 from tests.conftest import (
@@ -29,25 +30,75 @@ SPIN = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
 LIPSUM = "lipsum(n=1000000000)|length"
 
 
+def test_a_template_of_a_text_that_was_meant_as_a_number(tmp_path: Path) -> None:
+    """The failed row says which column it is, and what to do."""
+    write_rows(tmp_path / "input.parquet", 2, size=["7", "8"])
+    job = job_of(tmp_path, prompt={"text": "{% if size < 30 %}{{ text }}{% endif %}"})
+    assert batchrunner.run(job).rows_failed == 2
+    (said,) = {row["error"] for row in results_of(job)}
+    told(said, "template: TypeError: ", "text is in size, text: write a text beside it, or NAME | float")
+    job["prompt"]["text"] = "{% if size | float < 30 %}{{ text }}{% endif %}"
+    assert batchrunner.run(job, fresh=True).rows_failed == 0
+
+
+@pytest.mark.parametrize("name", ["data.csv", "data.parquet"])
+def test_a_filter_of_a_text_that_was_meant_as_a_number(tmp_path: Path, name: str) -> None:
+    """It is told once, before anything is sent, and with a type only where the file has none."""
+    table = pa.table({"size": ["7", None, "8"], "text": ["a", "b", "c"]})
+    (csv.write_csv if name == "data.csv" else pq.write_table)(table, tmp_path / name)
+    job = job_of(tmp_path, input={"path": str(tmp_path / name), "filter": "size > 5"})
+    said = refusal(job, tmp_path)
+    told(
+        said, "input.filter: true for none of the 3 rows: row 0: TypeError", "text is in size: write", "NAME | float"
+    )
+    assert ("input.types gives others" in said) == (name == "data.csv")
+    job["input"]["filter"] = "size and size | float > 7"
+    assert batchrunner.run(job).rows_ok == 1
+    job["input"]["filter"] = (
+        "size == '7' or size > 5"  # a row on which it fails, and one for which it is true
+    )
+    report = batchrunner.run(job, fresh=True)
+    assert (report.rows_ok, report.rows_failed) == (1, 2 if name == "data.csv" else 1)  # CSV has no nulls
+
+
 @pytest.mark.parametrize(
-    ("job", "error"),
+    ("template", "error"),
     [
-        ({"input": {"filter": "size > 5"}}, "filter: TypeError: "),
-        ({"prompt": {"text": "{% if size < 30 %}{{ text }}{% endif %}"}}, "template: TypeError: "),
+        ("{% if b %}{{ b }}{% endif %} {{ c | upper }}", "c is null"),
+        ("{{ b or '-' }} {{ c }}", "c is null"),
+        ("{{ text ~ c }}", "c is null"),
+        ("{{ author.name }}", "author.name is null"),
+        ("{{ row['author']['name'] | trim }}", 'row["author"]["name"] is null'),
+        ("{{ author.name.first }}", "'None' has no attribute 'first' (in author.name.first)"),
+        ("{% for each in tags %}{{ each.name }}{% endfor %}", "each.name is null"),
+        ("{% for each in b %}{% endfor %}", "'NoneType' object is not iterable (in b, c)"),
+        ("{% macro show(it) %}{{ it }}{% endmacro %}{{ show(b) }}", "b is null"),
     ],
 )
-def test_a_text_that_was_meant_as_a_number(tmp_path: Path, job: dict[str, Any], error: str) -> None:
-    """The columns of a CSV file are text: the failed row says which, and what to do."""
-    file = tmp_path / "data.csv"
-    file.write_text("size,text\n7,a\n8,b\n")
-    wanted = {"text": "text", **job.pop("prompt", {})}
-    source = {"path": str(file), **job.pop("input", {})}
-    report = batchrunner.run(job_of(tmp_path, input=source, prompt=wanted, **job))
-    assert report.rows_failed == 2
-    (said,) = {row["error"] for row in results_of(job_of(tmp_path))}
-    told(said, error, "'size'", "text: write a text beside it, or give it a type in input.types")
-    typed = {**source, "types": {"size": "int64"}}
-    assert batchrunner.run(job_of(tmp_path, input=typed, prompt=wanted), fresh=True).rows_failed == 0
+def test_what_is_null_is_named(tmp_path: Path, template: str, error: str) -> None:
+    """The row's error names the column or field that failed, and none that the template guards."""
+    nothing = pa.nulls(1, pa.string())
+    named = [{"name": "x"}, {"name": None}]
+    table = pa.table({"text": ["a"], "b": nothing, "c": nothing, "author": named[1:], "tags": [named]})
+    pq.write_table(table, tmp_path / "input.parquet")
+    template += "{{ c or '' }}"
+    job = job_of(tmp_path, prompt={"user": template})
+    batchrunner.run(job)
+    (row,) = results_of(job)
+    assert row["error"].startswith("template: ")
+    assert row["error"].endswith(error)
+
+
+def test_a_hint_about_names_where_one_is_at_fault(tmp_path: Path) -> None:
+    """A wrong template is told how to read a column of an odd name only where its line has that name."""
+    job = job_of(tmp_path, prompt={"user": "{{ my text }}"})
+    write_rows(tmp_path / "input.parquet", 1, **{"my text": ["x"]})
+    told(
+        refusal(job, tmp_path),
+        "in '{{ my text }}': a column whose name is not an identifier is written row[\"my",
+    )
+    job["prompt"]["user"] = "{% if text }"
+    assert refusal(job, tmp_path).endswith("in '{% if text }'")
 
 
 @pytest.mark.parametrize("expression", ["id = 1", "id > 1 AND id < 3", "id IS NOT NULL"])
@@ -241,7 +292,8 @@ def test_bytes_that_are_found_late_fail_their_row(tmp_path: Path, server: FakeSG
     pq.write_table(pa.table(BYTES), tmp_path / "input.parquet")
     job = job_of(tmp_path, server, prompt={"text": template + " {{ text }}"})
     batchrunner.run(job)
-    assert {row["error"] for row in results_of(job)} == {"template: a value is bytes (bytes columns: image)"}
+    shown = "x" if "set x" in template else "image"
+    assert {row["error"] for row in results_of(job)} == {f"template: {shown} holds bytes"}
     assert server.sent == []
 
 
