@@ -95,7 +95,7 @@ def test_what_is_null_is_named(tmp_path: Path, template: str, error: str) -> Non
 def test_a_hint_about_names_where_one_is_at_fault(tmp_path: Path) -> None:
     """A wrong template is told how to read a column of an odd name only where its line has that name."""
     job = job_of(tmp_path, prompt={"user": "{{ my text }}"})
-    write_rows(tmp_path / "input.parquet", 1, **{"my text": ["x"]})
+    pq.write_table(pa.table({"my text": ["x"], "text": ["y"]}), tmp_path / "input.parquet")
     told(
         refusal(job, tmp_path),
         "in '{{ my text }}': a column whose name is not an identifier is written row[\"my",
