@@ -35,7 +35,7 @@ from batchrunner.core.types import Completion, Outcome, Request
 from batchrunner.dispatch.blame import RouteRecord, is_why
 from batchrunner.dispatch.bundles import BundleSender
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits, LoadControl
-from batchrunner.dispatch.queue import MOST_DEATHS, Backlog, PendingRow, ResultSink, RowSource, Slots
+from batchrunner.dispatch.queue import MOST_DEATHS, OUT_S, Backlog, PendingRow, ResultSink, RowSource, Slots
 from batchrunner.dispatch.reorder import PrimeTask, Reorderer
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
@@ -133,6 +133,8 @@ class Feeder:
 
 ACCEPTED_RATIO, ACCEPTED_S = 2.0, 1.0
 """A request in flight for more than 2 times as long as a refusal takes, and over 1 s, counts as accepted."""
+MOST_CONTRADICTED = 3
+"""Rows that others answer after which a route is taken out that refuses all."""
 MOST_BODY_BYTES = 1 << 16
 """Most bytes of a refusal that a row of a batch file keeps: a stack trace may be in it."""
 
@@ -160,6 +162,8 @@ class Dispatcher:
     """Rows in flight, the oldest first."""
     _refused_since: float | None = None
     """Time since which the engine took no row; None while it takes them, or nobody asks it."""
+    _doubted: dict[str, int] = field(default_factory=dict)
+    """Routes that have refused rows since they answered one last, and how many of these others answered."""
     _records: defaultdict[str, RouteRecord] = field(default_factory=lambda: defaultdict(RouteRecord))
     """What each route has answered and refused."""
 
@@ -221,6 +225,10 @@ class Dispatcher:
         now = time.monotonic()
         self._backlog.came_back(row)
         if error is None or isinstance(error, RowRefusedError):
+            if error is not None and self._ask_another(row, route, error):
+                return
+            if self._doubted and error is None:
+                self._settle_doubts(row, route, now)
             self._refused_since = None
             self._slots.answered(route)
             record.newest = max(record.newest, sent_at)
@@ -255,6 +263,26 @@ class Dispatcher:
         if change is not None:
             self._events.write("lead", **asdict(change))
 
+    def _ask_another(self, row: PendingRow, route: str, error: RowRefusedError) -> bool:
+        """Send a row that a server refused to another one, where there is one; tell whether that is done."""
+        if error.body is None or row.refused_by is not None or row.deaths or self._slots.is_last(route):
+            return False
+        self._doubted.setdefault(route, 0)
+        row.refused_by, row.refusal = route, error
+        self._backlog.retry_after(row, 0.0)
+        return True
+
+    def _settle_doubts(self, row: PendingRow, route: str, now: float) -> None:
+        """Learn from an answer: its route is in order; take out one that refused this row, and all others."""
+        self._doubted.pop(route, None)
+        by, why = row.refused_by, str(row.refusal)
+        if by is None or by not in self._doubted:
+            return
+        self._doubted[by] += 1
+        if self._doubted[by] >= MOST_CONTRADICTED and self._slots.take_out(by, now):
+            log.warning("%s gets no rows for %g s: it refuses what others answer (%s)", by, OUT_S, why)
+            self._events.write("route_out", route=by, why=why)
+
     async def _try_again(
         self, row: PendingRow, route: str, error: RequestError, now: float
     ) -> RequestError | None:
@@ -265,6 +293,8 @@ class Dispatcher:
         if isinstance(error, EngineBusyError):
             cooldown_s = self._slots.cool_down(route, now)
             asyncio.get_running_loop().call_later(cooldown_s, self._backlog.wake_dispatcher)
+            if row.refused_by is not None and row.refused_by not in self._doubted:
+                return row.refusal  # of a route in order: no other one can be asked now
         if isinstance(error, (EngineBusyError, NoAnswerError)) and not isinstance(error, EngineDownError):
             self._load_control.refused(route, str(error), now)
         row.deaths += isinstance(error, EngineDiedError)

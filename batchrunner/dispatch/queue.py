@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from batchrunner.core.errors import RequestError
 from batchrunner.core.types import Completion, Outcome, Request, RowRef
 from batchrunner.output.counts import Rejected
 
@@ -91,6 +92,10 @@ class PendingRow(msgspec.Struct, eq=False):
     answered_before: int = 0
     refused_before: int = 0
     """What the route of the last attempt had answered and refused before it."""
+    refused_by: str | None = None
+    """Route whose server said that the row is at fault: another one is asked too."""
+    refusal: RequestError | None = None
+    """What it said."""
     refusals: Refusals | None = None
     """How the engine refused it for now; None if it never did."""
     unencoded: Request | None = None
@@ -146,6 +151,8 @@ class ResultSink(Protocol):
 
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.5, 30.0
 """Cooldown of a route that refuses requests, in seconds: it doubles until the route answers again."""
+OUT_S = 600.0
+"""Time for which a route gets no rows that is taken out."""
 
 
 @dataclass(slots=True)
@@ -154,6 +161,7 @@ class _RouteSlots:
     in_flight: int = 0
     cools_until: float = 0.0
     cooldown_s: float = FIRST_COOLDOWN_S
+    is_out: bool = False
 
 
 class Slots:
@@ -227,6 +235,23 @@ class Slots:
         slots = self._routes[route]
         slots.cools_until = 0.0
         slots.cooldown_s = FIRST_COOLDOWN_S
+        slots.is_out = False
+
+    def take_out(self, route: str, now: float) -> bool:
+        """Give a route no rows for 10 minutes; tell whether it had some until now."""
+        slots = self._routes[route]
+        if slots.is_out and slots.cools_until > now:
+            return False
+        slots.is_out, slots.cools_until = True, now + OUT_S
+        return True
+
+    def is_out(self, route: str) -> bool:
+        """Tell whether a route was taken out, and has not answered since."""
+        return self._routes[route].is_out
+
+    def is_last(self, route: str) -> bool:
+        """Tell whether all other routes are out."""
+        return all(slots.is_out for other, slots in self._routes.items() if other != route)
 
 
 FEWER = 16
@@ -287,7 +312,8 @@ takes as much again, and a third more."""
 class DispatchQueue:
     """Rows that wait for a slot, in order. Pure: no clock, no loop.
 
-    The rows of a prefix group wait for the route that has the group's first row.
+    The rows of a prefix group wait for the route that has the group's first row. A row that one route refused
+    waits for another one.
 
     A route with little else to do takes rows of another route: an idle replica costs more than the cache
     saves. But each row that it takes computes a prefix again that the other replica has in its cache. So it
@@ -298,6 +324,7 @@ class DispatchQueue:
         self._slots = slots
         self._any_route: deque[PendingRow] = deque()
         self._kept: dict[str, deque[PendingRow]] = {route: deque() for route in slots.by_route}
+        self._refused = defaultdict[str, deque[PendingRow]](deque)  # by the route that others are to confirm
         self._count = 0  # read for every row, however many routes there are
         self._bytes = 0
 
@@ -312,7 +339,8 @@ class DispatchQueue:
 
     def add(self, row: PendingRow, *, first: bool = False) -> None:
         """Add a row behind all others, or before them."""
-        (self._any_route.appendleft if first else self._any_route.append)(row)
+        rows = self._any_route if row.refused_by is None else self._refused[row.refused_by]
+        (rows.appendleft if first else rows.append)(row)
         self._count += 1
         self._bytes += row.memory_bytes
 
@@ -322,7 +350,8 @@ class DispatchQueue:
         Where all rows turn out to be kept for other routes, this is wrong once.
         """
         in_flight = self._slots.in_flight_on(route)
-        return bool(self._any_route or self._kept[route] or self._takeable_of_others(in_flight))
+        rows = self._any_route or self._kept[route] or self._takeable_of_others(in_flight)
+        return bool(rows or (self._refused and self._refused_by_others(route)))
 
     def take(self, route: str) -> PendingRow | None:
         """Take the next row for a route whose slot is already counted; None if the route should wait."""
@@ -333,9 +362,9 @@ class DispatchQueue:
         return row
 
     def _next(self, route: str) -> PendingRow | None:
-        kept = self._kept[route]
-        if kept:
-            return kept.popleft()
+        first = self._kept[route] or (self._refused and self._refused_by_others(route))
+        if first:
+            return first.popleft()
         while self._any_route:
             row = self._any_route.popleft()
             home = row.group.route if row.group is not None else None
@@ -350,7 +379,15 @@ class DispatchQueue:
         """Return the kept rows of another route that a route with so many in flight may take."""
         other, kept = max(self._kept.items(), key=lambda item: len(item[1]))
         is_busy = 2 * in_flight >= self._slots.in_flight_on(other) + len(kept)
-        return deque() if is_busy and self._count < READ_AHEAD_ROWS else kept
+        is_theirs = is_busy and self._count < READ_AHEAD_ROWS and not self._slots.is_out(other)
+        return deque() if is_theirs else kept
+
+    def _refused_by_others(self, route: str) -> deque[PendingRow]:
+        """Return rows that a route may take because another one refused them, or because no other is left."""
+        for by, rows in self._refused.items():
+            if rows and (by != route or self._slots.is_last(route)):
+                return rows
+        return deque()
 
 
 class Backlog:
