@@ -107,7 +107,7 @@ MOST_TOKENS = {
     "engines": 43_800,
     "advise": 12_800,
     "report": 10_800,
-    "dispatch": 26_700,
+    "dispatch": 26_100,
     "runner": 23_300,
     "tune": 13_200,
     "api": 2_800,
