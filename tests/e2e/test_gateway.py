@@ -387,4 +387,4 @@ def test_a_gateway_that_reads_requests(
     finally:
         loop_runner.run(gateway.process.close())
     assert "the gateway reads requests, or has no worker that is ready (422: Failed to deserialize" in said
-    assert "start it with --disable-retries" in said
+    assert "start smg 1.13 with --disable-retries" in said

@@ -83,7 +83,7 @@ LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 GATEWAY_ROUTE = "gateway"
 AFFINITY_HEADER = "X-SMG-Routing-Key"
 """With the gateway's policy `manual` requests with the same value go to the same replica."""
-PASSES_ON = "start it with --disable-retries, and with --policy manual or another that does not read requests"
+PASSES_ON = "start smg 1.13 with --disable-retries, and a --policy that reads no requests, such as manual"
 _END = b"[DONE]"
 _OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
 _NO_SUCH_PATH = {404, 405}
