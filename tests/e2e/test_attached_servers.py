@@ -238,10 +238,7 @@ class FakeGateway(ServerThread):
         app.router.add_post("/generate", self._pass_on)
 
     async def _list(self, request: web.Request) -> web.Response:
-        return web.json_response({"workers": [self._listed(url) for url in self.workers]})
-
-    def _listed(self, url: str) -> dict[str, str]:
-        return {"url": url, "id": url, "connection_mode": "http"}
+        return web.json_response({"workers": [{"url": url, "id": url} for url in self.workers]})
 
     async def _pass_on(self, request: web.Request) -> web.Response:
         url = self.workers[next(self._turn) % len(self.workers)]

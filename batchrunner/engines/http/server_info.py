@@ -544,5 +544,5 @@ def workers_in(workers: Any) -> dict[str, str]:
         for worker in (workers if isinstance(workers, list) else ())
         if isinstance(worker, dict)
         and str(worker.get("url")).startswith("http")
-        and worker.get("connection_mode") == "http"
+        and worker.get("connection_mode") != "grpc"
     }
