@@ -171,7 +171,15 @@ class Dataset:
 
     def facts(self) -> list[dict[str, Any]]:
         """Return what a resumed run recognises its files by."""
-        return [{"path": file.path, "rows": file.rows, "digest": file.digest} for file in self.files]
+        return [file.facts() for file in self.files]
+
+    def recognize(self, known: Sequence[Mapping[str, Any]]) -> None:
+        """Find out whether the last of the files that a run knew, by their `facts`, has only grown since.
+
+        Rows appended to another one would change the ordinals of all that come after it.
+        """
+        if len(known) <= len(self.files):
+            self.files[len(known) - 1].recognize(known[-1])
 
     def row_group_ends(self) -> list[int]:
         """Return the ordinal after the last row of each row group, over all files."""
@@ -183,11 +191,12 @@ class Dataset:
             list(pool.map(SourceFile.check_unchanged, self.files))
 
     def added_files(self) -> list[str]:
-        """Return the files that `input.path` names now and did not name before."""
+        """Return the files that have grown, and those that `input.path` names now and did not before."""
+        found = [source.path for source in self.files if source.has_grown]
         with contextlib.suppress(InputError):
             known = {without_commit(source.path) for source in self.files}
-            return [path for path in self._find()[1] if without_commit(path) not in known]
-        return []
+            found += (path for path in self._find()[1] if without_commit(path) not in known)
+        return found
 
     def field(self, name: str, *, where: str) -> pa.Field:
         """Return the field of a column; `where` names the job's key in errors.

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -255,7 +256,7 @@ class SourceFile:
             self._seen = self._look()
             self._size = int(self._seen[0])
             if self.format.kind == "Parquet":
-                self.digest = self._digest_now()
+                self.digest = self._digest_of(self._size)
             else:
                 self._parquet = pafs.LocalFileSystem(), str(self._find_copy(copies, types, is_batch))
             with contextlib.closing(self._opened()) as file:
@@ -272,6 +273,10 @@ class SourceFile:
         """Columns of the file."""
         self._group_rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
         self.rows: int = sum(self._group_rows)
+        self.grown_from: str | None = None
+        """Digest that it had when a run knew it, and that is its own no more: rows were appended since."""
+        self.has_grown = False
+        """Whether rows were appended since it was found."""
         self.partitions = hive_partitions(path)
         """Values of Hive partition columns in the path (`year=2024/`); None is null."""
         self.starts: list[int] = []
@@ -286,6 +291,34 @@ class SourceFile:
         """Whether the types of its columns come from values, or from `input.types`."""
         return self.format.kind in {"CSV", "JSON Lines"}
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a resumed run recognises it by."""
+        found = {"path": self.path, "rows": self.rows, "digest": self.digest, "size": self._size}
+        return found if self.grown_from is None else {**found, "grown_from": self.grown_from}
+
+    def recognize(self, before: Mapping[str, Any]) -> None:
+        """Find out whether it is a file that had these `facts`, to which rows were appended since."""
+        size = before.get("size", self._size)
+        if size < self._size and self._begins_with(size, before["digest"]):
+            self.grown_from = before["digest"]
+            log.info(
+                "%s grew: its first %d rows are those of this run, %d came after them",
+                self.path, before["rows"], self.rows - before["rows"],
+            )  # fmt: skip
+
+    def _begins_with(self, size: int, digest: str) -> bool:
+        """Tell whether its first bytes, to the end of a line, are a whole file of this size and digest."""
+        if not self._may_grow or self._digest_of(size) != digest:
+            return False
+        with Path(self.path).open("rb") as file:
+            file.seek(size - 1)
+            return not {*b"\r\n"}.isdisjoint(file.read(2))
+
+    @property
+    def _may_grow(self) -> bool:
+        """Whether lines can be appended to it and leave those before as they are."""
+        return self.is_local and self.is_text and self.format.compression is None
+
     def open(self) -> pq.ParquetFile:
         """Open the file for reading; raises OSError or ArrowException, or InputChangedError."""
         opened = self._opened()
@@ -295,13 +328,14 @@ class SourceFile:
     def check_after_reading(self) -> None:
         """Do as `check_unchanged`, for a file whose next bytes may be those of another one.
 
-        A store compares the e_tag with each request for bytes, and a commit of the Hub never changes.
+        A copy stays as it is, a store compares the e_tag with each request for bytes, and a commit of the Hub
+        never changes.
         """
-        if not self._e_tag() and without_commit(self.path) == self.path:
+        if self._parquet[1] == self.path and not self._e_tag() and without_commit(self.path) == self.path:
             self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError if the path has other content now.
+        """Raise InputChangedError if the path has other content now; appended lines are none.
 
         A file that is missing, or cannot be read at present, is not known to have changed.
         """
@@ -310,10 +344,11 @@ class SourceFile:
             if seen == self._seen:
                 return
             known = seen[:2] == self._seen[:2] or not self._is_sampled  # an edit between blocks is not seen
-            same = known and seen[0] == self._size and self._digest_now() == self.digest
+            self.has_grown = int(seen[0]) > self._size and self._begins_with(self._size, self.digest)
+            is_old = known and seen[0] == self._size and self._digest_of(self._size) == self.digest
         except self.read_errors:
             return
-        if not same:
+        if not (is_old or self.has_grown):
             raise InputChangedError(
                 f"the input file {self.path} changed during the run",
                 hint="put the old file back and run the same "
@@ -353,14 +388,16 @@ class SourceFile:
         """Whether its digest reads blocks of it only."""
         return self.format.kind == "Parquet" and self._size > SAMPLE_BLOCKS * SAMPLE_BYTES
 
-    def _digest_now(self) -> str:
-        digest = hashlib.sha256(str(self._size).encode())
+    def _digest_of(self, size: int) -> str:
+        """Return the digest of its first bytes, as it is now; of another format than text it is of all."""
+        digest = hashlib.sha256(str(size).encode())
         if e_tag := self._e_tag():
             digest.update(e_tag.encode())
             return digest.hexdigest()
         with self._fs.open_input_file(self.path) as source:
-            whole = iter(lambda: source.read_buffer(READ_BUFFER_BYTES), b"")
-            for block in _samples(source, self._size) if self._is_sampled else whole:
+            stream = source.get_stream(0, size)
+            whole = iter(lambda: stream.read(READ_BUFFER_BYTES), b"")
+            for block in _samples(source, size) if self._is_sampled else whole:
                 digest.update(block)
         return digest.hexdigest()
 
@@ -380,7 +417,7 @@ class SourceFile:
             if not copy.exists():
                 if self._size >= LARGE_BYTES:
                     log.info("%s: a Parquet copy is made of it (%d MiB)", self.path, self._size >> 20)
-                self.digest = self._digest_now()
+                self.digest = self._digest_of(self._size)
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
                     write_parquet(self._rows(types, is_batch), temporary, {_DIGEST: self.digest.encode()})
                     self.check_unchanged()  # it was read after its digest was made
@@ -391,8 +428,13 @@ class SourceFile:
         from batchrunner.input.text_files import batches_of_file  # noqa: PLC0415 - not for Parquet
 
         try:
-            with self._fs.open_input_stream(self.path, compression=self.format.compression) as opened:
-                source = io.BufferedReader(opened, READ_BUFFER_BYTES)
+            with contextlib.ExitStack() as stack:
+                if self._may_grow:
+                    opened = stack.enter_context(self._fs.open_input_file(self.path))
+                    opened = opened.get_stream(0, self._size)
+                else:
+                    opened = self._fs.open_input_stream(self.path, compression=self.format.compression)
+                source = io.BufferedReader(stack.enter_context(opened), READ_BUFFER_BYTES)
                 yield from batches_of_file(source, self.path, self.format, types, is_batch=is_batch)
         except BatchrunError:
             raise

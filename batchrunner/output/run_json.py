@@ -33,8 +33,8 @@ _LONGEST_VALUE = 60
 def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
     """Return what two attempts must have in common to belong to the same run.
 
-    `files` are those of the input, in its order, by path, rows and digest; `model` is "" where it is not to
-    be compared.
+    `files` are those of the input, in its order, by path, rows, digest and size; `model` is "" where it is
+    not to be compared.
     """
     fields = () if job.task == GENERATE else TASKS[job.task].takes
     return {
@@ -71,7 +71,8 @@ def check_same_run(
 ) -> None:
     """Raise ResumeError, naming the difference, where the fingerprints belong to different runs.
 
-    `old` is that of the results at `where`. The limit may grow, and files may be added after the known ones.
+    `old` is that of the results at `where`. The limit may grow, files may be added after the known ones, and
+    rows at the end of the last one.
     Without `model_known` the models are not compared.
     """
     difference = _files_difference(old["files"], new["files"])
@@ -100,7 +101,7 @@ def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> s
         return f"the input had {len(old)} files and has {len(new)}"
     known = {file["digest"] for file in old}
     for before, after in zip(old, new, strict=False):
-        if before["digest"] != after["digest"]:
+        if before["digest"] not in {after["digest"], after.get("grown_from")}:
             if after["digest"] not in known and before["digest"] in {file["digest"] for file in new}:
                 return (
                     f"the new input file {after['path']} sorts before {before['path']}: name it to come last"

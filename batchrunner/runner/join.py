@@ -329,7 +329,7 @@ def _check_plan(leases: Leases, prepared: PreparedJob) -> None:
 
 
 def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
-    """Tell whether this task's input has files, or its limit has rows, that no plan has.
+    """Tell whether this task's input, or its limit, has rows that no plan has.
 
     Raises ResumeError where the newest plan is one of another run.
     """
@@ -337,8 +337,8 @@ def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
         return True
     _check_plan(leases, prepared)
     known = leases.plan.fingerprint
-    more_files = len(prepared.dataset.files) > len(known["files"])
-    return more_files or known["limit"] != prepared.job.input.limit
+    more_rows = prepared.dataset.total_rows > sum(file["rows"] for file in known["files"])
+    return more_rows or known["limit"] != prepared.job.input.limit
 
 
 def _plan(prepared: PreparedJob, leases: Leases, control: Control, *, retry_failed: bool) -> None:

@@ -145,7 +145,10 @@ def prepare(
         functions = open_functions(job)
         answers = plan_answers(job, functions)
         renderer = renderer_of(job, dataset, answers, functions)
-        job, renderer = _with_field_order(job, renderer, dataset, answers, None if fresh else run_dir)
+        known = None if fresh else _fingerprint_of(run_dir)
+        if known is not None:
+            dataset.recognize(known["files"])
+        job, renderer = _with_field_order(job, renderer, dataset, answers, known)
         if answers.checks:
             from batchrunner.dispatch.checks import AnswerConditions  # noqa: PLC0415 - only for such jobs
 
@@ -173,17 +176,20 @@ def renderer_of(job: Job, columns: ColumnSource, answers: AnswerPlan, functions:
 
 
 def _with_field_order(
-    job: Job, renderer: Renderer, dataset: Dataset, answers: AnswerPlan, run_dir: RunDir | None
+    job: Job,
+    renderer: Renderer,
+    dataset: Dataset,
+    answers: AnswerPlan,
+    before: Mapping[str, Any] | None,
 ) -> tuple[Job, Renderer]:
     """Return the job with the fields of its prompts in the order of the run, and what renders it.
 
-    Where no earlier start in `run_dir` has decided, a sample of the input does. Raises InputError, or
-    ResumeError for a run.json that cannot be read.
+    Where no earlier start, whose fingerprint is `before`, has decided, a sample of the input does. Raises
+    InputError.
     """
     fields = job.prompt.fields
     if fields is None or fields.order == "written" or len(fields.columns) == 1:
         return job, renderer
-    before = _fingerprint_of(run_dir) if run_dir else None
     columns = known_fields(before) if before else None
     if columns is None or {*columns} != {*fields.columns}:
         from batchrunner.input.fields import decide_fields  # noqa: PLC0415 - only for such prompts

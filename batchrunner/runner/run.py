@@ -503,6 +503,6 @@ class Run:
         if added:
             more = f" and {len(added) - 1} more" if len(added) > 1 else ""
             return EXIT_STOPPED, (
-                f"{added[0]}{more} came into the input during the run: run the same command again"
+                f"{added[0]}{more} came into the input, or grew, during the run: run the same command again"
             )
         return verdict_of_done(report, self.prepared.job.limits.max_failed_rows)

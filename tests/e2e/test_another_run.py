@@ -275,7 +275,9 @@ def test_a_file_that_is_added(tmp_path: Path, server: FakeSGLang, join: list[str
     file = write_job(job, tmp_path)
     result = batchrun(file, *join)
     assert result.exit_code == 1
-    assert "b.parquet came into the input during the run: run the same command again" in result.stderr
+    assert (
+        "b.parquet came into the input, or grew, during the run: run the same command again" in result.stderr
+    )
     assert batchrun(file, *join).exit_code == 0
     assert carried_right(job) == list(range(15))
 
