@@ -103,7 +103,7 @@ MOST_TOKENS = {
     "core": 8_100,
     "job": 18_000,
     "output": 23_100,
-    "input": 34_400,
+    "input": 34_800,
     "engines": 43_800,
     "advise": 12_800,
     "report": 10_800,
