@@ -338,7 +338,7 @@ def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
     _check_plan(leases, prepared)
     known = leases.plan.fingerprint
     more_rows = prepared.dataset.total_rows > sum(file["rows"] for file in known["files"])
-    return more_rows or known["limit"] != prepared.job.input.limit
+    return bool(more_rows or known["limit"] != prepared.job.input.limit)
 
 
 def _plan(prepared: PreparedJob, leases: Leases, control: Control, *, retry_failed: bool) -> None:

@@ -27,7 +27,7 @@ def grown(path: Path, rows: range) -> None:
         file.write(lines(path.name, rows))
 
 
-def job_on(path: Path, server: FakeSGLang | None, **changes: Any) -> dict[str, Any]:
+def job_on(path: Path, server: FakeSGLang, **changes: Any) -> dict[str, Any]:
     path.write_text(lines(path.name, range(10)))
     given = {"path": str(path), "columns": ["id"], **changes.pop("input", {})}
     return job_of(path.parent, server, input=given, **changes)
