@@ -151,7 +151,7 @@ def test_an_interrupted_trial_leaves_nothing(tmp_path: Path) -> None:
     file = write_job(limited_job(tmp_path), tmp_path)
     tune = tmp_path / "run" / "tune"
     with started("tune", file) as run:
-        run.wait_for_line("sample: all 3000 rows")
+        run.wait_for_line("sample: all 3,000 rows")
         eventually((tune / "000" / "run" / "run.json").exists)
         run.process.send_signal(signal.SIGINT)
         assert run.end() == 130
