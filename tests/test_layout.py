@@ -108,7 +108,7 @@ MOST_TOKENS = {
     "advise": 12_800,
     "report": 10_800,
     "dispatch": 26_100,
-    "runner": 23_300,
+    "runner": 23_800,
     "tune": 13_200,
     "api": 2_800,
     "ray": 5_100,

@@ -10,24 +10,28 @@ from typing import Any
 import orjson
 
 from batchrunner.core.console import counted
-from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, RowRefusedError
-from batchrunner.core.files import known_format
+from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, CannotTokenizeError, RowRefusedError
+from batchrunner.core.files import known_format, read_json
 from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
-from batchrunner.engines.model_files import check_model
+from batchrunner.engines.model_files import check_model, model_directory
 from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.engines.request_limits import refuse_invalid
 from batchrunner.input.order import OrderDecision, decide_order
+from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
 from batchrunner.job.call import job_of_batch
+from batchrunner.job.engine import EngineSpec, SimulatedEngine
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import Failures
 from batchrunner.output.resume import read_done
-from batchrunner.report.report import cause_lines
+from batchrunner.report.report import cause_lines, duration
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000
 """Rows that are rendered at most, to count those that cannot be sent."""
+ROWS_TOKENIZED = 200
+"""Rows whose prompt tokens are counted at most."""
 CHARACTERS_SHOWN = 2000
 
 
@@ -58,6 +62,15 @@ class Check:
     """Rows of these that cannot be sent: a null or empty prompt, a template that fails."""
     not_sendable: list[dict[str, Any]]
     """Why they cannot be sent, largest group first: `rows`, `example_row`, `example`."""
+    not_looked_at: list[str]
+    """What only a start can tell: the model where its files are not on this machine, servers that run."""
+    prompt_tokens: int | None
+    """About how many tokens the prompts to do have, by the model's tokenizer and the first 200 of them; null
+    where it is not on this machine."""
+    seconds: float | None
+    """Time that the rows to do take at the speed of `measured`; null where none was."""
+    measured: str | None
+    """The newest measured run of this model beside the output path, and its speed."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
@@ -81,6 +94,12 @@ class Check:
             label = "cannot be sent" if prompt["error"] else prompt["kind"] or "left out by prompt.python"
             lines += [f"--- row {prompt['row']} ({label})", *shown]
         lines += cause_lines(self.not_sendable, "cannot be sent")
+        tokens = "not known here" if self.prompt_tokens is None else f"about {self.prompt_tokens:,}"
+        time = "not known: no run of this model was measured beside this one"
+        if self.seconds is not None:
+            time = f"about {duration(self.seconds)}, as {self.measured}"
+        lines += [f"prompt tokens: {tokens}; time: {time}"]
+        lines += [f"not looked at: {what}" for what in self.not_looked_at]
         return [*lines, f"{self.verdict}; nothing was sent"]
 
     @property
@@ -92,7 +111,7 @@ class Check:
     def verdict(self) -> str:
         """What is to be said of the job in the end."""
         if not self.rows_not_sendable:
-            return "the job is fine"
+            return "all else is fine" if self.not_looked_at else "the job is fine"
         if self.exit_code:
             rows = f"the first {self.rows_looked_at:,} rows" if self.rows_looked_at > 1 else "the rows"
             return f"none of {rows} can be sent: correct the prompt or the data"
@@ -124,13 +143,17 @@ def _check(prepared: PreparedJob) -> Check:
     todo = selected - done.rows
     items = (item for batch in prepared.batches(todo or selected) for item in batch)
     failures, shown, looked_at = Failures(), list[dict[str, Any]](), 0
+    sample: list[Request] = []
     for item in islice(items, None if loaded.prompt.is_batch else ROWS_LOOKED_AT):
         prompt = _shown(item, loaded.engine.kind)
         looked_at += 1
         if prompt["error"] is not None:
             failures.add(item.ref.row, prompt["error"])
+        elif isinstance(item, Request) and len(sample) < ROWS_TOKENIZED:
+            sample.append(item)
         if len(shown) < PROMPTS_SHOWN:
             shown.append(prompt)
+    seconds_each, measured = _measured(prepared)
     return Check(
         files=len(prepared.dataset.files),
         rows_in_input=prepared.dataset.total_rows,
@@ -143,7 +166,45 @@ def _check(prepared: PreparedJob) -> Check:
         rows_looked_at=looked_at,
         rows_not_sendable=sum(failures.rows.values()),
         not_sendable=failures.summary(),
+        not_looked_at=_not_looked_at(loaded.engine),
+        prompt_tokens=_prompt_tokens(sample, len(todo), launched_model(loaded.engine)),
+        seconds=seconds_each and seconds_each * len(todo),
+        measured=measured,
     )
+
+
+def _not_looked_at(engine: EngineSpec) -> list[str]:
+    model = launched_model(engine)
+    if model is not None and not model_directory(model).exists():
+        return [f"engine.model {model}: no files of it are on this machine, and it may not exist"]
+    return [] if model or isinstance(engine, SimulatedEngine) else ["the servers: nothing was sent to them"]
+
+
+def _prompt_tokens(sample: Sequence[Request], rows: int, model: str | None) -> int | None:
+    """Return about how many tokens prompts have, by a sample of them; None where nobody here knows."""
+    if not sample or model is None:
+        return None
+    try:
+        encoder = Encoder(sample[0].kind, model_directory(model), TokenBudget(None))
+    except CannotTokenizeError:
+        return None
+    ids = encoder.token_ids([request for request in sample if encoder.can_encode(request)])
+    counts = [len(found) for found in ids if isinstance(found, list)]
+    return round(sum(counts) / len(counts) * rows) if counts else None
+
+
+def _measured(prepared: PreparedJob) -> tuple[float | None, str | None]:
+    """Return the seconds a row of the newest measured run of the model beside this one, and its speed."""
+    own = prepared.run_dir.path
+    model = model_of(prepared.job.engine)
+    paths = sorted(own.parent.glob("*/report.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for report in map(read_json, paths):
+        rows_per_s, engine = report.get("rows_per_s"), report.get("engine") or {}
+        if rows_per_s and not report.get("simulated") and engine.get("model") == model:
+            output = report["output_tokens_per_s"] / rows_per_s
+            speed = f"{rows_per_s:.3g} rows/s, {output:.0f} output tokens a row"
+            return 1 / rows_per_s, f"in {report['path']} ({speed})"
+    return None, None
 
 
 def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from tests.conftest import (
 )
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.runs import status_of
+from tests.support.tiny_tokenizer import make_tokenizer
 
 
 @pytest.mark.parametrize(("off_s", "beats"), [(-3600, True), (3600, False)])
@@ -179,3 +180,41 @@ def test_check_looks_at_parameters_from_columns(tmp_path: Path) -> None:
     assert f"cannot be sent: 1 row: {problem} (row 1)" in batchrun("check", write_job(job, tmp_path)).stdout
     batchrunner.run(job)
     assert [row["error"] for row in results_of(job)] == [None, problem]
+
+
+def test_check_says_what_it_does_not_know(tmp_path: Path) -> None:
+    """A model whose files are elsewhere may not exist, and nobody knows its tokens, or how long it takes."""
+    file = write_job(job_of(tmp_path), tmp_path)
+    for engine, unknown in [
+        ("Qwen/Qwen9-99B", "engine.model Qwen/Qwen9-99B: no files"),
+        ("http://a:1", "the servers"),
+    ]:
+        shown = batchrun("check", file, "--set", f"engine={engine}")
+        assert shown.exit_code == 0
+        assert f"not looked at: {unknown}" in shown.stdout
+        assert "prompt tokens: not known here; time: not known" in shown.stdout
+        assert "all else is fine; nothing was sent" in shown.stdout
+    assert "the job is fine; nothing was sent" in batchrun("check", file).stdout
+
+
+def test_check_estimates_by_what_was_measured(tmp_path: Path) -> None:
+    """Prompts are counted by the model's tokenizer; the time is that of an earlier run of the model."""
+    model = make_tokenizer(tmp_path / "model")
+    other = tmp_path / "other"
+    other.mkdir()
+    job = job_of(tmp_path, {"kind": "server", "model": str(model)})
+    file = write_job(job, tmp_path)
+    assert json.loads(batchrun("check", file, "--json").stdout)["seconds"] is None
+    for simulated, rows_per_s in [(False, 0.25), (True, 1000.0)]:
+        report = {
+            "path": "out/other", "rows_per_s": rows_per_s, "output_tokens_per_s": 25.0, "simulated": simulated,
+            "engine": {"model": str(model)},
+        }  # fmt: skip
+        (other / "report.json").write_text(json.dumps({**report, "simulated": simulated}))
+        found = json.loads(batchrun("check", file, "--json").stdout)
+        assert found["prompt_tokens"] >= 30
+        assert found["seconds"] == (None if simulated else 40)
+        if not simulated:
+            shown = batchrun("check", file).stdout
+            assert "time: about 40.0 s, as in out/other (0.25 rows/s, 100 output tokens a row)" in shown
+            assert "the job is fine" in shown
