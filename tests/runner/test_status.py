@@ -207,7 +207,7 @@ def test_check_estimates_by_what_was_measured(tmp_path: Path) -> None:
     assert json.loads(batchrun("check", file, "--json").stdout)["seconds"] is None
     for simulated, rows_per_s in [(False, 0.25), (True, 1000.0)]:
         report = {
-            "path": "out/other", "rows_per_s": rows_per_s, "output_tokens_per_s": 25.0, "simulated": simulated,
+            "path": "out/other", "rows_per_s": rows_per_s, "output_tokens_per_s": 25.0,
             "engine": {"model": str(model)},
         }  # fmt: skip
         (other / "report.json").write_text(json.dumps({**report, "simulated": simulated}))
