@@ -20,7 +20,7 @@ from batchrunner.job.answers import plan_answers
 from batchrunner.job.call import LibraryCall
 from batchrunner.job.load import EngineLike
 from batchrunner.job.python_functions import open_functions
-from batchrunner.job.spec import Job, LimitsSpec, OnLength
+from batchrunner.job.spec import InputSpec, Job, LimitsSpec, OnLength
 from batchrunner.job.tasks import Dtype
 from batchrunner.output.columns import schema_of_run
 from batchrunner.output.merge import merge
@@ -49,7 +49,7 @@ def results_of(
                 write_parquet(batches_of(rows), source)
             except pa.ArrowException as failure:
                 raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
-        dataset = Dataset(paths or str(source), copies=RunDir(out).copies)
+        dataset = Dataset(InputSpec(path=paths or str(source)), copies=RunDir(out).copies)
         job = call.job(dataset.schema, paths or [str(source)], out)
         if not dataset.total_rows:
             return _no_results(job, dataset)

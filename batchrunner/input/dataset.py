@@ -42,7 +42,9 @@ from batchrunner.input.parquet_copy import (
     stored_schema,
 )
 from batchrunner.input.templates import unknown_column
+from batchrunner.job.arrow_types import type_name
 from batchrunner.job.output import StorageSpec
+from batchrunner.job.spec import InputSpec
 from batchrunner.output.arrow_arrays import arrow_array, arrow_scalar
 
 READERS = 8
@@ -119,9 +121,8 @@ class Dataset:
 
     def __init__(
         self,
-        path: str | Sequence[str],
+        source: InputSpec,
         run: Path | None = None,
-        types: Mapping[str, str] | None = None,
         storage: StorageSpec | None = None,
         copies: Path | None = None,
         *,
@@ -129,11 +130,11 @@ class Dataset:
     ) -> None:
         """Find the files, without those in the run directory `run`, their columns and row groups.
 
-        `types` are those of `input.types`, `storage` says how object stores are reached, and a batch file
-        has requests on its lines. Parquet copies of files of other formats are in the directory
-        `copies`, by default in one that is deleted with this object. Raises InputError where a file is
-        missing or unreadable.
+        `storage` says how object stores are reached, and a batch file has requests on its lines. Parquet
+        copies of files of other formats are in the directory `copies`, by default in one that is deleted with
+        this object. Raises InputError where a file is missing or unreadable.
         """
+        path = source.path
         self._find = functools.partial(find_files, [path] if isinstance(path, str) else path, run, storage)
         fs, paths = self._find()
         if is_batch and len(paths) > 1:
@@ -145,25 +146,28 @@ class Dataset:
             copies = Path(tempfile.mkdtemp(prefix="batchrunner-copies-"))
             weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
         with thread_pool(READERS) as pool:
-            shared = repeat(copies or Path()), repeat(types or {}), repeat(is_batch)
+            shared = repeat(copies or Path()), repeat(source), repeat(is_batch)
             self.files = list(pool.map(SourceFile, repeat(fs), paths, *shared))
         _unify_json_lines(self.files)
         self._starts = [0, *accumulate(source.rows for source in self.files)]
         self.total_rows = self._starts[-1]
-        for source, start in zip(self.files, self._starts, strict=False):
-            source.begin_at(start)
+        for file, start in zip(self.files, self._starts, strict=False):
+            file.begin_at(start)
         self._paths_by_schema: dict[pa.Schema, str] = {}  # of the first file that has a schema
-        for source in self.files:
-            self._paths_by_schema.setdefault(source.schema, source.path)
+        for file in self.files:
+            self._paths_by_schema.setdefault(file.schema, file.path)
         stored = {name for schema in self._paths_by_schema for name in schema.names}
         in_paths = partition_types([file.partitions for file in self.files])
         # some writers also store a partition column, and any directory name may contain "="
         self.partition_types = {name: kind for name, kind in in_paths.items() if name not in stored}
-        texts = [source for source in self.files if source.is_text]
+        texts = [file for file in self.files if file.is_text]
         self.has_text_files = bool(texts)
         """Whether the types of columns come from values, or from `input.types`."""
-        self._problems = [PROBLEM] if any(source.has_problems for source in self.files) else []
-        _check_types(types or {}, dict.fromkeys(name for source in texts for name in source.schema.names))
+        self._problems = [PROBLEM] if any(file.has_problems for file in self.files) else []
+        _check_types(source.types, dict.fromkeys(name for file in texts for name in file.schema.names))
+        if not any(file.format.kind == "CSV" for file in texts):
+            for name in {"delimiter", "encoding", "decimal"} & source.model_fields_set:
+                raise InputError(f"input.{name}: is for CSV, and the input has no such file")
         self.schema = pa.schema(
             [*self.files[0].schema, *(pa.field(*item) for item in self.partition_types.items())]
         )
@@ -219,7 +223,8 @@ class Dataset:
             kind = schema.field(found[0]).type
             if kind != field.type:
                 raise InputError(
-                    f"{path}: column {name!r} is {kind}, but {field.type} in {self.files[0].path}",
+                    f"{path}: column {name!r} is {type_name(kind)}, "
+                    f"but {type_name(field.type)} in {self.files[0].path}",
                     hint="write both with one type"
                     + (", or give its type in input.types" if self.has_text_files else ""),
                 )

@@ -23,6 +23,7 @@ from batchrunner.core.errors import BatchrunError, InputChangedError, InputError
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, is_special, known_format
 from batchrunner.input.parquet_copy import PROBLEM, first_line, normalized, write_parquet
 from batchrunner.job.output import StorageSpec
+from batchrunner.job.spec import InputSpec
 from batchrunner.output.addresses import check_client, store_address
 from batchrunner.output.files import make_directory, whole_file, writing
 
@@ -237,11 +238,11 @@ class SourceFile:
     """
 
     def __init__(
-        self, fs: pafs.FileSystem, path: str, copies: Path, types: Mapping[str, str], is_batch: bool
+        self, fs: pafs.FileSystem, path: str, copies: Path, source: InputSpec, is_batch: bool
     ) -> None:
         """Find the columns and row groups; raises InputError where the file is missing or unreadable.
 
-        `copies` is the directory of the Parquet copies, `types` are those of `input.types`; the lines of a
+        `copies` is the directory of the Parquet copies, `source` says how texts are read; the lines of a
         batch file are requests.
         """
         self._fs = fs
@@ -258,7 +259,7 @@ class SourceFile:
             if self.format.kind == "Parquet":
                 self.digest = self._digest_of(self._size)
             else:
-                self._parquet = pafs.LocalFileSystem(), str(self._find_copy(copies, types, is_batch))
+                self._parquet = pafs.LocalFileSystem(), str(self._find_copy(copies, source, is_batch))
             with contextlib.closing(self._opened()) as file:
                 footer, schema = file.metadata, file.schema_arrow
         except BatchrunError:
@@ -401,13 +402,14 @@ class SourceFile:
                 digest.update(block)
         return digest.hexdigest()
 
-    def _find_copy(self, copies: Path, types: Mapping[str, str], is_batch: bool) -> Path:
+    def _find_copy(self, copies: Path, spec: InputSpec, is_batch: bool) -> Path:
         """Return the Parquet copy of the file, which is made unless it is there.
 
         One of several processes makes it, where the file system has locks. Raises InputError or StorageError,
         and what reading raises.
         """
-        about = repr((self.path, self._seen, sorted(types.items()), is_batch))
+        texts = spec.types, spec.delimiter, spec.encoding, spec.decimal
+        about = repr((self.path, self._seen, texts, is_batch))
         copy = copies / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.parquet"
         if copy.exists():
             return copy
@@ -419,11 +421,11 @@ class SourceFile:
                     log.info("%s: a Parquet copy is made of it (%d MiB)", self.path, self._size >> 20)
                 self.digest = self._digest_of(self._size)
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
-                    write_parquet(self._rows(types, is_batch), temporary, {_DIGEST: self.digest.encode()})
+                    write_parquet(self._rows(spec, is_batch), temporary, {_DIGEST: self.digest.encode()})
                     self.check_unchanged()  # it was read after its digest was made
         return copy
 
-    def _rows(self, types: Mapping[str, str], is_batch: bool) -> Iterator[pa.RecordBatch]:
+    def _rows(self, spec: InputSpec, is_batch: bool) -> Iterator[pa.RecordBatch]:
         """Read the file once, from its beginning to its end; raises InputError."""
         from batchrunner.input.text_files import batches_of_file  # noqa: PLC0415 - not for Parquet
 
@@ -435,7 +437,7 @@ class SourceFile:
                 else:
                     opened = self._fs.open_input_stream(self.path, compression=self.format.compression)
                 source = io.BufferedReader(stack.enter_context(opened), READ_BUFFER_BYTES)
-                yield from batches_of_file(source, self.path, self.format, types, is_batch=is_batch)
+                yield from batches_of_file(source, self.path, self.format, spec, is_batch=is_batch)
         except BatchrunError:
             raise
         except self.read_errors as failure:

@@ -1,25 +1,44 @@
 """`batchrun init`: a commented job for a data file, whose prompt is the likeliest text column."""
 
+import codecs
+import contextlib
+import io
 import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.types as pt
+from pyarrow import csv
+from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, JobError
+from batchrunner.core.files import format_of
 from batchrunner.input.dataset import Dataset, is_ids, is_text, usable_columns
+from batchrunner.input.files import find_files
 from batchrunner.input.messages import holds_messages
 from batchrunner.input.templates import template_of_column
+from batchrunner.job.arrow_types import type_name
 from batchrunner.job.fields import user_paths
 from batchrunner.job.output import RESULT_COLUMNS
+from batchrunner.job.spec import InputSpec
 
 TEXT_NAMES = (
     "prompt", "instruction", "question", "query", "input", "text", "content", "document", "body", "article",
     "message", "source", "review", "comment", "description", "abstract", "title",
 )  # fmt: skip
 """Names of columns that commonly hold what is asked, the likeliest first."""
-ID_NAME = re.compile(r"(.*[ _-])?(?i:id|uuid|guid|key)|.*[a-z](Id|ID)")
+ID_NAME = re.compile(r"(.*[ _-])?(?i:id|uuid|guid|key|sku|no|code|isbn|.*nr)|.*[a-z](Id|ID)")
+MOST_ID_BYTES = 64
+"""Most bytes, on average, of what tells rows apart."""
+SAMPLED_ROWS, SAMPLED_BYTES = 1000, 16 << 20
+"""What is looked at of the data."""
+ENCODINGS = ("utf-8", "utf-16", "cp1252", "latin-1")
+"""Encodings of CSV files, in the order in which they are tried; the last one is never wrong."""
+GUESSED = {"int64", "float64", "date", "bool"}
+"""Types of columns of CSV files that a job is proposed to give them."""
 ENGINES = {
     "server": """engine:
   kind: server                    # starts an SGLang server here, and ends it with the run
@@ -42,23 +61,32 @@ def new_job(path: str, engine: str) -> str:
         raise JobError(
             f"--engine {engine}", hint="give server or simulated; change the job for the other kinds"
         )
-    dataset = Dataset(user_paths(path))
+    options, types = _of_csv(path)
+    dataset = Dataset(InputSpec.model_validate({"path": path, **options}))
     if not dataset.total_rows:
         raise InputError(f"{path}: no rows in {len(dataset.files)} file(s)")
     usable = usable_columns(dataset)
     if not usable:
         raise InputError(f"{path}: no column that a job can use")
-    name, prompt = _prompt(usable)
-    carried = [other for other, kind in usable.items() if ID_NAME.fullmatch(other) and not pt.is_nested(kind)]
-    carried = [other for other in carried if other not in {name, *RESULT_COLUMNS}]
-    columns = "".join(f"#   {_quoted(f.name)}: {' '.join(str(f.type).split())}\n" for f in dataset.schema)
+    short = [name for name, kind in usable.items() if is_text(kind) or pt.is_integer(kind)]
+    rows = BitMap64(range(min(SAMPLED_ROWS, dataset.total_rows)))
+    sample = pa.Table.from_batches(batch.data for batch in dataset.read(rows, short))
+    name, prompt = _prompt(usable, sample)
+    others = [other for other in usable if other not in {name, *RESULT_COLUMNS}]
+    carried = [other for other in others if ID_NAME.fullmatch(other) and not pt.is_nested(usable[other])]
+    unique = [other for other in others if other in short and _tells_apart(sample.column(other))]
+    if not {*unique} & {*carried}:
+        carried += unique[:1]
+    columns = "".join(f"#   {_quoted(f.name)}: {type_name(f.type)}\n" for f in dataset.schema)
     return (
         "# A job for batchrunner, made by `batchrun init`. Save it as job.yaml, change what you like, then:\n"
         "#   batchrun check job.yaml   validates it and shows three prompts; sends nothing\n"
         "#   batchrun job.yaml         runs it; the same command resumes\n"
         f"#\n# Columns of the data, {dataset.total_rows:,} rows:\n{columns}\n"
         f"input:\n  path: {_quoted(path)}\n"
-        f"  columns: [{', '.join(map(_quoted, carried))}]"
+        + "".join(f"  {option}: {_quoted(value)}\n" for option, value in options.items())
+        + (f"  # types: {json.dumps(types, ensure_ascii=False)}   # all else is text\n" if types else "")
+        + f"  columns: [{', '.join(map(_quoted, carried))}]"
         "   # copied into the results: those that tell rows apart\n"
         "  # limit: 100                    # for a trial: the first rows only\n\n"
         f"prompt:\n  {prompt}\n\n"
@@ -71,7 +99,46 @@ def new_job(path: str, engine: str) -> str:
     )
 
 
-def _prompt(usable: Mapping[str, pa.DataType]) -> tuple[str, str]:
+def _tells_apart(column: "pa.ChunkedArray[Any]") -> bool:
+    """Tell whether a column identifies rows: no value is missing or there twice, and they are short."""
+    is_unique = bool(pc.count_distinct(column).as_py() == len(column))
+    return is_unique and column.nbytes < MOST_ID_BYTES * len(column)
+
+
+def _of_csv(path: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return how a CSV file is read, unless by default, and the types of its columns that are no texts."""
+    fs, files = find_files([user_paths(path)])
+    form = format_of(files[0])
+    if form.kind != "CSV":
+        return {}, {}
+    with fs.open_input_stream(files[0], compression=form.compression) as source:
+        content = source.read(SAMPLED_BYTES)
+    for encoding in ENCODINGS:
+        with contextlib.suppress(UnicodeError):
+            text = codecs.getincrementaldecoder(encoding)().decode(content).encode()
+            break
+
+    def columns(delimiter: str, decimal: str = ".") -> dict[str, str]:
+        """Return the types of the columns if the file is read so."""
+        parsing = csv.ParseOptions(
+            delimiter=delimiter, newlines_in_values=True, invalid_row_handler=lambda _: "skip"
+        )
+        numbers = csv.ConvertOptions(decimal_point=decimal)
+        try:
+            reader = csv.open_csv(io.BytesIO(text), parse_options=parsing, convert_options=numbers)
+        except pa.ArrowInvalid:
+            return {}
+        return {field.name: type_name(field.type) for field in reader.schema}
+
+    usual = {"delimiter": "\t" if form.ending == ".tsv" else ",", "encoding": "utf-8", "decimal": "."}
+    delimiter = max(usual["delimiter"] + ",;\t|", key=lambda mark: len(columns(mark)))
+    decimal = max(".,", key=lambda mark: [*columns(delimiter, mark).values()].count("float64"))
+    found = {"delimiter": delimiter, "encoding": encoding, "decimal": decimal}
+    types = {name: kind for name, kind in columns(delimiter, decimal).items() if kind in GUESSED}
+    return {name: value for name, value in found.items() if value != usual[name]}, types
+
+
+def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, str]:
     """Return the column that the prompt is made of, and the lines of the job's `prompt`."""
     for name, kind in usable.items():
         if holds_messages(kind) and not is_text(kind):
@@ -82,6 +149,7 @@ def _prompt(usable: Mapping[str, pa.DataType]) -> tuple[str, str]:
         return ids[0], f"input_ids: {_quoted(ids[0])}   # token ids"
     likely = [name for wanted in TEXT_NAMES for name in texts if name.lower() == wanted]
     others = [name for name in texts if not ID_NAME.fullmatch(name)]
+    others.sort(key=lambda name: -sample.column(name).nbytes)  # the longest text first
     name = [*likely, *others, *texts, *usable][0]
     template = _quoted(f"{{{{ {template_of_column(name)} }}}}")
     return name, f"# system: You are terse.\n  user: {template}   # Jinja2 over the columns of a row"

@@ -44,6 +44,7 @@ from batchrunner.input.templates import (
     template_of_column,
     with_fields,
 )
+from batchrunner.job.arrow_types import type_name
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec
 from batchrunner.job.spec import InputSpec
@@ -304,7 +305,7 @@ def _check(
     kind = dataset.field(name, where=where).type
     if not fits(kind):
         raise InputError(
-            f"{where}: column {name!r} must hold {wanted} (got {kind})",
+            f"{where}: column {name!r} must hold {wanted} (got {type_name(kind)})",
             hint="a column of CSV gets a type in input.types" if is_text(kind) else None,
         )
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 import pyarrow as pa
 
+from batchrunner.core.console import counted
 from batchrunner.core.errors import InputError
 from batchrunner.input.files import find_files
 from batchrunner.input.parquet_copy import array_of, first_line, in_chunks
@@ -190,6 +191,7 @@ def batches_of_rows(
             ) from None
     if not columns:
         raise InputError(
-            f"rows: {len(rows)} rows without a column, from row {first} on", hint="give each one at least"
+            f"rows: {counted(len(rows), 'row')} without a column, from row {first} on",
+            hint="give each one at least",
         )
     return [pa.RecordBatch.from_pydict(columns)]

@@ -9,7 +9,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import IO, Any, AnyStr, TypeAlias
 
 import msgspec
 import pyarrow as pa
@@ -18,18 +18,9 @@ from batchrunner.core.errors import InputError
 from batchrunner.core.files import FileFormat
 from batchrunner.input.parquet_copy import PROBLEM, array_of, in_chunks, text_of
 from batchrunner.input.request_bodies import BATCH_COLUMNS, request_lines
+from batchrunner.job.arrow_types import PLAIN_TYPES, type_name
+from batchrunner.job.spec import InputSpec
 
-TYPES: dict[str, pa.DataType] = {
-    "string": pa.string(),
-    "bool": pa.bool_(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "float32": pa.float32(),
-    "float64": pa.float64(),
-    "date": pa.date32(),
-    "timestamp": pa.timestamp("us"),
-}
-"""Arrow types, by their names in `input.types`."""
 BATCH_ROWS = 4096
 """Most rows of a batch."""
 LONGEST_LINE_BYTES = 64 << 20
@@ -39,6 +30,7 @@ _NO_NUMBER = re.compile(rb"[:,[]\s*-?(NaN|Infinity)\b")
 """What some programs write into JSON for numbers that it does not have."""
 MOST_SHOWN = 40
 """Most characters of a bad value in a message."""
+_POINTS_AND_COMMAS = str.maketrans(".,", ",.")
 BOM = b"\xef\xbb\xbf"
 """Mark at the beginning of a UTF-8 file, which some editors write; it is no part of the text."""
 ARROW_MAGIC, ARROW_HEAD_BYTES = b"ARROW1", 8
@@ -51,27 +43,29 @@ _Cells: TypeAlias = tuple[int, list[str], str | None, int]
 
 
 def batches_of_file(
-    source: io.BufferedReader, path: str, form: FileFormat, types: Mapping[str, str], *, is_batch: bool
+    source: io.BufferedReader, path: str, form: FileFormat, spec: InputSpec, *, is_batch: bool
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a file that is open, without its compression.
 
-    `types` are those of `input.types`; a batch file has requests in OpenAI's format. Raises InputError,
-    OSError or ArrowException.
+    `spec` says how texts are read; a batch file has requests in OpenAI's format. Raises InputError, OSError
+    or ArrowException.
     """
     if form.kind == "Arrow":
         return _arrow_batches(source)
-    lines = _lines(source, path)
-    if is_batch:
-        return _object_batches(request_lines(lines), path, dict.fromkeys(BATCH_COLUMNS, "string"))
-    if form.kind == "JSON Lines":
-        return _object_batches(_json_records(lines), path, types)
-    return _csv_batches(lines, path, "\t" if form.ending == ".tsv" else ",", types)
-
-
-def _lines(source: io.BufferedReader, path: str) -> Iterator[bytes]:
-    """Yield the lines of a text file, without its BOM; raises InputError for a line that is too long."""
     if source.peek(len(BOM)).startswith(BOM):
         source.read(len(BOM))
+    if is_batch:
+        requests = request_lines(_lines(source, path))
+        return _object_batches(requests, path, dict.fromkeys(BATCH_COLUMNS, "string"))
+    if form.kind == "JSON Lines":
+        return _object_batches(_json_records(_lines(source, path)), path, spec.types)
+    text = io.TextIOWrapper(source, spec.encoding, "surrogateescape", newline="\n")
+    delimiter = spec.delimiter or ("\t" if form.ending == ".tsv" else ",")
+    return _csv_batches(_csv_records(_lines(text, path), path, delimiter, spec.encoding), path, spec)
+
+
+def _lines(source: IO[AnyStr], path: str) -> Iterator[AnyStr]:
+    """Yield the lines of a text file; raises InputError for one that is too long."""
     number = 0
     while line := source.readline(LONGEST_LINE_BYTES):
         number += 1
@@ -80,7 +74,9 @@ def _lines(source: io.BufferedReader, path: str) -> Iterator[bytes]:
         yield line
 
 
-def _batch_of(path: str, chunk: Sequence[Record], kinds: Mapping[str, pa.DataType | None]) -> pa.RecordBatch:
+def _batch_of(
+    path: str, chunk: Sequence[Record], kinds: Mapping[str, pa.DataType | None], decimal: str = "."
+) -> pa.RecordBatch:
     """Return records as a batch with PROBLEM; a column without a type gets that of its values."""
     problems = [problem for _, _, problem, _ in chunk]
     arrays = []
@@ -89,7 +85,7 @@ def _batch_of(path: str, chunk: Sequence[Record], kinds: Mapping[str, pa.DataTyp
         if kind is None:
             arrays.append(array_of(values))
             continue
-        array, misfits = _typed(values, kind)
+        array, misfits = _typed(values, kind, decimal)
         arrays.append(array)
         for at, why in misfits.items():
             problems[at] = problems[at] or f"column {name!r}: {why}"
@@ -100,7 +96,7 @@ def _batch_of(path: str, chunk: Sequence[Record], kinds: Mapping[str, pa.DataTyp
     return pa.RecordBatch.from_arrays([*arrays, pa.array(told)], names=[*kinds, PROBLEM])
 
 
-def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+def _typed(values: Sequence[Any], kind: pa.DataType, decimal: str) -> tuple[pa.Array, dict[int, str]]:
     """Return values as a column of a type, with null for those that do not fit, and what is wrong with these.
 
     An empty text is null, except in a column of texts.
@@ -109,6 +105,8 @@ def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int
     if pa.types.is_string(kind):
         return pa.array(texts, kind), {}
     texts = [(text and text.strip()) or None for text in texts]
+    if decimal == "," and pa.types.is_floating(kind):
+        texts = [text and text.translate(_POINTS_AND_COMMAS) for text in texts]
     misfits: dict[int, str] = {}
     try:
         return pa.array(texts, pa.string()).cast(kind), misfits
@@ -117,15 +115,12 @@ def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int
             try:
                 pa.scalar(text, pa.string()).cast(kind)
             except pa.ArrowException:
-                misfits[at] = f"{text!r:.{MOST_SHOWN}} is not {kind}"
+                misfits[at] = f"{values[at]!r:.{MOST_SHOWN}} is not {type_name(kind)}"
                 texts[at] = None
     return pa.array(texts, pa.string()).cast(kind), misfits
 
 
-def _csv_batches(
-    lines: Iterator[bytes], path: str, delimiter: str, types: Mapping[str, str]
-) -> Iterator[pa.RecordBatch]:
-    records = _csv_records(lines, path, delimiter)
+def _csv_batches(records: Iterator[_Cells], path: str, spec: InputSpec) -> Iterator[pa.RecordBatch]:
     line, header, problem, _ = next(records, (1, [], "is missing", 0))
     if twice := [name for name in header if name and header.count(name) > 1]:
         problem = f"has {twice[0]!r} twice"
@@ -134,10 +129,10 @@ def _csv_batches(
             f"{path}: line {line}: the header {problem}",
             hint="the first line of a CSV file names its columns",
         )
-    kinds = {name: TYPES[types.get(name, "string")] for name in header}
+    kinds = {name: PLAIN_TYPES[spec.types.get(name, "string")] for name in header}
     yield _batch_of(path, [], kinds)
     for chunk in in_chunks(_of_width(records, header), BATCH_ROWS, itemgetter(-1)):
-        yield _batch_of(path, chunk, kinds)
+        yield _batch_of(path, chunk, kinds, spec.decimal)
 
 
 def _of_width(records: Iterable[_Cells], names: list[str]) -> Iterator[Record]:
@@ -150,11 +145,14 @@ def _of_width(records: Iterable[_Cells], names: list[str]) -> Iterator[Record]:
             yield line, dict(zip(names, cells, strict=True)), None, size
 
 
-def _csv_records(lines: Iterator[bytes], path: str, delimiter: str) -> Iterator[_Cells]:
-    """Yield the records of a CSV file, as RFC 4180 has them; raises InputError for a misplaced quote."""
-    reader = csv.reader(
-        (line.decode("utf-8", "surrogateescape") for line in lines), delimiter=delimiter, strict=True
-    )
+def _csv_records(lines: Iterator[str], path: str, delimiter: str, encoding: str) -> Iterator[_Cells]:
+    """Yield the records of a CSV file, as RFC 4180 has them; raises InputError for a misplaced quote.
+
+    Raises it too where no record with other characters than ASCII has the encoding: then it is another one.
+    """
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    undecoded, is_known = 0, False
+    problem = f"is not {encoding.upper()}: write input.encoding; cp1252 and utf-16 are those of Excel"
     while True:
         line = reader.line_num + 1
         try:
@@ -164,12 +162,18 @@ def _csv_records(lines: Iterator[bytes], path: str, delimiter: str) -> Iterator[
                 f"{path}: the record at line {line}: {failure}",
                 hint="correct its quotes, or write the file as Parquet",
             ) from None
+        except UnicodeError:
+            undecoded, is_known, cells = line, False, None
         if cells is None:
-            return
+            break
         if cells:
             text = "".join(cells)
             is_text = text.isascii() or not any("\udc80" <= char <= "\udcff" for char in text)
-            yield line, cells, None if is_text else "is not UTF-8: write the file as UTF-8", len(text)
+            undecoded = undecoded or (0 if is_text else line)
+            is_known = is_known or (is_text and not text.isascii())
+            yield line, cells, None if is_text else problem, len(text)
+    if undecoded and not is_known:
+        raise InputError(f"{path}: line {undecoded} {problem}")
 
 
 def _json_records(lines: Iterable[bytes]) -> Iterator[Record]:
@@ -210,11 +214,13 @@ def _object_batches(
         first = first or next((record for record in chunk if record[2]), None)
         found = found or any(record[2] is None for record in chunk)
         names = dict.fromkeys(key for _, row, _, _ in chunk for key in row)
-        yield _batch_of(path, chunk, {name: TYPES[types[name]] if name in types else None for name in names})
+        yield _batch_of(
+            path, chunk, {name: PLAIN_TYPES[types[name]] if name in types else None for name in names}
+        )
     if not found:
-        told = f" (line {first[0]}: {first[2]})" if first else ""
+        told = f"no line is a JSON object (line {first[0]}: {first[2]})" if first else "is empty"
         raise InputError(
-            f"{path}: no line is a JSON object{told}",
+            f"{path}: {told}",
             hint="write JSON Lines, an object on each line (for an array: jq -c '.[]')",
         )
 

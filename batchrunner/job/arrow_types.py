@@ -9,6 +9,7 @@ import datetime as dt
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,6 +23,7 @@ PLAIN_TYPES: dict[str, pa.DataType] = {
     "float16": pa.float16(), "float32": pa.float32(), "float64": pa.float64(), "binary": pa.binary(),
     "date": pa.date32(), "timestamp": pa.timestamp("us"), "json": pa.string(),
 }  # fmt: skip
+_NAMES = {str(kind): name for name, kind in reversed(PLAIN_TYPES.items())}
 _WORDS = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64"}
 """Kinds by the words of JSON Schema for scalars."""
 _FORMATS = {"date": "date", "date-time": "timestamp", "binary": "binary"}
@@ -37,6 +39,12 @@ def arrow_type(kind: ColumnKind) -> pa.DataType:
     if name == "list":
         return pa.list_(arrow_type(inner))
     return pa.struct([(field, arrow_type(below)) for field, below in inner])
+
+
+def type_name(kind: pa.DataType) -> str:
+    """Return the name of a type as a job has it, also within lists and structs; others as Arrow has them."""
+    words = " ".join(str(kind).split())
+    return re.sub(r"\b[a-z]+\d*\b(\[\w+\])?(?!:)", lambda word: _NAMES.get(word[0], word[0]), words)
 
 
 def kind_of_schema(schema: Any, *, formats: bool = False) -> ColumnKind:

@@ -126,6 +126,14 @@ RISING = (0.4, 0.8)
 ColumnType: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "date", "timestamp"]
 
 
+def _known_encoding(name: str) -> str:
+    try:
+        "".encode(name)
+    except LookupError:
+        raise ValueError(f"{name!r} is none: utf-8, cp1252, latin-1 and utf-16, for example, are") from None
+    return name
+
+
 class InputSpec(Spec):
     """Where the rows come from."""
 
@@ -140,6 +148,12 @@ class InputSpec(Spec):
     types: dict[str, ColumnType] = {}
     """Types of columns of CSV and JSON Lines files. In CSV any other column is a text, as it stands in the
     file; in JSON Lines it has the type of its values. A value that does not fit fails its row."""
+    delimiter: Annotated[str, Field(pattern=r'^[^"\r\n]$')] | None = None
+    """Character between the values of CSV files; by default a comma, in `.tsv` a tab."""
+    encoding: Annotated[str, AfterValidator(_known_encoding)] = "utf-8"
+    """Encoding of CSV files by Python's name: `cp1252` is that of Excel in Western Europe."""
+    decimal: Literal[".", ","] = "."
+    """What stands before the decimals of numbers in CSV files, in columns of type float32 or float64."""
     rename: dict[str, str] = {}
     """New names for copied columns: `{input_name: output_name}`."""
     filter: str | None = None

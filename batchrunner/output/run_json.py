@@ -29,6 +29,8 @@ _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 _LONGEST_VALUE = 60
 """Characters of a value in an error message."""
 
+_OF_INPUT = ("filter", "columns", "rename", "types", "delimiter", "encoding", "decimal")
+
 
 def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:
     """Return what two attempts must have in common to belong to the same run.
@@ -42,10 +44,7 @@ def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dic
         "limit": job.input.limit,
         "task": job.task,
         **{field: attrgetter(field)(job) for field in fields},
-        "input.filter": job.input.filter,
-        "input.columns": job.input.columns,
-        "input.rename": job.input.rename,
-        "input.types": job.input.types,
+        **{f"input.{field}": getattr(job.input, field) for field in _OF_INPUT},
         "prompt": job.prompt.model_dump(mode="json", exclude_none=True),
         "sampling": job.sampling.model_dump(mode="json", exclude_none=True),
         "parse": None if job.parse is None else name_of(job.parse),

@@ -224,7 +224,7 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
 
 def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> Dataset:
     """Open the input, which must not contain the run's own results: the next attempt would read them."""
-    dataset = Dataset(job.input.path, run, job.input.types, job.storage, copies, is_batch=job.prompt.is_batch)
+    dataset = Dataset(job.input, run, job.storage, copies, is_batch=job.prompt.is_batch)
     if not dataset.total_rows:
         raise InputError(f"{join_paths(job.input.path)}: no rows in {len(dataset.files)} file(s)")
     _refuse_results(job.input.path, dataset)

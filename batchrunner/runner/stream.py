@@ -39,7 +39,7 @@ from batchrunner.input.templates import unknown_column
 from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.call import LibraryCall
 from batchrunner.job.python_functions import open_functions
-from batchrunner.job.spec import Job
+from batchrunner.job.spec import InputSpec, Job
 from batchrunner.job.tasks import numbers_of
 from batchrunner.output.columns import answer_value
 from batchrunner.output.counts import RowCounts
@@ -541,7 +541,7 @@ class StreamCall:
 
     def _files(self, paths: list[str], scratch: Path, stack: contextlib.AsyncExitStack) -> Source | None:
         run_dir = RunDir(scratch / "run")
-        dataset = Dataset(paths, run_dir.path, copies=run_dir.copies)
+        dataset = Dataset(InputSpec(path=paths), run_dir.path, copies=run_dir.copies)
         job = self.call.job(dataset.schema, paths, run_dir.path)
         if not dataset.total_rows:
             return None

@@ -230,7 +230,11 @@ def job_on(directory: Path, name: str, content: bytes, **source: Any) -> dict[st
 
 RECORDS = [
     ("a.csv", b"9,a,b", "line 3: 3 value(s), but the header has 2"),
-    ("a.csv", b"9,caf\xe9", "line 3: is not UTF-8: write the file as UTF-8"),
+    (
+        "a.csv",
+        b"9,caf\xe9",
+        "line 3: is not UTF-8: write input.encoding; cp1252 and utf-16 are those of Excel",
+    ),
     ("a.tsv", b"9", "line 3: 1 value(s), but the header has 2"),
     ("a.jsonl", b'{"id": 9', "line 2: not valid JSON: Input data was truncated"),
     (
@@ -251,7 +255,7 @@ def test_a_bad_record(tmp_path: Path, name: str, record: bytes, problem: str) ->
     """It fails with the line and the reason; the rows around it are done, and no filter hides it."""
     lines = [b'{"id": "7", "text": "a"}', record, b'{"id": "8", "text": "b"}']
     if name != "a.jsonl":
-        lines = [b"id,text", b"7,a", record, b"8,b"]
+        lines = [b"id,text", b"7,a", record, "8,ü".encode()]
     content = b"\n".join(lines) + b"\n"
     if name == "a.tsv":
         content = content.replace(b",", b"\t")
@@ -263,6 +267,25 @@ def test_a_bad_record(tmp_path: Path, name: str, record: bytes, problem: str) ->
         rows = {row["row"]: row for row in results_of(job_on(tmp_path, name, content))}
         assert rows[1]["error"].startswith(f"{tmp_path / name}: {problem}")
         assert {rows[number]["id"] for number in rows if number != 1} == ({"7"} if chosen else {"7", "8"})
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "problem"),
+    [
+        (
+            "a.csv",
+            {"encoding": "utf-99"},
+            "input.encoding: 'utf-99' is none: utf-8, cp1252, latin-1 and utf-16,",
+        ),
+        ("a.csv", {"encoding": "utf-16"}, "line 1 is not UTF-16: write input.encoding"),
+        ("a.csv", {"delimiter": ";;"}, "input.delimiter"),
+        ("a.jsonl", {"decimal": ","}, "input.decimal: is for CSV, and the input has no such file"),
+    ],
+)
+def test_a_wrong_way_to_read_csv(tmp_path: Path, name: str, source: dict[str, str], problem: str) -> None:
+    """It is refused in one line."""
+    content = b"id,text\n1,a\n" if name == "a.csv" else b'{"id": 1, "text": "a"}'
+    assert problem in refusal(job_on(tmp_path, name, content, **source), tmp_path)
 
 
 def test_types(tmp_path: Path) -> None:
@@ -307,7 +330,12 @@ def test_json_lines_files_have_one_schema(tmp_path: Path) -> None:
 FILES = [
     ("a.csv", b"", "the header is missing"),
     ("a.csv", b"id,text\n", "no rows in 1 file(s)"),
-    ("a.csv", "id,text\n1,a\n".encode("utf-16"), "line 1: the header is not UTF-8"),
+    ("a.csv", "id,text\n1,a\n".encode("utf-16"), "line 1: the header is not UTF-8: write input.encoding"),
+    (
+        "a.csv",
+        "id,text\n1,a\n2,ü\n".encode("cp1252"),
+        "line 3 is not UTF-8: write input.encoding; cp1252 and",
+    ),
     ("a.csv", gzip.compress(b"id,text\n1,a\n", mtime=0), "line 1: the header is not UTF-8"),
     (
         "a.csv",

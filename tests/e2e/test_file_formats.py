@@ -202,6 +202,31 @@ def test_files_of_several_formats_that_are_named(tmp_path: Path) -> None:
     assert [row["id"] for row in results_of(job)] == list(range(15))
 
 
+def of_excel(encoding: str, delimiter: str) -> bytes:
+    """Return a CSV file as Excel writes it in half of the world."""
+    cells = [["Nr", "Preis", "Notiz"], ["R-1", "1,50", f"schön{delimiter}\ngut"], ["R-2", "", "übel"]]
+    cells += [["R-3", "1.234", "é"]]
+    lines = [delimiter.join(f'"{cell}"' if "\n" in cell else cell for cell in row) for row in cells]
+    return "\r\n".join([*lines, ""]).encode(encoding)
+
+
+@pytest.mark.parametrize(("encoding", "delimiter"), [("cp1252", ";"), ("utf-16", "\t"), ("utf-8-sig", "|")])
+def test_csv_of_excel(tmp_path: Path, encoding: str, delimiter: str) -> None:
+    """Delimiter, encoding and decimal commas are the job's; a point is then no decimal point."""
+    path = tmp_path / "a.csv"
+    path.write_bytes(of_excel(encoding, delimiter))
+    source = {"path": str(path), "columns": ["Nr", "Preis", "Notiz"], "types": {"Preis": "float64"}}
+    source |= {"encoding": encoding, "delimiter": delimiter, "decimal": ","}
+    job = job_of(tmp_path, INSTANT, input=source, prompt={"text": "Notiz"})
+    batchrunner.run(job)
+    one, two, three = results_of(job)
+    assert (one["Nr"], one["Preis"], one["Notiz"]) == ("R-1", 1.5, f"schön{delimiter}\ngut")
+    assert (two["Preis"], two["Notiz"], two["error"]) == (None, "übel", None)
+    assert three["error"].endswith("line 5: column 'Preis': '1.234' is not float64")
+    with pytest.raises(ResumeError, match="decimal"):
+        batchrunner.run(job, overrides=["input.decimal=."])
+
+
 NULLS = pa.struct([("n", pa.int64()), ("nothing", pa.null())])
 UNUSUAL = {
     "views of lists of nulls": pa.list_view(NULLS),

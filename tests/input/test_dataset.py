@@ -18,6 +18,8 @@ from batchrunner.core.errors import InputError
 from batchrunner.input import text_files
 from batchrunner.input.dataset import Dataset, rows_of
 from batchrunner.input.job_input import MOST_LEASE_ROWS, cut_into_leases
+from batchrunner.job.arrow_types import PLAIN_TYPES
+from batchrunner.job.spec import InputSpec
 from tests.conftest import (
     INSTANT,
     job_of,
@@ -112,7 +114,7 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path, monkeypatch: py
 
 def values_in(path: Path, content: str, name: str = "a", types: dict[str, str] | None = None) -> list[Any]:
     path.write_text(content)
-    dataset = Dataset(str(path), types=types)
+    dataset = Dataset(InputSpec(path=str(path), types=types or {}))
     batches = dataset.read(BitMap64(range(dataset.total_rows)), [name])
     return [row[name] for batch in batches for row in rows_of(batch, [name]) if isinstance(row, dict)]
 
@@ -143,7 +145,7 @@ def test_types_of_json_lines_and_csv(tmp_path: Path, kind: str) -> None:
     text = {"bool": "true", "date": "2024-02-29", "timestamp": "2024-02-29 12:00:00"}.get(kind, "7")
     types = {"a": kind}
     found = values_in(tmp_path / "a.csv", f"a,b\n{text},x\n,y\n", types=types)
-    assert found == [pa.scalar(text).cast(text_files.TYPES[kind]).as_py(), "" if kind == "string" else None]
+    assert found == [pa.scalar(text).cast(PLAIN_TYPES[kind]).as_py(), "" if kind == "string" else None]
     assert values_in(tmp_path / "a.jsonl", json.dumps({"a": text}) + "\n", types=types) == found[:1]
 
 
@@ -152,10 +154,10 @@ def test_a_copy_is_kept_until_the_run_is_done(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"id": 1, "text": "a"}\n{"id": 2, "text": "b"}\n')
     copies = tmp_path / "copies"
-    first = Dataset(str(path), copies=copies)
+    first = Dataset(InputSpec(path=str(path)), copies=copies)
     (copy,) = copies.glob("*.parquet")
     made = copy.stat().st_mtime_ns
-    assert Dataset(str(path), copies=copies).facts() == first.facts()
+    assert Dataset(InputSpec(path=str(path)), copies=copies).facts() == first.facts()
     assert copy.stat().st_mtime_ns == made
     batchrunner.run(job_of(tmp_path, INSTANT, input={"path": str(path)}))
     assert not (tmp_path / "run" / ".input").exists()

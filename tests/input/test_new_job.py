@@ -22,12 +22,16 @@ def _in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def batchrunner_init(file: str) -> str:
+    made = batchrun("init", file, "--engine", "simulated")
+    assert made.exit_code == 0, made.output
+    return made.stdout
+
+
 def prompts_of(columns: dict[str, Any], *, file: str = "data.parquet") -> list[Any]:
     """Return the prompts that `check` shows of the job that `init` made, as it is."""
     pq.write_table(pa.table(columns), file)
-    made = batchrun("init", file, "--engine", "simulated")
-    assert made.exit_code == 0, made.output
-    Path("new.yaml").write_text(made.stdout)
+    Path("new.yaml").write_text(batchrunner_init(file))
     checked = batchrun("check", "new.yaml", "--json")
     assert checked.exit_code == 0, checked.output
     found = json.loads(checked.stdout)
@@ -70,6 +74,39 @@ def test_what_the_job_says() -> None:
     assert job["engine"]["kind"] == "server"
     assert "model" in job["engine"]
     assert job["input"] == {"path": "in/q.csv", "columns": ["user_id"]}
+
+
+@pytest.mark.parametrize(("encoding", "delimiter"), [("cp1252", ";"), ("utf-16", "\t"), ("utf-8", ",")])
+def test_a_csv_of_another_kind(encoding: str, delimiter: str) -> None:
+    """Delimiter, encoding and decimal comma are found out, and with them the job is good as it stands."""
+    rows = [["Datum", "SKU", "Preis", "PLZ", "Rückmeldung"]]
+    rows += [["2024-01-02", f"a{n}", f'"{n},5"', f"0{n}", f'"Sehr gut,{delimiter}\n{n}"'] for n in range(20)]
+    Path("q.csv").write_bytes("\n".join(map(delimiter.join, rows)).encode(encoding))
+    text = batchrunner_init("q.csv")
+    job = yaml.safe_load(text)
+    wanted = {"path": "q.csv", "columns": ["SKU"], "decimal": ","}
+    wanted |= {} if encoding == "utf-8" else {"encoding": encoding, "delimiter": delimiter}
+    assert job["input"] == wanted
+    assert '  # types: {"Datum": "date", "Preis": "float64", ' in text
+    Path("new.yaml").write_text(text)
+    first, *_ = json.loads(batchrun("check", "new.yaml", "--json").stdout)["prompts"]
+    assert first["prompt"][-1]["content"] == f"Sehr gut,{delimiter}\n0"
+
+
+@pytest.mark.parametrize(
+    ("columns", "carried"),
+    [
+        ({"text": ["a", "b"], "Artikelnr": ["x", "y"]}, ["Artikelnr"]),
+        ({"user_id": [1, 1], "text": ["a", "b"], "ref": ["x", "y"]}, ["user_id", "ref"]),
+        ({"kind": ["k", "k"], "number": [1, 2], "text": ["a", "b"]}, ["number"]),
+        ({"nothing": ["x", None], "text": ["a", "b"]}, []),
+        ({"page": ["x" * 99, "y" * 99], "text": ["a", "b"]}, []),
+    ],
+)
+def test_what_tells_rows_apart(columns: dict[str, Any], carried: list[str]) -> None:
+    """Columns by their names, and else the first short one without a null and a value that comes twice."""
+    pq.write_table(pa.table(columns), "d.parquet")
+    assert yaml.safe_load(batchrunner_init("d.parquet"))["input"]["columns"] == carried
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from pyroaring import BitMap64
 import batchrunner
 from batchrunner.core.errors import InputChangedError, InputError
 from batchrunner.input.dataset import Dataset
+from batchrunner.job.spec import InputSpec
 from tests.conftest import job_of, results_of, write_rows
 from tests.support.refusals import refusal, told
 from tests.support.store_server import StoreBucket
@@ -50,7 +51,7 @@ def test_a_file_that_changes(tmp_path: Path, store_bucket: StoreBucket, how: str
     """Bytes of another object are not read under the name of the first; a copy of itself is no change."""
     file = write_rows(tmp_path / "a.parquet", 300)
     store_bucket.put("a.parquet", file)
-    dataset = Dataset(f"{store_bucket.uri}/a.parquet")
+    dataset = Dataset(InputSpec(path=f"{store_bucket.uri}/a.parquet"))
     if how == "edited":
         store_bucket.put("a.parquet", write_rows(tmp_path / "b.parquet", 300, first=7))
     elif how == "copied":
