@@ -103,7 +103,7 @@ MOST_TOKENS = {
     "core": 8_100,
     "job": 18_200,
     "output": 23_100,
-    "input": 36_000,
+    "input": 35_600,
     "engines": 43_800,
     "advise": 12_800,
     "report": 10_800,

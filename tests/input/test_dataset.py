@@ -114,7 +114,7 @@ def test_a_file_that_is_named_twice_is_read_once(tmp_path: Path, monkeypatch: py
 
 def values_in(path: Path, content: str, name: str = "a", types: dict[str, str] | None = None) -> list[Any]:
     path.write_text(content)
-    dataset = Dataset(InputSpec(path=str(path), types=types or {}))
+    dataset = Dataset(InputSpec.model_validate({"path": str(path), "types": types or {}}))
     batches = dataset.read(BitMap64(range(dataset.total_rows)), [name])
     return [row[name] for batch in batches for row in rows_of(batch, [name]) if isinstance(row, dict)]
 
