@@ -67,10 +67,10 @@ class RouteRecord:
                 continues=False,
                 tools=None,
                 media=(),
-                items=tuple(item[:1] for item in request.items[:1]),
-                item_ids=tuple(ids[:1] for ids in request.item_ids[:1]),
+                items=request.items[:1],
+                item_ids=request.item_ids[:1],
             )
-        return request._replace(prompt=prompt, sampling=FEW_TOKENS, asks=None, affinity=refused.affinity)
+        return request._replace(prompt=prompt, sampling=FEW_TOKENS, asks=None, affinity=None)
 
 
 def is_why(row: PendingRow, max_attempts: int) -> bool:

@@ -302,12 +302,10 @@ class Dispatcher:
             return RowRefusedError(f"the engine died {row.deaths} times while it had this row: {error}")
         if isinstance(error, EngineBusyError):
             if not isinstance(error, EngineDiedError) and await self._is_why(row, route, now):
-                assert row.refusals is not None
-                why = RowRefusedError(
-                    f"refused {row.refusals.times} times while others were answered: {error}"
-                )
-                why.body = error.body
-                return why
+                times = row.refusals.times if row.refusals else 0
+                final = RowRefusedError(f"refused {times} times while others were answered: {error}")
+                final.body = error.body
+                return final
             self._check_engine(row, error, now)
         row.failures += isinstance(error, AttemptFailedError)
         pause_s = pause_before_retry(
@@ -331,26 +329,17 @@ class Dispatcher:
         answers = record.count(row, now)
         if is_why(row, self._limits.max_attempts):
             return True
-        if not (is_new or (answers and self._in_flight) or record.has_control or self._backlog.is_over):
-            await self._send_control(row, record, route)
-        return False
-
-    async def _send_control(self, row: PendingRow, record: RouteRecord, route: str) -> None:
-        """Send a control in the slot of a row that was refused: any reply shows that the engine works."""
-        control, sent_at = record.control_for(row.request), time.monotonic()
-        if self.by_affinity:  # it goes to the replica that refused the row
-            control = control._replace(affinity=row.affinity)
+        if is_new or (answers and self._in_flight) or record.has_control or self._backlog.is_over:
+            return False
         record.has_control = True
-        self._in_flight[row] = None
+        self._in_flight[row] = None  # the control has its slot
+        sent_at = time.monotonic()
         try:
-            await self._senders[route].send(control, alone=True)
-        except (EngineBusyError, NoAnswerError):
-            record.refused += 1
-            return
+            await self._senders[route].send(record.control_for(row.request), alone=True)
         except RequestError as failure:
-            log.debug("a control: %s", failure)
-            if isinstance(failure, AttemptFailedError) and failure.body is None:
-                return
+            if failure.body is None or isinstance(failure, EngineBusyError):
+                record.refused += 1
+                return False  # any other reply shows that the engine works
         finally:
             record.has_control = False
             del self._in_flight[row]
@@ -358,6 +347,7 @@ class Dispatcher:
         record.answered += 1
         self._refused_since = None
         self._slots.answered(route)
+        return False
 
     def _check_engine(self, row: PendingRow, error: EngineBusyError, now: float) -> None:
         """Raise EngineLostError if the engine took no row for `limits.engine_wait` seconds.

@@ -28,6 +28,7 @@ REFUSED: dict[Behaviour, str] = {
     "busy 503": "503: The request queue is full.",
     "denied 401": "refuses the API key (401: Unauthorized): see engine.api_key_env",
 }
+EMPTY = b"Connection: close\r\nContent-Length: 0\r\n\r\n"
 PATIENT = {"engine_wait": PATIENCE_S}
 
 
@@ -85,10 +86,12 @@ def test_several_rows_on_several_routes(tmp_path: Path, server: FakeSGLang) -> N
 
 
 @pytest.mark.usefixtures("full_requests")
-def test_a_row_in_a_bundle(tmp_path: Path, server: FakeSGLang) -> None:
-    """It is refused with others, and then alone."""
-    server.script = only(5, "abort 503")
-    server.bundles = lambda _: "rows"
+@pytest.mark.parametrize("together", [False, True])
+def test_a_row_in_a_bundle(tmp_path: Path, server: FakeSGLang, *, together: bool) -> None:
+    """It is refused alone, or with others and then alone."""
+    server.script = only(5, "gateway 504")
+    refused = OnWire(b"HTTP/1.1 504 Late\r\n" + EMPTY)
+    server.bundles = lambda body: refused if together and [5] in body["input_ids"] else "rows"
     job = bundled_job(tmp_path, server, limits=PATIENT)
     assert batchrunner.run(job).exit_code == 3
     check_failed(job, 5, of=40)
@@ -142,18 +145,17 @@ def test_an_outage(tmp_path: Path, server: FakeSGLang, what: Behaviour, row: int
     assert report.wall_s > 1.5
 
 
-EMPTY = b"Connection: close\r\nContent-Length: 0\r\n\r\n"
 PAGE = Body(b"\n<!DOCTYPE html><title>Log in</title>")
 NO_ENGINE: dict[str, tuple[Body | OnWire, str]] = {
     "a page": (PAGE, "not an answer of SGLang: <!DOCTYPE html><title>Log in</title>"),
     "nothing": (Body(b""), "not an answer of SGLang: nothing"),
     "a redirect": (
         OnWire(b"HTTP/1.1 302 Found\r\nLocation: https://login.invalid/\r\n" + EMPTY),
-        "leads to https://login.invalid/: give that address in engine.urls",
+        "leads to https://login.invalid/: correct engine.urls",
     ),
     "a redirect to a page": (
         OnWire(b"HTTP/1.1 302 Found\r\nLocation: /login\r\n" + EMPTY),
-        "/login, which is no engine",
+        "/login: correct engine.urls",
     ),
 }
 

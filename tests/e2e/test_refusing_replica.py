@@ -75,6 +75,22 @@ def test_other_ways_of_sending(tmp_path: Path, server: FakeSGLang, wrong: FakeSG
     rows_once(job, ROWS)
 
 
+def test_a_replica_that_turns_wrong_and_right(
+    tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Families of rows that it has are no longer its own; after a while it is tried again."""
+    monkeypatch.setattr("batchrunner.dispatch.queue.OUT_S", 0.3)
+    wrong.script = lambda _: says(404) if 20 <= len(wrong.sent) < 150 else "answer"
+    wrong.delay_s = server.delay_s = 0.02
+    texts = [f"{'long beginning ' * 60} {row % 4} {'of a family ' * 60} {row}" for row in range(600)]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "input.parquet")
+    job = job_of(tmp_path, attach(wrong, server), window=16)
+    assert batchrunner.run(job).exit_code == 0
+    rows_once(job, 600)
+    assert len(wrong.sent) > 160
+    assert events_of(job, "route_out")
+
+
 def test_rows_that_are_bad(tmp_path: Path, server: FakeSGLang) -> None:
     """Two replicas say so: they fail, and no replica is taken out."""
     server.script = lambda sent: "too long" if int(sent.prompt.split()[1]) % 10 == 0 else "answer"

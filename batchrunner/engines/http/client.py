@@ -398,12 +398,9 @@ class HttpEngine(Engine):
         """Send a body and return the reply; raises RequestError, with its `body`, where that is no answer."""
         sent_at = time.monotonic()
         answer = await self._exchange(endpoint, path, body, headers, replies.whole)
-        content = answer.content
-        if answer.status != _OK or not (
-            content.startswith(JSON_BEGINS) or content.lstrip().startswith(JSON_BEGINS)
-        ):
+        if answer.status != _OK or not answer.content.lstrip().startswith(JSON_BEGINS):
             raise await self._refusal(endpoint, answer, sent_at)
-        return content
+        return answer.content
 
     async def _post_task(
         self,

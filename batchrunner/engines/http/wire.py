@@ -318,7 +318,8 @@ class PostSender:
         Raises aiohttp.ClientError, OSError, or EngineDownError for a redirect that is not followed.
         """
         if not self.is_direct:
-            return await self._follow(await self._post_by_session(self._url, body, headers), body, headers)
+            answer = await self._post_by_session(self._url, body, headers)
+            return await self._follow(answer, body, headers) if answer.status in _REDIRECTS else answer
         more = _lines(headers).encode() if headers else b""
         try:
             connection = await self._connector.connect(self._request, [], self._session.timeout)
@@ -358,24 +359,20 @@ class PostSender:
 
         The key goes along: so it must be the same server, or the same host by TLS.
         """
-        followed, url = False, self._url
-        while answer.status in _REDIRECTS:
-            answer.release()
-            place = answer.headers.get("Location", "nowhere")
-            with suppress(ValueError):
-                to = url.join(URL(place))
-                place = str(to)
-                is_same = to.origin() == url.origin() or (to.host == url.host and to.scheme == "https")
-                if is_same and not followed and answer.status != _SEE_OTHER:
-                    followed, url = True, to
-                    answer = await self._post_by_session(to, body, headers)
-                    continue
-            why = f"{answer.status}: {url} leads to {place}"
-            raise EngineDownError(f"{why}: give that address in engine.urls")
-        if followed and answer.status != _OK and "json" not in answer.headers.get("Content-Type", ""):
-            answer.release()
-            raise EngineDownError(f"{answer.status}: {self._url} leads to {url}, which is no engine")
-        return answer
+        place = answer.headers.get("Location", "nowhere")
+        answer.release()
+        with suppress(ValueError):
+            to = self._url.join(URL(place))
+            is_same = to.origin() == self._url.origin() or (
+                to.host == self._url.host and to.scheme == "https"
+            )
+            if is_same and answer.status != _SEE_OTHER:
+                answer = await self._post_by_session(to, body, headers)
+                if answer.status == _OK or "json" in answer.headers.get("Content-Type", ""):
+                    return answer
+                answer.release()
+                place = answer.headers.get("Location", str(to))
+        raise EngineDownError(f"{answer.status}: {self._url} leads to {place}: correct engine.urls")
 
 
 def _has_proxy(url: URL) -> bool:

@@ -208,7 +208,7 @@ async def test_a_redirect_that_is_refused(other: str) -> None:
             await PostSender(session, url / "moved").post(b'{"text": "a"}', None)
     status, place = seen.moved
     assert str(refused.value).startswith(f"{status}: http://127.0.0.1:")
-    assert f"{place}: give that address in engine.urls" in str(refused.value)
+    assert f"{place}: correct engine.urls" in str(refused.value)
 
 
 async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
