@@ -144,7 +144,7 @@ def check_rounds(scratch: Path, rounds: int, seed: int, totals: Totals) -> None:
         expected = {row: said_of(row, asked, as_json="json" in check) for row, asked in attempts.items()}
         with FakeSGLang(script, max_running=32, delay_s=0.05) as server:
             job = bundled(folder, source, {"kind": "attach", "urls": [server.url]}, made)
-            job["check"] = {**check, "tries": TRIES}
+            job["accept"] = {**check, "tries": TRIES}
             job["limits"] = {"max_failed_rows": ROWS}
             one = Round(folder, job, expected, totals, made, calls, attempts=attempts)
             one.go_together(kills=6) if number % 2 else one.go(kills=6)

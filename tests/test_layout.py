@@ -192,7 +192,7 @@ def test_the_commands_load_no_pandas(tmp_path: Path, samples: int) -> None:
     So does the data set of a page, which is not in the list of commands.
     """
     job = job_of(
-        tmp_path, order="prefix", input={"filter": "id > 2"}, check={"regex": "a|b"},
+        tmp_path, order="prefix", input={"filter": "id > 2"}, accept={"regex": "a|b"},
         sampling={"n": samples}, output={"part_rows": 4},
         limits={"max_failed_rows": 10, "abort_failed_share": 1},
     )  # fmt: skip

@@ -48,7 +48,7 @@ def stream(
     sampling: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
     answers: Sequence[str] = (),
-    check: Mapping[str, Any] | None = None,
+    accept: Mapping[str, Any] | None = None,
     on_length: OnLength | None = None,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
     task: TaskName = GENERATE,
@@ -91,7 +91,7 @@ def stream(
         parse=parse,
         sampling=sampling,
         answers=answers,
-        check=check,
+        accept=accept,
         on_length=on_length,
         own_rows=files is None,
     )

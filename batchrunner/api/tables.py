@@ -83,7 +83,7 @@ def generate(
     sampling: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
     answers: Sequence[str] = (),
-    check: Mapping[str, Any] | None = None,
+    accept: Mapping[str, Any] | None = None,
     on_length: OnLength | None = None,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
     progress: bool = False,
@@ -103,7 +103,7 @@ def generate(
     list of addresses, or "simulated". `columns` are carried into the result, whose other columns are those
     of a result row (`row`, `output`, `finish_reason`, …, `error`), and those of `answers` (`output.columns`
     of a job, such as "logprobs").
-    `check` and `on_length` are those of a job: which answers are good.
+    `accept` and `on_length` are those of a job: which answers are good.
     `progress` and `on_progress` are as for `run`.
 
     Failed rows have an `error`; the table always has as many rows as the input. Raises BatchrunError, and
@@ -120,7 +120,7 @@ def generate(
         parse=parse,
         sampling=sampling,
         answers=answers,
-        check=check,
+        accept=accept,
         on_length=on_length,
     )
 

@@ -23,7 +23,7 @@ from batchrunner.job.answers import AnswerPlan, of_sample
 from batchrunner.job.arrow_types import fit, kind_of_schema
 from batchrunner.job.hook_loading import CHECK
 from batchrunner.job.output import CUT, PARSED, REASONING, TOOL_CALLS
-from batchrunner.job.spec import CheckSpec, Job
+from batchrunner.job.spec import AcceptSpec, Job
 from batchrunner.output.counts import ASKED_AGAIN, AskedAgain, Rejected
 
 MOST_LENGTHENED = 3
@@ -59,9 +59,9 @@ class AnswerChecker:
         tokenizer: RowTokenizer,
         functions: HookPool | None,
     ) -> None:
-        """Compile the conditions for rows with these columns; `functions` has the job's `check.python`."""
+        """Compile the conditions for rows with these columns; `functions` has the job's `accept.python`."""
         self._conditions = AnswerConditions(job, plan, columns)
-        self._check = job.check
+        self._check = job.accept
         self._tries = plan.tries
         self._lengthens = plan.on_length == "longer"
         self._tokenizer = tokenizer
@@ -143,20 +143,20 @@ class AnswerConditions:
 
     def __init__(self, job: Job, plan: AnswerPlan, columns: Collection[str]) -> None:
         """Compile the conditions for rows with these columns; raises JobError."""
-        check = job.check
+        accept = job.accept
         self._fails_cut = plan.on_length != "keep"
         self._wants_json = plan.checks_json
         self._adds_parsed = PARSED in plan.columns
-        self._expression = None if check.expression is None else AnswerExpression(check.expression, columns)
+        self._expression = None if accept.expression is None else AnswerExpression(accept.expression, columns)
         reads_parsed = self._expression is not None and self._expression.reads(PARSED)
         self._parses = self._wants_json or self._adds_parsed or reads_parsed
         self._by_row = plan.schema_by_row
         self._validator = None
         if self._parses and plan.schema is not None:
-            where = "check.json" if isinstance(check.json_, dict) else "sampling.json_schema"
+            where = "accept.json" if isinstance(accept.json_, dict) else "sampling.json_schema"
             self._validator = _validator({**plan.schema}, where)
         self._kind = kind_of_schema(plan.schema)
-        self._pattern = check.regex
+        self._pattern = accept.regex
         conditions = (self._expression, self._pattern, plan.schema)
         self.are_quick = not self._by_row and all(each is None for each in conditions)
         """Whether a check takes no longer than reading the answer does, whatever the answer."""
@@ -192,9 +192,9 @@ class AnswerConditions:
         if self._pattern is not None:
             try:
                 if not regex.search(self._pattern, text, timeout=LONGEST_SEARCH_S, concurrent=True):
-                    return f"the answer has no match of check.regex {self._pattern!r}"
+                    return f"the answer has no match of accept.regex {self._pattern!r}"
             except TimeoutError:
-                return f"check.regex {self._pattern!r} takes more than {LONGEST_SEARCH_S:g} s on the answer"
+                return f"accept.regex {self._pattern!r} takes more than {LONGEST_SEARCH_S:g} s on the answer"
         if self._expression is not None:
             thoughts = completion.columns.get(REASONING)
             answer = {
@@ -267,12 +267,12 @@ def _short(text: str) -> str:
     return line if len(line) <= LONGEST_COMPLAINT else line[: LONGEST_COMPLAINT - 1] + "…"
 
 
-def _next_try(first: Request, check: CheckSpec, number: int) -> Request:
+def _next_try(first: Request, accept: AcceptSpec, number: int) -> Request:
     """Return try `number` of a row, from 1 on: its first request with another seed and temperature."""
     sampling = {**first.sampling}
     seed = sampling.get("sampling_seed") or 0
     sampling["sampling_seed"] = (seed + number * SEED_STEP) & MOST_SEED
-    temperature = check.temperature_of(number, sampling.get("temperature"))
+    temperature = accept.temperature_of(number, sampling.get("temperature"))
     if temperature is not None:
         sampling["temperature"] = temperature
     return first._replace(sampling=sampling)

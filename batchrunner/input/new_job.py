@@ -91,7 +91,7 @@ def new_job(path: str, engine: str) -> str:
         "  # limit: 100                    # for a trial: the first rows only\n\n"
         f"prompt:\n  {prompt}\n\n"
         "sampling:\n"
-        "  max_new_tokens: 256             # the longest output, in tokens\n"
+        "  max_new_tokens: 1024            # the longest output, in tokens\n"
         "  temperature: 0\n\n"
         "output:\n  path: out/job                   # the results come into parts/ below it\n\n"
         f"{ENGINES[engine]}"

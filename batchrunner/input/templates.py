@@ -30,7 +30,7 @@ LONGEST_PROMPT = 64 << 20
 LINE_SHOWN = 100
 """Characters of a template's line that an error shows at most."""
 ANSWER_NAMES = ("output", "parsed", "reasoning", "finish_reason")
-"""Names of what `check.expression` knows of an answer; it cannot read a column of such a name."""
+"""Names of what `accept.expression` knows of an answer; it cannot read a column of such a name."""
 FILTERS_TO_TEXT = (
     "string", "upper", "lower", "trim", "title", "capitalize", "replace", "center", "truncate", "wordwrap",
     "indent", "striptags", "escape", "e", "forceescape", "urlize", "wordcount",
@@ -173,13 +173,13 @@ class Predicate(_OfColumns):
 
 
 class AnswerExpression:
-    """The job's `check.expression` over an answer and its row; `columns` are the row's that it reads."""
+    """The job's `accept.expression` over an answer and its row; `columns` are the row's that it reads."""
 
     def __init__(self, source: str, columns: Collection[str]) -> None:
         """Compile the expression for rows with these columns; raises JobError."""
         self._source = source
         available = [*ANSWER_NAMES, *(name for name in columns if name not in ANSWER_NAMES)]
-        self._predicate = Predicate(source, where="check.expression", available=available)
+        self._predicate = Predicate(source, where="accept.expression", available=available)
         self.columns = [name for name in self._predicate.columns if name not in ANSWER_NAMES]
 
     def reads(self, name: str) -> bool:
@@ -191,8 +191,8 @@ class AnswerExpression:
         try:
             is_good = self._predicate(values)
         except RowRefusedError as failure:
-            return f"check.expression fails: {str(failure).removeprefix('filter: ')}"
-        return None if is_good else f"check.expression is not true: {self._source}"
+            return f"accept.expression fails: {str(failure).removeprefix('filter: ')}"
+        return None if is_good else f"accept.expression is not true: {self._source}"
 
 
 class NotTextError(ValueError):

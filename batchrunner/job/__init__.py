@@ -1,6 +1,6 @@
 """The job that a user describes: its fields, their checks and their descriptions, and how it is read.
 
-Fields: spec (`Job`, `InputSpec`, `CheckSpec`), and its parts prompt (with images, audio, videos and PDF
+Fields: spec (`Job`, `InputSpec`, `AcceptSpec`), and its parts prompt (with images, audio, videos and PDF
 documents), sampling, output (with storage) and engine; fields has the base class and common types. Reading:
 load (YAML, `--set`), call (the job of a call of the library, or of `batchrun batch`). Of a
 job: answers (`AnswerPlan`: columns and checks of its answers), python_functions (`open_functions`). Tasks

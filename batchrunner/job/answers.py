@@ -72,7 +72,7 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
     if job.prompt.is_batch:
         return AnswerPlan((RESPONSE,))
     parsed = functions.facts[PARSE].columns if functions and PARSE in functions.facts else ()
-    given, wanted = job.sampling.json_schema, job.check.json_
+    given, wanted = job.sampling.json_schema, job.accept.json_
     schema = next((each for each in (wanted, given) if isinstance(each, dict)), None)
     has_schema = given is not None or schema is not None
     checks_json = has_schema if wanted is None else bool(wanted)
@@ -92,8 +92,8 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
         schema,
         isinstance(given, FromColumn) and schema is None,
         on_length,
-        (job.check.tries or TRIES) if job.has_check else 1,
-        checks_json or job.check.has_condition or on_length != "keep" or PARSED in names,
+        (job.accept.tries or TRIES) if job.has_check else 1,
+        checks_json or job.accept.has_condition or on_length != "keep" or PARSED in names,
     )
 
 

@@ -42,7 +42,7 @@ class LibraryCall:
     parse: str | Callable[..., Any] | None = None
     sampling: Mapping[str, Any] | None = None
     answers: Sequence[str] = ()
-    check: Mapping[str, Any] | None = None
+    accept: Mapping[str, Any] | None = None
     on_length: OnLength | None = None
     own_rows: bool = False
     """Whether rows are the program's own, whose files of images, audio and videos may be anywhere."""
@@ -64,7 +64,7 @@ class LibraryCall:
             "prompt": dict(prompt),
             "sampling": self.sampling or {},
             "parse": self.parse,
-            "check": self.check or {},
+            "accept": self.accept or {},
             "on_length": self.on_length,
             "output": {"path": str(output), "columns": self.answers},
             "engine": self.engine,

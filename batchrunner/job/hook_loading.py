@@ -19,7 +19,7 @@ import typing_extensions
 from batchrunner.core.hook_worker import HookFacts, HookLoadError, UnusableValueError, failure_text
 from batchrunner.core.types import ColumnKind
 
-PROMPT, PARSE, CHECK = "prompt.python", "parse", "check.python"
+PROMPT, PARSE, CHECK = "prompt.python", "parse", "accept.python"
 """Places of functions in a job, by which the pool knows them: a row becomes a prompt, an answer becomes
 columns, an answer is judged."""
 MEDIA = "prompt"

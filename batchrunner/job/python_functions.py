@@ -31,7 +31,7 @@ def open_functions(job: Job) -> HookPool | None:
 
     Raises JobError for one that cannot be called.
     """
-    given = {PROMPT: job.prompt.python, PARSE: job.parse, CHECK: job.check.python}
+    given = {PROMPT: job.prompt.python, PARSE: job.parse, CHECK: job.accept.python}
     functions = [_function(where, function) for where, function in given.items() if function is not None]
     if job.prompt.has_media:
         _check_packages(job)

@@ -32,7 +32,7 @@ from batchrunner.job.tasks import GENERATE, PASSED_ON, TASKS, ChoiceTask, Rerank
 CHOICES = "prompt.choices"
 DOCUMENTS = "prompt.documents"
 OF_GENERATING = (
-    "sampling", "parse", "check", "on_length", "output.columns", "output.top_logprobs",
+    "sampling", "parse", "accept", "on_length", "output.columns", "output.top_logprobs",
     "prompt.user", "prompt.system", "prompt.messages", "prompt.continue", "prompt.chat_template_kwargs",
     "prompt.tools", *(f"prompt.{field}" for field in KIND_OF_FIELD),
 )  # fmt: skip
@@ -78,7 +78,7 @@ def check_task_fields(task: TaskName, given: Collection[str]) -> None:
 OnLength: TypeAlias = Literal["keep", "fail", "longer"]
 
 
-class CheckSpec(Spec):
+class AcceptSpec(Spec):
     """When an answer is good. One that is not is asked for again, and then fails its row, which keeps it."""
 
     json_: Annotated[bool | dict[str, Any] | None, Field(alias="json")] = None
@@ -95,7 +95,7 @@ class CheckSpec(Spec):
     is wrong. It runs in processes of its own."""
     tries: Annotated[int, Field(ge=1, le=100)] | None = None
     """Most answers of a row that are checked, the first included; then the row fails, with the last one. By
-    default 3, and 1 where the job has no section `check`."""
+    default 3, and 1 where the job has no section `accept`."""
     temperature: Annotated[float, Field(ge=0)] | None = None
     """Temperature of all tries but the first. Unset: a row that was sampled at a lower one is tried again at
     0.4, then at 0.8."""
@@ -181,7 +181,7 @@ class LimitsSpec(Spec):
     max_attempts: Annotated[int, Field(ge=1)] = 5
     """Most tries of a row whose tries fail possibly because of the row itself."""
     python: Duration = 30.0
-    """Time of one call of a Python function (`prompt.python`, `parse`, `check.python`), and of reading the
+    """Time of one call of a Python function (`prompt.python`, `parse`, `accept.python`), and of reading the
     files of a row. A row whose call takes longer fails."""
     python_memory_gb: Annotated[float, Field(gt=0)] = 2.0
     """Memory in GiB that each process of the Python functions, which also read images and other files, may
@@ -238,11 +238,11 @@ class Job(Spec):
     """How object stores (`s3://`, `gs://`, `az://`) are reached."""
     engine: EngineSpec
     """Engine that answers. `kind` is attach, server, gateway or simulated."""
-    check: CheckSpec = CheckSpec()
+    accept: AcceptSpec = AcceptSpec()
     """When an answer is good. One that is not is asked for again, and then fails its row, which keeps it."""
     on_length: OnLength | None = None
     """What becomes of an answer that was cut at `max_new_tokens`. `keep`: it is the row's. `fail`: it is not
-    good, as if by `check`. `longer`: it is asked for again, with twice the tokens, three times at most;
+    good, as if by `accept`. `longer`: it is asked for again, with twice the tokens, three times at most;
     then it is not good. By default `fail` where answers are checked against a JSON Schema, else `keep`."""
     limits: LimitsSpec = LimitsSpec()
     """When a run gives up, and when it counts as failed."""
@@ -298,10 +298,10 @@ class Job(Spec):
     @model_validator(mode="after")
     def _fields_go_together(self) -> Job:
         check_task_fields(self.task, given_fields(self))
-        prompt, sampling, check, asked = self.prompt, self.sampling, self.check, self.output.asked
+        prompt, sampling, accept, asked = self.prompt, self.sampling, self.accept, self.output.asked
         fails_cut = self.on_length in {"fail", "longer"}
-        has_schema = sampling.json_schema is not None and check.json_ is not False
-        is_checked = check.has_condition or fails_cut or has_schema or check.json_ is False
+        has_schema = sampling.json_schema is not None and accept.json_ is not False
+        is_checked = accept.has_condition or fails_cut or has_schema or accept.json_ is False
         rules = (
             (
                 prompt.truncate is not None and self.tokenize == "server",
@@ -313,16 +313,16 @@ class Job(Spec):
             ),
             (
                 self.has_check and not is_checked,
-                "check: nothing is checked: give json, regex, expression or python",
+                "accept: nothing is checked: give json, regex, expression or python",
             ),
             (
                 not prompt.is_chat
-                and (check.feedback or sampling.tool_choice is not None or TOOL_CALLS in asked),
-                "check.feedback, sampling.tool_choice and the column tool_calls go with chats only",
+                and (accept.feedback or sampling.tool_choice is not None or TOOL_CALLS in asked),
+                "accept.feedback, sampling.tool_choice and the column tool_calls go with chats only",
             ),
             (
-                sampling.n > 1 and check.feedback,
-                "check.feedback goes with one output of a row, not with sampling.n",
+                sampling.n > 1 and accept.feedback,
+                "accept.feedback goes with one output of a row, not with sampling.n",
             ),
             (
                 "prompt_logprobs" in asked and (TOOL_CALLS in asked or prompt.tools is not None),
@@ -341,7 +341,7 @@ class Job(Spec):
     @property
     def has_check(self) -> bool:
         """Whether the job says how answers are checked."""
-        return self.check != CheckSpec()
+        return self.accept != AcceptSpec()
 
     @model_validator(mode="after")
     def _result_names(self) -> Job:

@@ -48,19 +48,19 @@ def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dic
         "prompt": job.prompt.model_dump(mode="json", exclude_none=True),
         "sampling": job.sampling.model_dump(mode="json", exclude_none=True),
         "parse": None if job.parse is None else name_of(job.parse),
-        "check": _conditions(job),
+        "accept": _conditions(job),
         "model": model,
     }
 
 
 def _conditions(job: Job) -> dict[str, Any]:
     """Return what makes an answer good; how often it is asked for may change between starts."""
-    check = job.check
+    accept = job.accept
     return {
-        "json": check.json_,
-        "regex": check.regex,
-        "expression": check.expression,
-        "python": None if check.python is None else name_of(check.python),
+        "json": accept.json_,
+        "regex": accept.regex,
+        "expression": accept.expression,
+        "python": None if accept.python is None else name_of(accept.python),
         "on_length": job.on_length,
     }
 

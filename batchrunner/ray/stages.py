@@ -338,7 +338,7 @@ def generate(
     sampling: Mapping[str, Any] | None = None,
     parse: str | Callable[..., Any] | None = None,
     answers: Sequence[str] = (),
-    check: Mapping[str, Any] | None = None,
+    accept: Mapping[str, Any] | None = None,
     on_length: OnLength | None = None,
     limits: Mapping[str, Any] | LimitsSpec | None = None,
     **stage: Unpack[StageOptions],
@@ -347,7 +347,7 @@ def generate(
 
     Example: `batchrunner.ray.generate(ds, prompt="Describe {{ text }}", engine="Qwen/Qwen3-8B", replicas=4)`
 
-    `prompt`, `sampling`, `parse`, `answers`, `check`, `on_length` and `limits` are those of
+    `prompt`, `sampling`, `parse`, `answers`, `accept`, `on_length` and `limits` are those of
     `batchrunner.generate`; so is `engine`, but it cannot be an open one. `stage` are StageOptions. Rows keep
     their columns and get those of a result row but `row`. Each actor opens the engine, has the GPUs that it
     takes, and sends the rows of its next task while the last rows of the one before run.
@@ -362,7 +362,7 @@ def generate(
         parse=parse,
         sampling=sampling,
         answers=answers,
-        check=check,
+        accept=accept,
         on_length=on_length,
         own_rows=True,
     )

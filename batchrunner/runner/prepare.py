@@ -170,7 +170,7 @@ def renderer_of(job: Job, columns: ColumnSource, answers: AnswerPlan, functions:
         job.sampling,
         asks=answers.asks,
         functions=functions,
-        expression=job.check.expression,
+        expression=job.accept.expression,
         task=answers.task,
     )
 

@@ -234,7 +234,7 @@ class Sending:
         self._backlog = Backlog(slots, results, lambda: rows.unread + self.reorderer.held)
         self._feeder = Feeder(
             rows, self.reorderer, tokenizer, self._backlog, results, engine, info.routes,
-            keeps_prompts=job.check.feedback,
+            keeps_prompts=job.accept.feedback,
         )  # fmt: skip
         self.bundles = BundleTotals()
         senders = bundle_senders(

@@ -32,7 +32,7 @@ from batchrunner.engines.logs.lines import (
 from batchrunner.engines.registry import make_engine
 from batchrunner.engines.simulation.replica import PassWork
 from batchrunner.job.engine import ServerEngine
-from batchrunner.job.spec import CheckSpec, InputSpec, Job
+from batchrunner.job.spec import AcceptSpec, InputSpec, Job
 from batchrunner.runner.control import Control
 from batchrunner.runner.run import execute
 from batchrunner.tune.measurement import End, PassSpan, TrialProgress, TrialResult, TrialWatch
@@ -236,7 +236,7 @@ class TrialRunner:
                 "limits": self.job.limits.model_copy(update={"deadline": None}),
                 "order": "input" if self.job.order == "input" else "auto",
                 "sampling": self.job.sampling,
-                "check": CheckSpec.model_validate({"json": False}),  # each row is asked once
+                "accept": AcceptSpec.model_validate({"json": False}),  # each row is asked once
                 "on_length": "keep",
             }
         )

@@ -249,8 +249,8 @@ def test_a_table_without_rows(server: FakeSGLang) -> None:
     ("options", "told"),
     [
         ({"prompt": "{{ txt }}"}, "unknown column 'txt'"),
-        ({"check": {"expression": "score > 1"}}, "unknown column 'score'"),
-        ({"check": {"json": {"type": "strin"}}}, "not a JSON Schema"),
+        ({"accept": {"expression": "score > 1"}}, "unknown column 'score'"),
+        ({"accept": {"json": {"type": "strin"}}}, "not a JSON Schema"),
     ],
 )
 def test_mistakes_are_found_without_rows(options: dict[str, Any], told: str) -> None:

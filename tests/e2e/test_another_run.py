@@ -51,7 +51,7 @@ def put_a_file_before(directory: Path) -> list[str]:
         (["input.columns=[id]"], "input.columns was [] and is ['id']"),
         (["input.limit=2"], "input.limit was 4 and is 2: it can only grow"),
         (["task=embed"], "task was 'generate' and is 'embed'"),
-        (["check.regex=row"], "check.regex"),
+        (["accept.regex=row"], "accept.regex"),
     ],
 )
 def test_another_run_is_refused(

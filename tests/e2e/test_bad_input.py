@@ -129,16 +129,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {"user": "Say\n\n{% if text %}"}}, "prompt.user: line 3"),
     ({"limits": {"deadline": "5 parsecs"}}, "limits.deadline: a duration is seconds or a text"),
     # checks of answers
-    ({"check": {"regex": "("}}, "not a regular expression"),
+    ({"accept": {"regex": "("}}, "not a regular expression"),
     (
-        {"check": {"json": {"properties": {"a": {"type": "strin"}}}}},
+        {"accept": {"json": {"properties": {"a": {"type": "strin"}}}}},
         """['a']['type'] "strin" is not one of""",
     ),
-    ({"check": {"expression": "outptu == 1"}}, "did you mean 'output'?"),
-    ({"check": {"regex": "x", "feedback": True}}, "go with chats only"),
+    ({"accept": {"expression": "outptu == 1"}}, "did you mean 'output'?"),
+    ({"accept": {"regex": "x", "feedback": True}}, "go with chats only"),
     (
-        {"prompt": CHAT, "check": {"regex": "x", "feedback": True}, "sampling": {"n": 2}},
-        "check.feedback goes with one output",
+        {"prompt": CHAT, "accept": {"regex": "x", "feedback": True}, "sampling": {"n": 2}},
+        "accept.feedback goes with one output",
     ),
     ({"sampling": {"json_schema": {"type": "strin"}}}, "not a JSON Schema that answers"),
     # columns of answers
@@ -168,7 +168,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**EMBED, "sampling": {"n": 2}}, "sampling.n: does not go with task: embed"),
     ({**EMBED, "output": {"columns": ["logprobs"]}}, "output.columns: does not go with task: embed"),
     ({**EMBED, "prompt": {"user": "x"}}, "prompt.user: does not go with task: embed"),
-    ({**EMBED, "check": {"regex": "a"}}, "check.regex: does not go with task: embed"),
+    ({**EMBED, "accept": {"regex": "a"}}, "accept.regex: does not go with task: embed"),
     ({"output": {"dtype": "float16"}}, "goes with task: embed"),
     ({**LABELS, "task": "generate"}, "labels: goes with task: score"),
     (

@@ -181,7 +181,7 @@ def test_odd_schemas_and_answers(tmp_path: Path, server: FakeSGLang, name: str) 
     answers = [*expected]
     server.script = lambda sent: says(sent, answers[int(sent.prompt.split()[1])])
     job = job_of(
-        tmp_path, server, rows=len(answers), check={"json": schema, "tries": 1},
+        tmp_path, server, rows=len(answers), accept={"json": schema, "tries": 1},
         output={"columns": ["parsed"]}, limits={"max_failed_rows": 1.0},
     )  # fmt: skip
     assert batchrunner.run(job).exit_code == 0
@@ -200,14 +200,14 @@ ASKED: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "the answer is not JSON: it has a code fence (```) around it",
     ),
     "schema": ({"json": SCHEMA}, "{}", '{"kind": "a"}', "the answer does not satisfy its schema"),
-    "regex": ({"regex": r"^\d+$"}, "no 5", "55", r"the answer has no match of check.regex '^\\d+$'"),
-    "slow regex": ({"regex": SLOW}, LONG, "aa", "check.regex"),
+    "regex": ({"regex": r"^\d+$"}, "no 5", "55", r"the answer has no match of accept.regex '^\\d+$'"),
+    "slow regex": ({"regex": SLOW}, LONG, "aa", "accept.regex"),
     "expression": (
         {"expression": "output | length > id + 1 and finish_reason == 'stop'"}, "x", "xx",
-        "check.expression is not true: output | length > id + 1",
+        "accept.expression is not true: output | length > id + 1",
     ),
-    "no JSON": ({"expression": "parsed.a > 1"}, "x", '{"a": 2}', "check.expression is not true"),
-    "odd": ({"expression": "output + 1 > 2"}, "x", "y", "check.expression fails: "),
+    "no JSON": ({"expression": "parsed.a > 1"}, "x", '{"a": 2}', "accept.expression is not true"),
+    "odd": ({"expression": "output + 1 > 2"}, "x", "y", "accept.expression fails: "),
 }  # fmt: skip
 
 
@@ -216,7 +216,7 @@ def test_an_answer_that_is_not_good_is_asked_for_again(tmp_path: Path, server: F
     """With a new seed and a higher temperature, three times; then it fails with its last answer."""
     check, bad, good, told = ASKED[name]
     server.script = script(bad, bad, good)
-    job = job_of(tmp_path, server, rows=1, prompt=CHAT, check=check, sampling={"temperature": 0})
+    job = job_of(tmp_path, server, rows=1, prompt=CHAT, accept=check, sampling={"temperature": 0})
     report = batchrunner.run(job)
     (row,) = results_of(job)
     if name != "odd":
@@ -250,7 +250,7 @@ def test_a_row_s_own_temperature_is_that_of_its_first_try(
     server.script = script("bad")
     job = job_of(
         tmp_path, server, prompt=prompt, sampling={"temperature": {"column": "heat"}},
-        check={"regex": "good", "tries": 4, "temperature": given},
+        accept={"regex": "good", "tries": 4, "temperature": given},
         limits={"max_failed_rows": 3},
     )  # fmt: skip
     assert batchrunner.run(job).exit_code == 0
@@ -263,10 +263,10 @@ def test_a_row_s_own_temperature_is_that_of_its_first_try(
 def test_a_chat_is_told_what_was_wrong(tmp_path: Path, server: FakeSGLang) -> None:
     """The answer and the complaint stand in the conversation, the last ones only."""
     server.script = lambda sent: says(sent, f"bad {len(server.sent)}")
-    job = job_of(tmp_path, server, rows=1, prompt=CHAT, check={"regex": "good", "feedback": True})
+    job = job_of(tmp_path, server, rows=1, prompt=CHAT, accept={"regex": "good", "feedback": True})
     batchrunner.run(job)
     first, second, third = (sent.body["messages"] for sent in server.sent)
-    complaint = "This answer is not good: the answer has no match of check.regex 'good'. Answer again."
+    complaint = "This answer is not good: the answer has no match of accept.regex 'good'. Answer again."
     for messages, text in ((second, "bad 1"), (third, "bad 2")):
         assert messages == [
             *first, {"role": "assistant", "content": text}, {"role": "user", "content": complaint},
@@ -274,7 +274,7 @@ def test_a_chat_is_told_what_was_wrong(tmp_path: Path, server: FakeSGLang) -> No
 
 
 def test_samples_must_all_be_good(tmp_path: Path, server: FakeSGLang) -> None:
-    job = job_of(tmp_path, server, rows=1, check={"regex": "^answer [01]"}, sampling={"n": 3})
+    job = job_of(tmp_path, server, rows=1, accept={"regex": "^answer [01]"}, sampling={"n": 3})
     batchrunner.run(job)
     (row,) = results_of(job)
     assert row["error"].startswith("sample 2: the answer has no match")
@@ -286,7 +286,7 @@ def test_equal_rows_are_told_apart_by_what_the_check_reads(tmp_path: Path, serve
     pq.write_table(pa.table({"text": ["x"] * 4, "want": ["a", "a", "b", "b"]}), tmp_path / "input.parquet")
     server.script = lambda sent: says(sent, "a")
     check = {"expression": "output == want", "tries": 1}
-    job = job_of(tmp_path, server, check=check, sampling={"temperature": 0})
+    job = job_of(tmp_path, server, accept=check, sampling={"temperature": 0})
     report = batchrunner.run(job)
     assert [row["error"] is None for row in results_of(job)] == [True, True, False, False]
     assert (report.rows_ok, report.rows_failed, len(server.sent)) == (2, 2, 2)
@@ -302,7 +302,9 @@ def test_a_cut_answer_is_asked_for_with_more_tokens(
     server.script = lambda sent: says(
         sent, texts[sent.tries - 1], "length" if goes_on or sent.tries < 4 else "stop"
     )
-    job = schema_job(tmp_path, server, on_length="longer", check={"tries": 1}, sampling={"max_new_tokens": 4})
+    job = schema_job(
+        tmp_path, server, on_length="longer", accept={"tries": 1}, sampling={"max_new_tokens": 4}
+    )
     assert batchrunner.run(job).exit_code == (3 if goes_on else 0)
     assert [sampling_of(sent)["max_new_tokens"] for sent in server.sent] == [4, 8, 16, 32]
     (row,) = results_of(job)
@@ -323,10 +325,10 @@ def test_a_row_that_is_refused_later_keeps_its_answer(tmp_path: Path, server: Fa
 
 async def test_in_the_library(server: FakeSGLang) -> None:
     server.script = script("bad", "5")
-    table = batchrunner.generate(["a"], engine=server.url, check={"json": {"type": "integer"}})
+    table = batchrunner.generate(["a"], engine=server.url, accept={"json": {"type": "integer"}})
     assert table["parsed"].to_pylist() == [5]
     server.forget()
-    rows = [row async for row in batchrunner.stream(["a"], engine=server.url, check={"regex": "5"})]
+    rows = [row async for row in batchrunner.stream(["a"], engine=server.url, accept={"regex": "5"})]
     assert [row["output"] for row in rows] == ["5"]
 
 
@@ -354,7 +356,7 @@ def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
 
     server.script = held
     job = job_of(
-        tmp_path, server, rows=90, window=90, check=CHECK, output={"part_rows": 20, "durable": 0.05},
+        tmp_path, server, rows=90, window=90, accept=CHECK, output={"part_rows": 20, "durable": 0.05},
         order="input",
         limits={"max_failed_rows": 1.0, "abort_failed_share": 1.0},
     )  # fmt: skip
@@ -376,7 +378,7 @@ def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
     assert status_of(run)["output_tokens"] == kept + 90
     for checks in (report_of(job)["checks"], merged["report"]["checks"]):
         (cause,) = checks.pop("causes")
-        assert (cause["rows"], cause["example"]) == (120, "the answer has no match of check.regex 'good'")
+        assert (cause["rows"], cause["example"]) == (120, "the answer has no match of accept.regex 'good'")
         assert checks == {
             "rows_asked_again": 90, "asked_again": 90, "rows_mended": 60, "rows_failed": 30,
             "output_tokens": 120, "prompt_tokens": 180,
@@ -388,7 +390,7 @@ def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
 def test_failed_rows_that_are_sent_again(tmp_path: Path, server: FakeSGLang) -> None:
     """What their first answers cost is no part of the counts any more, as it is none of the others."""
     server.script = every_third_fails
-    job = job_of(tmp_path, server, rows=30, check=CHECK, limits={"abort_failed_share": 1.0})
+    job = job_of(tmp_path, server, rows=30, accept=CHECK, limits={"abort_failed_share": 1.0})
     assert batchrunner.run(job).exit_code == 3
     server.forget()
     server.script = script("good")
@@ -406,7 +408,7 @@ def test_the_samples_of_a_row_count_once(tmp_path: Path, server: FakeSGLang) -> 
     write_rows(tmp_path / "input.parquet", 6, same=["equal"] * 6)
     server.script = script("bad", "good")
     sampling = {"n": 3, "temperature": 0}
-    job = job_of(tmp_path, server, prompt={"text": "same"}, check=CHECK, sampling=sampling)
+    job = job_of(tmp_path, server, prompt={"text": "same"}, accept=CHECK, sampling=sampling)
     report = batchrunner.run(job)
     assert (report.exit_code, report.rows_deduplicated, len(results_of(job))) == (0, 5, 6)
     checks = batchrunner.run(job).checks
@@ -420,7 +422,7 @@ def test_tasks_share_checks_functions_and_samples(tmp_path: Path, server: FakeSG
     (tmp_path / "seen").mkdir()
     job = job_of(
         tmp_path, server, rows=600, sampling={"n": 2}, input={"columns": ["id"]},
-        prompt={"python": "hooks:prompt"}, parse="hooks:parse", check={"python": "hooks:judge", "tries": 5},
+        prompt={"python": "hooks:prompt"}, parse="hooks:parse", accept={"python": "hooks:judge", "tries": 5},
     )  # fmt: skip
     file = write_job(job, tmp_path)
     with started(file, "--join") as first:

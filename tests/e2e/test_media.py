@@ -282,14 +282,14 @@ def test_bytes_in_flight_are_bounded(
     assert senses.most_in_flight == 1
 
 
-@pytest.mark.parametrize("check", [None, {"regex": "[0-9]{40}", "tries": 2, "feedback": True}])
-def test_each_try_has_the_images(tmp_path: Path, senses: FakeSGLang, check: Any) -> None:
+@pytest.mark.parametrize("accept", [None, {"regex": "[0-9]{40}", "tries": 2, "feedback": True}])
+def test_each_try_has_the_images(tmp_path: Path, senses: FakeSGLang, accept: Any) -> None:
     """Also that of a row whose answer is no good, and which is told what was wrong."""
-    if check is None:
+    if accept is None:
         senses.script = lambda sent: "answer" if sent.tries > 1 else "broken 500"
-    more = {"check": check} if check else {}
+    more = {"accept": accept} if accept else {}
     job = _job(tmp_path, senses, {"user": "?", "images": "photo"}, {"photo": [RED]}, **more)
-    _run(job, tmp_path, code=3 if check else 0)
+    _run(job, tmp_path, code=3 if accept else 0)
     assert [_files(sent) for sent in senses.sent] == [[RED], [RED]]
 
 

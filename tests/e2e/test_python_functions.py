@@ -354,7 +354,7 @@ def test_what_a_dead_process_leaves_behind(tmp_path: Path, server: FakeSGLang) -
 
 
 def check_of(**given: Any) -> dict[str, Any]:
-    """Return the part `check` of a job, with the function `hooks:judge`."""
+    """Return the part `accept` of a job, with the function `hooks:judge`."""
     return {"python": "hooks:judge", "temperature": 0.5, **given}
 
 
@@ -374,14 +374,14 @@ def test_a_function_judges_answers(tmp_path: Path, server: FakeSGLang) -> None:
             return None if number == 4 else True
         """,
     )
-    job = job_of(tmp_path, server, rows=8, check=check_of(tries=2), limits={"max_failed_rows": 4})
+    job = job_of(tmp_path, server, rows=8, accept=check_of(tries=2), limits={"max_failed_rows": 4})
     run_job(job, tmp_path)
     rows = results_of(job)
     assert {row["row"]: row["error"] for row in rows if row["error"]} == {
-        1: "check.python hooks:judge does not take the answer",
+        1: "accept.python hooks:judge does not take the answer",
         2: "two is too few",
-        3: "check.python: hooks.py:9: KeyError: 'three'",
-        4: "check.python: hooks:judge: returned None: return True, False, or a text that says what is wrong",
+        3: "accept.python: hooks.py:9: KeyError: 'three'",
+        4: "accept.python: hooks:judge: returned None: return True, False, or a text that says what is wrong",
     }
     assert all(row["output"].endswith(f"to row {row['row']}") for row in rows)
     assert sorted(server.prompts) == sorted(f"row {n}" for n in (*range(8), 1, 2, 3, 4))
@@ -390,8 +390,8 @@ def test_a_function_judges_answers(tmp_path: Path, server: FakeSGLang) -> None:
 
 ROWS = 10_000
 DIFFER: dict[str, tuple[dict[str, Any], str]] = {
-    "answer": ({"check": {"python": "hooks:by_answer"}}, "prefix"),
-    "row": ({"check": {"python": "hooks:by_row"}}, "input"),
+    "answer": ({"accept": {"python": "hooks:by_answer"}}, "prefix"),
+    "row": ({"accept": {"python": "hooks:by_row"}}, "input"),
     "sampling": ({"sampling": {"temperature": 0, "max_new_tokens": {"column": "differs"}}}, "input"),
     "dedupe": ({"dedupe": False}, "input"),
 }
@@ -415,7 +415,7 @@ def test_a_program_gives_its_judge(server: FakeSGLang) -> None:
     """`generate` takes the function itself."""
     table = batchrunner.generate(
         ["Ada", "Bob"],
-        check={"python": lambda answer: "Ada" in answer or "who?", "tries": 1},
+        accept={"python": lambda answer: "Ada" in answer or "who?", "tries": 1},
         engine=server.url,
     )
     assert table.column("error").to_pylist() == [None, "who?"]

@@ -208,7 +208,7 @@ def test_checked_answers(smollm: batchrunner.OpenEngine) -> None:
         prompt="Answer with JSON: {{ text }}",
         engine=smollm,
         sampling={"json_schema": {**schema, "additionalProperties": False}, "max_new_tokens": 12},
-        check={"tries": 2},
+        accept={"tries": 2},
         on_length="longer",
         limits={"max_failed_rows": 8, "abort_failed_share": 1.0},
     )
@@ -248,7 +248,7 @@ def test_tools_that_must_be_called(smollm: batchrunner.OpenEngine) -> None:
     sampling = {"max_new_tokens": 64, "temperature": 0, "tool_choice": "required"}
     mixed = batchrunner.generate(
         rows, prompt=prompt, engine=smollm, sampling=sampling, limits={"max_failed_rows": 1},
-        check={**is_call, "expression": f"{is_call['expression']} or not tools"},
+        accept={**is_call, "expression": f"{is_call['expression']} or not tools"},
     ).to_pylist()  # fmt: skip
     for row, name, arguments in (
         (mixed[0], "get_weather", [{"city": "Bern"}, {"city": "Rome"}]),

@@ -92,7 +92,7 @@ def test_a_run_that_takes_every_blow(tmp_path: Path) -> None:
     job = _job(
         tmp_path,
         {"text": [f"row {row} of many" for row in range(ROWS)]},
-        check={"python": "gates:judge", "tries": 100, "feedback": False},
+        accept={"python": "gates:judge", "tries": 100, "feedback": False},
         engine={"python": OTHER_PYTHON},
     )
     job["input"]["columns"] = ["text"]

@@ -107,7 +107,7 @@ def test_rows_that_all_fail(tmp_path: Path) -> None:
     said = "self.reply(400, {\"message\": f\"temperature {body['sampling_params'].get('temperature')}\"})"
     script = LIMITED.replace('self.answer("to " + body["text"])', said)
     engine = launchable(tmp_path, script, ROOM="20") | {"args": {"max-running-requests": 2}}
-    job = job_of(tmp_path, engine, rows=40, check={"regex": "x"}, sampling={"temperature": 0.25})
+    job = job_of(tmp_path, engine, rows=40, accept={"regex": "x"}, sampling={"temperature": 0.25})
     result = batchrun("tune", write_job(job, tmp_path))
     assert result.exit_code == 2, result.stdout
     assert "the job's own flags cannot be measured: all rows failed, such as with: " in result.stderr

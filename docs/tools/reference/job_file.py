@@ -37,7 +37,7 @@ UNITS = {
     "engine.max_total_tokens": "tokens",
     "engine.context_length": "tokens",
     "engine.step_s": "seconds",
-    "check.tries": "tries",
+    "accept.tries": "tries",
     "limits.max_failed_rows": "rows",
     "limits.max_attempts": "tries",
     "window": "requests",
