@@ -18,7 +18,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.advise.load_rules import CLIP
+from batchrunner.engines.flags import CLIP
 from batchrunner.engines.simulation.replica import RowLengths, steady_work
 from batchrunner.tune.measurement import Incumbent
 from batchrunner.tune.search import Search, TrialRequest, margin_to_stop, trial_noise

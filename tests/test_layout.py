@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 18_200,
     "output": 23_100,
     "input": 35_600,
-    "engines": 43_700,
+    "engines": 47_800,
     "advise": 12_800,
     "report": 10_800,
     "dispatch": 26_000,

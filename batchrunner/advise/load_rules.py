@@ -1,43 +1,23 @@
 """Rules on queue, token usage, batch size, retractions and forward passes. Each is pure."""
 
-import math
-from typing import Any
-
-from batchrunner.advise.situation import (
-    CHUNK_GB_A_TOKEN,
-    Certainty,
-    ClientActivity,
-    Finding,
-    Situation,
-    memory_band,
-)
+from batchrunner.advise.situation import Certainty, ClientActivity, Finding, Situation
 from batchrunner.core.console import counted
 from batchrunner.core.engine_info import QueueBand
-from batchrunner.engines.flags import Flags, command_line
-from batchrunner.engines.logs.reader import prefill_graph_off
-from batchrunner.engines.logs.series import GUIDES
-from batchrunner.engines.recovery import (
+from batchrunner.engines.flag_table import (
+    FLAGS,
     LESS_CONSERVATIVE,
-    MORE_CONSERVATIVE,
-    MOST_CONSERVATIVE,
-    as_flag,
-    in_effect,
-    least_fraction,
+    MOST_RUNNING,
+    next_setting,
+    with_memory,
 )
+from batchrunner.engines.flags import CLIP, Flags, command_line, variables_in
+from batchrunner.engines.logs.series import GUIDES
 
-CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
-"""Environment variable: most tokens that SGLang reserves for the output of a request (schedule_policy)."""
-FEWER = 0.9
-"""Share of the running requests that `--max-running-requests` is lowered to, where the pool is too small."""
-TOKENIZERS = 4
-"""`--tokenizer-worker-num` where one front process is too slow."""
 _OTHER_WAY = {
     False: "`engine: {kind: gateway}`: servers with a front process each",
     True: "a machine with more cores: the front process shares them with the model",
 }
 """What helps a slow front process where no flag does, by whether the model runs on a CPU."""
-MOST_RUNNING = 4096
-"""SGLang's own largest default of `max_running_requests`."""
 
 
 def conservativeness(s: Situation) -> float:
@@ -56,7 +36,8 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
         change, why = f"send requests faster, more at once: {keep}", "the client is the bottleneck"
     else:
         change, why = _slow_part(s.client, keep)
-    args = {} if change else _more_workers(s, flags)
+    slow = s.client is not None and not change
+    args = next_setting("starved", "tokenizer-worker-num", s.server, flags) if slow else {}
     left = " while rows were left to send" if s.client else ""
     return Finding(
         f"#queue-req is 0 {s.often('empty')}{left}: {why}",
@@ -65,13 +46,6 @@ def queue_empty(s: Situation, flags: Flags) -> Finding | None:
         s.evidence("empty"),
         "high" if s.client else "medium",
     )
-
-
-def _more_workers(s: Situation, flags: Flags) -> dict[str, Any]:
-    """Return the flag for more tokenizer workers, if the server has a front process with few of them."""
-    few = (s.facts.number("tokenizer_worker_num") or 1) < TOKENIZERS
-    helps = s.client is not None and few and not s.facts.on_cpu
-    return flags.setting("tokenizer-worker-num", TOKENIZERS) if helps else {}
 
 
 def _slow_part(client: ClientActivity, keep: str) -> tuple[str, str]:
@@ -117,11 +91,11 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     share = s.client.output_share if s.client else None
     args = {}
     if conservativeness(s) > LESS_CONSERVATIVE:
-        name = "schedule-conservativeness"
-        args = flags.setting(name, as_flag(s.facts, name, LESS_CONSERVATIVE))
+        args = next_setting("held", "schedule-conservativeness", s.server, flags)
     elif share is not None and share >= GUIDES.short_output:
         return None
-    clip = _clip(s.client) if share is not None and share < GUIDES.short_output else {}
+    short = share is not None and share < GUIDES.short_output
+    clip = next_setting("held", CLIP, s.server, flags) if short else {}
     cause, tighter, certainty = _cause(share, clip, GUIDES.short_output)
     return Finding(
         f"token usage is below {GUIDES.usage_good:g} (median {s.load.median('usage'):.2f}) with requests "
@@ -130,13 +104,8 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
         ", or ".join(filter(None, (command_line(args), tighter))),
         {**s.evidence("conservative"), "output_share_of_max_new_tokens": share},
         certainty,
-        env={} if args else clip,
+        env={} if args else variables_in(clip),
     )
-
-
-def _clip(client: ClientActivity | None) -> dict[str, str]:
-    """Return the variable with which SGLang reserves what outputs need; empty without their lengths."""
-    return {CLIP: str(client.longest_output)} if client and client.longest_output else {}
 
 
 def _cause(share: float | None, clip: dict[str, str], short: float) -> tuple[str, str, Certainty]:
@@ -156,19 +125,16 @@ def _cause(share: float | None, clip: dict[str, str], short: float) -> tuple[str
     return cause, tighter, "high"
 
 
-def running_capped(s: Situation, flags: Flags) -> Finding | None:
+def running_capped(s: Situation, _: Flags) -> Finding | None:
     """Find that `max_running_requests` is the limit while the KV pool has room."""
     most = s.max_running or 0
     if not s.load.frequent("capped") or s.fills_up or not 0 < most < MOST_RUNNING:
         return None
     if s.log.median("usage") >= GUIDES.usage_good:  # a hybrid model: /v1/loads leaves out its states
         return None
-    room = GUIDES.usage_good / max(s.load.median("usage"), 0.05)
-    target = min(MOST_RUNNING, max(most + 1, math.floor(most * room / 8) * 8))
     return Finding(
         f"as many requests run as may ({most}), others wait, and token usage is {s.load.median('usage'):.2f} "
         f"{s.often('capped')}: max_running_requests is the limit, not memory",
-        flags.setting("max-running-requests", as_flag(s.facts, "max-running-requests", target)),
         evidence={**s.evidence("capped"), "max_running_requests": most},
     )
 
@@ -184,11 +150,7 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
         return Finding(f"{seen}: up to about one a minute is fine", evidence=evidence, fine=True)
     if not s.load.enough:  # the reading has their number
         return None
-    name = "schedule-conservativeness"
-    now, most = in_effect(s.facts, name) or 1.0, as_flag(s.facts, name, MOST_CONSERVATIVE)
-    target = round(min(most, max(MORE_CONSERVATIVE, MORE_CONSERVATIVE * now)), 2)
-    usage = s.load.median("usage")
-    sign = f"{seen}, with token usage at {usage:.2f}: requests lose their place and their work"
+    sign = f"{seen}, with token usage at {s.server.usage:.2f}: requests lose their place and their work"
     share, again = s.log.recomputed_share, s.log.prefills.retracted_tokens
     if share is not None:
         cost = f"{again:,} tokens are computed again, {share:.0%} of those generated"
@@ -197,24 +159,18 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
             fine = f"{seen}: {cost}, which costs less than running fewer requests would"
             return Finding(fine, evidence=evidence, fine=True)
         sign += f": {cost}"
-    if target > now:
-        return Finding(sign, flags.setting(name, target), evidence=evidence)
-    fewer = as_flag(s.facts, "max-running-requests", int(FEWER * s.load.median("running")))
-    args = flags.setting("max-running-requests", fewer) if fewer else {}
+    name = "schedule-conservativeness"
+    if FLAGS[name].values("retracting", s.server):
+        return Finding(sign, evidence=evidence)
+    args = next_setting("retracting", "max-running-requests", s.server, flags)
     return Finding(
-        f"{sign}, and --{name} {now:g} reserves all of max_new_tokens already",
+        f"{sign}, and --{name} {s.server.now(name):g} reserves all of max_new_tokens already",
         args,
         ", or ".join(filter(None, (command_line(args), "more memory for the KV pool"))),
         evidence,
     )
 
 
-LARGEST_CHUNK = 16_384
-"""Largest default of SGLang's `--chunked-prefill-size`, in tokens."""
-GRAPH_GB_A_REQUEST = 2 / 1024
-"""Memory of a decode graph, in GB a request (SGLang's memory_hook)."""
-USUAL_CAPTURED = 160
-"""Largest batch with a graph, in requests, where the log lacks it; the guides: "typically 160-256"."""
 SURELY_LARGE = 4096
 """Chunk in tokens from which a pass's fixed cost is small on any card."""
 LIKE_A_STEP = 512
@@ -240,7 +196,7 @@ def running_low(s: Situation, flags: Flags) -> Finding | None:
     return Finding(
         f"{s.load.median('running'):.0f} of at most {s.max_running} requests run, others wait and "
         f"memory is left {s.often('far_below')}: they end as fast as full prefill passes admit new ones",
-        larger_chunk(s, flags),
+        with_memory("chunk-full", "chunked-prefill-size", s.server, flags),
         evidence=s.evidence("far_below"),
     )
 
@@ -251,13 +207,13 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
     share = prefills.filled_waiting / max(1, prefills.passes)
     if prefills.passes < GUIDES.samples or share < GUIDES.frequent:
         return None
-    chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
+    chunk = int(s.server.now("chunked-prefill-size") or 0)
     if chunk >= SURELY_LARGE:
         return None
     return Finding(
         f"{share:.0%} of {prefills.passes} prefill passes take a whole chunk ({chunk} tokens) and requests "
         "still wait",
-        larger_chunk(s, flags),
+        with_memory("chunk-full", "chunked-prefill-size", s.server, flags),
         evidence={"passes": prefills.passes, "full_waiting_share": round(share, 4), "chunk_tokens": chunk},
     )
 
@@ -266,15 +222,15 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     """Find that decoding stops again and again for prefill passes of a few tokens."""
     name = "prefill-decode-interval"
     prefills, chunk = s.log.prefills, s.facts.chunk or 0
-    if name not in flags.names or s.facts.number("prefill_decode_interval") or not s.log.enough:
+    args = next_setting("small-prefills", name, s.server, flags)
+    if name not in flags.names or not args or not s.log.enough:
         return None
     if s.facts.arguments.get("enable_mixed_chunk"):  # requests decode during prefill passes
         return None
     mean = prefills.new_tokens / max(1, prefills.passes)
     if prefills.passes < GUIDES.samples or mean > SMALL_PASS * chunk or s.load.frequent("empty"):
         return None
-    steps, outputs = _decode_steps(s), _decoded(s) / max(1, prefills.prompts)
-    interval = _best_interval(outputs)
+    steps, outputs, interval = s.decode_steps, s.server.output_tokens, args[name]
     busy = 1 - interval / 2 / outputs if outputs else 0.0  # share of the places that decode
     if not _like_a_step(s) or interval < LEAST_INTERVAL or prefills.passes * interval <= steps or busy <= 0:
         return None
@@ -284,7 +240,7 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     return Finding(
         f"a prefill pass of {mean:.0f} tokens on average follows every {a_pass:.1f} decode steps: places are "
         "filled one by one, and each pass costs its fixed time",
-        flags.setting(name, interval),
+        args,
         evidence={
             "passes": prefills.passes,
             "mean_new_tokens": round(mean, 1),
@@ -293,30 +249,10 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     )
 
 
-def _decode_steps(s: Situation) -> int:
-    """Return the decode steps that the log's lines stand for."""
-    return s.log.counted * s.facts.steps_a_line
-
-
-def _decoded(s: Situation) -> float:
-    """Return the tokens that they decoded."""
-    return s.load.median("running") * _decode_steps(s)
-
-
 def _like_a_step(s: Situation) -> bool:
     """Tell whether a prefill pass takes about as long as a decode step, so that their numbers say enough."""
     prefills = s.log.prefills
     return prefills.passes > 0 and prefills.new_tokens <= LIKE_A_STEP * prefills.passes
-
-
-def _best_interval(output_tokens: float) -> int:
-    """Return the best number of decode steps between two prefill passes that take as long as one.
-
-    A place that a request leaves stands empty for half of that number on average, so of `output_tokens`
-    steps of a request that many are lost; in return there are fewer prefill passes. The number for which both
-    are equal is the best.
-    """
-    return round(math.sqrt(2 * output_tokens))
 
 
 def long_prompts(s: Situation, flags: Flags) -> Finding | None:
@@ -328,9 +264,8 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
     tokens = prefills.mean_prompt
     if tokens < GUIDES.long_prompt:
         return None
-    args = larger_chunk(s, flags)
-    if prefill_graph_off(s.facts.arguments) and not s.facts.on_cpu:
-        args |= flags.setting("cuda-graph-backend-prefill", "breakable")
+    args = with_memory("chunk-full", "chunked-prefill-size", s.server, flags)
+    args |= next_setting("chunk-full", "cuda-graph-backend-prefill", s.server, flags)
     return Finding(
         f"one or two prompts fill the pass in {share:.0%} of {prefills.passes} prefill passes "
         f"({tokens:,.0f} tokens each): long prompts dominate",
@@ -350,14 +285,13 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
     if not s.log.frequent(sign):
         return None
     running, captured = s.log.median("running"), s.facts.graph_max_bs
-    target = int(GUIDES.graph_batch_tp if large else GUIDES.graph_batch)
     if s.facts.graph_disabled:
-        args, why = _graph_on(s, flags), "the server's arguments switch them off"
-    elif running <= target and not (captured and captured >= target):
-        pool = smaller_pool(s, flags, GRAPH_GB_A_REQUEST * (target - (captured or USUAL_CAPTURED)))
-        if pool is None:
-            return None
-        args = flags.setting("cuda-graph-max-bs-decode", target) | pool
+        older = s.facts.arguments.get("disable_cuda_graph")
+        on = next_setting("graph-off", "cuda-graph-backend-decode", s.server, flags)
+        args = {"disable-cuda-graph": None} if older else on
+        why = "the server's arguments switch them off"
+    elif running <= (GUIDES.graph_batch_tp if large else GUIDES.graph_batch):
+        args = with_memory("graph-off", "cuda-graph-max-bs-decode", s.server, flags)
         why = f"they are captured up to {captured or 'about 160-256'}"
     else:
         return None
@@ -368,33 +302,3 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
         evidence={**s.evidence(), "no_graph_share": round(share, 4), "captured": captured},
         certainty="high" if s.facts.graph_disabled else None,
     )
-
-
-def _graph_on(s: Situation, flags: Flags) -> dict[str, Any]:
-    if s.facts.arguments.get("disable_cuda_graph") or not flags.spelling("cuda-graph-backend-decode"):
-        return {"disable-cuda-graph": None}
-    return flags.setting("cuda-graph-backend-decode", "full")
-
-
-def larger_chunk(s: Situation, flags: Flags) -> dict[str, Any]:
-    """Return flags for a chunk twice as large, with a smaller pool where it needs its memory."""
-    chunk = int(in_effect(s.facts, "chunked-prefill-size") or 0)
-    larger = min(2 * chunk, LARGEST_CHUNK)
-    pool = smaller_pool(s, flags, (larger - chunk) * CHUNK_GB_A_TOKEN)
-    if not 0 < chunk < larger or pool is None:
-        return {}
-    args = flags.setting("chunked-prefill-size", larger)
-    return args | pool if args else {}
-
-
-def smaller_pool(s: Situation, flags: Flags, gb: float) -> dict[str, Any] | None:
-    """Return the mem-fraction-static that frees `gb` more; empty where that much is free already.
-
-    None where too little would be left for weights and a useful pool.
-    """
-    now, left = s.facts.number("mem_fraction_static"), s.facts.ready.gpu_gb if s.facts.ready else None
-    wanting = gb - max(0.0, left - memory_band(s.facts).low) if left else gb
-    if s.facts.on_cpu or now is None or not s.facts.card_gb or wanting <= 0:
-        return {}
-    target = round(now - math.ceil(100 * wanting / s.facts.card_gb) / 100, 3)
-    return flags.setting("mem-fraction-static", target) if target > least_fraction(s.facts) else None

@@ -1,31 +1,19 @@
 """Rules on memory: what is left at the start, where it ran out, and other deaths. Each is pure."""
 
-import math
 from dataclasses import replace
 from typing import Any
 
-from batchrunner.advise.situation import LONGEST_LINE, Finding, Situation, memory_band
+from batchrunner.advise.situation import LONGEST_LINE, Finding, Situation
+from batchrunner.engines.flag_table import FRACTION_STEP, next_setting
 from batchrunner.engines.flags import Flags, command_line
 from batchrunner.engines.logs.lines import OutOfMemory, Phase
 from batchrunner.engines.logs.reader import FP8
-from batchrunner.engines.model_files import kv_bytes
-from batchrunner.engines.recovery import HIGHEST_FRACTION, Death, in_effect, least_fraction, safer
-
-POOL_SHARE = 4
-"""One part in so many of a machine's free memory is taken for a larger KV pool at most."""
-FLOAT32_BYTES = 4
-"""Bytes of a number in a CPU's KV pool, at most."""
-MOST_POOL = 8
-"""Most times by which one advice makes a CPU's pool larger."""
-LARGER_POOL = 1.1
-"""Least factor by which a larger pool is worth it."""
-STEP = 0.01
-"""The guides' step of `--mem-fraction-static`."""
+from batchrunner.engines.recovery import Death, safer
 
 
 def memory_left(s: Situation, flags: Flags) -> Finding | None:
     """Find that GPU memory is unused, or that the right amount is left."""
-    left, band = s.facts.ready.gpu_gb if s.facts.ready else None, memory_band(s.facts)
+    left, band = s.server.spare_gb, s.server.band
     if left is None or left < band.low:
         return None
     seen = f"available_gpu_mem is {left:.2f} GB when the server is ready"
@@ -39,70 +27,52 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
             {"max-total-tokens": None},
             evidence=evidence,
         )
-    return _fraction(s, flags, f"{seen}: more than {good}, the rest is unused", left, evidence)
+    return _fraction(s, flags, "memory-left", f"{seen}: more than {good}, the rest is unused", evidence)
 
 
-def pool_small(s: Situation, flags: Flags) -> Finding | None:
+def pool_small(s: Situation, _: Flags) -> Finding | None:
     """Find that a CPU's KV pool, whose size is a flag, holds fewer requests than wait and may run."""
-    name, ready = "max-total-tokens", s.facts.ready
-    now, most, running = in_effect(s.facts, name), s.max_running, s.load.median("running")
-    if not s.facts.on_cpu or not now or not most or running < 1 or not (s.short_of_pool or s.retracts_often):
-        return None
-    target = min(now * min(MOST_POOL, most / running), now + _free_tokens(s, ready.cpu_gb if ready else None))
-    if target < LARGER_POOL * now:
+    now, most, running = s.server.now("max-total-tokens"), s.max_running, s.server.running
+    if not most or running < 1 or not (s.short_of_pool or s.retracts_often):
         return None
     return Finding(
         f"{running:.0f} of at most {most} requests run and others wait: the KV pool of {now:.0f} tokens "
         f"holds no more, at token usage {s.load.median('usage'):.2f}",
-        flags.setting(name, int(target)),
         evidence={**s.evidence("kv_bound", "conservative"), "pool_tokens": now, "max_running": most},
     )
 
 
-def _free_tokens(s: Situation, free_gb: float | None) -> float:
-    """Return how many more tokens a quarter of the free memory holds; unless known, as many as now."""
-    token_bytes = kv_bytes(s.facts.config, FLOAT32_BYTES)
-    if token_bytes is None:
-        return in_effect(s.facts, "max-total-tokens") or 0.0
-    return (free_gb or 0.0) * (1 << 30) / POOL_SHARE / token_bytes
-
-
 def memory_tight(s: Situation, flags: Flags) -> Finding | None:
     """Find that too little GPU memory is left for activations."""
-    left, low = s.facts.ready.gpu_gb if s.facts.ready else None, memory_band(s.facts).low
+    left, low = s.server.spare_gb, s.server.band.low
     if left is None or left >= low:
         return None
     seen = f"available_gpu_mem is {left:.2f} GB when the server is ready: under {round(low, 1):g} GB"
     evidence = {"available_gpu_gb": left, "card_gb": s.facts.card_gb}
-    return _fraction(s, flags, f"{seen} it may run out", left, evidence)
+    return _fraction(s, flags, "memory-tight", f"{seen} it may run out", evidence)
 
 
-def _fraction(s: Situation, flags: Flags, sign: str, left: float, evidence: dict[str, Any]) -> Finding | None:
+def _fraction(s: Situation, flags: Flags, sign: str, seen: str, evidence: dict[str, Any]) -> Finding | None:
     """Change mem-fraction-static so that the right amount is left, by the card's memory.
 
     None where weights and a pool need more than the target would leave them.
     """
-    now, more = s.facts.number("mem_fraction_static"), left - memory_band(s.facts).good
-    up = more > 0
-    if not flags.spelling("mem-fraction-static"):
-        return Finding(sign)
-    if now is None or not s.facts.card_gb:
-        way = "up" if up else "down"
-        return Finding(sign, change=f"--mem-fraction-static {way} in steps of {STEP}", evidence=evidence)
-    steps = math.floor(more / s.facts.card_gb / STEP) or int(up)  # at least one step up
-    least = math.ceil(least_fraction(s.facts) / STEP) * STEP
-    target = round(min(HIGHEST_FRACTION, max(least, now + steps * STEP)), 3)
-    if target == now or (target > now) is not up:
+    name, card = "mem-fraction-static", s.facts.card_gb
+    now, up = s.server.now(name), sign == "memory-left"
+    if now is None or not card:
+        how = f"--{name} {'up' if up else 'down'} in steps of {FRACTION_STEP}"
+        return Finding(seen, change=how if flags.spelling(name) else "", evidence=evidence)
+    args = next_setting(sign, name, s.server, flags)
+    if not args:
         return None
-    args = flags.setting("mem-fraction-static", target)
-    moved = f"{abs(target - now) * s.facts.card_gb:.1f} GB of {s.facts.card_gb:.0f}"
+    moved = f"{abs(args[name] - now) * card:.1f} GB of {card:.0f}"
     what = f"{command_line(args)} (from {now:g}: {moved} {'more' if up else 'less'} for the KV pool)"
-    return Finding(sign, args, what, evidence)
+    return Finding(seen, args, what, evidence)
 
 
 def oom_prefill(s: Situation, flags: Flags) -> Finding | None:
     """Find that a prefill pass ran out of memory."""
-    known = {"chunked_prefill_size": in_effect(s.facts, "chunked-prefill-size")}
+    known = {"chunked_prefill_size": s.server.now("chunked-prefill-size")}
     return _ran_out(s, _last(s, "prefill"), flags, "in prefill", known, _narrower(s, flags))
 
 

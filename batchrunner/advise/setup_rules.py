@@ -7,8 +7,8 @@ import re
 
 from batchrunner.advise.situation import Finding, Situation
 from batchrunner.core.console import counted
+from batchrunner.engines.flag_table import best_backends, next_setting
 from batchrunner.engines.flags import Flags, command_line
-from batchrunner.engines.logs.reader import FP8, Architecture, Facts
 from batchrunner.engines.logs.series import GUIDES
 
 ROOM_FOR_KV = 0.6
@@ -17,19 +17,6 @@ FEW_PROMPTS = 50
 """Prompts below which the share of cached tokens says little."""
 LONG_ENOUGH = 1024
 """Tokens of a prompt from which a copy of its prefix in host memory is cheaper than computing it again."""
-_BACKENDS: dict[Architecture, tuple[str, str]] = {
-    "hopper": ("fa3", "flashinfer"),
-    "blackwell": ("trtllm_mha", "flashinfer"),
-    "ada": ("flashinfer", "triton"),
-    "ampere": ("flashinfer", "triton"),
-}
-"""The guides' attention backend for each generation of GPUs, and the one to compare it with."""
-_CHOSEN_FOR = (
-    "GptOss", "GraniteSWA", "GraniteMoeSWA", "IQuestQ1", "MiMoV2", "EmbeddingGemma", "Gemma4", "Exaone",
-    "Inkling", "MiniCPM", "Llama4",
-)  # fmt: skip
-"""Models for which SGLang chooses the backend itself: some have attention sinks, which flashinfer lacks (its
-model_config and model_overrides)."""
 _GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
 """Backends that run on any GPU; another one was chosen for a reason."""
 
@@ -61,7 +48,7 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
             certainty="high",
         )
     whole = (weights or 0.0) * tp * (s.facts.number("pp_size") or 1)
-    if tp < 2 or not whole or not card or whole > ROOM_FOR_KV * card:  # noqa: PLR2004
+    if tp < 2 or s.facts.on_cpu or not whole or not card or whole > ROOM_FOR_KV * card:  # noqa: PLR2004
         return None
     args = flags.setting("tp-size", 1)
     how = "`engine: {kind: gateway, tp: 1}`" if ours else f"{tp} servers behind SGLang's Model Gateway, each"
@@ -85,54 +72,36 @@ def data_parallel(s: Situation, flags: Flags) -> Finding | None:
     )
 
 
-def expert_parallel(s: Situation, flags: Flags) -> Finding | None:
-    """Find a mixture of experts on several GPUs without expert parallelism."""
-    if not s.facts.is_moe or s.facts.tp < 2 or (s.facts.number("ep_size") or 1) > 1:  # noqa: PLR2004
-        return None
-    sign = f"{s.facts.model} has experts, each of them split over {s.facts.tp} GPUs"
-    return Finding(sign, flags.setting("ep-size", s.facts.tp))
+def expert_parallel(s: Situation, _: Flags) -> Finding:
+    """Name a mixture of experts on several GPUs without expert parallelism."""
+    return Finding(f"{s.facts.model} has experts, each of them split over {s.facts.tp} GPUs")
 
 
-def dp_attention(s: Situation, flags: Flags) -> Finding | None:
-    """Find a model with latent attention (MLA) whose KV cache is repeated on each GPU."""
-    if not s.facts.is_mla or s.facts.tp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
-        return None
-    sign = f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs"
-    return Finding(sign, flags.setting("attn-dp-size", s.facts.tp))
+def dp_attention(s: Situation, _: Flags) -> Finding:
+    """Name a model with latent attention (MLA) whose KV cache is repeated on each GPU."""
+    return Finding(f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs")
 
 
-def torch_compile(s: Situation, flags: Flags) -> Finding | None:
+def torch_compile(s: Situation, _: Flags) -> Finding | None:
     """Find a small model with small batches."""
-    weights = s.facts.weights_gb
-    if not weights or weights * s.facts.tp > GUIDES.small_model_gb:
+    gb = (s.facts.weights_gb or 0.0) * s.facts.tp
+    if not 0 < gb <= GUIDES.small_model_gb or not s.load.frequent("small_batch"):
         return None
-    if s.facts.arguments.get("enable_torch_compile") or not s.load.frequent("small_batch"):
-        return None
-    running = s.load.median("running")
-    sign = f"a small model ({weights * s.facts.tp:.1f} GB), {running:.0f} requests running"
-    return Finding(sign, flags.setting("enable-torch-compile", value=True))
+    return Finding(f"a small model ({gb:.1f} GB), {s.server.running:.0f} requests running")
 
 
-def fp8_weights(s: Situation, flags: Flags) -> Finding | None:
-    """Find 16-bit weights on a GPU with FP8, where memory limits the batch."""
-    if s.facts.architecture not in FP8 or not s.facts.in_16_bits or not s.load.frequent("kv_bound"):
-        return None
-    return Finding(
-        f"the KV pool is full {s.often('kv_bound')} and {s.facts.card} computes in 8 bits",
-        flags.setting("quantization", "fp8"),
-        evidence=s.evidence("kv_bound"),
-    )
+def fp8_weights(s: Situation, _: Flags) -> Finding | None:
+    """Find 16-bit weights where memory limits the batch."""
+    sign = f"the KV pool is full {s.often('kv_bound')} and {s.facts.card} computes in 8 bits"
+    found = s.facts.in_16_bits and s.load.frequent("kv_bound")
+    return Finding(sign, evidence=s.evidence("kv_bound")) if found else None
 
 
-def fp8_cache(s: Situation, flags: Flags) -> Finding | None:
-    """Find a full KV pool of 16-bit numbers on a GPU with FP8."""
-    if s.facts.architecture not in FP8 or not s.load.frequent("kv_bound") or not s.facts.kv_in_16_bits:
-        return None
-    return Finding(
-        f"the KV pool is full {s.often('kv_bound')} and holds 16-bit numbers",
-        flags.setting("kv-cache-dtype", "fp8_e4m3"),
-        evidence=s.evidence("kv_bound"),
-    )
+def fp8_cache(s: Situation, _: Flags) -> Finding | None:
+    """Find a full KV pool of 16-bit numbers."""
+    sign = f"the KV pool is full {s.often('kv_bound')} and holds 16-bit numbers"
+    found = s.facts.kv_in_16_bits and s.load.frequent("kv_bound")
+    return Finding(sign, evidence=s.evidence("kv_bound")) if found else None
 
 
 def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
@@ -152,32 +121,28 @@ def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
     if policy in {"lpm", None} or queue >= limit:
         how = "send requests that begin alike one after another, as batchrun does"
         return Finding(seen, {}, how, evidence)
-    return Finding(seen, flags.setting("schedule-policy", "lpm"), evidence=evidence)
+    return Finding(seen, next_setting("shared", "schedule-policy", s.server, flags), evidence=evidence)
 
 
-def host_cache(s: Situation, flags: Flags) -> Finding | None:
+def host_cache(s: Situation, _: Flags) -> Finding | None:
     """Find long prefixes that the KV pool may have evicted before their next use."""
     prefills = s.log.prefills
     shared = GUIDES.shared <= prefills.cached_share <= GUIDES.cached_well
     if prefills.prompts < FEW_PROMPTS or not shared or prefills.mean_prompt < LONG_ENOUGH:
         return None
-    if not s.load.frequent("full") or s.facts.arguments.get("enable_hierarchical_cache"):
+    if not s.load.frequent("full"):
         return None
     return Finding(
         f"prompts of {prefills.mean_prompt:,.0f} tokens share prefixes, {prefills.cached_share:.0%} was in "
         f"the cache, and the KV pool is full {s.often('full')}",
-        flags.setting("enable-hierarchical-cache", value=True),
         evidence={"cached_share": round(prefills.cached_share, 4), **s.evidence("full")},
     )
 
 
-def attention_backend(s: Situation, flags: Flags) -> Finding | None:
+def attention_backend(s: Situation, _: Flags) -> Finding | None:
     """Find a general attention backend on a GPU that has a better one."""
-    architecture, now = s.facts.architecture, s.facts.arguments.get("attention_backend")
-    if architecture is None or now not in _GENERAL:
-        return None
-    best = next(iter(best_backends(architecture, s.facts)), now)
-    if now == best:
+    now = s.facts.arguments.get("attention_backend")
+    if now not in _GENERAL or now in best_backends(s.facts)[:1]:
         return None
     asked = str(s.facts.arguments.get("launch_command") or "--config")  # only /server_info has it
     given = re.search("attention.backend", asked)
@@ -186,21 +151,8 @@ def attention_backend(s: Situation, flags: Flags) -> Finding | None:
     who = "set by its arguments" if given else "set, or chosen by SGLang: its arguments do not say"
     return Finding(
         f"{now} attention on {s.facts.card} ({who})",
-        flags.setting("attention-backend", best),
         certainty="medium" if given else None,
     )
-
-
-def best_backends(architecture: Architecture, facts: Facts) -> tuple[str, ...]:
-    """Return the guides' attention backend for a model and a GPU, then the one to compare it with.
-
-    It depends on the model in `facts`; empty where SGLang has to choose itself.
-    """
-    if facts.is_sparse or any(name in (facts.model or "") for name in _CHOSEN_FOR):
-        return ()
-    if not facts.is_mla or architecture == "hopper":
-        return _BACKENDS[architecture]
-    return ("trtllm_mla", "flashinfer") if architecture == "blackwell" else ()  # elsewhere triton
 
 
 KEEPS_ORDER = frozenset({"fcfs", "lpm"})
@@ -213,21 +165,18 @@ LOST_IN_PAGES = 0.15
 """Share of a request's place in the pool that its last page leaves empty, from which pages are too large."""
 
 
-def cache_off(s: Situation, flags: Flags) -> Finding | None:
+def cache_off(s: Situation, _: Flags) -> Finding | None:
     """Find that the prefix cache is switched off although prompts share prefixes."""
     shared = s.client.possible_share if s.client else None
     if not s.facts.arguments.get("disable_radix_cache") or shared is None or shared < GUIDES.shared:
         return None
-    if "disable-radix-cache" not in flags.names:
-        return None
     return Finding(
         f"the prefix cache is off, and {shared:.0%} of the prompt tokens could come from it",
-        {"disable-radix-cache": None},
         evidence={"possible_share": round(shared, 4), "computed_tokens": s.log.prefills.new_tokens},
     )
 
 
-def order_of_server(s: Situation, flags: Flags) -> Finding | None:
+def order_of_server(s: Situation, _: Flags) -> Finding | None:
     """Find that the server takes rows in an order of its own, which finds fewer prefixes in the cache."""
     policy, prefills = s.facts.arguments.get("schedule_policy"), s.log.prefills
     shared = s.client.possible_share if s.client else None
@@ -239,12 +188,11 @@ def order_of_server(s: Situation, flags: Flags) -> Finding | None:
     return Finding(
         f"{cached:.0%} of the prompt tokens were in the cache, where {shared:.0%} could be: "
         f"--schedule-policy {policy} takes the rows in another order than they are sent in",
-        flags.setting("schedule-policy", "fcfs"),
         evidence={"cached_share": round(cached, 4), "possible_share": round(shared, 4), "policy": policy},
     )
 
 
-def pages_large(s: Situation, flags: Flags) -> Finding | None:
+def pages_large(s: Situation, _: Flags) -> Finding | None:
     """Find that requests are short beside a page: each leaves a part of its last page empty."""
     page, prefills = int(s.facts.number("page_size") or 1), s.log.prefills
     backend = str(s.facts.arguments.get("attention_backend"))
@@ -260,7 +208,6 @@ def pages_large(s: Situation, flags: Flags) -> Finding | None:
     return Finding(
         f"requests of {tokens:.0f} tokens lie in pages of {page}: a last page is half empty, {lost:.0%} of "
         f"the KV pool, and {running:.0f} of at most {s.max_running} requests run",
-        flags.setting("page-size", 1),
         evidence={
             **s.evidence("conservative", "kv_bound"),
             "page_tokens": page,

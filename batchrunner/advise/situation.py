@@ -1,32 +1,25 @@
 """All that the rules of advice read: the load, the server, and, of a run, what the runner itself did."""
 
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
 
+from batchrunner.engines.flag_table import Server, in_effect
+from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.reader import Facts
 from batchrunner.engines.logs.series import GUIDES, Series
-from batchrunner.engines.recovery import in_effect
+from batchrunner.engines.model_files import kv_bytes
 
 Certainty = Literal["high", "medium", "low"]
 
-WHOLE_CARD_GB = 40.0
-"""GPU memory from which the guides' figures hold; a smaller card has smaller batches, and needs less."""
-USUAL_CHUNK = 8192
-"""Tokens of the guides' `--chunked-prefill-size`; a larger chunk needs more memory."""
-CHUNK_GB_A_TOKEN = 1.5 / 1024
-"""Memory for activations of a prefill chunk, in GB a token (SGLang's memory_hook)."""
 RESERVED = 0.8
 """Share of the KV pool in reservations from which it is the limit, though it is not full yet."""
+POOL_SHARE = 4
+"""One part in so many of a machine's free memory is taken for a larger KV pool at most."""
+FLOAT32_BYTES = 4
+"""Bytes of a number in a CPU's KV pool, at most."""
 LONGEST_LINE = 160
 """Characters of a log line that advice shows."""
-
-
-class MemoryBand(NamedTuple):
-    """GPU memory that should be free when the server is ready, in GB."""
-
-    low: float
-    good: float
-    high: float
 
 
 @dataclass(slots=True)
@@ -102,6 +95,36 @@ class Situation:
         """Whether the rows are answered by decoding, as far as is known."""
         return self.client is None or self.client.decodes
 
+    @cached_property
+    def server(self) -> Server:
+        """The server, as the table of flags takes it; its facts are complete."""
+        ready = self.facts.ready or ServerReady(max_running_requests=self.max_running)
+        return Server(
+            replace(self.facts, ready=ready),
+            self.load.median("running"), self.load.median("usage"), self.decodes,
+            output_tokens=self.decoded / max(1, self.log.prefills.prompts),
+            longest_output=self.client.longest_output if self.client else None,
+            most_pool_tokens=self._most_pool_tokens,
+        )  # fmt: skip
+
+    @property
+    def decode_steps(self) -> int:
+        """The decode steps that the log's lines stand for."""
+        return self.log.counted * self.facts.steps_a_line
+
+    @property
+    def decoded(self) -> float:
+        """The tokens that they decoded."""
+        return self.load.median("running") * self.decode_steps
+
+    @property
+    def _most_pool_tokens(self) -> float:
+        """What a CPU's pool has, and what a quarter of the free memory holds; unless known, as much again."""
+        now = in_effect(self.facts, "max-total-tokens") or 0.0
+        token_bytes = kv_bytes(self.facts.config, FLOAT32_BYTES)
+        free_gb = self.facts.ready.cpu_gb if self.facts.ready else None
+        return now + ((free_gb or 0.0) * (1 << 30) / POOL_SHARE / token_bytes if token_bytes else now)
+
     @property
     def max_running(self) -> int | None:
         """`max_running_requests` of one scheduler."""
@@ -161,24 +184,14 @@ class Situation:
         }
 
 
-def memory_band(facts: Facts) -> MemoryBand:
-    """Return the memory that the guides leave free on a card with a prefill chunk."""
-    chunk = in_effect(facts, "chunked-prefill-size") or 0
-    scale = min(1.0, (facts.card_gb or WHOLE_CARD_GB) / WHOLE_CARD_GB)
-    more = max(0.0, chunk - USUAL_CHUNK) * CHUNK_GB_A_TOKEN
-    return MemoryBand(
-        scale * GUIDES.memory_low_gb, scale * GUIDES.memory_good_gb + more,
-        scale * GUIDES.memory_high_gb + more,
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True)
 class Finding:
     """The finding of a rule: a sign with its figures, and the change."""
 
     sign: str
-    args: dict[str, Any] = field(default_factory=dict)
-    """Server flags for `engine.args`; without them and `change`, the rule gives no advice."""
+    args: dict[str, Any] | None = None
+    """Server flags for `engine.args`; None for the next value of the rule's flag. Without flags and `change`,
+    the rule gives no advice."""
     change: str = ""
     """The change in words, where flags alone do not say it."""
     evidence: dict[str, Any] = field(default_factory=dict)

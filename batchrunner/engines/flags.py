@@ -11,9 +11,14 @@ from batchrunner.engines.device import has_gpu, output_of, program_environment
 
 HELP_TIMEOUT_S = 120.0
 """Seconds; `--help` imports torch, which takes 6 s, and more from a cold network disk."""
+CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
+"""Environment variable: most tokens that SGLang reserves for the output of a request (schedule_policy)."""
+VARIABLES = frozenset({CLIP})
+"""Variables that count as flags."""
 CHECK_HELP = "unknown version: these are the newest spellings, check them with --help"
 _SPELLINGS = (
     ("cuda-graph-max-bs-decode", "cuda-graph-max-bs"),
+    ("cuda-graph-backend-decode", "disable-cuda-graph"),
     ("cuda-graph-backend-prefill", "enable-piecewise-cuda-graph"),
     ("attn-dp-size", "enable-dp-attention"),
     ("tp-size", "tensor-parallel-size", "tp"),
@@ -51,13 +56,15 @@ class Flags:
 
     def setting(self, name: str, value: Any) -> dict[str, Any]:
         """Return `engine.args` for a flag's value, as this version takes it; empty where it cannot."""
-        spelling = self.spelling(name)
+        spelling = name if name in VARIABLES else self.spelling(name)
         if spelling is None or str(value) not in self.choices.get(spelling, {str(value)}):
             return {}
         if spelling == "enable-dp-attention":
             return {spelling: True, "dp-size": value}
         if spelling.startswith("enable-"):
             return {spelling: None if value == "disabled" else True}
+        if spelling == "disable-cuda-graph":
+            return {spelling: True if value == "disabled" else None}
         return {spelling: value}
 
 
@@ -66,12 +73,30 @@ def name_in(args: Mapping[str, Any], name: str) -> str:
     return next((spelling for spelling in _spellings(name) if spelling in args), name)
 
 
+def arguments_in(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what belongs into `engine.args`."""
+    return {name: value for name, value in args.items() if name not in VARIABLES}
+
+
+def variables_in(args: Mapping[str, Any]) -> dict[str, str]:
+    """Return what belongs into `engine.env`, whose values are texts."""
+    return {name: str(value) for name, value in args.items() if name in VARIABLES}
+
+
+def numbers_in(env: Mapping[str, str]) -> dict[str, int]:
+    """Return the variables of a job that count as flags; the server reads each as a number."""
+    return {name: int(value) for name, value in env.items() if name in VARIABLES and value.isdecimal()}
+
+
 def command_line(args: Mapping[str, Any]) -> str:
-    """Write `engine.args` as a person types it."""
-    return " ".join(_option(name, value) for name, value in args.items())
+    """Write flags and variables as a person types them, the variables first."""
+    ordered = {**variables_in(args), **args}
+    return " ".join(_option(name, value) for name, value in ordered.items())
 
 
 def _option(name: str, value: Any) -> str:
+    if name in VARIABLES:
+        return f"{name}={value}"
     if value is None:
         return f"without --{name}"
     return f"--{name}" if value is True else f"--{name} {value}"

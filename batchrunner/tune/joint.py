@@ -11,19 +11,18 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from batchrunner.advise.load_rules import CLIP, LARGEST_CHUNK
-from batchrunner.engines.recovery import LESS_CONSERVATIVE, NORMAL
+from batchrunner.engines.flag_table import (
+    LARGEST_CHUNK,
+    LEAST_CONSERVATIVE,
+    LESS_CONSERVATIVE,
+    MOST_RAISE,
+    NORMAL,
+)
+from batchrunner.engines.flags import CLIP
 from batchrunner.engines.simulation.replica import CostModel, PassWork, RowLengths, fit_spans, steady_work
 from batchrunner.engines.simulation.scheduler import CLIP_TOKENS, SchedulerConfig
 from batchrunner.tune.measurement import WORTH, PassSpan, TrialResult
-from batchrunner.tune.space import (
-    LEAST_CONSERVATIVE,
-    MOST_RAISE,
-    Args,
-    FlagChange,
-    Machine,
-    TuningState,
-)
+from batchrunner.tune.space import Args, FlagChange, Machine, TuningState
 
 FEWEST_ROWS = 64
 """Rows whose lengths are known, from which they stand for the job's."""

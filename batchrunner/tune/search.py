@@ -8,24 +8,16 @@ import math
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 import orjson
 
 from batchrunner.core.console import counted
-from batchrunner.engines.flags import name_in
+from batchrunner.engines.flag_table import Flag
+from batchrunner.engines.flags import command_line, name_in
 from batchrunner.tune.joint import Forecast, JointMoves
 from batchrunner.tune.measurement import WORTH, Incumbent, TrialResult, TrialSigns
-from batchrunner.tune.space import (
-    TUNED_FLAGS,
-    VARIABLES,
-    Args,
-    FlagChange,
-    Machine,
-    TunedFlag,
-    TuningState,
-    as_typed,
-)
+from batchrunner.tune.space import TUNED_FLAGS, Args, FlagChange, Machine, TuningState, candidates
 
 GUESS, GUESS_WEIGHT = 0.05, 4
 """Assumed standard deviation of a trial's log speed, and how many repetitions it counts as. A shared 2-core
@@ -117,7 +109,7 @@ FAILED_MORE = 0.01
 """Share of rows by which failures may exceed those of the best: trials end with different rows."""
 MOST_MISSES = 2
 """Joint changes of one setting that are tried although none was faster: then the forecast is not believed."""
-TOGETHER = TunedFlag("together", lambda _: "the forecast chooses")
+TOGETHER = Flag("together", {})
 """Several flags at once."""
 
 
@@ -154,7 +146,7 @@ class TrialRequest:
 class Search:
     """The search; `best` is the best setting so far."""
 
-    def __init__(self, args: Args, machine: Machine, tuned_flags: Sequence[TunedFlag] = TUNED_FLAGS) -> None:
+    def __init__(self, args: Args, machine: Machine, tuned_flags: Sequence[Flag] = TUNED_FLAGS) -> None:
         """`args` are the job's own flags, which are tried first."""
         self.best = FlagSetting(args)
         self.settings = {key_of(args): self.best}
@@ -193,32 +185,30 @@ class Search:
         found = self._joint.candidates(self._state())
         return next((change for change in found if self._is_new(change) and not self._missing(change)), None)
 
-    def _tune_flag(self, tuned_flag: TunedFlag) -> Generator[TrialRequest, TrialResult, bool]:
+    def _tune_flag(self, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
         """Change one flag for as long as that is faster; return whether the best changed."""
         improved = False
         while (change := self._next_change(tuned_flag)) is not None:
             improved |= yield from self._try_change(change, tuned_flag)
         return improved
 
-    def _try_change(
-        self, change: FlagChange, tuned_flag: TunedFlag
-    ) -> Generator[TrialRequest, TrialResult, bool]:
+    def _try_change(self, change: FlagChange, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
         """Try the best flags with a change; return whether they are faster."""
         setting = FlagSetting(self._changed_to(change))
         self.settings[key_of(setting.args)] = setting
-        tried = as_typed(changes(setting.args, self.best.args))
+        tried = command_line(changes(setting.args, self.best.args))
         won = yield from self._race(setting, change, tuned_flag)
         self._changed.add(tuned_flag.name)
         self.notes[tuned_flag.name] = f"{tried}: {setting.verdict}"
         return won
 
-    def _next_change(self, tuned_flag: TunedFlag) -> FlagChange | None:
-        candidates = tuned_flag.candidates(self._state())
-        if isinstance(candidates, str):
+    def _next_change(self, tuned_flag: Flag) -> FlagChange | None:
+        found = candidates(tuned_flag, self._state())
+        if isinstance(found, str):
             if tuned_flag.name not in self._changed:
-                self.notes[tuned_flag.name] = candidates
+                self.notes[tuned_flag.name] = found
             return None
-        for change in candidates:
+        for change in found:
             if self._missing(change):
                 self.notes[tuned_flag.name] = f"this version has no {self._missing(change)}"
             elif self._is_new(change):
@@ -236,24 +226,21 @@ class Search:
         args = dict(self.best.args)
         for name, value in change.args.items():
             own = name_in(args, name)
-            args |= {own: value} if own in args else self._setting(name, value)
+            args |= {own: value} if own in args else self._machine.flags.setting(name, value)
         return args
 
     def _missing(self, change: FlagChange) -> str:
         """Return the first flag of a change that this version lacks, as typed; empty where it has all."""
-        return next((as_typed({n: v}) for n, v in change.args.items() if not self._setting(n, v)), "")
-
-    def _setting(self, name: str, value: Any) -> Args:
-        """Return a flag as this version takes it; empty where it lacks it."""
-        return {name: value} if name in VARIABLES else self._machine.flags.setting(name, value)
+        setting = self._machine.flags.setting
+        return next((command_line({n: v}) for n, v in change.args.items() if not setting(n, v)), "")
 
     def _race(
-        self, setting: FlagSetting, change: FlagChange, tuned_flag: TunedFlag
+        self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
     ) -> Generator[TrialRequest, TrialResult, bool]:
         """Try a setting, then the best and it in turn; return whether the setting is faster."""
         before = len(self.best.speeds) - 1  # the best's last trial counts as its first turn
         yield from self._try(setting, change.why, self._incumbent())
-        while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[before:])) is None:
+        while (verdict := self._verdict(setting, tuned_flag, self.best.speeds[before:])) is None:
             if len(self.best.speeds) - before <= len(setting.speeds):
                 yield from self._try(self.best, "the best again, in turn", None)
             else:
@@ -277,7 +264,7 @@ class Search:
         return trial_noise(setting.speeds for setting in self.settings.values() if setting.speeds)
 
     def _verdict(
-        self, setting: FlagSetting, change: FlagChange, tuned_flag: TunedFlag, theirs: Sequence[float]
+        self, setting: FlagSetting, tuned_flag: Flag, theirs: Sequence[float]
     ) -> tuple[bool, str] | None:
         """Return whether a challenger is better, and why; None while that is open."""
         newest, best = setting.newest, self.best.newest
@@ -293,7 +280,7 @@ class Search:
         if tuned_flag.schedules and same_work(newest.signs, best.signs):
             return False, "no faster: the same passes and batches as the best"
         fuller = tuned_flag.schedules and more_per_pass(newest.signs, best.signs)
-        worth = -WORTH if change.is_small else WORTH
+        worth = -WORTH if tuned_flag.small_steps else WORTH
         verdict, text = compare(setting.speeds, theirs, self._noise(), more_per_pass=fuller, worth=worth)
         return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")
 

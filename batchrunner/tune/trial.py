@@ -19,7 +19,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine, RowAnswers
-from batchrunner.engines.flags import name_in
+from batchrunner.engines.flags import arguments_in, name_in, variables_in
 from batchrunner.engines.logs.lines import (
     Arguments,
     LoggedBatch,
@@ -38,7 +38,6 @@ from batchrunner.runner.run import execute
 from batchrunner.tune.measurement import End, PassSpan, TrialProgress, TrialResult, TrialWatch
 from batchrunner.tune.sample import TuningSample
 from batchrunner.tune.search import TrialRequest
-from batchrunner.tune.space import arguments_in, variables_in
 
 LOG_INTERVAL = 10
 """`decode-log-interval` of trials, in passes: they are counted to within 10, at almost no cost."""

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from batchrunner.core.errors import EngineStartError, JobError
 from batchrunner.engines.device import gpus
+from batchrunner.engines.flags import arguments_in, command_line, numbers_in, variables_in
 from batchrunner.engines.model_files import cards_of, check_model, with_tp
 from batchrunner.job.engine import GatewayEngine, ServerEngine
 from batchrunner.job.fields import Duration
@@ -34,14 +35,7 @@ from batchrunner.runner.prepare import PreparedJob, prepare
 from batchrunner.tune.measurement import TrialResult
 from batchrunner.tune.sample import write_sample
 from batchrunner.tune.search import FlagSetting, Search, TrialRequest, changes, key_of
-from batchrunner.tune.space import (
-    Args,
-    arguments_in,
-    as_typed,
-    machine_for,
-    numbers_in,
-    variables_in,
-)
+from batchrunner.tune.space import Args, machine_for
 from batchrunner.tune.trial import TrialRunner
 
 log = logging.getLogger(__name__)
@@ -135,7 +129,7 @@ def _trial_lines(trial: dict[str, Any], *, is_best: bool) -> list[str]:
     signs, speeds = trial["signs"], trial["tokens_per_s"]
     speed = "died" if trial["ended"] == "died" else " ".join(f"{value:,.0f}" for value in speeds)
     limited = f"{signs['running']:.0f}" + (f"/{signs['max_running']}" if signs["max_running"] else "")
-    flags = as_typed(trial["args"]) or "the job's own"
+    flags = command_line(trial["args"]) or "the job's own"
     line = (
         f"{speed:>20} {limited:>8} {signs['usage']:>5.2f} {signs['queue']:>6.0f} "
         f"{signs['retractions_per_min']:>6.0f}/min  {flags}{'  <- best' if is_best else ''}"
@@ -313,7 +307,7 @@ async def run_search(
 
 def _log_trial(number: int, request: TrialRequest, result: TrialResult, search: Search) -> None:
     own, *_ = search.settings.values()
-    flags = as_typed(changes(request.args, own.args)) or "the job's own flags"
+    flags = command_line(changes(request.args, own.args)) or "the job's own flags"
     speed = "" if result.ended == "died" else f"{result.tokens_per_s:,.0f} output tok/s, "
     log.info(
         "trial %d: %s (%s): %s%s, %s", number, flags, request.why, speed, result.why, duration(result.cost_s)

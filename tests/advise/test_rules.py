@@ -131,14 +131,14 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     ),
     "capped": (
         LogWriter().started(most=64).decode(30, r=64, u=0.3),
-        {"running-capped": "--max-running-requests 192"},
+        {"running-capped": "--max-running-requests 256"},
     ),
     "at the cap, and the pool is full in waves": (
         LogWriter().started(most=64).decode(12, r=64, u=0.6).decode(18, r=64, u=0.97), {},
     ),
     "capped, DP attention": (
         LogWriter().started(most=64, attn_dp_size=8, max_running_requests=512).decode(30, r=64, u=0.4),
-        {"running-capped": "--max-running-requests 1152"},
+        {"running-capped": "--max-running-requests 2048"},
     ),
     "few running under DP attention, whose 0.3 is SGLang's own": (
         LogWriter().started(chunk=1024, attn_dp_size=8, schedule_conservativeness=0.3, weights_gb=60)

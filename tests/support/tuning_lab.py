@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
-from batchrunner.advise.load_rules import CLIP
-from batchrunner.engines.flags import Flags
+from batchrunner.engines.flags import CLIP, Flags
 from batchrunner.engines.simulation.replica import CostModel, PassWork, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest, StepResult
 from batchrunner.tune.measurement import PassSpan, TrialProgress, TrialResult, TrialWatch

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from batchrunner.advise.load_rules import CLIP
+from batchrunner.engines.flags import CLIP
 from batchrunner.engines.simulation.replica import RowLengths
 from batchrunner.engines.simulation.scheduler import SchedulerConfig
 from batchrunner.tune.joint import Forecast, arguments_of, clips, config_of

@@ -104,7 +104,7 @@ def test_memory_in_small_steps_to_the_edge() -> None:
     tried = [trial["args"] for trial in found.trials if "attention-backend" not in trial["args"]]
     assert [args.get("mem-fraction-static") for args in tried] == [None, 0.89, 0.9, 0.91]
     assert found.args == {"mem-fraction-static": 0.9}
-    assert search.notes["memory"] == "--mem-fraction-static 0.91: unsafe: OOM"
+    assert search.notes["mem-fraction-static"] == "--mem-fraction-static 0.91: unsafe: OOM"
 
 
 def test_flags_that_die_at_once() -> None:

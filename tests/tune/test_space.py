@@ -7,30 +7,22 @@ from typing import Any
 
 import pytest
 
-from batchrunner.advise.load_rules import CLIP
-from batchrunner.engines.flags import Flags
+from batchrunner.engines.flag_table import FLAGS
+from batchrunner.engines.flags import CLIP, Flags, arguments_in, command_line, numbers_in, variables_in
 from batchrunner.tune.measurement import TrialResult, TrialSigns
 from batchrunner.tune.search import Search
-from batchrunner.tune.space import (
-    TUNED_FLAGS,
-    Args,
-    TuningState,
-    arguments_in,
-    as_typed,
-    numbers_in,
-    variables_in,
-)
+from batchrunner.tune.space import Args, TuningState
+from batchrunner.tune.space import candidates as candidates_of
 from tests.support.tuning_lab import CARD, CPU, ROWS, Lab, tuned
 
 BUSY = TrialSigns(running=30, max_running=256, queue=100, empty_share=0, usage=0.5, prefill_limit=2048)
 PUT = "schedule-conservativeness"
-BY_NAME = {flag.name: flag.candidates for flag in TUNED_FLAGS}
 
 
 def candidates(name: str, args: Args, signs: dict[str, Any], machine: dict[str, Any]) -> list[Args] | str:
     """Return the flags that are tried after a trial with these signs, or why none is."""
     state = TuningState(args, replace(BUSY, **signs), replace(CARD, **machine))
-    found = BY_NAME[name](state)
+    found = candidates_of(FLAGS[name], state)
     return found if isinstance(found, str) else [change.args for change in found]
 
 
@@ -40,10 +32,10 @@ TRIED: list[tuple[str, Args, dict[str, Any], list[Args]]] = [
     (PUT, {PUT: None}, {}, [{PUT: 0.3}]),
     (PUT, {}, {"usage": 0.98, "retractions_per_min": 9.0}, [{PUT: 1.3}, {PUT: 1.43}]),
     (
-        "memory", {}, {**FULL, "spare_gb": 13.5},
+        "mem-fraction-static", {}, {**FULL, "spare_gb": 13.5},
         [{"mem-fraction-static": 0.91}, {"mem-fraction-static": 0.84}],
     ),
-    ("memory", {}, {**FULL, "spare_gb": 4.6}, [{"mem-fraction-static": 0.84}]),
+    ("mem-fraction-static", {}, {**FULL, "spare_gb": 4.6}, [{"mem-fraction-static": 0.84}]),
     ("chunked-prefill-size", {}, {"prefill_per_pass": 1900.0}, [{"chunked-prefill-size": 4096}]),
     (
         "max-running-requests", {}, {"running": 250, "usage": 0.3},
@@ -54,13 +46,13 @@ TRIED: list[tuple[str, Args, dict[str, Any], list[Args]]] = [
         [{"max-running-requests": 32}, {"max-running-requests": 6}],
     ),
     (
-        "cuda-graph-max-bs", {}, {"running": 300, "graph_off_share": 0.6, "mem_fraction": 0.83},
-        [{"cuda-graph-max-bs-decode": 512}, {"cuda-graph-max-bs-decode": 512, "mem-fraction-static": 0.81}],
+        "cuda-graph-max-bs-decode", {}, {"running": 300, "graph_off_share": 0.6, "mem_fraction": 0.83},
+        [{"cuda-graph-max-bs-decode": 512}, {"cuda-graph-max-bs-decode": 512, "mem-fraction-static": 0.82}],
     ),
     ("schedule-policy", {}, {"cached_share": 0.6, "queue": 60}, [{"schedule-policy": "lpm"}]),
     ("attention-backend", {}, {"attention_backend": "fa3"}, [{"attention-backend": "flashinfer"}]),
     (
-        "hierarchical-cache", {}, {"cached_share": 0.5, "usage": 0.98},
+        "enable-hierarchical-cache", {}, {"cached_share": 0.5, "usage": 0.98},
         [{"enable-hierarchical-cache": True}],
     ),
     ("tokenizer-worker-num", {}, {"empty_share": 0.9}, [{"tokenizer-worker-num": 4}]),
@@ -76,21 +68,21 @@ def test_each_flag_is_tried_when_it_can_matter(
 
 
 LEFT: list[tuple[str, Args, dict[str, Any], str]] = [
-    (PUT, {}, {"usage": 0.95}, "the pool is full"),
-    (PUT, {}, {"empty_share": 0.9}, "no request waits"),
-    (PUT, {}, {"running": 250}, "at max-running-requests 256"),
-    (PUT, {PUT: 1.43}, {"usage": 0.98, "retractions_per_min": 9.0}, "1.43 reserves all"),
-    ("memory", {}, {}, "the log lacks mem_fraction_static"),
-    ("memory", {}, {**FULL, "spare_gb": 1.7}, "no more can be taken"),
-    ("max-running-requests", {}, {"running": 250, "usage": 0.95}, "the pool holds no more"),
-    ("max-running-requests", {}, {"running": 7.0, "max_running": 8, "usage": 0.89}, "holds 8"),
-    ("chunked-prefill-size", {}, {"prefill_per_pass": 300.0}, "does not bind"),
-    ("chunked-prefill-size", {}, {"prefill_limit": 32_768, "prefill_per_pass": 3e4}, "than 16384"),
-    ("cuda-graph-max-bs", {}, {"graph_off_share": 0.02}, "2% of the decode passes"),
-    ("schedule-policy", {}, {"cached_share": 0.6, "queue": 300}, "above 128 lpm works like fcfs"),
-    ("hierarchical-cache", {}, {"cached_share": 0.5}, "at token usage 0.50"),
-    ("hierarchical-cache", {"enable-hierarchical-cache": True}, {"cached_share": 0.5, "usage": 0.98},
-     "on already"),
+    (PUT, {}, {"usage": 0.95}, "not the case: requests wait although"),
+    (PUT, {}, {"empty_share": 0.9}, "not the case"),
+    (PUT, {}, {"running": 250}, "not the case"),
+    (PUT, {PUT: 1.43}, {"usage": 0.98, "retractions_per_min": 9.0}, "no further value"),
+    ("mem-fraction-static", {}, {}, "too little is known"),
+    ("mem-fraction-static", {}, {**FULL, "spare_gb": 1.7}, "no further value"),
+    ("max-running-requests", {}, {"running": 250, "usage": 0.95}, "not the case: as many requests"),
+    ("max-running-requests", {}, {"running": 7.0, "max_running": 8, "usage": 0.89}, "no further value"),
+    ("chunked-prefill-size", {}, {"prefill_per_pass": 300.0}, "not the case: prefill passes take all"),
+    ("chunked-prefill-size", {}, {"prefill_limit": 32_768, "prefill_per_pass": 3e4}, "no further value"),
+    ("cuda-graph-max-bs-decode", {}, {"graph_off_share": 0.02}, "not the case: decode passes run without"),
+    ("schedule-policy", {}, {"cached_share": 0.6, "queue": 300}, "no further value"),
+    ("enable-hierarchical-cache", {}, {"cached_share": 0.5}, "not the case: prompts share prefixes"),
+    ("enable-hierarchical-cache", {"enable-hierarchical-cache": True}, {"cached_share": 0.5, "usage": 0.98},
+     "no further value"),
 ]  # fmt: skip
 
 
@@ -115,19 +107,19 @@ ON_CARDS: list[tuple[str, Args, dict[str, Any], dict[str, Any], list[Args] | str
     ),
     (
         "attention-backend", {}, {"model": "GptOssForCausalLM"}, {"card": "NVIDIA B200"},
-        "SGLang chooses the backend for GptOssForCausalLM",
+        "no further value",
     ),
     # a card of 24 GB turns the guides' 5, 6.5 and 10 GB into 3, 3.9 and 6, as advice does
-    ("memory", {}, {**FULL, "spare_gb": 1.2}, {"card_gb": 24}, "no more can be taken"),
-    ("memory", {}, {**FULL, "spare_gb": 4.5}, {"card_gb": 24}, [{"mem-fraction-static": 0.84}]),
+    ("mem-fraction-static", {}, {**FULL, "spare_gb": 1.2}, {"card_gb": 24}, "no further value"),
+    ("mem-fraction-static", {}, {**FULL, "spare_gb": 4.5}, {"card_gb": 24}, [{"mem-fraction-static": 0.84}]),
     (
-        "memory", {}, {**FULL, "spare_gb": 6.5}, {"card_gb": 24},
+        "mem-fraction-static", {}, {**FULL, "spare_gb": 6.5}, {"card_gb": 24},
         [{"mem-fraction-static": 0.93}, {"mem-fraction-static": 0.84}],
     ),
-    ("expert-parallelism", TWO, {}, {"config": MIXTURE}, [{"ep-size": 2}]),
-    ("expert-parallelism", TWO, {}, {}, "no experts on several GPUs"),
-    ("dp-attention", TWO, {}, {"config": LATENT}, [{"attn-dp-size": 2}]),
-    ("dp-attention", TWO, {}, {}, "no compressed KV cache"),
+    ("ep-size", TWO, {}, {"config": MIXTURE}, [{"ep-size": 2}]),
+    ("ep-size", TWO, {}, {}, "no further value"),
+    ("attn-dp-size", TWO, {}, {"config": LATENT}, [{"attn-dp-size": 2}]),
+    ("attn-dp-size", TWO, {}, {}, "no further value"),
 ]  # fmt: skip
 
 
@@ -152,8 +144,7 @@ def test_flags_go_by_the_names_that_are_there() -> None:
         ({}, "cuda-graph-max-bs"),
         ({"cuda-graph-max-bs-decode": 8}, "cuda-graph-max-bs-decode"),
     ):
-        (graphs,) = (tuned_flag for tuned_flag in TUNED_FLAGS if tuned_flag.name == "cuda-graph-max-bs")
-        steps = Search(own, card, [graphs]).steps()
+        steps = Search(own, card, [FLAGS["cuda-graph-max-bs-decode"]]).steps()
         next(steps)
         assert steps.send(TrialResult("measured", "", 1.0, 100.0, signs=signs)).args == {name: 256}
 
@@ -168,8 +159,10 @@ def test_a_flag_that_the_version_lacks_is_not_tried() -> None:
 
 def test_on_a_cpu_flags_of_gpus_are_left_alone() -> None:
     """Each has a word of its own, whatever the signs."""
-    names = ("cuda-graph-max-bs", "hierarchical-cache", "tokenizer-worker-num", "dp-attention")
-    assert all(isinstance(candidates(name, {}, {}, {"cpu": True}), str) for name in names)
+    names = (
+        "cuda-graph-max-bs-decode", "enable-hierarchical-cache", "tokenizer-worker-num", "attn-dp-size",
+    )  # fmt: skip
+    assert {candidates(name, {}, {}, {"cpu": True}) for name in names} == {"it needs a GPU"}
 
 
 def test_arguments_and_variables_go_their_own_ways() -> None:
@@ -177,6 +170,6 @@ def test_arguments_and_variables_go_their_own_ways() -> None:
     args = {"max-running-requests": 8, CLIP: 256, "enable-metrics": True}
     assert arguments_in(args) == {"max-running-requests": 8, "enable-metrics": True}
     assert variables_in(args) == {CLIP: "256"}
-    assert as_typed(args) == f"{CLIP}=256 --max-running-requests 8 --enable-metrics"
+    assert command_line(args) == f"{CLIP}=256 --max-running-requests 8 --enable-metrics"
     assert numbers_in({CLIP: "256", "HF_HUB_OFFLINE": "1"}) == {CLIP: 256}
     assert numbers_in({CLIP: "many"}) == {}
