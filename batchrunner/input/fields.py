@@ -10,6 +10,7 @@ in Relational Workloads" (arXiv:2403.05821). D(S) of the whole input is estimate
 lower bound (Scandinavian Journal of Statistics 11, 1984), from the combinations that occur once and twice.
 """
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from typing import Any
 
 from pyroaring import BitMap64
 
+from batchrunner.core.errors import RowRefusedError
 from batchrunner.input.dataset import Dataset, rows_of
-from batchrunner.input.job_input import selects
 from batchrunner.input.order import STRETCHES, stretches
 from batchrunner.input.templates import Predicate, field_line
 from batchrunner.job.spec import InputSpec
@@ -64,8 +65,9 @@ def decide_fields(
     seen = 0
     for row in _rows(dataset, total, columns, predicate):
         seen += 1
-        if predicate is not None and not selects(predicate, row):
-            continue
+        with contextlib.suppress(RowRefusedError):  # a row on which the filter fails is selected
+            if predicate is not None and not predicate(row):
+                continue
         for at, name in enumerate(columns):
             line = field_line(name, row[name]).encode("utf-8", "surrogatepass")
             values[at].append(hash(line))

@@ -450,24 +450,18 @@ class SourceFile:
             hint = "if its page on the Hub asks for it, ask for access there, and set HF_TOKEN"
         elif not known_format(self.path):
             hint = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
-        elif self.format.kind == "Parquet":
-            hint = self._other_format()
+        elif self.format.kind == "Parquet" and isinstance(failure, pa.ArrowInvalid):
+            head = self._fs.open_input_stream(self.path).read(1024)
+            known = (
+                "JSON Lines, let its name end in .jsonl"
+                if head[:1] == b"{"
+                else "CSV, let its name end in .csv"
+            )
+            hint = f"if it is {known}" if head and b"\0" not in head else None
         elif self.format.kind == "JSON Lines" and isinstance(failure, pa.ArrowInvalid):
             hint = "give the column a type in input.types: string keeps its values as they are"
         told = f"{place}: not a readable {self.format.kind} file: {first_line(failure)}"
         return or_away(InputError(told, hint=hint), failure)
-
-    def _other_format(self) -> str | None:
-        """Return what to do with a file named .parquet that is something else."""
-        try:
-            with self._fs.open_input_stream(self.path) as source:
-                head = source.read(1024)
-        except self.read_errors:
-            return None
-        if not head or b"\0" in head:
-            return None
-        kind, ending = ("JSON Lines", ".jsonl") if head.lstrip().startswith(b"{") else ("CSV", ".csv")
-        return f"it is a text: if it is {kind}, let its name end in {ending}"
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 A lease is a range of rows; the tasks of one run take lease after lease.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pyroaring import BitMap64
@@ -12,7 +12,6 @@ from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Outcome, Request
 from batchrunner.input.dataset import Dataset, rows_of
 from batchrunner.input.render import Renderer
-from batchrunner.input.templates import Predicate
 from batchrunner.job.spec import Job
 
 MOST_LEASES, FEWEST_LEASES = 1000, 64
@@ -79,14 +78,6 @@ class JobInput:
         told = f"input.filter: true for none of the {total} rows: {error or self.job.input.filter}"
         hint = "values of CSV are texts: input.types gives others" if self.dataset.has_text_files else None
         raise InputError(told, hint=hint)
-
-
-def selects(predicate: Predicate, values: Mapping[str, object]) -> bool:
-    """Tell whether a filter is true for a row, or fails on it: then the row is to fail too."""
-    try:
-        return predicate(values)
-    except RowRefusedError:
-        return True
 
 
 def lease_rows(rows: int) -> int:

@@ -17,7 +17,7 @@ from pyroaring import BitMap64
 from batchrunner.core.errors import InputError, JobError
 from batchrunner.core.files import format_of
 from batchrunner.input.dataset import Dataset, is_ids, is_text, usable_columns
-from batchrunner.input.files import find_files
+from batchrunner.input.files import find_files, read_errors
 from batchrunner.input.messages import holds_messages
 from batchrunner.input.templates import template_of_column
 from batchrunner.job.arrow_types import type_name
@@ -106,13 +106,14 @@ def _tells_apart(column: "pa.ChunkedArray[Any]") -> bool:
 
 
 def _of_csv(path: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return how a CSV file is read, unless by default, and the types of its columns that are no texts."""
+    """Return how a CSV file is read, and the types of its columns that are no texts."""
     fs, files = find_files([user_paths(path)])
     form = format_of(files[0])
     if form.kind != "CSV":
         return {}, {}
-    with fs.open_input_stream(files[0], compression=form.compression) as source:
-        content = source.read(SAMPLED_BYTES)
+    content = b""
+    with contextlib.suppress(*read_errors(fs)):  # which reading the whole file tells
+        content = fs.open_input_stream(files[0], compression=form.compression).read(SAMPLED_BYTES)
     for encoding in ENCODINGS:
         with contextlib.suppress(UnicodeError):
             text = codecs.getincrementaldecoder(encoding)().decode(content).encode()
@@ -130,12 +131,11 @@ def _of_csv(path: str) -> tuple[dict[str, str], dict[str, str]]:
             return {}
         return {field.name: type_name(field.type) for field in reader.schema}
 
-    usual = {"delimiter": "\t" if form.ending == ".tsv" else ",", "encoding": "utf-8", "decimal": "."}
-    delimiter = max(usual["delimiter"] + ",;\t|", key=lambda mark: len(columns(mark)))
+    usual = "\t" if form.ending == ".tsv" else ","
+    delimiter = max(f"{usual},;\t|", key=lambda mark: len(columns(mark)))
     decimal = max(".,", key=lambda mark: [*columns(delimiter, mark).values()].count("float64"))
-    found = {"delimiter": delimiter, "encoding": encoding, "decimal": decimal}
     types = {name: kind for name, kind in columns(delimiter, decimal).items() if kind in GUESSED}
-    return {name: value for name, value in found.items() if value != usual[name]}, types
+    return {"delimiter": delimiter, "encoding": encoding, "decimal": decimal}, types
 
 
 def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, str]:

@@ -126,6 +126,12 @@ RISING = (0.4, 0.8)
 ColumnType: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "date", "timestamp"]
 
 
+def _one_character(text: str) -> str:
+    if len(text) != 1 or text in '"\r\n':
+        raise ValueError('give one character, such as ";", or "\\t" in double quotes for a tab')
+    return text
+
+
 def _known_encoding(name: str) -> str:
     try:
         "".encode(name)
@@ -148,7 +154,7 @@ class InputSpec(Spec):
     types: dict[str, ColumnType] = {}
     """Types of columns of CSV and JSON Lines files. In CSV any other column is a text, as it stands in the
     file; in JSON Lines it has the type of its values. A value that does not fit fails its row."""
-    delimiter: Annotated[str, Field(pattern=r'^[^"\r\n]$')] | None = None
+    delimiter: Annotated[str, AfterValidator(_one_character)] | None = None
     """Character between the values of CSV files; by default a comma, in `.tsv` a tab."""
     encoding: Annotated[str, AfterValidator(_known_encoding)] = "utf-8"
     """Encoding of CSV files by Python's name: `cp1252` is that of Excel in Western Europe."""

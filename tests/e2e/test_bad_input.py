@@ -278,7 +278,7 @@ def test_a_bad_record(tmp_path: Path, name: str, record: bytes, problem: str) ->
             "input.encoding: 'utf-99' is none: utf-8, cp1252, latin-1 and utf-16,",
         ),
         ("a.csv", {"encoding": "utf-16"}, "line 1 is not UTF-16: write input.encoding"),
-        ("a.csv", {"delimiter": ";;"}, "input.delimiter"),
+        ("a.csv", {"delimiter": "\\t"}, "input.delimiter: give one character, such as"),
         ("a.jsonl", {"decimal": ","}, "input.decimal: is for CSV, and the input has no such file"),
     ],
 )
@@ -352,6 +352,7 @@ FILES = [
         "not a readable CSV file: Truncated",
     ),
     ("a.csv.gz", b"id,text\n1,a\n", "not a readable CSV file: zlib"),
+    ("a.jsonl", b"\n", "a.jsonl: is empty: write JSON Lines, an object on each line"),
     ("a.json", b'[{"id": 1,\n"text": "a"}]', "no line is a JSON object (line 1: "),
     ("a.jsonl", b'\n{"id": NaN}\n', "(line 2: not valid JSON: NaN is no number of JSON (write null))"),
     (

@@ -73,7 +73,8 @@ def test_what_the_job_says() -> None:
     job = yaml.safe_load(text)
     assert job["engine"]["kind"] == "server"
     assert "model" in job["engine"]
-    assert job["input"] == {"path": "in/q.csv", "columns": ["user_id"]}
+    read = {"delimiter": ",", "encoding": "utf-8", "decimal": "."}
+    assert job["input"] == {"path": "in/q.csv", "columns": ["user_id"], **read}
 
 
 @pytest.mark.parametrize(("encoding", "delimiter"), [("cp1252", ";"), ("utf-16", "\t"), ("utf-8", ",")])
@@ -84,9 +85,8 @@ def test_a_csv_of_another_kind(encoding: str, delimiter: str) -> None:
     Path("q.csv").write_bytes("\n".join(map(delimiter.join, rows)).encode(encoding))
     text = batchrunner_init("q.csv")
     job = yaml.safe_load(text)
-    wanted = {"path": "q.csv", "columns": ["SKU"], "decimal": ","}
-    wanted |= {} if encoding == "utf-8" else {"encoding": encoding, "delimiter": delimiter}
-    assert job["input"] == wanted
+    read = {"delimiter": delimiter, "encoding": encoding, "decimal": ","}
+    assert job["input"] == {"path": "q.csv", "columns": ["SKU"], **read}
     assert '  # types: {"Datum": "date", "Preis": "float64", ' in text
     Path("new.yaml").write_text(text)
     first, *_ = json.loads(batchrun("check", "new.yaml", "--json").stdout)["prompts"]
