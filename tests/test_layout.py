@@ -103,7 +103,7 @@ MOST_TOKENS = {
     "core": 8_100,
     "job": 18_200,
     "output": 23_100,
-    "input": 35_600,
+    "input": 35_500,
     "engines": 47_100,
     "advise": 11_800,
     "report": 10_800,
