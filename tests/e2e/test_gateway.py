@@ -287,6 +287,19 @@ def test_row_that_a_living_worker_always_cuts_off(tmp_path: Path, behind: Any) -
 
 
 @pytest.mark.gateway
+@pytest.mark.usefixtures("quick_retries")
+@pytest.mark.parametrize("what", ["busy 503", "busy 429", "gateway 504"])
+def test_a_row_that_every_worker_refuses_for_now(tmp_path: Path, behind: Any, what: Behaviour) -> None:
+    """It is given up while others are answered, whichever worker it comes to."""
+    with behind() as (engine, one, two):
+        one.script = two.script = lambda sent: what if sent.prompt == "row 3" else "answer"
+        job = job_of(tmp_path, engine, rows=10, limits={"max_failed_rows": 1, "engine_wait": 60})
+        report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 9, 1)
+    assert " times while others were answered: " in results_of(job)[3]["error"]
+
+
+@pytest.mark.gateway
 def test_what_stands_in_the_way(
     real_gateway: RealGateway, behind: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

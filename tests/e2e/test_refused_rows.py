@@ -12,7 +12,7 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
-from tests.conftest import batchrun_merge, job_of, results_of, run_job
+from tests.conftest import batchrun_merge, job_of, results_of, run_job, write_rows
 from tests.e2e.test_batch_files import CHAT, COMPLETIONS, Batch, request_of
 from tests.e2e.test_bundles import bundled_job, only
 from tests.e2e.test_embeddings import ids_job
@@ -63,16 +63,41 @@ def test_a_row_that_is_always_refused(
     batchrun_merge(Path(job["output"]["path"]))
 
 
+@pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}], ids=str)
 @pytest.mark.parametrize("what", REFUSED)
-def test_no_other_row_is_left(tmp_path: Path, server: FakeSGLang, what: Behaviour) -> None:
-    """A resumed run that has this row alone asks for its beginning, and knows that the engine works."""
-    job = job_of(tmp_path, server, rows=30, limits=PATIENT)
+def test_no_other_row_is_left(
+    tmp_path: Path, server: FakeSGLang, what: Behaviour, prompt: dict[str, str]
+) -> None:
+    """A resumed run that has this row alone sends something small, and knows that the engine works."""
+    job = job_of(tmp_path, server, rows=30, prompt=prompt, limits=PATIENT)
     batchrunner.run(job, overrides=["input.limit=29"])
     server.forget()
     server.script = lambda sent: what if sent.prompt == "row 29" else "answer"
     assert batchrunner.run(job).exit_code == 3
     check_failed(job, 29, of=30, words=REFUSED[what])
-    assert set(server.prompts) == {"row 29", "r"}
+    assert set(server.prompts) == {"row 29", "r" if "text" in prompt else "1"}
+
+
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+def test_an_only_request(tmp_path: Path, server: FakeSGLang, url: str) -> None:
+    """So it is with a batch file, whose results are published."""
+    server.script = lambda sent: "gateway 504" if sent.prompt == "question 0" else "answer"
+    batch = Batch(tmp_path, [request_of(0, url=url)])
+    assert batch.do("--errors", batch.errors, engine=server).exit_code == 0
+    assert "504: Gateway Time-out" in batch.errors.read_text()
+    assert set(server.prompts) == {"question 0", "1"}
+
+
+@pytest.mark.parametrize("task", ["embed", "classify", "rerank"])
+def test_an_only_row_without_decoding(tmp_path: Path, server: FakeSGLang, task: str) -> None:
+    """So it is with the other tasks."""
+    server.arguments = {"is_generation": False, "architectures": ["QwenForSequenceClassification"]}
+    server.script = lambda sent: "gateway 504" if "row 0" in sent.prompt else "answer"
+    write_rows(tmp_path / "input.parquet", 1, found=[["one", "two"]])
+    prompt = {"text": "text"} | ({"documents": "found"} if task == "rerank" else {})
+    job = job_of(tmp_path, server, task=task, prompt=prompt, limits=PATIENT)
+    assert batchrunner.run(job).exit_code == 3
+    check_failed(job, 0, of=1)
 
 
 def test_several_rows_on_several_routes(tmp_path: Path, server: FakeSGLang) -> None:
