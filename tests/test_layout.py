@@ -104,15 +104,15 @@ MOST_TOKENS = {
     "job": 18_200,
     "output": 23_100,
     "input": 35_500,
-    "engines": 47_100,
+    "engines": 47_000,
     "advise": 11_800,
     "report": 10_800,
     "dispatch": 26_000,
     "runner": 23_800,
     "tune": 12_000,
-    "api": 2_800,
+    "api": 2_600,
     "ray": 5_100,
-    "cli": 3_900,
+    "cli": 4_000,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}

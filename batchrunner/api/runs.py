@@ -1,17 +1,15 @@
 """Runs of jobs."""
 
-import asyncio
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import JobError
-from batchrunner.engines.registry import for_task, make_engine
-from batchrunner.job.engine import EngineSpec, GatewayEngine, ServerEngine
+from batchrunner.engines.registry import make_engine
+from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import EngineLike, load_job, parse_engine
 from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
@@ -58,31 +56,6 @@ def _directory(given: str | Path | None) -> Iterator[Path]:
     yield path
     if given is None:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def serve(job: Job, ready: Callable[[Sequence[str]], None]) -> None:
-    """Start the servers of a job as a run does, and keep them up until an interrupt; `ready` gets their URLs.
-
-    Their API key is that of SGLANG_API_KEY, if it is set. Raises JobError, or EngineStartError or
-    EngineLostError.
-    """
-    spec = for_task(job.engine, job.task)
-    if not isinstance(spec, (ServerEngine, GatewayEngine)) or spec.model is None:
-        raise JobError(f"engine: kind {spec.kind} starts no server", hint="give a model")
-    from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415 - needed here only
-
-    async def served(logs: Path) -> None:
-        key = os.environ.get("SGLANG_API_KEY", "")
-        fleet = LaunchedFleet(spec, log_dir=logs, limits=job.limits, task=job.task, key=key)
-        try:
-            await fleet.open()
-            ready(fleet.urls)
-            await fleet.until_lost()
-        finally:
-            await fleet.close()
-
-    with _directory(None) as logs, suppress(KeyboardInterrupt):
-        asyncio.run(served(logs))
 
 
 def engine_of(engine: OpenEngine | EngineLike | None) -> tuple[OpenEngine | None, EngineSpec]:

@@ -1,6 +1,9 @@
 """Commands that send rows, or start what answers them: run, batch, engine, slurm, ray."""
 
 import contextlib
+import os
+import secrets
+import threading
 from collections.abc import Iterator
 from typing import Annotated, Any, NoReturn
 
@@ -147,24 +150,31 @@ def engine(
         typer.Argument(metavar="MODEL|JOB.yaml", help="A model's name or directory, or a job."),
     ],
     overrides: SetOption = None,
-    quiet: QuietOption = False,
     verbose: VerboseOption = False,
 ) -> None:
     """Start a server as a run would, and print its URL.
 
     Jobs use it by `--set engine=URL`; Ctrl-C ends it. It has the arguments and the environment of a run, also
-    on a CPU. With SGLANG_API_KEY in the environment it wants that key.
+    on a CPU. Its API key is that of SGLANG_API_KEY, or a new one, which is shown.
 
     Example: batchrun engine Qwen/Qwen3-8B --set engine.args.tp-size=2
     """
-    from batchrunner.api.runs import serve  # noqa: PLC0415 - the command starts fast
+    from batchrunner.api.runs import open_engine  # noqa: PLC0415 - the command starts fast
+    from batchrunner.engines.registry import launched_model  # noqa: PLC0415
     from batchrunner.job.load import load_job  # noqa: PLC0415
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
-    log_to_stderr(quiet=quiet, verbose=verbose)
+    log_to_stderr(verbose=verbose)
     is_job = source.endswith((".yaml", ".yml", ".json"))
     nothing = {"input": {"path": "-"}, "prompt": {"text": "-"}, "output": {"path": "-"}}
-    serve(load_job(source if is_job else {**nothing, "engine": source}, overrides=overrides or ()), show)
+    job = load_job(source if is_job else {**nothing, "engine": source}, overrides=overrides or ())
+    if launched_model(job.engine) is None:
+        raise JobError(f"engine: kind {job.engine.kind} starts no server", hint="give a model")
+    key = os.environ.setdefault("SGLANG_API_KEY", secrets.token_hex(24))
+    with open_engine(job.engine, task=job.task) as opened, contextlib.suppress(KeyboardInterrupt):
+        tell(f"ready until Ctrl-C; where it is used: export SGLANG_API_KEY={key}")
+        show(opened.info.routes)
+        threading.Event().wait()
 
 
 def slurm(

@@ -5,12 +5,19 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 import orjson
 
 from batchrunner.core.console import counted
-from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, CannotTokenizeError, RowRefusedError
+from batchrunner.core.errors import (
+    EXIT_DONE,
+    EXIT_FAILED_ROWS,
+    CannotTokenizeError,
+    InputError,
+    RowRefusedError,
+)
 from batchrunner.core.files import known_format, read_json
 from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
@@ -20,7 +27,7 @@ from batchrunner.engines.request_limits import refuse_invalid
 from batchrunner.input.order import OrderDecision, decide_order
 from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
 from batchrunner.job.call import job_of_batch
-from batchrunner.job.engine import EngineSpec, SimulatedEngine
+from batchrunner.job.engine import SimulatedEngine
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import Failures
 from batchrunner.output.resume import read_done
@@ -62,15 +69,15 @@ class Check:
     """Rows of these that cannot be sent: a null or empty prompt, a template that fails."""
     not_sendable: list[dict[str, Any]]
     """Why they cannot be sent, largest group first: `rows`, `example_row`, `example`."""
-    not_looked_at: list[str]
-    """What only a start can tell: the model where its files are not on this machine, servers that run."""
+    not_looked_at: str | None
+    """What only a start can tell: about a model whose files are not on this machine, or about servers."""
     prompt_tokens: int | None
     """About how many tokens the prompts to do have, by the model's tokenizer and the first 200 of them; null
     where it is not on this machine."""
     seconds: float | None
-    """Time that the rows to do take at the speed of `measured`; null where none was."""
+    """Time that the rows to do take at the speed of `measured`; null where there is none."""
     measured: str | None
-    """The newest measured run of this model beside the output path, and its speed."""
+    """The longest run of this model beside the output path."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
@@ -97,9 +104,9 @@ class Check:
         tokens = "not known here" if self.prompt_tokens is None else f"about {self.prompt_tokens:,}"
         time = "not known: no run of this model was measured beside this one"
         if self.seconds is not None:
-            time = f"about {duration(self.seconds)}, as {self.measured}"
+            time = f"about {duration(self.seconds)} at the speed of {self.measured}"
         lines += [f"prompt tokens: {tokens}; time: {time}"]
-        lines += [f"not looked at: {what}" for what in self.not_looked_at]
+        lines += [f"not looked at: {self.not_looked_at}"] if self.not_looked_at else []
         return [*lines, f"{self.verdict}; nothing was sent"]
 
     @property
@@ -131,7 +138,14 @@ def check(job: str, overrides: Sequence[str]) -> Check:
         model = launched_model(loaded.engine)
         if model is not None:
             check_model(model)
-        with contextlib.closing(prepare(loaded)) as prepared:
+        try:
+            prepared = prepare(loaded)
+        except InputError as failure:
+            if not loaded.prompt.is_batch:
+                raise
+            hint = f"this writes a job for a file of data: batchrun init {job}"
+            raise InputError(failure.message, hint=hint) from None
+        with contextlib.closing(prepared):
             return _check(prepared)
 
 
@@ -153,7 +167,9 @@ def _check(prepared: PreparedJob) -> Check:
             sample.append(item)
         if len(shown) < PROMPTS_SHOWN:
             shown.append(prompt)
-    seconds_each, measured = _measured(prepared)
+    model, unknown, measured = launched_model(loaded.engine), None, _measured(prepared)
+    if not isinstance(loaded.engine, SimulatedEngine) and not (model and model_directory(model).exists()):
+        unknown = f"engine.model {model}: no files of it are here" if model else "the servers"
     return Check(
         files=len(prepared.dataset.files),
         rows_in_input=prepared.dataset.total_rows,
@@ -166,18 +182,11 @@ def _check(prepared: PreparedJob) -> Check:
         rows_looked_at=looked_at,
         rows_not_sendable=sum(failures.rows.values()),
         not_sendable=failures.summary(),
-        not_looked_at=_not_looked_at(loaded.engine),
-        prompt_tokens=_prompt_tokens(sample, len(todo), launched_model(loaded.engine)),
-        seconds=seconds_each and seconds_each * len(todo),
-        measured=measured,
+        not_looked_at=unknown,
+        prompt_tokens=_prompt_tokens(sample, len(todo), model),
+        seconds=len(todo) / measured["rows_per_s"] if measured else None,
+        measured=measured["path"] if measured else None,
     )
-
-
-def _not_looked_at(engine: EngineSpec) -> list[str]:
-    model = launched_model(engine)
-    if model is not None and not model_directory(model).exists():
-        return [f"engine.model {model}: no files of it are on this machine, and it may not exist"]
-    return [] if model or isinstance(engine, SimulatedEngine) else ["the servers: nothing was sent to them"]
 
 
 def _prompt_tokens(sample: Sequence[Request], rows: int, model: str | None) -> int | None:
@@ -188,23 +197,17 @@ def _prompt_tokens(sample: Sequence[Request], rows: int, model: str | None) -> i
         encoder = Encoder(sample[0].kind, model_directory(model), TokenBudget(None))
     except CannotTokenizeError:
         return None
-    ids = encoder.token_ids([request for request in sample if encoder.can_encode(request)])
-    counts = [len(found) for found in ids if isinstance(found, list)]
-    return round(sum(counts) / len(counts) * rows) if counts else None
+    ids = encoder.token_ids([*filter(encoder.can_encode, sample)])
+    lengths = [len(found) for found in ids if isinstance(found, list)]
+    return sum(lengths) * rows // len(lengths) if lengths else None
 
 
-def _measured(prepared: PreparedJob) -> tuple[float | None, str | None]:
-    """Return the seconds a row of the newest measured run of the model beside this one, and its speed."""
-    own = prepared.run_dir.path
+def _measured(prepared: PreparedJob) -> dict[str, Any] | None:
+    """Return the report of the longest run of the model beside this one; None without any."""
+    reports = map(read_json, prepared.run_dir.path.parent.glob("*/report.json"))
     model = model_of(prepared.job.engine)
-    paths = sorted(own.parent.glob("*/report.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for report in map(read_json, paths):
-        rows_per_s, engine = report.get("rows_per_s"), report.get("engine") or {}
-        if rows_per_s and not report.get("simulated") and engine.get("model") == model:
-            output = report["output_tokens_per_s"] / rows_per_s
-            speed = f"{rows_per_s:.3g} rows/s, {output:.0f} output tokens a row"
-            return 1 / rows_per_s, f"in {report['path']} ({speed})"
-    return None, None
+    same = [each for each in reports if each.get("rows_per_s") and each["engine"].get("model") == model]
+    return max(same, key=itemgetter("wall_s"), default=None)
 
 
 def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:

@@ -261,6 +261,8 @@ def test_requests_that_sglang_refuses(tmp_path: Path) -> None:
         assert problem in line["error"]["message"]
     write_batch(batch.requests, lines[-1:])
     assert "the job is fine" in batchrun("check", batch.requests).stdout
+    write_batch(batch.requests, [{"id": 1, "text": "a file of data"}])
+    assert f"batchrun init {batch.requests}" in batchrun("check", batch.requests).stderr
     write_batch(batch.requests, [lines[0], "no JSON"])
     assert batchrun("check", batch.requests).exit_code == 3
     assert batchrun("check", batch.requests, "--set", "prompt.text=a").exit_code == 2

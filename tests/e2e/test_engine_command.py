@@ -25,14 +25,17 @@ def test_a_server_by_hand(tmp_path: Path, key: str | None) -> None:
     own = launchable(tmp_path, seen + ANSWERS, SEEN=str(tmp_path / "seen"))
     file = write_job(job_of(tmp_path, own), tmp_path)
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **({"SGLANG_API_KEY": key} if key else {})}
-    command = [sys.executable, "-m", "batchrunner", "engine", str(file), "--quiet"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+    command = [sys.executable, "-m", "batchrunner", "engine", str(file)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ) as process:
         try:
             assert process.stdout is not None
+            assert process.stderr is not None
             url = process.stdout.readline().strip()
+            shown = next(line for line in process.stderr if "export" in line).strip().rpartition("=")[2]
+            assert shown == key or (key is None and len(shown) == 48)
             with pytest.MonkeyPatch.context() as patch:
-                if key:
-                    patch.setenv("SGLANG_API_KEY", key)
+                patch.setenv("SGLANG_API_KEY", shown)
                 attached = {"kind": "attach", "urls": [url]}
                 job = job_of(tmp_path, attached, output={"path": str(tmp_path / "attached")})
                 assert batchrun(write_job(job, tmp_path)).exit_code == 0
@@ -45,7 +48,7 @@ def test_a_server_by_hand(tmp_path: Path, key: str | None) -> None:
         urllib.request.urlopen(f"{url}/ready")
     told = (tmp_path / "seen").read_text()
     assert "--schedule-policy fcfs" in told
-    assert ("--api-key secret" in told) is (key is not None)
+    assert f"--api-key {shown}" in told
 
 
 def test_an_engine_that_cannot_be_started(tmp_path: Path) -> None:
@@ -56,7 +59,8 @@ def test_an_engine_that_cannot_be_started(tmp_path: Path) -> None:
         "batchrun: engine: kind simulated starts no server: give a model\n",
     )
     own = launchable(tmp_path, "sys.exit('RuntimeError: no CUDA GPUs are available')\n")
-    dead = batchrun("engine", write_job(job_of(tmp_path, own), tmp_path), "--quiet")
+    dead = batchrun("engine", write_job(job_of(tmp_path, own), tmp_path))
     assert dead.exit_code == 2
     assert "no CUDA GPUs are available" in dead.stderr
     assert Path(dead.stderr.rpartition("[")[2].rstrip("]\n")).exists()
+    assert "export" not in dead.stderr

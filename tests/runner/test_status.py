@@ -198,23 +198,26 @@ def test_check_says_what_it_does_not_know(tmp_path: Path) -> None:
 
 
 def test_check_estimates_by_what_was_measured(tmp_path: Path) -> None:
-    """Prompts are counted by the model's tokenizer; the time is that of an earlier run of the model."""
+    """Prompts are counted by the model's tokenizer; the time is that of the longest run of the model."""
     model = make_tokenizer(tmp_path / "model")
-    other = tmp_path / "other"
-    other.mkdir()
-    job = job_of(tmp_path, {"kind": "server", "model": str(model)})
-    file = write_job(job, tmp_path)
+    file = write_job(job_of(tmp_path, {"kind": "server", "model": str(model)}), tmp_path)
     assert json.loads(batchrun("check", file, "--json").stdout)["seconds"] is None
-    for simulated, rows_per_s in [(False, 0.25), (True, 1000.0)]:
+    for name, wall_s, rows_per_s, of in [
+        ("a", 9, 0.25, model),
+        ("b", 5, 9.0, model),
+        ("c", 99, 9.0, "other"),
+    ]:
         report = {
-            "path": "out/other", "rows_per_s": rows_per_s, "output_tokens_per_s": 25.0,
-            "engine": {"model": str(model)},
-        }  # fmt: skip
-        (other / "report.json").write_text(json.dumps({**report, "simulated": simulated}))
-        found = json.loads(batchrun("check", file, "--json").stdout)
-        assert found["prompt_tokens"] >= 30
-        assert found["seconds"] == (None if simulated else 40)
-        if not simulated:
-            shown = batchrun("check", file).stdout
-            assert "time: about 40.0 s, as in out/other (0.25 rows/s, 100 output tokens a row)" in shown
-            assert "the job is fine" in shown
+            "path": f"out/{name}",
+            "rows_per_s": rows_per_s,
+            "wall_s": wall_s,
+            "engine": {"model": str(of)},
+        }
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").write_text(json.dumps(report))
+    found = json.loads(batchrun("check", file, "--json").stdout)
+    assert found["prompt_tokens"] >= 30
+    assert (found["seconds"], found["measured"]) == (40, "out/a")
+    shown = batchrun("check", file).stdout
+    assert f"prompt tokens: about {found['prompt_tokens']}; time: about 40.0 s at the speed of out/a" in shown
+    assert "the job is fine" in shown

@@ -244,10 +244,9 @@ class LaunchedFleet(HttpEngine):
         log_dir: Path,
         limits: LimitsSpec,
         task: TaskName = GENERATE,
-        key: str | None = None,
     ) -> None:
-        """`key` is the servers' API key, none if empty; by default nobody else gets it."""
-        self._key = secrets.token_hex(24) if key is None else key  # a - at its head would read as an option
+        # not `token_urlsafe`: a - at its head would read as an option
+        self._key = os.environ.get("SGLANG_API_KEY") or secrets.token_hex(24)
         super().__init__(
             api_key=self._key,
             limits=limits,
@@ -326,16 +325,6 @@ class LaunchedFleet(HttpEngine):
             elif hang := self._hang_of(url, loads):
                 replica.hangs(hang)
         return loads
-
-    @property
-    def urls(self) -> list[str]:
-        """Addresses that take requests."""
-        return [self._gateway.url] if self._gateway else [*self._replicas]
-
-    async def until_lost(self) -> None:
-        """Keep the servers up; raises EngineLostError once none of them is started again."""
-        await asyncio.gather(*self._watching)
-        await self._until_up(self.urls[0])
 
     async def excuses(self, url: str, sent_at: float) -> bool:
         """Tell whether a server ended after `sent_at` for a reason that is no row's fault."""

@@ -10,7 +10,8 @@ environment, and `engine.env` adds to it."""
 READ = {
     "SGLANG_API_KEY": "API key of the servers of `engine.kind: attach` and of a gateway with `url`, and "
     "of the server "
-    "that `batchrun advise` watches. `engine.api_key_env` names another variable.",
+    "that `batchrun advise` watches; `engine.api_key_env` names another variable. Servers that are started "
+    "have it too, or one of their own where it is not set.",
     "XDG_CACHE_HOME": "Directory of caches, `~/.cache` by default. Below it, in `batchrunner/`, is what "
     "out-of-memory "
     "recovery has learned about a model on a GPU.",
