@@ -138,9 +138,10 @@ def test_chunks_of_other_types() -> None:
     ("rows", "told"),
     [
         (["a", b"b"], "a row of type bytes: row 1"),
-        ([{"text": 10**30}], "column 'text', rows 0 to 0: "),
+        ([{"text": object()}], "column 'text', rows 0 to 0: "),
         ([{1: "a"}], "a column has the name 1: give a text"),
         ({"text": ["a"]}, "got dict"),
+        ([{}], "1 row without a column"),
         ([{}, {}], "2 rows without a column"),
         ("x" * 5000, "give texts as a list"),
         (Path("/no/such.parquet"), "no such file"),
