@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -264,24 +264,32 @@ class Dispatcher:
             self._events.write("lead", **asdict(change))
 
     def _ask_another(self, row: PendingRow, route: str, error: RowRefusedError) -> bool:
-        """Send a row that a server refused to another one, where there is one; tell whether that is done."""
-        if error.body is None or row.refused_by is not None or row.deaths or self._slots.is_last(route):
+        """Send a row that a server refused to another one, where that is open; tell whether it is done.
+
+        Two refusals are final if one of the servers answers rows, and so are those of all servers.
+        """
+        by = *row.refused_by, route
+        is_final = row.refused_by and self._is_in_order(by)
+        if error.body is None or row.deaths or is_final or not self._slots.has_others(by):
             return False
         self._doubted.setdefault(route, 0)
-        row.refused_by, row.refusal = route, error
+        row.refused_by, row.refusal = by, error
         self._backlog.retry_after(row, 0.0)
         return True
 
+    def _is_in_order(self, routes: Collection[str]) -> bool:
+        """Tell whether one of some routes has answered rows, and one of them since it refused any."""
+        return any(self._records[route].last and route not in self._doubted for route in routes)
+
     def _settle_doubts(self, row: PendingRow, route: str, now: float) -> None:
-        """Learn from an answer: its route is in order; take out one that refused this row, and all others."""
+        """Learn from an answer: its route is in order; take out those that refuse all others."""
         self._doubted.pop(route, None)
-        by, why = row.refused_by, str(row.refusal)
-        if by is None or by not in self._doubted:
-            return
-        self._doubted[by] += 1
-        if self._doubted[by] >= MOST_CONTRADICTED and self._slots.take_out(by, now):
-            log.warning("%s gets no rows for %g s: it refuses what others answer (%s)", by, OUT_S, why)
-            self._events.write("route_out", route=by, why=why)
+        for by in self._doubted.keys() & row.refused_by:
+            self._doubted[by] += 1
+            if self._doubted[by] >= MOST_CONTRADICTED and self._slots.take_out(by, now):
+                why = str(row.refusal)
+                log.warning("%s gets no rows for %g s: it refuses what others answer (%s)", by, OUT_S, why)
+                self._events.write("route_out", route=by, why=why)
 
     async def _try_again(
         self, row: PendingRow, route: str, error: RequestError, now: float
@@ -293,8 +301,8 @@ class Dispatcher:
         if isinstance(error, EngineBusyError):
             cooldown_s = self._slots.cool_down(route, now)
             asyncio.get_running_loop().call_later(cooldown_s, self._backlog.wake_dispatcher)
-            if row.refused_by is not None and row.refused_by not in self._doubted:
-                return row.refusal  # of a route in order: no other one can be asked now
+            if self._is_in_order(row.refused_by):  # and no other one can be asked now
+                return row.refusal
         if isinstance(error, (EngineBusyError, NoAnswerError)) and not isinstance(error, EngineDownError):
             self._load_control.refused(route, str(error), now)
         row.deaths += isinstance(error, EngineDiedError)

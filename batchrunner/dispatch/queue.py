@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -92,10 +92,10 @@ class PendingRow(msgspec.Struct, eq=False):
     answered_before: int = 0
     refused_before: int = 0
     """What the route of the last attempt had answered and refused before it."""
-    refused_by: str | None = None
-    """Route whose server said that the row is at fault: another one is asked too."""
+    refused_by: tuple[str, ...] = ()
+    """Routes whose servers said that the row is at fault: another one is asked too."""
     refusal: RequestError | None = None
-    """What it said."""
+    """What the last one of them said."""
     refusals: Refusals | None = None
     """How the engine refused it for now; None if it never did."""
     unencoded: Request | None = None
@@ -249,9 +249,9 @@ class Slots:
         """Tell whether a route was taken out, and has not answered since."""
         return self._routes[route].is_out
 
-    def is_last(self, route: str) -> bool:
-        """Tell whether all other routes are out."""
-        return all(slots.is_out for other, slots in self._routes.items() if other != route)
+    def has_others(self, than: Collection[str]) -> bool:
+        """Tell whether there are other routes than some that are not out."""
+        return not all(slots.is_out or route in than for route, slots in self._routes.items())
 
 
 FEWER = 16
@@ -324,7 +324,7 @@ class DispatchQueue:
         self._slots = slots
         self._any_route: deque[PendingRow] = deque()
         self._kept: dict[str, deque[PendingRow]] = {route: deque() for route in slots.by_route}
-        self._refused = defaultdict[str, deque[PendingRow]](deque)  # by the route that others are to confirm
+        self._refused = defaultdict[tuple[str, ...], deque[PendingRow]](deque)  # by the routes that refused
         self._count = 0  # read for every row, however many routes there are
         self._bytes = 0
 
@@ -339,7 +339,7 @@ class DispatchQueue:
 
     def add(self, row: PendingRow, *, first: bool = False) -> None:
         """Add a row behind all others, or before them."""
-        rows = self._any_route if row.refused_by is None else self._refused[row.refused_by]
+        rows = self._refused[row.refused_by] if row.refused_by else self._any_route
         (rows.appendleft if first else rows.append)(row)
         self._count += 1
         self._bytes += row.memory_bytes
@@ -385,7 +385,7 @@ class DispatchQueue:
     def _refused_by_others(self, route: str) -> deque[PendingRow]:
         """Return rows that a route may take because another one refused them, or because no other is left."""
         for by, rows in self._refused.items():
-            if rows and (by != route or self._slots.is_last(route)):
+            if rows and (route not in by or not self._slots.has_others(by)):
                 return rows
         return deque()
 

@@ -75,19 +75,36 @@ def test_other_ways_of_sending(tmp_path: Path, server: FakeSGLang, wrong: FakeSG
     rows_once(job, ROWS)
 
 
+@pytest.mark.parametrize("bad", [0, 5])
+def test_most_replicas_refuse_everything(
+    tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, bad: int
+) -> None:
+    """Their word counts for nothing while another one answers; but its own does."""
+    server.delay_s = 0.01
+    server.script = lambda sent: (
+        "too long" if int(sent.prompt.split()[1]) in range(50, 50 + bad) else "answer"
+    )
+    with FakeSGLang(wrong.script) as another:
+        job = job_of(tmp_path, attach(wrong, another, server), rows=ROWS)
+        result = run_job(job, tmp_path, code=3 if bad else 0)
+    results = results_of(job)
+    assert [row["row"] for row in results if row["error"] is not None] == [*range(50, 50 + bad)]
+    assert result.stderr.count("gets no rows") == 2
+
+
 def test_a_replica_that_turns_wrong_and_right(
     tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Families of rows that it has are no longer its own; after a while it is tried again."""
     monkeypatch.setattr("batchrunner.dispatch.queue.OUT_S", 0.3)
-    wrong.script = lambda _: says(404) if 20 <= len(wrong.sent) < 150 else "answer"
+    wrong.script = lambda _: says(404) if 20 <= len(wrong.sent) < 60 else "answer"
     wrong.delay_s = server.delay_s = 0.02
-    texts = [f"{'long beginning ' * 60} {row % 4} {'of a family ' * 60} {row}" for row in range(600)]
+    texts = [f"{'long beginning ' * 60} {row % 4} {'of a family ' * 60} {row}" for row in range(1000)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "input.parquet")
     job = job_of(tmp_path, attach(wrong, server), window=16)
     assert batchrunner.run(job).exit_code == 0
-    rows_once(job, 600)
-    assert len(wrong.sent) > 160
+    rows_once(job, 1000)
+    assert len(wrong.sent) > 70
     assert events_of(job, "route_out")
 
 
