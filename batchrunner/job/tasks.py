@@ -526,7 +526,7 @@ TASKS: dict[str, type[ForwardTask]] = {
 }
 """The tasks without decoding."""
 PASSED_ON = {GENERATE, EMBED, ScoreTask.name}
-"""Tasks whose rows go through a gateway; it lacks the endpoints of the others, which go to the servers."""
+"""Tasks whose rows a gateway passes on; it lacks the endpoints of the others."""
 
 
 _CLASSES = 3

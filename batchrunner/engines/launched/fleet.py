@@ -33,7 +33,7 @@ from batchrunner.engines.model_files import cards_of, check_model, model_identit
 from batchrunner.engines.recovery import EndedServer, Healer, healer_for
 from batchrunner.job.engine import GatewayEngine, LaunchedEngine, ServerEngine
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks import GENERATE, PASSED_ON, TaskName
+from batchrunner.job.tasks import GENERATE, TaskName
 
 log = logging.getLogger(__name__)
 
@@ -233,8 +233,8 @@ class SGLangServer(SupervisedProgram):
 class LaunchedFleet(HttpEngine):
     """Servers that live as long as this object is open, and never longer than this process.
 
-    One server without a gateway takes rows directly. Replicas take them through a gateway, or directly where
-    it has no endpoint for the task, and the run goes on while one of them is left.
+    One server takes rows directly. Replicas take those that generate through a gateway, and those of other
+    tasks directly, each by its own load. The run goes on while one of them is left.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class LaunchedFleet(HttpEngine):
         self._log_dir = log_dir
         self._gateway = (
             GatewayProcess(spec, self._incidents, key=self._key, log_dir=log_dir, limits=limits)
-            if isinstance(spec, GatewayEngine) and task in PASSED_ON
+            if isinstance(spec, GatewayEngine) and task == GENERATE
             else None
         )
         self._replicas: dict[str, SGLangServer] = {}

@@ -90,6 +90,14 @@ def test_command_lines(tmp_path: Path) -> None:
         asyncio.run(server.close())  # gives its port back
 
 
+@pytest.mark.parametrize(("task", "has_gateway"), [("generate", True), ("embed", False), ("score", False)])
+def test_replicas_of_other_tasks_need_no_gateway(tmp_path: Path, task: Any, *, has_gateway: bool) -> None:
+    """Their rows go to the replicas directly."""
+    spec = GatewayEngine(kind="gateway", model="org/model", replicas=2)
+    fleet = LaunchedFleet(spec, log_dir=tmp_path, limits=LimitsSpec(), task=task)
+    assert (fleet._gateway is not None) == has_gateway
+
+
 ANSWERS = """
 Path(os.environ["SEEN"]).write_text(json.dumps(sys.argv[1:]))
 if int(dict(zip(sys.argv, sys.argv[1:])).get("--tokenizer-worker-num", 1)) > 1:
