@@ -22,11 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.types import Completion
-from batchrunner.dispatch.concurrency.controller import tokens_a_row
-from batchrunner.dispatch.concurrency.corners import GOOD_USAGE
+from batchrunner.dispatch.concurrency.law import GOOD_USAGE, tokens_a_row
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Slots
-from batchrunner.engines.simulation.replica import H100_8B, Replica
+from batchrunner.engines.simulation.replica import H100_8B, CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
@@ -130,17 +129,19 @@ class Fleet:
         late_s: float = 0.0,
         max_new_tokens: int | None = None,
         prompt_tokens: float | None = None,
+        cost: CostModel = H100_8B,
         ended: Callable[[SimulatedRequest], None] = lambda _: None,
     ) -> None:
         """`window` is a fixed one per replica; gauges are told `late_s` late; `max_new_tokens` is the job's,
-        `prompt_tokens` what is known of its prompts before the first is sent; `ended` learns of each end.
+        `prompt_tokens` what is known of its prompts before the first is sent; a pass has a `cost`; `ended`
+        learns of each end.
         """
         self._samples = samples
         self._count = rows
         self._late_s = late_s
         self._luck = random.Random(SEED + 1)
         routes = tuple(f"r{i}" for i in range(replicas))
-        self.replicas = {route: Replica(config, H100_8B, route, route) for route in routes}
+        self.replicas = {route: Replica(config, cost, route, route) for route in routes}
         fixed = None if window is None else window * replicas
         info = EngineInfo(kind="attach", model="simulated", routes=routes)
         self._admission = ConcurrencyLimits(
@@ -206,7 +207,7 @@ class Fleet:
                 self.uncached_tokens += end.sample.prompt_tokens - end.sample.cached_tokens
                 self._tell(end.sample)
                 self._gate.release(route)
-                self._admission.ended(route, end.at_s, answer_of(end.sample))
+                self._admission.ended(route, answer_of(end.sample))
 
     def _send(self) -> None:
         while self._waiting is not None and (route := self._gate.take(self.now)) is not None:

@@ -14,7 +14,7 @@ import pytest
 from batchrunner.cli.options import EXIT_CODES
 from batchrunner.core import errors
 from batchrunner.core.engine_info import Incident
-from batchrunner.dispatch.concurrency.controller import Decision
+from batchrunner.dispatch.concurrency.law import Decision
 from batchrunner.dispatch.reorder import DistanceChange
 from batchrunner.input.order import OrderDecision
 from batchrunner.output.events import read_events

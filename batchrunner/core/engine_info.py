@@ -113,6 +113,8 @@ class SchedulerLoad:
     """Time of the reading by the scheduler's clock; two polls may return the same reading."""
     work: float | None = None
     """Counter that grows with the scheduler's forward passes; None where it has none."""
+    retracted: int | None = None
+    """Requests that it retracted lately: since its report before the last. None where it does not say."""
 
     @property
     def server(self) -> str:

@@ -20,7 +20,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Request, RequestBody
-from batchrunner.dispatch.concurrency.controller import ForwardPasses
+from batchrunner.dispatch.concurrency.law import ForwardPasses
 from batchrunner.engines.base import Engine
 from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog

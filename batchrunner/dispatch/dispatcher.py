@@ -236,7 +236,7 @@ class Dispatcher:
             if error is None:
                 record.last = request
             row.prefix_ready_at = min(row.prefix_ready_at, now)
-            self._learn(row, route, completion, now)
+            self._learn(row, route, completion)
         else:
             error = await self._try_again(row, route, error, now)
             if error is None:
@@ -256,9 +256,9 @@ class Dispatcher:
         )
         self._refused_since = None  # while it waited to be stored, nobody asked the engine
 
-    def _learn(self, row: PendingRow, route: str, completion: Completion | None, now: float) -> None:
+    def _learn(self, row: PendingRow, route: str, completion: Completion | None) -> None:
         """Tell the windows and the order of a row that came back; without an answer if it was refused."""
-        self._concurrency.ended(route, now, completion)
+        self._concurrency.ended(route, completion)
         change = self._reorderer.record(row, completion) if completion is not None else None
         if change is not None:
             self._events.write("lead", **asdict(change))

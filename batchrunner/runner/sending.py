@@ -17,7 +17,7 @@ from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import Completion, Outcome, PromptKind
 from batchrunner.dispatch.bundles import BundleTotals, bundle_senders
-from batchrunner.dispatch.concurrency.controller import (
+from batchrunner.dispatch.concurrency.law import (
     BYTES_A_TOKEN,
     BYTES_AN_ID,
     ForwardPasses,

@@ -15,7 +15,7 @@ from batchrunner.dispatch.bundles import (
     BundleSize,
     PassSize,
 )
-from batchrunner.dispatch.concurrency.controller import ForwardPasses
+from batchrunner.dispatch.concurrency.law import ForwardPasses
 
 FILL_S = 0.015
 MANY = 10**6

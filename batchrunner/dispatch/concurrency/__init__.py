@@ -1,6 +1,5 @@
 """How many requests each route may have in flight.
 
 Others import `LoadControl` and `ConcurrencyLimits` (limits.py: all schedulers of an engine) and `Decision`
-(controller.py: a change of a window). A `Controller` moves one scheduler's window; corners.py says what its
-queue and token usage mean.
+(law.py: a change of a window). A `Controller` moves one scheduler's window, by the law.
 """

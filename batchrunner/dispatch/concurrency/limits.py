@@ -20,17 +20,20 @@ from dataclasses import asdict, dataclass, field
 from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion
-from batchrunner.dispatch.concurrency.controller import Controller, Decision, ForwardPasses, first_window
-from batchrunner.dispatch.concurrency.corners import CornerChange, Reading
+from batchrunner.dispatch.concurrency.law import (
+    Controller,
+    CornerChange,
+    Decision,
+    ForwardPasses,
+    Reading,
+    first_window,
+)
 from batchrunner.dispatch.queue import Backlog, Slots
 from batchrunner.engines.base import Engine
 from batchrunner.output.events import EventLog
 
 log = logging.getLogger(__name__)
 
-BURST_S = 0.1
-"""Seconds over which the rows of a burst are counted."""
-BURST_HALF_LIFE_S = 10.0
 SILENT_AFTER_S = 5.0
 """Seconds without a load sample after which a route gets no more of the last rows."""
 GONE_AFTER_S = 15.0
@@ -47,28 +50,23 @@ class KnownScheduler:
     heard_at: float
     last: SchedulerLoad | None = None
     """Its last sample that counted; None before one."""
-    rated: tuple[float, int] | None = None
-    """When its rows that ended were counted last, and how many they were."""
-    rate: float = 0.0
-    """Rows that end there per second, smoothed."""
+    told_retractions: int = 0
+    """Retractions that its load has told since the first sample."""
 
     def is_silent(self, now: float) -> bool:
         """Tell whether it has reported its load before and does not do so any more."""
         return self.last is not None and now - self.heard_at > SILENT_AFTER_S
 
-    def has_news(self, load: SchedulerLoad) -> bool:
-        """Tell whether a sample is new, by its own time or by any change."""
-        if self.last is None or load.taken_at is None:
-            return load != self.last
-        return load.taken_at != self.last.taken_at
-
-    def count(self, ended: int, now: float) -> float:
-        """Return the rows per second that end there, by how many have ended so far."""
-        if self.rated is not None and now > self.rated[0]:
-            newest = (ended - self.rated[1]) / (now - self.rated[0])
-            self.rate = (self.rate + newest) / 2
-        self.rated = (now, ended)
-        return self.rate
+    def take(self, load: SchedulerLoad) -> bool:
+        """Take a sample; tell whether it is new, by its own time or by any change."""
+        last, self.last = self.last, load
+        if last is None:
+            return True
+        if load == last if load.taken_at is None else load.taken_at == last.taken_at:
+            return False
+        if load.retracted != last.retracted:  # it stands until the next report
+            self.told_retractions += load.retracted or 0
+        return True
 
 
 @dataclass(slots=True)
@@ -79,26 +77,6 @@ class RouteEnds:
     output_tokens: int = 0
     retractions: int = 0
     """Times that these rows were retracted."""
-    bucket_began: float = 0.0
-    """Beginning of the present tenth of a second."""
-    bucket: int = 0
-    """Rows in it."""
-    burst: float = 0.0
-    decayed_at: float = 0.0
-
-    def add(self, now: float) -> None:
-        """Count a row."""
-        if now - self.bucket_began >= BURST_S:
-            self.bucket_began, self.bucket = now, 0
-        self.bucket += 1
-        self.rows += 1
-        self.burst = max(self.burst, self.bucket)
-
-    def recent_burst(self, now: float) -> float:
-        """Return the largest recent burst, which halves every 10 s."""
-        self.burst *= 0.5 ** ((now - self.decayed_at) / BURST_HALF_LIFE_S)
-        self.decayed_at = now
-        return self.burst
 
 
 HALF_LIFE_S = 60.0
@@ -140,45 +118,6 @@ class Shares:
         return {r: max(1, math.ceil(left * able.get(r, 0.0) / total)) for r in self._recent}
 
 
-ENOUGH_ROWS = 100
-"""Rows that must have ended before their average is used."""
-MEMORY_ROWS = 2000
-"""Rows of each scheduler over which the averages are taken: of older ones, less and less is left. Rows that
-began together end by their length: fewer than run at once would be the short ones, and then the long ones."""
-
-
-class RowTokens:
-    """How many tokens of the KV pool a row holds on average, by the rows that have ended.
-
-    A row with p prompt tokens of its own and L output tokens, one a pass, holds p + L/2 while it runs. Long
-    rows run longer: p + E[L²] / 2 E[L] is the average over those that run at one moment. Short rows end
-    first: at the beginning of a run the figure is too low, and limits less than it should.
-    """
-
-    def __init__(self) -> None:
-        self.schedulers = 1
-        """Number of schedulers that the rows come from."""
-        self._rows = 0
-        self._own = 0.0
-        self._output = 0.0
-        self._output_squared = 0.0
-
-    def add(self, own_prompt_tokens: int, output_tokens: int) -> None:
-        """Count a row that ended; the tokens of its prompt without those that the prefix cache held."""
-        self._rows += 1
-        weight = 1 / min(self._rows, MEMORY_ROWS * self.schedulers)
-        self._own += weight * (own_prompt_tokens - self._own)
-        self._output += weight * (output_tokens - self._output)
-        self._output_squared += weight * (output_tokens * output_tokens - self._output_squared)
-
-    @property
-    def held(self) -> float | None:
-        """Tokens that a running row holds on average; None before enough rows have ended."""
-        if self._rows < ENOUGH_ROWS or self._output <= 0:
-            return None
-        return self._own + self._output_squared / (2 * self._output)
-
-
 @dataclass(slots=True)
 class ConcurrencyLimits:
     """Decides how many requests each route may have in flight.
@@ -200,8 +139,6 @@ class ConcurrencyLimits:
     """Passes of a task without decoding, which the queue's band follows; None for generating."""
     own_band: bool = False
     """Whether the job sets the band (`queue`), which then holds for passes too."""
-    row_tokens: RowTokens = field(default_factory=RowTokens)
-    """Tokens of the KV pool that a row holds, by the rows that have ended."""
     known: dict[str, KnownScheduler] = field(default_factory=dict)
     """Schedulers by their names."""
     _on_route: defaultdict[str, list[KnownScheduler]] = field(default_factory=lambda: defaultdict(list))
@@ -272,41 +209,28 @@ class ConcurrencyLimits:
                 scheduler.controller.state = "fixed" if unsent else "tail"
             return [] if self.fixed is not None else changes
         changes += self._forget_gone(loads, now)
-        self.row_tokens.schedulers = len(self.known)
         changes += self._share_out(unsent + sum(in_flight.values()), now)
-        found = self._sample(loads, in_flight, now)
-        found += [s.controller.tick(now, self._ended_on(s)) for s in self.known.values()]
-        return changes + [change for change in found if change]
+        changes += self._sample(loads, in_flight, now)
+        for scheduler in self.known.values():
+            changes += scheduler.controller.tick(now)
+        return changes
 
-    def ended(self, route: str, now: float, answer: Completion | None) -> None:
+    def ended(self, route: str, answer: Completion | None) -> None:
         """Record a row that ended on a route; None for its answer where it was refused.
 
         This is all that a row tells: the rest is done when the next sample comes.
         """
         ends = self.ends[route]
-        ends.add(now)
-        if answer is None:
-            return
-        output_tokens, cached = answer.output_tokens, answer.cached_tokens
-        own_tokens = 0 if cached is None else max(0, (answer.prompt_tokens or 0) - cached)
-        self.row_tokens.add(own_tokens, output_tokens)
-        ends.output_tokens += output_tokens
-        if answer.retractions:
+        ends.rows += 1
+        if answer is not None:
+            ends.output_tokens += answer.output_tokens
             ends.retractions += answer.retractions
-            for scheduler in self._on_route[route]:
-                scheduler.controller.retracted(now, ends.rows)
-
-    def _ended_on(self, scheduler: KnownScheduler) -> int:
-        """Return the rows that ended at a scheduler; 0 if they may be another one's on the same route."""
-        route = scheduler.route
-        return self.ends[route].rows if self.only_scheduler_on(route) is not None else 0
 
     def backpressure(self, route: str, what: str, now: float) -> list[Decision]:
         """Narrow the windows of a route that refused a request or let it wait too long."""
         if self.fixed is not None:
             return []
-        moves = [scheduler.controller.backpressure(now, what) for scheduler in self._on_route[route]]
-        return [move for move in moves if move]
+        return [move for s in self._on_route[route] for move in s.controller.backpressure(now, what)]
 
     def _add(self, load: SchedulerLoad | None, now: float, route: str = "") -> Decision:
         """Take a scheduler that was heard for the first time, or a route that tells none."""
@@ -316,7 +240,6 @@ class ConcurrencyLimits:
         controller = Controller(name, window, band, most=self.most, now=now)
         self.known[name] = KnownScheduler(name, route, controller, heard_at=now)
         self._on_route[route].append(self.known[name])
-        self.row_tokens.schedulers = len(self.known)
         why = f"{why}; #queue-req {band.low:,}-{band.high:,} ({band.why})"
         return Decision(name, 0, controller.window, controller.state, why)
 
@@ -335,42 +258,49 @@ class ConcurrencyLimits:
 
     def _sample(
         self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float
-    ) -> list[Decision | CornerChange | None]:
+    ) -> list[Decision | CornerChange]:
         """Let each controller see its scheduler's sample, if it is news; return what that changed."""
-        held, decodes = self.row_tokens.held, self.passes is None
+        decodes = self.passes is None
         busy: defaultdict[str, int] = defaultdict(int)
         for load in loads:
             busy[load.route] += load.running + load.queue
         full = {load.route for load in loads if load.queue > self.known[load.scheduler].controller.band.high}
-        changes: list[Decision | CornerChange | None] = []
+        changes: list[Decision | CornerChange] = []
         for load in loads:
             scheduler, on = self.known[load.scheduler], len(self._on_route[load.route])
-            if not scheduler.has_news(load):
+            if not scheduler.take(load):
                 continue
-            scheduler.last = load
             ours = in_flight.get(load.route, 0)
             if on > 1:
                 total = busy[load.route]
                 ours = round(ours * ((load.running + load.queue) / total if total else 1 / on))
-            max_running, pool = _limits(self.info, load)
             if not decodes:
                 scheduler.controller.band = self._band(load)
-            ends = self.ends[load.route]
             seen = Reading(
                 load.running,
                 load.queue,
                 ours,
-                scheduler.count(ends.rows // on, now),
-                ends.recent_burst(now) / on,
-                usage=load.token_usage if decodes else 0.0,
-                max_running=max_running,
-                fits=pool / held if pool and held else None,
-                decodes=decodes,
+                self.ends[load.route].rows / on,
+                load.token_usage if decodes else 0.0,
+                self._retractions_of(scheduler),
+                _limits(self.info, load)[0],
+                decodes,
             )
             may_grow = on == 1 or load.route not in full
-            controller = scheduler.controller
-            changes += [controller.sample(now, seen, may_grow=may_grow), controller.corner_change]
+            changes += scheduler.controller.sample(now, seen, may_grow=may_grow)
         return changes
+
+    def _retractions_of(self, scheduler: KnownScheduler) -> float:
+        """Return how many requests a scheduler has retracted, by its load or by the rows that came back.
+
+        A row tells it when it ends, and not which of the schedulers on its route it was: those whose load
+        tells no retraction share what the rows tell only where no other one's load does.
+        """
+        told = scheduler.told_retractions
+        on = self._on_route[scheduler.route]
+        if any(other.told_retractions for other in on if other is not scheduler):
+            return told
+        return max(told, self.ends[scheduler.route].retractions / len(on))
 
     def _band(self, load: SchedulerLoad | None) -> QueueBand:
         """Return the healthy queue of a scheduler: as the job says, or by what its passes take."""

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
 """Paths of the server's description of itself."""
-LOADS, METRICS = "/v1/loads?include=core", "/metrics"
+LOADS, METRICS = "/v1/loads?include=core,queues", "/metrics"
 """Paths at which a server may report its load, the better one first."""
 KEY_REFUSED = frozenset({401, 403})
 """Statuses with which a server refuses the API key."""
@@ -104,6 +104,10 @@ Tokens = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
 
 
+class _Queues(msgspec.Struct):
+    retracted: Requests | None = None
+
+
 class _Scheduler(msgspec.Struct):
     """What a scheduler tells of its load; a gauge out of its range makes it no load."""
 
@@ -118,6 +122,8 @@ class _Scheduler(msgspec.Struct):
     timestamp: Any = None
     total_prefill_busy_us: Amount | None = None
     decode_moments: list[Amount] | None = None
+    num_retracted_reqs: Requests | None = None
+    queues: _Queues | None = None
 
 
 class _Loads(msgspec.Struct):
@@ -170,6 +176,7 @@ def _loads_of(
             route=url,
             taken_at=load.timestamp if type(load.timestamp) in {int, float} else None,
             work=_work(load),
+            retracted=load.num_retracted_reqs if load.queues is None else load.queues.retracted,
         )
         for load in found
     ]

@@ -196,7 +196,7 @@ class Replica:
         self.scheduler = Scheduler(config)
         self._cost = cost
         self._name, self._route = name, route
-        self._unpublished_steps = 0
+        self._unpublished_steps = self._told = 0
         self._free_at_s = 0.0  # when the current pass ends
         self._ended: list[EndedRequest] = []  # with the current pass
         self.load = self._load_of(0, 0, 0)
@@ -245,4 +245,10 @@ class Replica:
         return SchedulerLoad(
             self._name, "simulated", running, queue, used_tokens / config.max_total_tokens, used_tokens,
             config.max_total_tokens, config.max_running, self._route, self._free_at_s,
+            retracted=self._retracted(),
         )  # fmt: skip
+
+    def _retracted(self) -> int:
+        """Return the retractions since the last load."""
+        before, self._told = self._told, self.scheduler.retractions
+        return self._told - before

@@ -17,7 +17,7 @@ LOAD = {
     "steady_s": "Seconds of steady time, summed over schedulers; the shares below are of it, and null "
     "without it.",
     "in_band_share": "Share with a healthy number of waiting requests (the job's `queue`, scaled).",
-    "corner_shares": "Share in each [corner](../how-it-works/concurrency.md#token-usage), by its name.",
+    "corner_shares": "Share in each [corner](../how-it-works/concurrency.md#the-corners), by its name.",
     "empty_queue_share": "Share in which no request waited.",
     "mean_queue": "Mean number of waiting requests of a scheduler.",
     "mean_token_usage": "Mean fraction of the KV pool in use, 0 to 1.",

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
-from batchrunner.dispatch.concurrency.controller import Decision, ForwardPasses
+from batchrunner.core.types import Completion
+from batchrunner.dispatch.concurrency.law import Decision, ForwardPasses
 from batchrunner.dispatch.concurrency.limits import (
-    ENOUGH_ROWS,
     PRIOR_ROWS,
     ConcurrencyLimits,
     RouteEnds,
-    RowTokens,
     Shares,
 )
 
@@ -40,7 +39,7 @@ def test_no_row_is_kept_back(
     shares = Shares(ends)
     shares.of(left, now)
     for route in ended:
-        ends[route].add(now)
+        ends[route].rows += 1
     found = shares.of(left, now + later_s, silent)
     assert sum(found.values()) >= left
     assert min(found.values()) >= 1
@@ -108,29 +107,26 @@ def test_schedulers_of_one_route_after_a_silence(silence: str) -> None:
     assert set(admission.known) == {"r#dp0", "r#dp1"}
 
 
-def test_long_rows_count_for_the_time_that_they_run() -> None:
-    """Rows with 10 and 1000 tokens come in equal number: nearly all that run at one moment are long ones.
+@pytest.mark.parametrize("told_by", ["load", "rows"])
+def test_a_retraction_counts_for_its_worker(told_by: str) -> None:
+    """Of four workers behind a gateway, one retracts requests: only its load tells it, and it alone counts.
 
-    Few rows tell nothing, nor do rows without output.
+    Rows do not say which worker it was, so without the load's word each has a fourth of them.
     """
-    tokens, empty = RowTokens(), RowTokens()
-    for index in range(2 * ENOUGH_ROWS):
-        assert (tokens.held is None) == (index < ENOUGH_ROWS)
-        tokens.add(0, 1000 if index % 2 else 10)
-        empty.add(64, 0)
-    assert empty.held is None
-    assert tokens.held == pytest.approx((1000**2 + 10**2) / (2 * 1010), rel=0.01)
-
-
-def test_rows_that_end_in_waves_are_averaged_over_a_whole_wave() -> None:
-    """The short rows of 64 schedulers end first, 20,000 of them, and then the long ones: they count alike."""
-    tokens = RowTokens()
-    tokens.schedulers = 64
-    for output in (600, 1000) * 4:
-        for _ in range(20_000):
-            tokens.add(0, output)
-    wave = (600**2 + 1000**2) / (2 * 1600)
-    assert tokens.held == pytest.approx(wave, rel=0.05)
+    info = EngineInfo(kind="attach", model="m", routes=("r",))
+    admission = ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
+    workers = [replace(signal("r", 100), scheduler=f"w{n}", retracted=0) for n in range(4)]
+    admission.begin(workers, 0.0, unsent=10**6)
+    answer = Completion([], [], [8], 8, 0, retractions=1)
+    for step in range(240):  # 20 retractions in a minute
+        load = {"retracted": int(told_by == "load" and step % 12 == 0), "taken_at": float(step)}
+        polled = [replace(worker, **(load if n == 2 else {"taken_at": float(step)}))
+                  for n, worker in enumerate(workers)]  # fmt: skip
+        admission.observe(polled, {"r": 1424}, step / 4, unsent=10**6)
+        if step % 12 == 6:
+            admission.ended("r", answer)
+    overfull = [name for name, known in admission.known.items() if known.controller.is_overfull]
+    assert overfull == (["w2"] if told_by == "load" else ["w0", "w1", "w2", "w3"])
 
 
 # What a forward pass holds, and the window and the queue that follow from it
@@ -185,7 +181,7 @@ class Server:
                 self.waiting -= travelling
                 for _ in range(travelling):
                     self.passes.sent(row_tokens)
-                    self.limits.ended(URL, self.now, None)
+                    self.limits.ended(URL, None)
                 self.now += 0.25 / self.passes_a_sample
             load = self._load()
             self.limits.observe([load], {URL: max(window, self.waiting)}, self.now, unsent=10**6)

@@ -102,6 +102,16 @@ def test_loads_of_one_scheduler() -> None:
     ]
 
 
+def test_retractions_of_each_scheduler() -> None:
+    """Both sources tell the requests retracted since the report before; a server may tell none."""
+    told = [load(0, 30, 200) | {"queues": {"waiting": 200, "retracted": 3}}, load(1, 12, 0)]
+    assert [s.retracted for s in load_in(LOADS, json_of({"loads": told}), URL)] == [3, None]
+    gauge = "# TYPE sglang:num_retracted_reqs gauge\nsglang:num_retracted_reqs 2.0\n"
+    assert [s.retracted for s in from_metrics(metrics(0, 30, 200) + gauge, URL)] == [None]
+    labelled = gauge.replace("reqs 2", 'reqs{tp_rank="0",pp_rank="0",dp_rank="0"} 2')
+    assert [s.retracted for s in from_metrics(metrics(0, 30, 200) + labelled, URL)] == [2]
+
+
 def test_loads_of_dp_ranks() -> None:
     """Each DP rank has a scheduler, and a name, of its own."""
     found = load_in(LOADS, json_of({"loads": [load(0, 30, 200), load(1, 12, 0)]}), URL)

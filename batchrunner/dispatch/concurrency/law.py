@@ -1,0 +1,414 @@
+"""The law: how many requests one scheduler is given, by its token usage, its queue and its retractions. Pure.
+
+W requests are kept in flight at a scheduler, its window; what it cannot run waits there as `#queue-req`. Rows
+that end clock the next ones, so an engine that slows down is sent less without any decision. A fresh sample
+moves W:
+
+    W ← 2·W                 while the queue is empty, the pool is not nearly full, and what was sent arrived
+    W ← W + 0.37·(q* - q)   else, where |q* - q| > q*/4
+    W ≤ running + min(queue, w) + λ'·τ      while the pool is nearly full; w is 0 while it is overfull
+    W ≤ 0.9·mean(running) / mean(usage)     while it is overfull
+
+- q* = w / 0.75, w = low + 2·λ·τ: what ends between two samples (λ rows/s, τ s) finds its successors waiting,
+  and the lower end of the dead band is in the band `low-high`. While the pool is overfull q* is 1.5·low.
+- q is the gauge as long as running + queue account for what is in flight. Else the gauges are from before
+  W's last move, and q = min(in flight, W) - mean(in flight - queue), half-life 4 s, which is where the queue
+  goes: with gauges that are 4 s late W would swing. The mean alone is too slow for heavy tail, where more
+  rows run all the time.
+- nearly full: token usage was 0.8 or more within the last life of a row, mean(running) / mean(λ), and the
+  slots are not the limit. λ' = mean(λ)·0.9 / mean(usage): rows begin as fast as a well used pool takes them.
+  Rows that begin together would fill it together, be retracted, and begin together again: short/long, 3 %
+  slower. KV-starved keeps its queue, as it lengthens at that pace.
+- overfull: more than about one retraction a minute. A count that halves each minute is 3 or more. It is 12 at
+  most, so that one bad moment counts for two minutes (drifting). The other means are over a life of a row.
+
+Rules of SGLang's guides that it follows. `#queue-req` 0 frequently: submit more (W doubles). 100-2000 is
+healthy (q*). Token usage over 0.9 is good, and about one retraction a minute is fine (nothing is held back
+before the pool is overfull). Token usage under 0.9 with a queue frequently: the server is too conservative,
+and sending more cannot help (the corner `held`).
+
+States: `start` until the queue has reached `low`, then `steady`. `pressure`: a 429, a 503 or a timeout makes
+W 0.7·W, once a second at most, and nothing grows for 5 s. `blind`: no fresh sample for a while; W stays.
+`tail`: nothing is left to send. `fixed`: the job sets W. The last two are set from outside.
+
+Sources: integral control with dead time, K·τ ≤ 1/e; Past-Future Scheduler (ASPLOS 2025) for the pace.
+"""
+
+from dataclasses import dataclass
+
+from batchrunner.core.engine_info import LEAST_LOW, Corner, EngineInfo, QueueBand
+from batchrunner.core.timing import TIMING
+
+GAIN = 0.37
+"""Share of the error that one step corrects: 1/e, the largest that does not overshoot with a delay."""
+DEAD_BAND = 0.25
+"""Error, as a share of q*, that is left alone."""
+IN_USE = 0.8
+"""Share of the window that must be in use before it grows: else it is the input that is slow."""
+GOOD_USAGE = 0.9
+"""Token usage from which the KV pool is well used (SGLang's tuning guides)."""
+NEAR_USAGE = 0.8
+"""Token usage from which the pool counts as nearly full."""
+AT_CAP = 0.95
+"""Running requests, as a share of `max_running_requests`, from which that is the limit."""
+OVERFULL, MOST_COUNTED, MINUTE_S = 3.0, 12.0, 60.0
+"""Count of retractions from which the pool is overfull, the most that it comes to, and its half-life."""
+HALF_LIFE_S = 4.0
+"""Half-life of what runs or travels, in seconds."""
+LEAST_LIFE_S, LONGEST_LIFE_S = 30.0, 600.0
+"""Bounds of the half-life of the means over a life, in seconds."""
+BACK_OFF, BACK_OFF_EVERY_S, CALM_S = 0.7, 1.0, 5.0
+"""Factor of the window at a refusal or timeout, how often, and how long it does not grow afterwards."""
+BLIND_AFTER_PERIODS = 4
+"""Silence, in usual sampling periods, after which a scheduler counts as silent; see `Timing` too."""
+SMALL = 0.05
+"""Change of the window, as a share of it, that is not told."""
+TOLD_AFTER_S = 5.0
+"""Seconds that a corner lasts before it is told."""
+HELD_SHARE, HELD_ENDS, HELD_HALF_LIFE_S = 0.34, 0.2, 100.0
+"""Share of the recent time with a queue and an unused pool from which the server holds back, until which, and
+the half-life of recent time: one minute without a break is a third of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One sample of a scheduler: its gauges, and what the client knows at the same moment."""
+
+    running: int
+    queue: int
+    in_flight: int
+    """This run's requests at the scheduler."""
+    ended: float
+    """Rows that have ended there so far."""
+    usage: float = 0.0
+    """Token usage, the share of the KV pool in use."""
+    retractions: float = 0.0
+    """Requests that it has retracted so far."""
+    max_running: int | None = None
+    """Most requests that the scheduler runs at once; None where it does not say."""
+    decodes: bool = True
+    """Whether rows are answered by decoding; else a forward pass ends them, and token usage says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A change of a window, as the event log has it."""
+
+    scheduler: str
+    old: int
+    new: int
+    state: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CornerChange:
+    """A corner that a scheduler came into, as the event log has it."""
+
+    scheduler: str
+    corner: str
+    queue: int
+    token_usage: float
+    reason: str
+
+
+class Controller:
+    """The window of one scheduler. Times are seconds of any clock that does not go back."""
+
+    def __init__(self, scheduler: str, window: int, band: QueueBand, *, most: int, now: float) -> None:
+        """`most` is the largest window that the connections allow."""
+        self.scheduler = scheduler
+        self.band = band
+        self.window = min(window, most)
+        self.state = "start"
+        self.corner: Corner | None = None
+        """Corner that has lasted long enough to be told; None once it has been in none for as long."""
+        self._logged = self._first = self.window
+        self._most = most
+        self._began = self._doubled_at = now
+        self._fresh_at: float | None = None
+        self._period_s = 0.0
+        self._pressed_at = -CALM_S
+        self._near_at = float("-inf")
+        self._ended = self._retractions = 0.0  # so far
+        self._retracted = 0.0  # lately
+        self._rate = 0.0  # rows that end, a second
+        self._at_work = 0.0  # requests that run or travel
+        self._running = self._mean_rate = self._usage = 0.0  # means over a life
+        self._life_s = LONGEST_LIFE_S
+        self._due = 0.0  # rows that may begin
+        self._held = 0.0
+        self._now: Corner | None = None
+        self._told: Corner | None = None
+        self._since = now
+
+    def sample(self, now: float, seen: Reading, *, may_grow: bool = True) -> list[Decision | CornerChange]:
+        """Use a fresh sample; return what changed. `may_grow` is false if the route has a long queue."""
+        gap_s = self._learn(now, seen)
+        in_use = seen.in_flight >= IN_USE * self.window
+        calm = now - self._pressed_at >= CALM_S
+        is_full = self._is_full(now, seen)
+        if self.state != "start" or seen.queue >= self.band.low or is_full:
+            self.state = "steady" if calm else "pressure"
+        steered = self._steer(now, seen, is_full=is_full, may_grow=may_grow and in_use and calm)
+        return [*steered, *self._watch(now, gap_s, seen, in_use=in_use)]
+
+    def tick(self, now: float) -> list[Decision]:
+        """React to time that passes without a fresh sample."""
+        silence_s = now - (now if self._fresh_at is None else self._fresh_at)
+        patience_s = max(TIMING.silent_scheduler, BLIND_AFTER_PERIODS * self._period_s)
+        if self.state == "blind" or silence_s < patience_s:
+            return []
+        self.state = "blind"
+        return self._move(self.window, f"no fresh load for {silence_s:.0f} s: it stays", always=True)
+
+    def backpressure(self, now: float, what: str) -> list[Decision]:
+        """Narrow the window after a refusal or a timeout."""
+        if now - self._pressed_at < BACK_OFF_EVERY_S:
+            return []
+        self._pressed_at = now
+        self.state = "pressure"
+        least = min(self.window, max(1, self._first // 4))
+        return self._move(max(least, round(self.window * BACK_OFF)), what, always=True)
+
+    @property
+    def is_overfull(self) -> bool:
+        """Whether more than about one request a minute is retracted."""
+        return self._retracted >= OVERFULL
+
+    def _learn(self, now: float, seen: Reading) -> float:
+        """Take a sample into the averages; return the seconds since the one before."""
+        at_work = seen.in_flight - seen.queue
+        if self._fresh_at is None:
+            self._at_work, self._ended, self._retractions = at_work, seen.ended, seen.retractions
+        gap_s = now - (now if self._fresh_at is None else self._fresh_at)
+        self._fresh_at = now
+        if gap_s:
+            self._rate = (self._rate + (seen.ended - self._ended) / gap_s) / 2
+        self._ended = seen.ended
+        self._period_s = (self._period_s + gap_s) / 2 if self._period_s else gap_s
+        self._at_work += _weight(gap_s, HALF_LIFE_S) * (at_work - self._at_work)
+        # at first plain means, since the beginning
+        known_s = max(now - self._began, gap_s) or 1.0
+        weight = max(gap_s / known_s, _weight(gap_s, max(self._life_s, LEAST_LIFE_S)))
+        self._running += weight * (seen.running - self._running)
+        self._mean_rate += weight * (self._rate - self._mean_rate)
+        self._usage += weight * (seen.usage - self._usage)
+        if self._mean_rate > 0:
+            self._life_s = min(self._running / self._mean_rate, LONGEST_LIFE_S)
+        more = max(0.0, seen.retractions - self._retractions)
+        self._retractions += more
+        self._retracted = min(MOST_COUNTED, self._retracted * 0.5 ** (gap_s / MINUTE_S) + more)
+        return gap_s
+
+    def _is_full(self, now: float, seen: Reading) -> bool:
+        """Tell whether the KV pool is nearly full, or overfull."""
+        most = seen.max_running
+        at_cap = most is not None and max(seen.running, self._running) >= AT_CAP * most
+        if seen.usage >= NEAR_USAGE and not at_cap:
+            self._near_at = now
+        return self.is_overfull or now - self._near_at < max(self._life_s, self._period_s)
+
+    def _steer(self, now: float, seen: Reading, *, is_full: bool, may_grow: bool) -> list[Decision]:
+        low, high = self.band.low, self.band.high
+        if not is_full and (seen.queue == 0 or (self.state == "start" and seen.queue < low)):
+            # a forward pass is in no gauge, and ends all of its rows at once
+            arrived = not seen.decodes or seen.running + seen.queue >= IN_USE * self.window
+            arrived = arrived or self._mean_rate * (now - self._doubled_at) >= self.window
+            if not (may_grow and arrived):
+                return []
+            self._doubled_at = now
+            step = min(self.window, max(1, high // 2))
+            return self._move(self.window + step, f"#queue-req {seen.queue} is under {low}: growing fast")
+        wanted = 0.0 if self.is_overfull else (low + 2 * self._rate * self._period_s) / (1 - DEAD_BAND)
+        target = min(max(wanted, 1.5 * low), 10 * low, high / 2)
+        ours = min(seen.in_flight, self.window)  # what is over the window is on its way out
+        queue = ours - self._at_work
+        if abs(seen.in_flight - seen.running - seen.queue) <= DEAD_BAND * target:
+            queue = ours - seen.in_flight + seen.queue  # the gauges are not from before W's last move
+        error = target - queue
+        window = float(self.window)
+        reason = f"#queue-req {seen.queue} (about {queue:.0f}), wanted {target:.0f}"
+        if error < -DEAD_BAND * target:
+            # no further ahead of the rows than they can follow: by then the scheduler may run more of them
+            least = seen.in_flight - max(1.0, self._rate * HALF_LIFE_S)
+            window = min(window, max(ours + GAIN * error, least))
+        elif error > DEAD_BAND * target and may_grow:
+            window += GAIN * error
+        room = self._room(seen, target) if is_full else window
+        if room < window:
+            window, reason = room, f"token usage {seen.usage:.2f}: rows begin as the KV pool takes them"
+        return self._move(int(window), reason)
+
+    def _room(self, seen: Reading, target: float) -> float:
+        """Return how many requests may be in flight while the pool is nearly full."""
+        usage = max(self._usage, NEAR_USAGE / 4)
+        self._due += self._mean_rate * GOOD_USAGE / usage * self._period_s
+        begin, self._due = divmod(self._due, 1)
+        if self.is_overfull:
+            return max(1.0, min(seen.running + begin, GOOD_USAGE * self._running / usage))
+        return max(1.0, seen.running + min(seen.queue, (1 - DEAD_BAND) * target) + begin)
+
+    def _watch(self, now: float, gap_s: float, seen: Reading, *, in_use: bool) -> list[CornerChange]:
+        """Return the corner that the scheduler is in, if that is news; in none where the input is slow."""
+        corner = self._corner(gap_s, seen, in_use=in_use)
+        if corner is not self._now:
+            self._now, self._since = corner, now
+        if corner is not Corner.HELD and now - self._since < TOLD_AFTER_S:
+            return []
+        self.corner = corner
+        if corner is None or corner is self._told:
+            return []
+        self._told = corner
+        what = f"#queue-req {seen.queue}, token usage {seen.usage:.2f}{WHAT[corner]}"
+        return [CornerChange(self.scheduler, corner, seen.queue, round(seen.usage, 4), what)]
+
+    def _corner(self, gap_s: float, seen: Reading, *, in_use: bool) -> Corner | None:
+        holds_back = (
+            in_use
+            and seen.decodes
+            and seen.queue >= self.band.low
+            and seen.usage < GOOD_USAGE
+            and not self.is_overfull
+            and (seen.max_running is None or seen.running < AT_CAP * seen.max_running)
+        )
+        self._held += _weight(gap_s, HELD_HALF_LIFE_S) * (holds_back - self._held)
+        if not in_use:
+            return None
+        if self.is_overfull:
+            return Corner.FILLING
+        if self._held >= (HELD_ENDS if self._now is Corner.HELD else HELD_SHARE):
+            return Corner.HELD
+        if seen.usage >= GOOD_USAGE:
+            return Corner.GOOD if seen.queue else Corner.FULL
+        return None if seen.queue else Corner.SHORT
+
+    def _move(self, window: int, reason: str, *, always: bool = False) -> list[Decision]:
+        """Set the window; return the change unless it is small."""
+        self.window = max(1, min(window, self._most))
+        if not always and abs(self.window - self._logged) <= SMALL * self._logged:
+            return []
+        old, self._logged = self._logged, self.window
+        return [Decision(self.scheduler, old, self.window, self.state, reason)]
+
+
+WHAT = {
+    Corner.SHORT: ": more rows are sent",
+    Corner.FULL: ": the pool is full, more rows in the queue cannot help",
+    Corner.GOOD: ": as it should be",
+    Corner.FILLING: ", more than about one retraction a minute: rows are sent as the pool takes them",
+    Corner.HELD: " for most of a minute: the server admits too few, sending more cannot help",
+}
+"""What a corner means, behind its figures."""
+
+
+def _weight(gap_s: float, half_life_s: float) -> float:
+    return 1.0 - 0.5 ** (gap_s / half_life_s)
+
+
+UNKNOWN_ENGINE_WINDOW = 256
+"""First window for an engine that does not say how many requests it runs."""
+TYPICAL_PROMPT_TOKENS = 256
+"""Assumed unless the prompts that were read before the run are shorter. For longer ones a smaller first
+window made jobs of a minute up to 2 % slower in virtual time, and a long queue at the start costs nothing."""
+TYPICAL_MAX_NEW_TOKENS = 512
+"""Assumed if the job sets no `max_new_tokens`, or takes it from a column."""
+SHORT_OUTPUT_TOKENS = 256
+"""Most `max_new_tokens` with which prompts that are known to be short count as such. Rows with longer outputs
+grow together: a larger first window had five times as many of them retracted, at the same throughput."""
+BYTES_A_TOKEN, BYTES_AN_ID = 3, 4
+"""Bytes of a prompt that stand for a token, of a text and of token ids. Of a text few: too many rows at the
+start cost more than too few."""
+
+
+def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None) -> int:
+    """Return the KV tokens that a row holds on average while it runs: its prompt and half its output.
+
+    `prompt_tokens` are the prompt's on average, without those that the prefix cache holds; None if unknown.
+    """
+    output = TYPICAL_MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
+    prompt = TYPICAL_PROMPT_TOKENS
+    if prompt_tokens is not None and output <= SHORT_OUTPUT_TOKENS:
+        prompt = min(prompt, max(1, round(prompt_tokens)))
+    return prompt + output // 2
+
+
+def cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
+    """Return what to do about too few connections, in a line; None where they are enough.
+
+    `fixed` is the job's window, if it sets one; else as many are needed as the engine can run.
+    """
+    wanted = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
+    if info.connections is None or info.connections >= wanted:
+        return None
+    who = "the job's window is" if fixed else "the engine can run"
+    return (
+        f"at most {info.connections} requests can be in flight, and {who} {wanted}: up to "
+        f"{1 - info.connections / wanted:.0%} of the speed is lost. The limit is {info.connections_by}: "
+        "raise it (ulimit -Hn, LimitNOFILE, or the container's --ulimit nofile)"
+    )
+
+
+def first_window(
+    max_running: int | None, max_total_tokens: int | None, row_tokens: int, low: int, high: int
+) -> tuple[int, str]:
+    """Return the window and, in a sentence, where it comes from; `low` and `high` bound the queue band.
+
+    The window is max_running_requests plus `low`, so that a slot which becomes free is filled in the same
+    scheduler step. If the KV pool holds far fewer, their number takes the place of max_running_requests.
+    It is a guess, since lengths are not known: too low a one doubles at the next load samples, while what is
+    sent too early cannot be taken back. Rows that begin together grow together, until they do not fit.
+    """
+    if max_running is None:
+        return UNKNOWN_ENGINE_WINDOW, "the engine does not tell how many requests it runs"
+    running, why = max_running, f"max_running_requests {max_running}"
+    if max_total_tokens is not None:
+        fits = max(1, max_total_tokens // row_tokens)
+        if fits + high // 2 < running + low:
+            why = f"the KV pool of {max_total_tokens:,} tokens holds about {fits:,} requests"
+            return fits + low, f"{why}, and {low} waiting"
+    return running + low, f"{why}, and {low} waiting"
+
+
+USUAL_TOKENS = 8192
+"""Prompt tokens of a pass where the server does not tell: SGLang's chunk on cards of 80 GB."""
+FIRST_ROW_TOKENS = 256
+"""Tokens that a row is expected to have before any was sent."""
+MEMORY_ROWS = 2000
+"""Rows over which the average is taken: of older ones, less and less is left."""
+DEEPEST = 8
+"""Passes in the queue above which more rows in it only wait."""
+FIRST_PASSES = 4
+"""Passes in flight at first: one is computed, one waits, and one travels in each direction."""
+
+
+class ForwardPasses:
+    """The passes of an engine's schedulers, by the rows that were sent."""
+
+    def __init__(self, tokens: int | None) -> None:
+        """Take the most prompt `tokens` of a pass; None where the server does not tell them."""
+        self.tokens = tokens or USUAL_TOKENS
+        """Most prompt tokens of a pass."""
+        self._row_tokens = float(FIRST_ROW_TOKENS)
+        self._rows = 0
+
+    def sent(self, tokens: int) -> None:
+        """Count a row that is sent, with the tokens of its prompt."""
+        self._rows += 1
+        self._row_tokens += (tokens - self._row_tokens) / min(self._rows, MEMORY_ROWS)
+
+    def rows(self, max_running: int | None) -> int:
+        """Return the rows of a pass, for a scheduler that runs so many requests at once; 1 at least."""
+        rows = max(1, round(self.tokens / max(1.0, self._row_tokens)))
+        return rows if max_running is None else min(rows, max_running)
+
+    def first_window(self, max_running: int | None) -> int:
+        """Return how many rows a scheduler gets before its load is known."""
+        return max(LEAST_LOW, FIRST_PASSES * self.rows(max_running))
+
+    def band(self, max_running: int | None) -> QueueBand:
+        """Return the healthy `#queue-req` of a scheduler: from the rows of one pass to those of several."""
+        rows = self.rows(max_running)
+        return QueueBand(
+            max(LEAST_LOW, rows), DEEPEST * max(LEAST_LOW, rows), f"a forward pass takes about {rows} rows"
+        )
