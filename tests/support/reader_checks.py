@@ -131,7 +131,7 @@ def steer(loads: list[SchedulerLoad]) -> None:
     for second in range(1, 9):
         polled = loads if second % 3 else []
         orjson.dumps([asdict(move) for move in limits.observe(polled, {URL: 50}, float(second), unsent=1000)])
-        limits.ended(URL, float(second), Completion([], [], [1], None, None, retractions=1))
+        limits.ended(URL, Completion([], [], [1], None, None, retractions=1))
     assert all(1 <= window <= 10**4 for window in limits.windows.values())
 
 

@@ -34,6 +34,7 @@ W 0.7·W, once a second at most, and nothing grows for 5 s. `blind`: no fresh sa
 Sources: integral control with dead time, K·τ ≤ 1/e; Past-Future Scheduler (ASPLOS 2025) for the pace.
 """
 
+import math
 from dataclasses import dataclass
 
 from batchrunner.core.engine_info import LEAST_LOW, Corner, EngineInfo, QueueBand
@@ -303,7 +304,7 @@ WHAT = {
 
 
 def _weight(gap_s: float, half_life_s: float) -> float:
-    return 1.0 - 0.5 ** (gap_s / half_life_s)
+    return 1.0 - math.exp2(-gap_s / half_life_s)
 
 
 UNKNOWN_ENGINE_WINDOW = 256

@@ -109,7 +109,7 @@ def test_schedulers_of_one_route_after_a_silence(silence: str) -> None:
 
 @pytest.mark.parametrize("told_by", ["load", "rows"])
 def test_a_retraction_counts_for_its_worker(told_by: str) -> None:
-    """Of four workers behind a gateway, one retracts requests: only its load tells it, and it alone counts.
+    """One of four workers behind a gateway retracts requests: only its load tells it, and it alone counts.
 
     Rows do not say which worker it was, so without the load's word each has a fourth of them.
     """
@@ -119,9 +119,9 @@ def test_a_retraction_counts_for_its_worker(told_by: str) -> None:
     admission.begin(workers, 0.0, unsent=10**6)
     answer = Completion([], [], [8], 8, 0, retractions=1)
     for step in range(240):  # 20 retractions in a minute
-        load = {"retracted": int(told_by == "load" and step % 12 == 0), "taken_at": float(step)}
-        polled = [replace(worker, **(load if n == 2 else {"taken_at": float(step)}))
-                  for n, worker in enumerate(workers)]  # fmt: skip
+        polled = [replace(worker, taken_at=float(step)) for worker in workers]
+        if told_by == "load" and step % 12 == 0:
+            polled[2] = replace(polled[2], retracted=1)
         admission.observe(polled, {"r": 1424}, step / 4, unsent=10**6)
         if step % 12 == 6:
             admission.ended("r", answer)
