@@ -206,7 +206,9 @@ def _measured(prepared: PreparedJob) -> dict[str, Any] | None:
     """Return the report of the longest run of the model beside this one; None without any."""
     reports = map(read_json, prepared.run_dir.path.parent.glob("*/report.json"))
     model = model_of(prepared.job.engine)
-    same = [each for each in reports if each.get("rows_per_s") and each["engine"].get("model") == model]
+    same = [
+        each for each in reports if each.get("rows_per_s") and each.get("engine", {}).get("model") == model
+    ]
     return max(same, key=itemgetter("wall_s"), default=None)
 
 
