@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pyroaring import BitMap64
 
+from batchrunner.core.console import counted
 from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Outcome, Request
 from batchrunner.input.dataset import Dataset, rows_of
@@ -51,13 +52,13 @@ class JobInput:
         A filter that fails on a null is false. A row on which it fails otherwise, or that cannot be read, is
         selected too, and ends as a failed row with that error. Only the filter's columns are read, and no row
         after the limit. `check_stop` is called before each row; what it raises ends the search. Raises
-        InputError where the filter is true for no row, with its first error.
+        InputError where the filter is true for no row, or for fewer than it fails on, with its first error.
         """
         predicate, limit = self.renderer.predicate, self.job.input.limit
         total = self.dataset.total_rows
         if predicate is None:
             return BitMap64(range(min(limit or total, total)))
-        selected, is_true, error = BitMap64(), False, None
+        selected, failed, error = BitMap64(), 0, ""
         for batch in self.dataset.read(BitMap64(range(total)), predicate.columns):
             for row, values in zip(batch.rows, rows_of(batch, predicate.columns), strict=True):
                 check_stop()
@@ -65,17 +66,20 @@ class JobInput:
                     # a row that cannot be read is none to leave out: it ends as a failed row
                     if not (isinstance(values, str) or predicate(values)):
                         continue
-                    is_true = True
                 except RowRefusedError as failure:
+                    failed += 1
                     error = error or f"row {row}: {str(failure).removeprefix('filter: ')}"
                 selected.add(row)
                 if len(selected) == limit:
                     break
             if len(selected) == limit:
                 break
-        if is_true:
+        is_true = len(selected) - failed
+        if is_true and is_true >= failed:
             return selected
-        told = f"input.filter: true for none of the {total} rows: {error or self.job.input.filter}"
+        told = f"input.filter: true for none of the {total} rows: {self.job.input.filter}"
+        if failed:
+            told = f"input.filter: fails on {counted(failed, 'row')}, and is true for {is_true}: {error}"
         hint = "values of CSV are texts: input.types gives others" if self.dataset.has_text_files else None
         raise InputError(told, hint=hint)
 

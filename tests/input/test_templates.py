@@ -48,9 +48,10 @@ def test_a_filter_of_a_text_that_was_meant_as_a_number(tmp_path: Path, name: str
     (csv.write_csv if name == "data.csv" else pq.write_table)(table, tmp_path / name)
     job = job_of(tmp_path, input={"path": str(tmp_path / name), "filter": "size > 5"})
     said = refusal(job, tmp_path)
+    fails = "3 rows" if name == "data.csv" else "2 rows"  # CSV has no nulls
     told(
         said,
-        "input.filter: true for none of the 3 rows: row 0: TypeError",
+        f"fails on {fails}, and is true for 0: row 0: TypeError",
         "text is in size: ",
         "NAME | float",
     )
