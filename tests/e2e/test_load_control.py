@@ -159,7 +159,7 @@ def test_refusals_narrow_the_window(tmp_path: Path) -> None:
         server.script, server.on_poll = script, server.wake_held
         report = batchrunner.run(job)
         rows_once(job, 2000)
-        assert report.retries >= 300
+        assert report.retries >= 250  # some of those refused were controls
         pressed = [change for change in events_of(job, "window") if change["state"] == "pressure"]
         assert pressed
         assert all(change["new"] < change["old"] for change in pressed)
