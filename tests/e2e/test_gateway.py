@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +28,7 @@ from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.sampling import SamplingSpec
 from batchrunner.job.spec import LimitsSpec
 from tests.conftest import (
+    eventually,
     job_of,
     results_of,
     rows_in,
@@ -33,6 +36,7 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.answers import vector_for
+from tests.support.engine_processes import descendants_of
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 KEY_VARIABLE = "SGLANG_API_KEY"
@@ -381,6 +385,27 @@ def test_a_gateway_that_has_no_workers_for_a_while(
     assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 400, 0)
     assert report.retries > 0
     assert rows_in(job) == list(range(400))
+
+
+@pytest.mark.gateway
+def test_a_gateway_that_dies(tmp_path: Path, loop_runner: asyncio.Runner) -> None:
+    """What is told of it has nothing of the picture that it prints at its start."""
+    process = RealGateway(tmp_path / "logs").process
+
+    async def die() -> None:
+        await process.start()
+        assert process._process is not None
+        watching = asyncio.create_task(process.watch())
+        for pid in descendants_of(process._process.pid):
+            os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(eventually, lambda: len(process.incidents) == 2)
+        watching.cancel()
+        await process.close()
+
+    loop_runner.run(die())
+    died, back = process.incidents
+    assert (died.what, back.what) == ("died", "back")
+    assert died.why == f"the gateway died (exit 137): its log says nothing [{process.log_path}]"
 
 
 @pytest.mark.gateway

@@ -148,7 +148,7 @@ class SupervisedProgram(ABC):
         if f"No module named '{package}'" in cause or f"No module named {package}" in cause:
             return f"{self.name} {what}: {self.python or sys.executable} has no {self.needs}"
         status = "" if self.exit_code is None else f" (exit {self.exit_code})"
-        return f"{self.name} {what}{status}: {cause or 'its log is empty'} [{self.log_path}]"
+        return f"{self.name} {what}{status}: {cause or 'its log says nothing'} [{self.log_path}]"
 
     async def ready(self) -> None:
         """Return when the program is up; raises EngineLostError when it will not be again."""
