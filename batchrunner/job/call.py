@@ -11,6 +11,7 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, JobError
 from batchrunner.core.media import KIND_OF_FIELD
+from batchrunner.job.arrow_types import type_name
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job, read_job_file
 from batchrunner.job.prompt import BatchPrompts, media_part
@@ -85,7 +86,7 @@ def default_prompt(schema: pa.Schema) -> str:
     """Return the template of the only text column; raises InputError where there is none, or more."""
     names = [column.name for column in schema if _is_text(column.type) and not column.name.startswith(_INDEX)]
     if len(names) != 1:
-        columns = ", ".join(f"{column.name} ({column.type})" for column in schema)
+        columns = ", ".join(f"{column.name} ({type_name(column.type)})" for column in schema)
         raise InputError(
             "prompt",
             hint=f"give one, since the rows have {len(names)} text columns and not 1 "

@@ -26,7 +26,7 @@ from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
 from batchrunner.input.request_bodies import URL
 from batchrunner.job.answers import AnswerPlan, judges_by_row, plan_answers
-from batchrunner.job.arrow_types import arrow_type
+from batchrunner.job.arrow_types import arrow_type, type_name
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
@@ -101,8 +101,8 @@ class PreparedJob(JobInput):
         The types of carried columns are those of all files; `model` is "" where it is not to be compared.
         """
         functions = self.functions.facts.values() if self.functions is not None else ()
-        made = {name: str(arrow_type(kind)) for facts in functions for name, kind in facts.columns}
-        carried = {field.name: str(field.type) for field in self.renderer.carried_schema}
+        made = {name: type_name(arrow_type(kind)) for facts in functions for name, kind in facts.columns}
+        carried = {field.name: type_name(field.type) for field in self.renderer.carried_schema}
         return {**fingerprint(self.job, self.dataset.facts(), model), "columns": carried | made}
 
     def close(self) -> None:

@@ -274,7 +274,7 @@ def test_functions_are_part_of_the_run(tmp_path: Path, server: FakeSGLang) -> No
     write_module(tmp_path, LABEL.replace("length: int", "length: float"))
     typed = batchrun(file)
     assert typed.exit_code == 2
-    assert "holds another run: columns.length was 'int64' and is 'double'" in typed.stderr
+    assert "holds another run: columns.length was 'int64' and is 'float64'" in typed.stderr
     write_module(tmp_path, "# changed\n" + LABEL)
     done = batchrun(file)
     assert done.exit_code == 0

@@ -17,6 +17,7 @@ from batchrunner.core.errors import InputError, JobError, RowRefusedError
 from batchrunner.core.media import KIND_OF_FIELD, KINDS, MediaRules, PromptFile, page_ranges
 from batchrunner.input.dataset import ColumnSource, is_bytes, is_list, is_text
 from batchrunner.input.media.prepare import tokens_of, tokens_of_file
+from batchrunner.job.arrow_types import type_name
 from batchrunner.job.prompt import ImagesSpec, MediaSpec, PdfSpec, PromptSpec
 
 PAGE_INCHES = 8.5 * 11
@@ -46,7 +47,7 @@ class FileColumn:
         if not _holds_files(kind.value_type if self.holds_lists else kind):
             raise InputError(
                 f"prompt.{field}: column {name!r} must hold bytes, structs {{bytes, path}}, paths or URLs "
-                f"(got {kind})"
+                f"(got {type_name(kind)})"
             )
 
     def files(self, row: int, value: Any, pages: Any = None) -> list[PromptFile]:

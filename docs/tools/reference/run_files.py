@@ -4,6 +4,7 @@ import pyarrow as pa
 
 from batchrunner.core.types import ForwardTask
 from batchrunner.job.answers import AnswerPlan
+from batchrunner.job.arrow_types import type_name
 from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS
 from batchrunner.job.tasks import TASKS, ChoiceTask
 from batchrunner.output.columns import ANSWER_TYPES, schema_of_run
@@ -36,7 +37,8 @@ def result_columns() -> str:
     kinds = schema_of_run(pa.schema([]), AnswerPlan(columns=()), {})
     head = ["column", "type", "meaning"]
     always = table(
-        head, ([f"`{name}`", str(kinds.field(name).type), text] for name, text in RESULT_COLUMNS.items())
+        head,
+        ([f"`{name}`", type_name(kinds.field(name).type), text] for name, text in RESULT_COLUMNS.items()),
     )
     asked = table(
         head, ([f"`{name}`", str(ANSWER_TYPES[name]), text] for name, text in ANSWER_COLUMNS.items())
@@ -52,6 +54,6 @@ def _own_columns(name: str, task: ForwardTask) -> list[list[str]]:
     """Return the columns of a task, with their types and meanings."""
     kinds = schema_of_run(pa.schema([]), AnswerPlan(columns=(), parsed=(*task.columns,), task=task), {})
     return [
-        [name, f"`{column}`", str(kinds.field(column).type), task.meanings[column]]
+        [name, f"`{column}`", type_name(kinds.field(column).type), task.meanings[column]]
         for column, _ in task.columns
     ]
