@@ -113,7 +113,7 @@ def test_a_tokenizer_that_differs_is_found_out(
     kind: str, server: FakeSGLang, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A server that makes other tokens of the first rows gets texts, and the log says so."""
-    caplog.set_level(logging.INFO, "batchrunner")
+    caplog.set_level(logging.DEBUG, "batchrunner")
     server.tokenize = lambda _: [1, 2, 3]
     job = job_of(tmp_path, server, prompt={kind: "{{ text }}!"})
     assert batchrunner.run(job).rows_ok == 10
