@@ -278,7 +278,7 @@ class Dispatcher:
         return True
 
     def _is_in_order(self, routes: Collection[str]) -> bool:
-        """Tell whether one of some routes has answered rows, and one of them since it refused any."""
+        """Tell whether one of some routes has answered a row, and none of its refusals is in doubt."""
         return any(self._records[route].last and route not in self._doubted for route in routes)
 
     def _settle_doubts(self, row: PendingRow, route: str, now: float) -> None:

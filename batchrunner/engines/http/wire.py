@@ -368,7 +368,8 @@ class PostSender:
             )
             if is_same and answer.status != _SEE_OTHER:
                 answer = await self._post_by_session(to, body, headers)
-                if answer.status == _OK or "json" in answer.headers.get("Content-Type", ""):
+                is_json = "json" in answer.headers.get("Content-Type", "")
+                if answer.status == _OK or (is_json and answer.status not in _REDIRECTS):
                     return answer
                 answer.release()
                 place = answer.headers.get("Location", str(to))

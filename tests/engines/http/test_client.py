@@ -120,7 +120,8 @@ class Seen:
         self.connections.add(request.transport)
         if request.raw_path.endswith("/moved"):
             status, location = self.moved
-            return web.Response(status=status, headers={"Location": location})
+            headers = {"Location": location, "Content-Type": "application/json"}
+            return web.Response(status=status, headers=headers)
         return web.Response(text="x" * 3_000_000 if request.raw_path.endswith("/long") else "answer")
 
 
