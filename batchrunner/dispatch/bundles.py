@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from batchrunner.core.engine_info import EngineInfo
+from batchrunner.core.engine_info import LEAST_LOW, EngineInfo, QueueBand
 from batchrunner.core.errors import (
     AttemptFailedError,
     BatchrunError,
@@ -20,7 +20,6 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Request, RequestBody
-from batchrunner.dispatch.concurrency.law import ForwardPasses
 from batchrunner.engines.base import Engine
 from batchrunner.job.spec import Job
 from batchrunner.output.events import EventLog
@@ -145,6 +144,50 @@ def prompt_tokens(request: Request) -> int:
     if request.item_ids:  # choices: their prompt is computed once
         return tokens + sum(map(len, request.item_ids))
     return tokens * len(request.items) + sum(map(len, request.items)) // CHARACTERS_A_TOKEN
+
+
+USUAL_TOKENS = 8192
+"""Prompt tokens of a pass where the server does not tell: SGLang's chunk on cards of 80 GB."""
+FIRST_ROW_TOKENS = 256
+"""Tokens that a row is expected to have before any was sent."""
+MEMORY_ROWS = 2000
+"""Rows over which the average is taken: of older ones, less and less is left."""
+DEEPEST = 8
+"""Passes in the queue above which more rows in it only wait."""
+FIRST_PASSES = 4
+"""Passes in flight at first: one is computed, one waits, and one travels in each direction."""
+
+
+class ForwardPasses:
+    """The passes of an engine's schedulers, by the rows that were sent."""
+
+    def __init__(self, tokens: int | None) -> None:
+        """Take the most prompt `tokens` of a pass; None where the server does not tell them."""
+        self.tokens = tokens or USUAL_TOKENS
+        """Most prompt tokens of a pass."""
+        self._row_tokens = float(FIRST_ROW_TOKENS)
+        self._rows = 0
+
+    def sent(self, tokens: int) -> None:
+        """Count a row that is sent, with the tokens of its prompt."""
+        self._rows += 1
+        self._row_tokens += (tokens - self._row_tokens) / min(self._rows, MEMORY_ROWS)
+
+    def rows(self, max_running: int | None) -> int:
+        """Return the rows of a pass, for a scheduler that runs so many requests at once; 1 at least."""
+        rows = max(1, round(self.tokens / max(1.0, self._row_tokens)))
+        return rows if max_running is None else min(rows, max_running)
+
+    def first_window(self, max_running: int | None) -> int:
+        """Return how many rows a scheduler gets before its load is known."""
+        return max(LEAST_LOW, FIRST_PASSES * self.rows(max_running))
+
+    def band(self, max_running: int | None) -> QueueBand:
+        """Return the healthy `#queue-req` of a scheduler: from the rows of one pass to those of several."""
+        rows = self.rows(max_running)
+        return QueueBand(
+            max(LEAST_LOW, rows), DEEPEST * max(LEAST_LOW, rows), f"a forward pass takes about {rows} rows"
+        )
 
 
 class PassSize:

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import Completion, Outcome, PromptKind
-from batchrunner.dispatch.bundles import BundleTotals, bundle_senders
+from batchrunner.dispatch.bundles import BundleTotals, ForwardPasses, bundle_senders
 from batchrunner.dispatch.concurrency.law import (
     BYTES_A_TOKEN,
     BYTES_AN_ID,
-    ForwardPasses,
     cost_of_connections,
     tokens_a_row,
 )

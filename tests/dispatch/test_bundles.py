@@ -13,9 +13,9 @@ from batchrunner.dispatch.bundles import (
     MOST_ROWS,
     SHARE,
     BundleSize,
+    ForwardPasses,
     PassSize,
 )
-from batchrunner.dispatch.concurrency.law import ForwardPasses
 
 FILL_S = 0.015
 MANY = 10**6

@@ -37,7 +37,7 @@ Sources: integral control with dead time, K·τ ≤ 1/e; Past-Future Scheduler (
 import math
 from dataclasses import dataclass
 
-from batchrunner.core.engine_info import LEAST_LOW, Corner, EngineInfo, QueueBand
+from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand
 from batchrunner.core.timing import TIMING
 
 GAIN = 0.37
@@ -82,13 +82,11 @@ class Reading:
     ended: float
     """Rows that have ended there so far."""
     usage: float = 0.0
-    """Token usage, the share of the KV pool in use."""
+    """Token usage, the share of the KV pool in use; 0 for rows without decoding, of which it says nothing."""
     retractions: float = 0.0
     """Requests that it has retracted so far."""
     max_running: int | None = None
     """Most requests that the scheduler runs at once; None where it does not say."""
-    decodes: bool = True
-    """Whether rows are answered by decoding; else a forward pass ends them, and token usage says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +168,7 @@ class Controller:
         self._pressed_at = now
         self.state = "pressure"
         least = min(self.window, max(1, self._first // 4))
-        return self._move(max(least, round(self.window * BACK_OFF)), what, always=True)
+        return self._move(max(least, round(self.window * BACK_OFF)), what)
 
     @property
     def is_overfull(self) -> bool:
@@ -213,10 +211,9 @@ class Controller:
     def _steer(self, now: float, seen: Reading, *, is_full: bool, may_grow: bool) -> list[Decision]:
         low, high = self.band.low, self.band.high
         if not is_full and (seen.queue == 0 or (self.state == "start" and seen.queue < low)):
-            # a forward pass is in no gauge, and ends all of its rows at once
-            arrived = not seen.decodes or seen.running + seen.queue >= IN_USE * self.window
-            arrived = arrived or self._mean_rate * (now - self._doubled_at) >= self.window
-            if not (may_grow and arrived):
+            # rows in a prefill are in no gauge, and short ones end between two
+            ended = self._mean_rate * (now - self._doubled_at)
+            if not may_grow or max(seen.running + seen.queue, ended) < IN_USE * self.window:
                 return []
             self._doubled_at = now
             step = min(self.window, max(1, high // 2))
@@ -267,9 +264,8 @@ class Controller:
     def _corner(self, gap_s: float, seen: Reading, *, in_use: bool) -> Corner | None:
         holds_back = (
             in_use
-            and seen.decodes
             and seen.queue >= self.band.low
-            and seen.usage < GOOD_USAGE
+            and 0 < seen.usage < GOOD_USAGE
             and not self.is_overfull
             and (seen.max_running is None or seen.running < AT_CAP * seen.max_running)
         )
@@ -369,47 +365,3 @@ def first_window(
             why = f"the KV pool of {max_total_tokens:,} tokens holds about {fits:,} requests"
             return fits + low, f"{why}, and {low} waiting"
     return running + low, f"{why}, and {low} waiting"
-
-
-USUAL_TOKENS = 8192
-"""Prompt tokens of a pass where the server does not tell: SGLang's chunk on cards of 80 GB."""
-FIRST_ROW_TOKENS = 256
-"""Tokens that a row is expected to have before any was sent."""
-MEMORY_ROWS = 2000
-"""Rows over which the average is taken: of older ones, less and less is left."""
-DEEPEST = 8
-"""Passes in the queue above which more rows in it only wait."""
-FIRST_PASSES = 4
-"""Passes in flight at first: one is computed, one waits, and one travels in each direction."""
-
-
-class ForwardPasses:
-    """The passes of an engine's schedulers, by the rows that were sent."""
-
-    def __init__(self, tokens: int | None) -> None:
-        """Take the most prompt `tokens` of a pass; None where the server does not tell them."""
-        self.tokens = tokens or USUAL_TOKENS
-        """Most prompt tokens of a pass."""
-        self._row_tokens = float(FIRST_ROW_TOKENS)
-        self._rows = 0
-
-    def sent(self, tokens: int) -> None:
-        """Count a row that is sent, with the tokens of its prompt."""
-        self._rows += 1
-        self._row_tokens += (tokens - self._row_tokens) / min(self._rows, MEMORY_ROWS)
-
-    def rows(self, max_running: int | None) -> int:
-        """Return the rows of a pass, for a scheduler that runs so many requests at once; 1 at least."""
-        rows = max(1, round(self.tokens / max(1.0, self._row_tokens)))
-        return rows if max_running is None else min(rows, max_running)
-
-    def first_window(self, max_running: int | None) -> int:
-        """Return how many rows a scheduler gets before its load is known."""
-        return max(LEAST_LOW, FIRST_PASSES * self.rows(max_running))
-
-    def band(self, max_running: int | None) -> QueueBand:
-        """Return the healthy `#queue-req` of a scheduler: from the rows of one pass to those of several."""
-        rows = self.rows(max_running)
-        return QueueBand(
-            max(LEAST_LOW, rows), DEEPEST * max(LEAST_LOW, rows), f"a forward pass takes about {rows} rows"
-        )

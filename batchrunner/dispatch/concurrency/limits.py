@@ -20,11 +20,11 @@ from dataclasses import asdict, dataclass, field
 from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion
+from batchrunner.dispatch.bundles import ForwardPasses
 from batchrunner.dispatch.concurrency.law import (
     Controller,
     CornerChange,
     Decision,
-    ForwardPasses,
     Reading,
     first_window,
 )
@@ -34,8 +34,6 @@ from batchrunner.output.events import EventLog
 
 log = logging.getLogger(__name__)
 
-SILENT_AFTER_S = 5.0
-"""Seconds without a load sample after which a route gets no more of the last rows."""
 GONE_AFTER_S = 15.0
 """Seconds without a load sample after which one of several schedulers of a route counts as dead."""
 
@@ -55,7 +53,7 @@ class KnownScheduler:
 
     def is_silent(self, now: float) -> bool:
         """Tell whether it has reported its load before and does not do so any more."""
-        return self.last is not None and now - self.heard_at > SILENT_AFTER_S
+        return self.last is not None and now - self.heard_at > TIMING.silent_scheduler
 
     def take(self, load: SchedulerLoad) -> bool:
         """Take a sample; tell whether it is new, by its own time or by any change."""
@@ -69,16 +67,6 @@ class KnownScheduler:
         return True
 
 
-@dataclass(slots=True)
-class RouteEnds:
-    """What the rows that ended on a route have come to."""
-
-    rows: int = 0
-    output_tokens: int = 0
-    retractions: int = 0
-    """Times that these rows were retracted."""
-
-
 HALF_LIFE_S = 60.0
 """Half-life of the recent rows, in seconds: rows of one length end in waves as long as one of them takes."""
 PRIOR_ROWS = 10.0
@@ -87,35 +75,39 @@ LEAST_ROWS = 1e-3
 """Fewest recent rows of a route: after a long silence all routes have so many, and are equal."""
 
 
-class Shares:
-    """The share of each route in the rows that are left, so that all replicas end at the same time.
+@dataclass(slots=True)
+class RouteEnds:
+    """What the rows that ended on a route have come to."""
+
+    rows: int = 0
+    output_tokens: int = 0
+    retractions: int = 0
+    """Times that these rows were retracted."""
+    recent: float = PRIOR_ROWS
+    """Rows that ended lately: see `shares`."""
+    counted: int = 0
+    """Rows that `recent` has taken in."""
+
+
+def shares(
+    routes: Mapping[str, RouteEnds], left: int, gap_s: float, silent: Collection[str] = ()
+) -> dict[str, int]:
+    """Return how many of the rows that are `left` each route may hold at most, `gap_s` after the last call.
 
     A row that waits in a replica's queue cannot move to another one: at the end the replica with the longest
     queue would work alone. So no route may hold more than its share of all rows that have not ended, in
-    proportion to the rows that it ended recently. While much input is left, no share is below a window.
+    proportion to the rows that it ended recently; a `silent` route gets one. Together they are at least
+    `left`, so that no row waits for ever. While much input is left, no share is below a window.
     """
-
-    def __init__(self, ends: Mapping[str, RouteEnds]) -> None:
-        """Take the rows that ended on each route, which go on being counted."""
-        self._ends = ends
-        self._recent = dict.fromkeys(ends, PRIOR_ROWS)
-        self._counted = dict.fromkeys(ends, 0)
-        self._decayed_at: float | None = None  # None until the first call: a clock may begin anywhere
-
-    def of(self, left: int, now: float, silent: Collection[str] = ()) -> dict[str, int]:
-        """Return how many of the `left` rows each route may hold at most; a `silent` route gets one.
-
-        Together they are at least `left`, so that no row waits for ever.
-        """
-        since = now if self._decayed_at is None else self._decayed_at
-        self._decayed_at = now
-        for route, ends in self._ends.items():
-            recent = self._recent[route] + ends.rows - self._counted[route]
-            self._recent[route] = max(LEAST_ROWS, recent * 0.5 ** ((now - since) / HALF_LIFE_S))
-            self._counted[route] = ends.rows
-        able = {r: n for r, n in self._recent.items() if r not in silent} or self._recent
-        total = sum(able.values())
-        return {r: max(1, math.ceil(left * able.get(r, 0.0) / total)) for r in self._recent}
+    for ends in routes.values():
+        ends.recent = max(LEAST_ROWS, (ends.recent + ends.rows - ends.counted) * 0.5 ** (gap_s / HALF_LIFE_S))
+        ends.counted = ends.rows
+    able = {name for name in routes if name not in silent} or routes.keys()
+    total = sum(routes[name].recent for name in able)
+    return {
+        name: max(1, math.ceil(left * ends.recent / total)) if name in able else 1
+        for name, ends in routes.items()
+    }
 
 
 @dataclass(slots=True)
@@ -145,14 +137,13 @@ class ConcurrencyLimits:
     """Schedulers by route."""
     ends: dict[str, RouteEnds] = field(init=False)
     """Rows that ended on each route."""
-    _shares: Shares = field(init=False)
+    _shared_at: float | None = None  # a clock may begin anywhere
     _most_of_rest: dict[str, int] = field(default_factory=dict)
     """Share of each route in the rows that are left."""
 
     def __post_init__(self) -> None:
         """Count no row yet."""
         self.ends = {route: RouteEnds() for route in self.info.routes}
-        self._shares = Shares(self.ends)
 
     def begin(self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int) -> list[Decision]:
         """Set the first windows, from the engine's limits; return one decision for each scheduler."""
@@ -207,6 +198,7 @@ class ConcurrencyLimits:
         if unsent == 0 or self.fixed is not None:
             for scheduler in self.known.values():
                 scheduler.controller.state = "fixed" if unsent else "tail"
+                scheduler.controller.corner = None
             return [] if self.fixed is not None else changes
         changes += self._forget_gone(loads, now)
         changes += self._share_out(unsent + sum(in_flight.values()), now)
@@ -284,7 +276,6 @@ class ConcurrencyLimits:
                 load.token_usage if decodes else 0.0,
                 self._retractions_of(scheduler),
                 _limits(self.info, load)[0],
-                decodes,
             )
             may_grow = on == 1 or load.route not in full
             changes += scheduler.controller.sample(now, seen, may_grow=may_grow)
@@ -321,7 +312,9 @@ class ConcurrencyLimits:
         if len(self.info.routes) == 1:
             return []
         silent = {r for r, on in self._on_route.items() if on and all(s.is_silent(now) for s in on)}
-        before, self._most_of_rest = self._most_of_rest, self._shares.of(left, now, silent)
+        gap_s = now - (now if self._shared_at is None else self._shared_at)
+        self._shared_at = now
+        before, self._most_of_rest = self._most_of_rest, shares(self.ends, left, gap_s, silent)
         return [
             Decision(route, self._wanted(route), most, "share", f"its share of the {left} rows that are left")
             for route, most in self._most_of_rest.items()

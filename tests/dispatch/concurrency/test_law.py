@@ -150,6 +150,7 @@ def test_pressure_backs_off_once_a_second() -> None:
     for second in range(11, 40):
         made.controller.backpressure(float(second), "503: full")
     assert made.controller.window == 100
+    assert made.controller.backpressure(40.5, "503: full") == []
     made.queues = [(40.0, 0)]
     made.run(30)
     assert made.controller.state == "steady"

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.types import Completion
-from batchrunner.dispatch.concurrency.law import Decision, ForwardPasses
+from batchrunner.dispatch.bundles import ForwardPasses
+from batchrunner.dispatch.concurrency.law import Decision
 from batchrunner.dispatch.concurrency.limits import (
     PRIOR_ROWS,
     ConcurrencyLimits,
     RouteEnds,
-    Shares,
+    shares,
 )
 
 ROUTES = ("a", "b", "c")
@@ -25,22 +26,15 @@ ROUTES = ("a", "b", "c")
     left=st.integers(1, 10**9),
     ended=st.lists(st.sampled_from(ROUTES), max_size=50),
     silent=st.sets(st.sampled_from(ROUTES)),
-    now=st.floats(0, 1e9),
     later_s=st.floats(0, 1e9),
 )
-def test_no_row_is_kept_back(
-    left: int, ended: list[str], silent: set[str], now: float, later_s: float
-) -> None:
-    """Whoever is silent, and for however long, all that is left is shared out, and every route has a row.
-
-    The clock may be the machine's uptime, of a day or a year.
-    """
+def test_no_row_is_kept_back(left: int, ended: list[str], silent: set[str], later_s: float) -> None:
+    """Whoever is silent, and for however long, all that is left is shared out, and every route has a row."""
     ends = {route: RouteEnds() for route in ROUTES}
-    shares = Shares(ends)
-    shares.of(left, now)
+    shares(ends, left, 0.0)
     for route in ended:
         ends[route].rows += 1
-    found = shares.of(left, now + later_s, silent)
+    found = shares(ends, left, later_s, silent)
     assert sum(found.values()) >= left
     assert min(found.values()) >= 1
     if silent != set(ROUTES):
@@ -50,13 +44,13 @@ def test_no_row_is_kept_back(
 def test_shares_follow_the_speed() -> None:
     """A replica ten times as fast gets ten times as much; one that slows down gets less by and by."""
     fast, slow = RouteEnds(), RouteEnds()
-    shares = Shares({"fast": fast, "slow": slow})
-    assert shares.of(1000, 0.0) == {"fast": 500, "slow": 500}
+    routes = {"fast": fast, "slow": slow}
+    assert shares(routes, 1000, 0.0) == {"fast": 500, "slow": 500}
     fast.rows += round(100 * PRIOR_ROWS)
     slow.rows += round(9 * PRIOR_ROWS)
-    assert shares.of(1000, 1.0)["fast"] > 890
+    assert shares(routes, 1000, 1.0)["fast"] > 890
     slow.rows += round(100 * PRIOR_ROWS)
-    assert 430 < shares.of(1000, 121.0)["fast"] < 570
+    assert 430 < shares(routes, 1000, 120.0)["fast"] < 570
 
 
 def signal(route: str, queue: int) -> SchedulerLoad:
