@@ -42,6 +42,8 @@ class RowRef(NamedTuple):
     """Batch with the columns that are copied to the output."""
     position: int
     """Index of the row in `carried`."""
+    digests: list[bytes | None] | None = None
+    """Digests of the requests of the rows in `carried`, as they become known; None where nobody asks."""
 
 
 class RequestBody(NamedTuple):

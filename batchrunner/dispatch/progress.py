@@ -76,7 +76,8 @@ def sample_line(sample: Mapping[str, Any]) -> str:
     pace = stopping if sample["stopping"] else f"{sample['rows_per_s']:,.1f} rows/s"
     left = "" if left_s is None else f"{duration(left_s)} left, "
     simulated = "[simulated] " if sample["simulated"] else ""
-    failed = f"{sample['rows_failed']:,} failed"
+    reused = f"{sample['rows_reused']:,} reused, " if sample["rows_reused"] else ""
+    failed = f"{reused}{sample['rows_failed']:,} failed"
     return f"{simulated}{rows}, {pace}, {left}{failed}, {', '.join(_engine_parts(sample))}"
 
 
@@ -225,18 +226,19 @@ class AttemptProgress:
         counts, sent, concurrency = self._counts, self._bundles, self._concurrency
         rows_s, output_s, prompt_s, cached_s, requests_s, sent_s = self._rates.update(
             now,
-            *(counts.done, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens),
+            *(counts.own, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens),
             *(sent.requests, sent.rows),
         )
         total, done = self._rows.total, len(self._done.rows) + counts.done
         stopping, in_flight = self._backlog.is_stopping, self._slots.in_flight
-        left_s = self._time_left.update(now, counts.done, in_flight, total - done)
+        left_s = self._time_left.update(now, counts.own, in_flight, total - done)
         by_scheduler = self._by_scheduler(now)
         bands = {name: known.controller.band for name, known in concurrency.known.items()}
         return {
             "rows_total": total,
             "rows_done": done,
             "rows_failed": self._done.counts.failed + counts.failed,
+            "rows_reused": self._done.counts.reused + counts.reused,
             "rows_per_s": round(rows_s, 2),
             "time_left_s": left_s if total and not stopping else None,
             "stopping": stopping,

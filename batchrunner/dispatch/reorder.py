@@ -15,7 +15,7 @@ from zlib import crc32
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Outcome, Request
 from batchrunner.dispatch.queue import PendingRow, RowSource
-from batchrunner.input.order import common_length, prompt_bytes
+from batchrunner.input.order import RequestDigests, common_length, prompt_bytes
 
 LEAST_SHARED_BYTES = 256
 """Length of the shortest prefix that is worth an order: about 64 tokens."""
@@ -398,6 +398,7 @@ class Reorderer:
         self._window_bytes = 0
         self._sent: deque[PendingRow] = deque(maxlen=SENT_ROWS)
         self._release = FollowerRelease(distance)
+        self._digests = RequestDigests()
         self._began = False
 
     @property
@@ -434,6 +435,7 @@ class Reorderer:
         row = PendingRow(request)
         prefix = prompt_bytes(request)
         row.prompt_bytes = len(prefix)  # bounds the read-ahead, in any order
+        self._digests.write(request, prefix)
         if self._distance is not None or self._lengths is not None or self._dedupe:
             row.prefix, row.template = prefix, crc32(prefix[:TEMPLATE_BYTES])
         self._window.append(row)

@@ -44,7 +44,7 @@ class JobInput:
         `check_stop` is called before each row; what it raises ends the reading.
         """
         for batch in self.dataset.read(rows, self.renderer.columns):
-            yield self.renderer.render(batch, check_stop)
+            yield self.renderer.render(batch, check_stop, [None] * len(batch.rows))
 
     def selected(self, check_stop: Callable[[], None] = lambda: None) -> BitMap64:
         """Return the first `input.limit` rows for which `input.filter` is true.

@@ -17,6 +17,7 @@ from typing import Any
 from zlib import crc32
 
 from pyroaring import BitMap64
+from xxhash import xxh3_128_digest
 
 from batchrunner.core.media import PromptFile, file_of_part
 from batchrunner.core.types import Outcome, Request, RequestBody
@@ -292,6 +293,41 @@ def prompt_bytes(request: Request) -> bytes:
     if request.media:
         return adapter + b"".join(_message_with(message, request.media) for message in request.prompt)
     return adapter + b"".join(map(_message, request.prompt))
+
+
+class RequestDigests:
+    """Writes the digests of requests, by which another run knows equal ones.
+
+    They are of all that a request asks for; the model, and the checks of its answer, are the run's.
+    """
+
+    def __init__(self) -> None:
+        self._same: tuple[Any, ...] = ()
+        self._settings = b""
+
+    def write(self, request: Request, prompt: bytes) -> None:
+        """Write the digest of a request, whose `prompt_bytes` these are, where its reference takes one."""
+        digests = request.ref.digests
+        if digests is None:
+            return
+        if request[3:] != self._same:  # nearly always all rows have the same settings
+            self._same = request[3:]
+            self._settings = xxh3_128_digest(_settings(request))
+        if isinstance(request.prompt, RequestBody):
+            prompt = request.prompt.content
+        digests[request.ref.position] = xxh3_128_digest(self._settings + prompt)
+
+
+def _settings(request: Request) -> bytes:
+    """Return what a request has besides its prompt, written in one way in any process."""
+    asks = request.asks
+    return _bytes(
+        repr((
+            sorted(request.sampling.items()), request.lora_path, request.chat_template_kwargs,
+            request.continues, asks and (sorted(asks.names), asks.top_logprobs), request.row, request.task,
+            request.tools, [file.rules._replace(folder="") for file in request.media], request.items,
+        ))
+    )  # fmt: skip
 
 
 def common_length(one: bytes, other: bytes) -> int:

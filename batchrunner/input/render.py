@@ -143,19 +143,27 @@ class Renderer:
             ]
         )
 
+    def carried(self, batch: RowBatch) -> pa.RecordBatch:
+        """Return the carried columns of a batch, under their names in the results."""
+        return batch.data.select(self._carried).rename_columns(self._carried_names)
+
     def render(
-        self, batch: RowBatch, is_stopped: Callable[[], object] = lambda: False
+        self,
+        batch: RowBatch,
+        is_stopped: Callable[[], object] = lambda: False,
+        digests: list[bytes | None] | None = None,
     ) -> list[Request | Outcome]:
         """Return a request for each row of a batch, in order, or an Outcome where it cannot be rendered.
 
-        Once `is_stopped`, which may raise, returns true, the rest of the batch is left out.
+        `digests`, one for each row, takes those of the requests. Once `is_stopped`, which may raise, returns
+        true, the rest of the batch is left out.
         """
-        carried = batch.data.select(self._carried).rename_columns(self._carried_names)
+        carried = self.carried(batch)
         items: list[Request | Outcome] = []
         for position, (row, values) in enumerate(zip(batch.rows, rows_of(batch, self._used), strict=True)):
             if is_stopped():
                 break
-            ref = RowRef(row, carried, position)
+            ref = RowRef(row, carried, position, digests)
             try:
                 items.append(self._request(ref, values))
             except RowRefusedError as failure:

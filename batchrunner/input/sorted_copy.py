@@ -12,8 +12,8 @@ import logging
 import shutil
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -122,6 +122,23 @@ _POSITION, _ORDINAL = "\0position", "\0row"
 """Names of columns, which no input column can have."""
 
 
+@contextmanager
+def connect(work: Path) -> Iterator[DuckDBPyConnection]:
+    """Open a database in bounded memory, which spills into a directory; what it raises is an OSError."""
+    import duckdb  # noqa: PLC0415 - 25 MB, for jobs that sort
+
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "memory_limit": MEMORY,
+        "threads": 1,
+        "temp_directory": str(work / "spilled"),
+    }
+    try:
+        with duckdb.connect(config=config) as db:
+            yield db
+    except duckdb.Error as failure:
+        raise OSError(first_line(failure)) from None
+
+
 def write_sorted(
     job_input: JobInput, rows: BitMap64, path: Path, about: dict[str, Any], check_stop: Callable[[], None]
 ) -> None:
@@ -130,17 +147,10 @@ def write_sorted(
     Each row is rendered once and read twice. `check_stop` is called before each row, and may raise to end
     the sort. Raises OSError where the disk is full. Nothing is left of a sort that fails.
     """
-    import duckdb  # noqa: PLC0415 - 25 MB, for jobs that sort
-
     work = path.with_suffix(".work")
     work.mkdir()
-    config: dict[str, str | bool | int | float | list[str]] = {
-        "memory_limit": MEMORY,
-        "threads": 1,
-        "temp_directory": str(work / "spilled"),
-    }
     try:
-        with duckdb.connect(config=config) as db:
+        with connect(work) as db:
             _sort_keys(db, _keys(job_input, rows, about["order"], check_stop))
             check_stop()
             in_order = _values(db, "SELECT key, size FROM sorted")
@@ -155,21 +165,25 @@ def write_sorted(
                 check_stop()
         with whole_file(path) as temporary:
             _write_copy(buckets.take(), [size for size, _ in groups], temporary, about)
-    except duckdb.Error as failure:
-        raise OSError(first_line(failure)) from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def _sort_keys(db: DuckDBPyConnection, keys: Iterator[tuple[Any, ...]]) -> None:
     """Sort keys, which are rows of _KEYS, into the table `sorted`."""
-    db.execute("CREATE TABLE keys (first BIGINT, key BLOB, tail BIGINT, row BIGINT, size BIGINT)")
-    while chunk := list(islice(keys, CHUNK_ROWS)):
-        columns = zip(zip(*chunk, strict=True), _KEYS.values(), strict=True)
-        db.register("chunk", pa.table([arrow_array(*column) for column in columns], [*_KEYS]))
-        db.execute("INSERT INTO keys SELECT * FROM chunk")
+    insert(db, "keys", _KEYS, keys)
     db.execute("CREATE TABLE sorted AS SELECT key, row, size FROM keys ORDER BY first, key, tail, row")
     db.execute("DROP TABLE keys")
+
+
+def insert(
+    db: DuckDBPyConnection, table: str, kinds: Mapping[str, pa.DataType], rows: Iterator[tuple[Any, ...]]
+) -> None:
+    """Make a table of rows with these columns, many of them at once."""
+    db.from_arrow(pa.schema(kinds.items()).empty_table()).create(table)
+    while chunk := list(islice(rows, CHUNK_ROWS)):
+        columns = zip(zip(*chunk, strict=True), kinds.values(), strict=True)
+        db.from_arrow(pa.table([arrow_array(*column) for column in columns], [*kinds])).insert_into(table)
 
 
 def _values(db: DuckDBPyConnection, query: str) -> Iterator[tuple[Any, ...]]:

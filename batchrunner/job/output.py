@@ -55,6 +55,9 @@ CUT = "length"
 RESPONSE = "response"
 """Column of a result, the last one, where the input is a batch file: the whole answer of the endpoint, as
 JSON."""
+REQUEST_DIGEST = "request_digest"
+"""Column of a part, the last one: by it `output.reuse` of another run finds equal requests. Merged results
+lack it."""
 OF_TOKENS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs"})
 """Columns for which the engine is asked for probabilities."""
 
@@ -78,6 +81,10 @@ class OutputSpec(Spec):
     """Further columns of the answers: `reasoning`, `tool_calls`, `output_ids`, `logprobs`, `top_logprobs`,
     `prompt_logprobs`, `matched_stop`, `parsed`. The columns of every result are always there, and may be
     named too. Starts of a run may differ in it: once merged, rows of starts without a column have nulls."""
+    reuse: UserPath | None = None
+    """Output path of another run, whose answers are taken for rows that ask for the same: whose prompt is
+    equal once it is rendered, and `sampling`, `columns`, model and checks too. Only good answers are taken,
+    and `parse` is called with them again. These rows are not sent, and add no tokens."""
     top_logprobs: Annotated[int, Field(ge=1, le=MOST_TOP_LOGPROBS)] = 5
     """Likeliest tokens that the column `top_logprobs` has for each position."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000

@@ -18,7 +18,7 @@ from batchrunner.job.hook_loading import (
     known_of,
     load_functions,
 )
-from batchrunner.job.output import RESULT_COLUMNS
+from batchrunner.job.output import REQUEST_DIGEST, RESULT_COLUMNS
 from batchrunner.job.spec import Job
 
 _PREPARE = "batchrunner.input.media.prepare:prepare"
@@ -82,7 +82,7 @@ def _function(where: str, function: PythonFunction) -> HookFunction:
 
 def _check_columns(job: Job, facts: HookFacts) -> None:
     """Raise JobError where a column has a name that results have already."""
-    taken = {*RESULT_COLUMNS, *job.output.asked, *job.input.carried_names}
+    taken = {*RESULT_COLUMNS, REQUEST_DIGEST, *job.output.asked, *job.input.carried_names}
     for name, _ in facts.columns:
         if name in taken:
             raise JobError(

@@ -24,7 +24,14 @@ from batchrunner.job.fields import (
     Spec,
     UserPath,
 )
-from batchrunner.job.output import RESPONSE, TOOL_CALLS, OutputSpec, StorageSpec, result_columns
+from batchrunner.job.output import (
+    REQUEST_DIGEST,
+    RESPONSE,
+    TOOL_CALLS,
+    OutputSpec,
+    StorageSpec,
+    result_columns,
+)
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import SamplingSpec, check_regex
 from batchrunner.job.tasks import GENERATE, PASSED_ON, TASKS, ChoiceTask, RerankTask, ScoreTask, TaskName
@@ -358,7 +365,7 @@ class Job(Spec):
         if len(carried) < len(self.input.columns):
             twice = next(name for name in carried if self.input.carried_names.count(name) > 1)
             raise ValueError(f"input.columns, as renamed, has {twice!r} twice")
-        more = [RESPONSE] if self.prompt.is_batch else []
+        more = [REQUEST_DIGEST, *([RESPONSE] if self.prompt.is_batch else [])]
         for name in (*result_columns(self.forward), *self.output.asked, *more):
             if name in carried:
                 raise ValueError(

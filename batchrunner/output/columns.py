@@ -9,7 +9,7 @@ import pyarrow as pa
 from batchrunner.core.types import LEFT_OUT, Completion, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.arrow_types import arrow_type, kind_of_schema
-from batchrunner.job.output import OF_TEXTS, PARSED, RESPONSE, RESULT_COLUMNS
+from batchrunner.job.output import OF_TEXTS, PARSED, REQUEST_DIGEST, RESPONSE, RESULT_COLUMNS
 from batchrunner.output.arrow_arrays import arrow_array
 
 _NONE = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
@@ -71,6 +71,11 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]
     return pa.schema(fields, metadata={**metadata, **told})
 
 
+def schema_of_parts(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]) -> pa.Schema:
+    """Return `schema_of_run` with the digests of requests, which the parts of a run have."""
+    return schema_of_run(carried, plan, metadata).append(pa.field(REQUEST_DIGEST, pa.binary()))
+
+
 def has_texts(schema: pa.Schema) -> bool:
     """Tell whether a part has the columns of texts."""
     return TASK.encode() not in (schema.metadata or {})
@@ -110,6 +115,8 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
         left_out = LEFT_OUT if is_single else [LEFT_OUT] * plan.samples
         told = zip(outcomes, values["finish_reason"], strict=True)
         values["finish_reason"] = [left_out if outcome.is_left_out else reason for outcome, reason in told]
+    if REQUEST_DIGEST in schema.names:
+        values[REQUEST_DIGEST] = [ref.digests and ref.digests[ref.position] for ref in refs]
     for name in plan.names:
         values[name] = [answer_value(completion, name, plan.samples) for completion in completions]
     carried = _carried(refs)

@@ -154,6 +154,8 @@ class RowCounts:
     cached_tokens: int = 0
     duplicates: int = 0
     """Rows that have the answer of an equal row; they were not sent."""
+    reused: int = 0
+    """Rows that have the answer of an equal request of another run; they add no tokens."""
     left_out: int = 0
     """Rows that `prompt.python` left out; they count as `ok`."""
     retries: int = 0
@@ -166,6 +168,11 @@ class RowCounts:
     def done(self) -> int:
         """Rows that came to an end."""
         return self.ok + self.failed
+
+    @property
+    def own(self) -> int:
+        """Rows that came to an end by an answer of this run."""
+        return self.done - self.reused
 
     def add(self, outcome: Outcome) -> None:
         """Count the end of one row."""

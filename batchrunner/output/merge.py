@@ -22,7 +22,7 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, StorageError, TaskHeldError
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, known_format
-from batchrunner.job.output import RESPONSE
+from batchrunner.job.output import REQUEST_DIGEST, RESPONSE
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets, release_unused
 from batchrunner.output.counts import with_counts
@@ -185,13 +185,15 @@ def _common_schema(parts: list[Path]) -> pa.Schema:
     for part in parts:
         with _opened(part) as file:
             schemas.append(file.schema_arrow)
-    return pa.unify_schemas(schemas)
+    schema = pa.unify_schemas(schemas)
+    return schema.remove(schema.names.index(REQUEST_DIGEST)) if REQUEST_DIGEST in schema.names else schema
 
 
 def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return a table with the columns of a schema, null where it had none; raises KeyError for no part."""
     if "row" not in table.schema.names:
         raise KeyError("a part lacks the column 'row'")
+    table = table.select([name for name in schema.names if name in table.schema.names])
     return pa.concat_tables([pa.Table.from_batches([], schema), table], promote_options="default")
 
 

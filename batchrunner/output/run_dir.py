@@ -219,17 +219,18 @@ def open_run(given: str | Path, task: str = MAIN_TASK, storage: StorageSpec | No
     return _with_copy(address, storage or StorageSpec(), task, needed)
 
 
-def look_at_run(given: str | Path | RunDir) -> RunDir:
+def look_at_run(given: str | Path | RunDir, storage: StorageSpec | None = None) -> RunDir:
     """Return the run directory of a run that is looked at, whoever writes it; raises as `open_run`.
 
-    Of a run in an object store this is a working copy of its own.
+    Of a run in an object store this is a working copy of its own; without `storage` it is reached as this
+    machine reached it last.
     """
     if isinstance(given, RunDir):
         return given
     address = store_address(str(given))
     if address is None:
         return RunDir(given)
-    return _with_copy(address, _known_storage(address), MAIN_TASK, ".*", is_looked_at=True)
+    return _with_copy(address, storage or _known_storage(address), MAIN_TASK, ".*", is_looked_at=True)
 
 
 def _known_storage(address: StoreAddress) -> StorageSpec:

@@ -81,7 +81,7 @@ def check_same_run(
     for name in {**new, **old}:
         before, after = old.get(name), new.get(name)
         if difference is None and name not in apart and before != after:
-            difference = _difference(name, before, after)
+            difference = told_difference(name, before, after)
     if difference is not None:
         raise ResumeError(
             f"{where} holds another run: {difference}",
@@ -110,10 +110,11 @@ def _files_difference(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> s
     return None
 
 
-def _difference(name: str, before: Any, after: Any) -> str:
+def told_difference(name: str, before: Any, after: Any) -> str:
+    """Say how a part of a job differs, by its innermost field."""
     if isinstance(before, dict) and isinstance(after, dict):
         key = next(key for key in sorted({*before, *after}) if before.get(key) != after.get(key))
-        return _difference(f"{name}.{key}", before.get(key), after.get(key))
+        return told_difference(f"{name}.{key}", before.get(key), after.get(key))
     return f"{name} was {_brief(before)} and is {_brief(after)}"
 
 

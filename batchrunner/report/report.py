@@ -72,6 +72,8 @@ class Report:
     """Those of `prompt_tokens` that were in the engine's prefix cache."""
     rows_deduplicated: int = 0
     """Rows that have the answer of an equal row; they add no tokens."""
+    rows_reused: int = 0
+    """Rows that have the answer of an equal request of another run (`output.reuse`); they add no tokens."""
     rows_left_out: int = 0
     """Rows that `prompt.python` left out; they count as `rows_ok`."""
     retries: int = 0
@@ -151,6 +153,10 @@ class Report:
         if equal := self.rows_deduplicated:
             has = f"{counted(equal, 'row')} {'has' if equal == 1 else 'have'}"
             lines.append(f"{has} the answer of an equal one (dedupe: false sends all)")
+        if taken := self.rows_reused:
+            lines.append(
+                f"{counted(taken, 'row')} {'has' if taken == 1 else 'have'} an answer of another run"
+            )
         lines += self._engine_lines()
         lines += self._check_lines()
         cut = self.finish_reasons.get("length", 0)
@@ -263,6 +269,7 @@ def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -
         prompt_tokens=tally.prompt_tokens,
         cached_tokens=tally.cached_tokens,
         rows_deduplicated=earlier.duplicates + tally.duplicates,
+        rows_reused=earlier.reused + tally.reused,
         rows_left_out=earlier.left_out + tally.left_out,
         retries=tally.retries,
         finish_reasons=dict(tally.finish_reasons),

@@ -33,6 +33,7 @@ from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.control import Control
 from batchrunner.runner.leases import LeasePlan, Leases, next_lease
 from batchrunner.runner.prepare import PreparedJob
+from batchrunner.runner.reuse import Reuse
 from batchrunner.runner.rows import TaskRows
 
 log = logging.getLogger(__name__)
@@ -358,6 +359,8 @@ def _plan(prepared: PreparedJob, leases: Leases, control: Control, *, retry_fail
         rows = selected - done
         if not is_done:  # what is planned is done by others, or taken over from them
             rows -= leases.rows()
+        if prepared.job.output.reuse is not None and rows and not retry_failed:
+            rows -= Reuse(prepared, control).take(main, lock, selected, rows)[0]
         is_needed = rows or _is_behind(leases, prepared)
         if is_done:
             leases.remove_copies()

@@ -30,8 +30,8 @@ from batchrunner.job.arrow_types import arrow_type, type_name
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
-from batchrunner.output.columns import schema_of_run
-from batchrunner.output.run_dir import MAIN_TASK, TUNE, RunDir, open_run
+from batchrunner.output.columns import schema_of_parts
+from batchrunner.output.run_dir import MAIN_TASK, TUNE, RunDir, look_at_run, open_run
 from batchrunner.output.run_json import (
     DISCARD,
     check_same_run,
@@ -93,7 +93,7 @@ class PreparedJob(JobInput):
         """Schema of the results of a run in an object store; None for one on a disk, which needs none."""
         if not self.run_dir.store.uri:
             return None
-        return schema_of_run(self.renderer.carried_schema, self.answers, {})
+        return schema_of_parts(self.renderer.carried_schema, self.answers, {})
 
     def fingerprint(self, model: str) -> dict[str, Any]:
         """Return what two attempts must have in common: no merge takes columns of two types.
@@ -148,6 +148,8 @@ def prepare(
         known = None if fresh else _fingerprint_of(run_dir)
         if known is not None:
             dataset.recognize(known["files"])
+        elif job.output.reuse is not None:  # so that prompts are equal
+            known = _fingerprint_of(look_at_run(job.output.reuse, job.storage))
         job, renderer = _with_field_order(job, renderer, dataset, answers, known)
         if answers.checks:
             from batchrunner.dispatch.checks import AnswerConditions  # noqa: PLC0415 - only for such jobs

@@ -58,7 +58,8 @@ class TaskRows(ABC):
         try:
             while lease is not None:
                 for batch in self._read(lease):
-                    yield self._prepared.renderer.render(batch, self._stopped.is_set)
+                    digests: list[bytes | None] = [None] * len(batch.rows)
+                    yield self._prepared.renderer.render(batch, self._stopped.is_set, digests)
                     self._to_read -= len(batch.rows)
                 lease = self.take(wait=False)
                 if lease is None:

@@ -33,7 +33,7 @@ from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import find_sorted_copy, prepare_order
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
-from batchrunner.output.columns import schema_of_run
+from batchrunner.output.columns import schema_of_parts
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog, attempt_spans, union_s, uploading_logs
 from batchrunner.output.files import refresh_listing, writing
@@ -59,6 +59,7 @@ from batchrunner.runner.prepare import (
     prepare,
 )
 from batchrunner.runner.progress import Display
+from batchrunner.runner.reuse import Reuse
 from batchrunner.runner.rows import FixedRows
 from batchrunner.runner.sending import Sending, open_concurrency
 
@@ -119,6 +120,7 @@ async def execute(
         run = Run(prepared, lock, control, displays)
         model = info.model if info else model_of(job.engine)
         await control.run(lambda: run.plan(model, fresh=fresh, retry_failed=retry_failed))
+        fresh = fresh and job.output.reuse is None  # else what was there is gone by now
         stack.push_async_callback(give_back, run.rows, lock)
         stack.enter_context(uploading_logs(run_dir))
         if not (run.rows.unread or fresh):
@@ -131,10 +133,7 @@ async def execute(
         if model_of(job.engine) is None and not fresh:
             await asyncio.to_thread(check_resumes, prepared, info.model, info.weights)
         if fresh:
-            await control.run(lambda: check_nobody_works(run_dir, control))
-            with writing(run_dir.path):
-                run_dir.discard()
-            lock.replaced = None
+            await control.run(run.discard)
         elif retry_failed:  # only now: a refused attempt changes nothing
             await asyncio.to_thread(drop_failed, run_dir)
         if run.rows.unread:
@@ -264,12 +263,25 @@ class Run:
         self.rows_of_others = 0
         """Rows that other living tasks held when this attempt found nothing to do."""
 
+    def discard(self) -> None:
+        """Delete what earlier starts wrote; raises TaskHeldError or StorageError."""
+        check_nobody_works(self.prepared.run_dir, self.control)
+        with writing(self.prepared.run_dir.path):
+            self.prepared.run_dir.discard()
+        self.lock.replaced = None
+
     def plan(self, model: str | None, *, fresh: bool, retry_failed: bool) -> None:
         """Find the rows that this attempt does, and recover what the attempt before left half done.
 
         Raises InputError, OutputError, ResumeError or StorageError.
         """
         prepared, control, run_dir = self.prepared, self.control, self.prepared.run_dir
+        reuse = None
+        if prepared.job.output.reuse is not None and not (retry_failed or prepared.joins):
+            reuse = Reuse(prepared, control)
+            if fresh:  # before the engine opens, as what is taken is stored at once
+                self.discard()
+                fresh = False
         with writing(run_dir.path):
             for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
                 refresh_listing(directory)
@@ -285,6 +297,9 @@ class Run:
                 self.done = read_done(run_dir, without_failed=retry_failed)
             selected = prepared.selected(control.check)
             todo = selected - self.done.rows
+            if reuse is not None and todo:
+                reused, self.counts = reuse.take(run_dir, self.lock, selected, todo)
+                todo -= reused
             place = run_dir.task_directory
             copy, self.order = find_sorted_copy(prepared, todo, place) or prepare_order(
                 prepared, todo, place, self.lock.token, control.check
@@ -308,7 +323,7 @@ class Run:
     def finished_before(self) -> Report:
         """Make the report of an attempt that found nothing to do."""
         prepared, run_dir = self.prepared, self.prepared.run_dir
-        report = make_report(run_dir, self.done, self.rows.total, RowCounts())
+        report = make_report(run_dir, self.done, self.rows.total, self.counts)
         exit_code, reason = verdict_of_done(report, prepared.job.limits.max_failed_rows)
         if report.rows_left > self.rows_of_others:
             exit_code = EXIT_STOPPED
@@ -402,7 +417,7 @@ class Run:
         stored_within_s = job.output.uploaded_within_s * FLUSH_FRACTION
         writer = ResultWriter(
             run_dir,
-            schema_of_run(prepared.renderer.carried_schema, prepared.answers, metadata),
+            schema_of_parts(prepared.renderer.carried_schema, prepared.answers, metadata),
             part_rows=job.output.part_rows,
             plan=prepared.answers,
             durable_s=min(job.output.durable, SPOOL_S) if in_store else job.output.durable,
@@ -477,7 +492,7 @@ class Run:
             wall_s_all_starts=round(union_s(self.earlier) + wall_s, 3),
             starts=len(self.earlier) + 1,
             output_tokens_per_s=round(counts.output_tokens / wall_s, 1),
-            rows_per_s=round(counts.done / wall_s, 2),
+            rows_per_s=round(counts.own / wall_s, 2),
             task=self.prepared.job.task,
             engine=asdict(info),
             window=sending.concurrency.window,

@@ -51,6 +51,7 @@ def status(run: str | Path | RunDir, *, watch: bool = True) -> dict[str, Any]:
         "rows_on_disk": on_disk,
         "rows_failed": sum(task["rows_failed"] for task in tasks),
         "rows_cut": sum(task["rows_cut"] for task in tasks),
+        "rows_reused": sum(done.counts.reused for done in found),
         "failures": sum((done.counts.failures for done in found), start=Failures()).summary(),
         "reason": None if running else last_reason(run_dir.events),
         "output_tokens": sum(task["output_tokens"] for task in tasks),
@@ -90,6 +91,7 @@ def _task(
 def status_lines(state: dict[str, Any]) -> list[str]:
     """Return a state as a person reads it."""
     total, on_disk = state["rows_total"], state["rows_on_disk"]
+    reused = f"{state['rows_reused']:,} reused, " if state["rows_reused"] else ""
     cut = f"{state['rows_cut']:,} cut at max_new_tokens, " if state["rows_cut"] else ""
     tokens = state["output_tokens"]
     decoded = f", {cut}{tokens:,} output tokens" if tokens or not on_disk else ""
@@ -98,7 +100,7 @@ def status_lines(state: dict[str, Any]) -> list[str]:
     share = f" ({on_disk / total if total else 1.0:.1%})" if total is not None else ""
     lines = [
         f"{state['path']}: {state['model'] or 'no row was sent yet'}{simulated}",
-        f"{on_disk:,} {of_all} on disk{share}, {state['rows_failed']:,} failed{decoded}",
+        f"{on_disk:,} {of_all} on disk{share}, {reused}{state['rows_failed']:,} failed{decoded}",
     ]
     lines += cause_lines(state["failures"], "failed")
     leases = state["leases"]

@@ -229,7 +229,7 @@ class TrialRunner:
         return self.job.model_copy(
             update={
                 "input": InputSpec(path=str(self.sample.path)),
-                "output": self.job.output.model_copy(update={"path": str(out)}),
+                "output": self.job.output.model_copy(update={"path": str(out), "reuse": None}),
                 "engine": self.engine,
                 "parse": None,  # what becomes of an answer does not matter here
                 "limits": self.job.limits.model_copy(update={"deadline": None}),

@@ -1,0 +1,180 @@
+"""Takes the answers of another run for equal requests (`output.reuse`), before any row is sent.
+
+duckdb joins the digests of both runs' requests, and puts the answers into the order of the new input, in
+bounded memory. They become parts, so their rows are done for whatever comes after.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyroaring import BitMap64
+
+from batchrunner.core.errors import JobError
+from batchrunner.core.types import Request, rows_of_column
+from batchrunner.engines.registry import model_of
+from batchrunner.input.dataset import DatasetReader
+from batchrunner.input.order import RequestDigests, prompt_bytes
+from batchrunner.input.parquet_copy import in_chunks
+from batchrunner.input.sorted_copy import connect, insert
+from batchrunner.job.answers import judges_by_row
+from batchrunner.job.output import CUT
+from batchrunner.output.columns import schema_of_parts
+from batchrunner.output.counts import RowCounts, TableCounts, counts_in, sum_of, with_counts
+from batchrunner.output.files import make_directory, writing
+from batchrunner.output.parts import write_part
+from batchrunner.output.run_dir import RunDir, look_at_run, number_of
+from batchrunner.output.run_json import read_run_json, require_run_json, told_difference, write_run_json
+from batchrunner.output.task_lock import TaskLock
+from batchrunner.runner.control import Control
+from batchrunner.runner.prepare import PreparedJob
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+log = logging.getLogger(__name__)
+
+CHUNK_ROWS = 1024
+"""Most answers that are read at once."""
+_ABOUT = (b"batchrunner", b"model", b"simulated", b"task")
+"""Keys of the metadata of parts that say what made the answers."""
+_ASKED = {"digest": pa.binary(), "new_row": pa.int64(), "shares": pa.bool_(), "is_wanted": pa.bool_()}
+"""Columns of the table of this run's requests."""
+_ALL, _UNCUT = "TRUE", f"coalesce(finish_reason::VARCHAR, '') NOT LIKE '%{CUT}%'"
+"""Which answers are good among those without an error."""
+_JOIN = """
+CREATE TABLE equal AS
+WITH good AS (
+    SELECT DISTINCT ON (row) request_digest AS digest, row, filename, file_row_number
+    FROM stored WHERE error IS NULL AND request_digest IS NOT NULL AND {good}
+), old AS (
+    SELECT *, row_number() OVER (PARTITION BY digest ORDER BY row) AS nth FROM good
+), new AS (
+    SELECT *, CASE WHEN shares THEN 1 ELSE row_number() OVER (PARTITION BY digest ORDER BY new_row) END AS nth
+    FROM asked
+)
+SELECT new_row, filename, file_row_number FROM new JOIN old USING (digest, nth) WHERE is_wanted
+"""
+"""Rows that share an answer have the first equal one; of others each has one of its own, always the same."""
+_ANSWERS = """
+SELECT stored.* REPLACE (new_row AS row, NULL AS latency_s, 0::INTEGER AS attempts)
+FROM equal JOIN stored USING (filename, file_row_number) ORDER BY new_row
+"""
+
+
+class Reuse:
+    """The answers that a run takes from another one."""
+
+    def __init__(self, prepared: PreparedJob, control: Control) -> None:
+        """Raise JobError where no answer of the other run can be one of this run."""
+        job, self._prepared, self._control = prepared.job, prepared, control
+        assert job.output.reuse is not None
+        self._run = look_at_run(job.output.reuse, job.storage)
+        self._facts = require_run_json(self._run)
+        old = self._facts["fingerprint"]
+        new = prepared.fingerprint(model_of(job.engine) or old["model"])
+        if old["accept"]["on_length"] != "longer":  # else its answers may be longer than this job wants them
+            new["accept"]["on_length"] = old["accept"]["on_length"]
+        pairs = {name: (old[name], new[name]) for name in ("task", "model", "parse", "accept")}
+        pairs["prompt.truncate"] = old["prompt"].get("truncate"), job.prompt.truncate
+        for name, _ in prepared.answers.parsed:
+            pairs[name] = old["columns"].get(name), new["columns"].get(name)
+        problems = [told_difference(name, *both) for name, both in pairs.items() if both[0] != both[1]]
+        if self._run.path.resolve() == prepared.run_dir.path.resolve():
+            problems = ["is the output path itself"]
+        elif judges_by_row(prepared.functions):
+            problems = ["accept.python is called with the row, of which digests of requests do not know"]
+        if problems:
+            told = f"output.reuse: {self._run.name}: {problems[0]}"
+            raise JobError(told, hint="leave it out, or make both alike")
+
+    def take(
+        self, run_dir: RunDir, lock: TaskLock, selected: BitMap64, wanted: BitMap64
+    ) -> tuple[BitMap64, RowCounts]:
+        """Write the answers of `wanted` rows, of all that are `selected`; return these rows and their counts.
+
+        They become parts of the task of `run_dir`, whose `lock` the caller holds. Raises InputError or
+        StorageError.
+        """
+        done, counts = BitMap64(), RowCounts()
+        most = self._prepared.job.output.part_rows
+        size = min(CHUNK_ROWS, most)
+        work = run_dir.task_directory / "order-reuse"  # where the next sort would delete it
+        shutil.rmtree(work, ignore_errors=True)
+        with writing(work), ExitStack() as stack:
+            make_directory(work)
+            stack.callback(shutil.rmtree, work, ignore_errors=True)
+            tables = self._answers(stack.enter_context(connect(work)), selected, wanted, size)
+            for pieces in in_chunks(tables, most // size, lambda table: table.nbytes):
+                if not done:
+                    self._begin(run_dir, len(selected))
+                number = 1 + max(map(number_of, run_dir.own_parts()), default=-1)
+                write_part(run_dir, number, pieces, lock)
+                done |= BitMap64().union(*(rows_of_column(piece.column("row")) for piece in pieces))
+                counts += sum_of([counts_in(piece.schema) for piece in pieces]).ok
+        told = (
+            f"{len(done):,} of {len(wanted):,} rows have the answer of an equal request in {self._run.name}"
+        )
+        if done:
+            log.info("%s", told)
+        else:
+            log.warning("%s: is prompt, sampling or output.columns another?", told)
+        return done, counts
+
+    def _begin(self, run_dir: RunDir, rows_total: int) -> None:
+        """Say whose answers the run has: an engine with another model is refused, as at any later start."""
+        run_dir.discard_merged()
+        make_directory(run_dir.parts)
+        if read_run_json(run_dir) is None:
+            old = {name: self._facts[name] for name in ("engine", "versions")}
+            mine = self._prepared.fingerprint(self._facts["fingerprint"]["model"])
+            write_run_json(run_dir, self._prepared.job, fingerprint=mine, rows_total=rows_total, **old)
+
+    def _answers(
+        self, db: DuckDBPyConnection, selected: BitMap64, wanted: BitMap64, size: int
+    ) -> Iterator[pa.Table]:
+        """Yield the answers of wanted rows in their order, as parts have them, `size` at most at once."""
+        prepared, parts = self._prepared, [str(path) for path in self._run.all_parts()]
+        stored = [pq.read_schema(part) for part in parts]
+        schema = schema_of_parts(prepared.renderer.carried_schema, prepared.answers, {})
+        names = {*schema.names} - {*prepared.renderer.carried_schema.names}
+        if not {name for each in stored for name in each.names}.issuperset(names):
+            return  # they are of an earlier version
+        told = stored[0].metadata or {}
+        schema = schema.with_metadata({name: told[name] for name in _ABOUT if name in told})
+        db.read_parquet(
+            parts, union_by_name=True, hive_partitioning=False, filename=True, file_row_number=True
+        ).create_view("stored")
+        insert(db, "asked", _ASKED, self._requests(selected, wanted))
+        db.execute(_JOIN.format(good=_ALL if prepared.answers.on_length == "keep" else _UNCUT))
+        with closing(DatasetReader(prepared.dataset, prepared.renderer.columns)) as reader:
+            for answers in db.sql(_ANSWERS).to_arrow_reader(size):
+                for batch in reader.read(rows_of_column(pa.chunked_array([answers.column("row")]))):
+                    self._control.check()
+                    carried = prepared.renderer.carried(batch)
+                    found = {name: answers.column(name).slice(0, len(carried)) for name in names}
+                    found |= zip(carried.schema.names, carried.columns, strict=True)
+                    answers = answers.slice(len(carried))  # noqa: PLW2901
+                    columns = [found[field.name].cast(field.type) for field in schema]
+                    reasons = found["finish_reason"].to_pylist() if "finish_reason" in names else []
+                    cut = sum(CUT in (reason or "") for reason in reasons)
+                    counts = RowCounts(ok=len(carried), cut=cut, reused=len(carried))
+                    table = pa.Table.from_arrays(columns, schema=schema)
+                    yield with_counts(table, TableCounts(counts, RowCounts()))
+
+    def _requests(self, selected: BitMap64, wanted: BitMap64) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of _ASKED."""
+        digests = RequestDigests()
+        for items in self._prepared.batches(selected, self._control.check):
+            for item in items:
+                row, _, position, found = item.ref
+                if isinstance(item, Request) and found:
+                    digests.write(item, prompt_bytes(item))
+                    is_sure = item.task is not None or item.sampling.get("temperature") == 0
+                    yield found[position], row, is_sure and self._prepared.dedupes, row in wanted

@@ -1,0 +1,304 @@
+"""A new run takes the answers of equal requests from an earlier one (`output.reuse`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import JobError, OutputError, ResumeError, StorageError
+from batchrunner.output.parts import write_part
+from tests.conftest import batchrun, job_of, results_of, rows_in, run_job
+from tests.support.answers import Body, Said
+from tests.support.fake_sglang import FakeSGLang, Sent, answer
+from tests.support.functions import LABEL, write_module
+from tests.support.refusals import refusal, told
+from tests.support.runs import rows_once, rows_sent, status_of
+from tests.support.store_server import StoreBucket
+
+NOW = "{{ text }}{% if id % 6 == 0 %} now{% endif %}"
+"""A template that is corrected for 7 of 40 rows."""
+CORRECTED = [row for row in range(40) if row % 6 == 0]
+
+
+def both(directory: Path, server: Any, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a job, and the same into another directory, which takes the answers of the first."""
+    old = job_of(directory, server, rows=40, **changes)
+    path = old["output"]["path"]
+    return old, {**old, "output": {**old["output"], "path": f"{directory}/new", "reuse": path}}
+
+
+def answers(job: dict[str, Any]) -> dict[int, Any]:
+    return {row["row"]: row["output"] for row in results_of(job)}
+
+
+@pytest.mark.parametrize("options", [[], ["--join"]], ids=["alone", "join"])
+def test_a_corrected_template(tmp_path: Path, server: FakeSGLang, options: list[str]) -> None:
+    """Only the rows whose prompts are others are sent; what was taken is counted, wherever rows are."""
+    old, new = both(tmp_path, server, input={"columns": ["id"]}, order="prefix")
+    new["prompt"] = {"text": NOW}
+    run_job(old, tmp_path)
+    server.forget()
+    result = run_job(new, tmp_path, *options)
+    told(result.stderr, f"33 of 40 rows have the answer of an equal request in {tmp_path}/run")
+    assert sorted(rows_sent(server)) == CORRECTED
+    found, before = answers(new), answers(old)
+    assert {row for row in found if found[row] == before[row]} == {*range(40)} - {*CORRECTED}
+    assert [row["id"] for row in results_of(new)] == list(range(40))
+    state = status_of(tmp_path / "new")
+    assert (state["rows_on_disk"], state["rows_reused"], state["finished"]) == (40, 33, True)
+    told(batchrun("status", tmp_path / "new").stdout, "40 of 40 rows on disk (100.0%), 33 reused, 0 failed")
+    server.forget()
+    assert batchrun("merge", tmp_path / "new").exit_code == 0
+    merged = pq.read_table(tmp_path / "new" / "merged")
+    assert merged.column("row").to_pylist() == list(range(40))
+    assert "request_digest" not in merged.schema.names
+    again = batchrunner.run({**new, "output": {"path": new["output"]["path"]}}, join=bool(options))
+    assert (again.rows_ok, again.exit_code, server.sent) == (40, 0, [])
+
+
+def test_what_the_report_says(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows that were taken are no tokens, no duplicates, and no rows of an earlier start."""
+    old, new = both(tmp_path, server)
+    new["prompt"] = {"text": NOW}
+    first = batchrunner.run(old)
+    report = batchrunner.run(new)
+    assert (report.rows_ok, report.rows_reused, report.rows_resumed, report.rows_deduplicated) == (
+        40,
+        33,
+        0,
+        0,
+    )
+    assert 0 < report.output_tokens < first.output_tokens / 4
+    assert "33 rows have an answer of another run" in report.lines()
+    later = batchrunner.run(new)
+    assert (later.rows_reused, later.rows_resumed) == (33, 40)
+    fresh = batchrunner.run(new, fresh=True)
+    assert (fresh.rows_reused, fresh.rows_ok) == (33, 40)
+    third = {**new, "output": {"path": f"{tmp_path}/third", "reuse": f"{tmp_path}/new"}}
+    assert batchrunner.run(third).rows_reused == 40
+
+
+def test_another_order_and_other_columns(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows are known by what they ask for, wherever they stand; carried columns are the new input's."""
+    old, new = both(tmp_path, server, input={"columns": ["id"]})
+    batchrunner.run(old)
+    before = {row["id"]: row["output"] for row in results_of(old)}
+    rows = list(reversed(range(50)))
+    table = {"text": [f"row {row}" for row in rows], "id": rows, "name": [f"n{row}" for row in rows]}
+    pq.write_table(pa.table(table), tmp_path / "b.parquet")
+    new["input"] = {"path": f"{tmp_path}/b.parquet", "columns": ["name"], "filter": "id != 7"}
+    server.forget()
+    report = batchrunner.run(new)
+    assert (report.rows_ok, report.rows_reused, len(server.sent)) == (49, 39, 10)
+    found = {row["name"]: row["output"] for row in results_of(new)}
+    assert found.items() >= {f"n{row}": before[row] for row in range(40) if row != 7}.items()
+
+
+@pytest.mark.parametrize("on_length", ["keep", "longer"])
+def test_only_good_answers(tmp_path: Path, server: FakeSGLang, on_length: str) -> None:
+    """A failed row is asked again, and one that was cut where the job asks such rows again."""
+
+    def script(sent: Sent) -> Any:
+        number = int(sent.prompt.split()[1])
+        cut = answer(sent, "so far")
+        cut["meta_info"]["finish_reason"] = {"type": "length", "length": 2}
+        return "too long" if number == 3 else Body(json.dumps(cut).encode()) if number in {5, 6} else "answer"
+
+    server.script = script
+    old, new = both(tmp_path, server)
+    batchrunner.run(old)
+    server.script = lambda _: "answer"
+    server.forget()
+    report = batchrunner.run({**new, "on_length": on_length})
+    again = [3, 5, 6] if on_length == "longer" else [3]
+    assert (sorted(rows_sent(server)), report.rows_reused, report.rows_ok) == (again, 40 - len(again), 40)
+
+
+@pytest.mark.parametrize(
+    "change", ["sampling.temperature=0.5", "output.columns=[output_ids]", "sampling.stop=[x]"]
+)
+def test_other_requests(tmp_path: Path, server: FakeSGLang, change: str) -> None:
+    """Sampling and what is asked for belong to a request; that nothing is equal is said."""
+    old, new = both(tmp_path, server)
+    batchrunner.run(old)
+    server.forget()
+    report = batchrunner.run(new, overrides=[change])
+    assert (report.rows_reused, report.rows_ok, len(server.sent)) == (0, 40, 40)
+
+
+REFUSED = {
+    "accept.regex=row": "accept.regex was unset and is 'row'",
+    "prompt.truncate=head": "prompt.truncate was unset and is 'head'",
+    "task=embed": "task was 'generate' and is 'embed'",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_answers_that_cannot_fit(tmp_path: Path, server: FakeSGLang, change: str) -> None:
+    """One line tells what differs, and nothing is sent or written."""
+    old, new = both(tmp_path, server)
+    batchrunner.run(old)
+    server.forget()
+    with pytest.raises(JobError, match=r"output\.reuse: .*/run: ") as caught:
+        batchrunner.run(new, overrides=[change])
+    told(str(caught.value), REFUSED[change])
+    assert not server.sent
+    assert not (tmp_path / "new").exists()
+
+
+def test_paths_that_are_no_other_run(tmp_path: Path, server: FakeSGLang) -> None:
+    """One line each."""
+    old, new = both(tmp_path, server)
+    new["output"]["reuse"] = f"{tmp_path}/nothing"
+    told(refusal(new, tmp_path), f"{tmp_path}/nothing: not a run's output path")
+    batchrunner.run(old)
+    server.forget()
+    own = {**old, "output": {**old["output"], "reuse": old["output"]["path"]}}
+    own["prompt"] = {"text": NOW}
+    with pytest.raises(JobError, match="is the output path itself"):
+        batchrunner.run(own, fresh=True)
+    assert len(rows_in(old)) == 40
+    with pytest.raises(OutputError, match=r"no run\.json"):
+        batchrunner.run({**new, "output": {**new["output"], "reuse": f"{tmp_path}/run/parts"}})
+
+
+def test_another_model(tmp_path: Path, server: FakeSGLang) -> None:
+    """A server tells its model only when it is there: then the run is refused before a row is sent."""
+    old, new = both(tmp_path, server)
+    batchrunner.run(old)
+    new["prompt"] = {"text": NOW}
+    with FakeSGLang(model="other/model") as other:
+        elsewhere = {**new, "engine": {"kind": "attach", "urls": [other.url]}}
+        with pytest.raises(ResumeError, match="model was 'fake/model' and is 'other/model'"):
+            batchrunner.run(elsewhere)
+        assert not other.sent
+    simulated = {**new, "engine": {"kind": "simulated"}, "output": {**new["output"], "path": f"{tmp_path}/c"}}
+    with pytest.raises(JobError, match="model was 'fake/model' and is 'simulated'"):
+        batchrunner.run(simulated)
+    assert batchrunner.run(new).rows_ok == 40
+
+
+def test_no_engine_is_needed_where_all_is_known(tmp_path: Path, server: FakeSGLang) -> None:
+    """Another column to carry costs no row; columns of `parse` are taken, if its function is the same."""
+    write_module(tmp_path, LABEL + "\n" + LABEL.replace("label", "other"))
+    old, new = both(tmp_path, server, parse="hooks:label", python_path=[str(tmp_path)])
+    batchrunner.run(old)
+    gone = {**new, "engine": {"kind": "attach", "urls": ["http://127.0.0.1:9"]}}
+    report = batchrunner.run({**gone, "input": {**old["input"], "columns": ["id"]}})
+    assert (report.exit_code, report.rows_ok, report.rows_reused) == (0, 40, 40)
+    assert [(row["id"], row["length"]) for row in results_of(new)] == [
+        (row["row"], len(row["output"])) for row in results_of(new)
+    ]
+    with pytest.raises(JobError, match="parse was 'hooks:label' and is 'hooks:other'"):
+        batchrunner.run({**new, "parse": "hooks:other", "output": {**new["output"], "path": f"{tmp_path}/c"}})
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_equal_rows(tmp_path: Path, server: FakeSGLang, temperature: int) -> None:
+    """Samples stay samples: each row has one of its own. At temperature 0 all share one."""
+    numbers = iter(range(100))
+    server.script = lambda _: Said(f"answer {next(numbers)}")
+
+    def write(rows: int) -> None:
+        pq.write_table(pa.table({"text": ["row 1"] * rows}), tmp_path / "a.parquet")
+
+    write(3)
+    changes = {"sampling": {"temperature": temperature}, "input": {"path": f"{tmp_path}/a.parquet"}}
+    old, new = both(tmp_path, server, **changes)
+    batchrunner.run(old)
+    write(5)
+    server.forget()
+    report = batchrunner.run(new)
+    found = [row["output"] for row in results_of(new)]
+    assert found[:3] == [row["output"] for row in results_of(old)]
+    assert (report.rows_reused, len({*found})) == ((3, 5) if temperature else (5, 1))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling": {"n": 2, "temperature": 1}, "output": {"columns": ["output_ids", "logprobs"]}},
+        {"prompt": {"user": "{{ text }}"}, "accept": {"json": {"type": "object"}, "tries": 1}},
+        {"task": "embed"},
+        {"task": "embed", "output": {"dtype": "float16"}},
+    ],
+    ids=["samples", "json", "vectors", "half"],
+)
+def test_all_that_an_answer_has(tmp_path: Path, server: FakeSGLang, changes: dict[str, Any]) -> None:
+    """Lists, structs and vectors are in the new parts as they were in the old ones, of the same types."""
+    if "accept" in changes:
+        server.script = lambda _: Said('{"a": [1, 2], "b": null}')
+    if changes.get("task") == "embed":
+        server.arguments = {"is_generation": False}
+    old, new = both(tmp_path, server, **changes)
+    batchrunner.run(old)
+    server.forget()
+    assert batchrunner.run(new).rows_reused == 40
+    assert not server.sent
+    one, other = (pq.read_table(Path(job["output"]["path"]) / "parts").sort_by("row") for job in (old, new))
+    apart = ["latency_s", "attempts"]
+    assert one.drop_columns(apart).equals(other.drop_columns(apart))
+
+
+def test_a_stop_in_between(tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was taken by then is kept; the next start takes the rest, and each row has its answer once."""
+    old, new = both(tmp_path, server, sampling={"temperature": 1})
+    new["prompt"] = {"text": NOW}
+    new["output"] = {**new["output"], "part_rows": 10}
+    batchrunner.run(old)
+    server.forget()
+    left = iter(range(2))
+
+    def failing(*arguments: Any) -> int:
+        if next(left, None) is None:
+            raise OSError(28, "No space left on device")
+        return write_part(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("batchrunner.runner.reuse.write_part", failing)
+        with pytest.raises(StorageError, match="No space left"):
+            batchrunner.run(new)
+    assert len(rows_in(new)) == 20
+    report = batchrunner.run(new)
+    assert (report.rows_resumed, report.rows_reused, report.rows_ok) == (20, 33, 40)
+    assert sorted(rows_sent(server)) == CORRECTED
+    rows_once(new, 40)
+    before = answers(old)
+    assert all(text == before[row] for row, text in answers(new).items() if row not in CORRECTED)
+    assert not list((tmp_path / "new").rglob("*reuse*"))
+
+
+def test_runs_in_stores(tmp_path: Path, store_bucket: StoreBucket, server: FakeSGLang) -> None:
+    """Both may lie in a store, or one of them."""
+    old, new = both(tmp_path, server)
+    old["output"] = {"path": f"{store_bucket.uri}/old"}
+    batchrunner.run(old)
+    new["prompt"] = {"text": NOW}
+    for path in (f"{store_bucket.uri}/new", f"{tmp_path}/new"):
+        job = {**new, "output": {"path": path, "reuse": f"{store_bucket.uri}/old"}}
+        assert batchrunner.run(job).rows_reused == 33
+    state = json.loads(batchrun("status", f"{store_bucket.uri}/new", "--json").stdout)
+    assert (state["rows_on_disk"], state["rows_reused"]) == (40, 33)
+
+
+def test_rows_of_a_file_that_grew(tmp_path: Path, server: FakeSGLang) -> None:
+    """A run that goes on takes the answers for its new rows, too."""
+    path = tmp_path / "a.csv"
+    lines = [f"row {row}\n" for row in range(6)]
+    path.write_text("".join(["text\n", *lines]))
+    old, new = both(tmp_path, server, input={"path": str(path)})
+    batchrunner.run(old)
+    path.write_text("".join(["text\n", *lines[:2]]))
+    assert batchrunner.run(new).rows_reused == 2
+    assert batchrun("merge", tmp_path / "new").exit_code == 0
+    path.write_text("".join(["text\n", *lines[:2], *reversed(lines[2:]), "row 9\n"]))
+    server.forget()
+    report = batchrunner.run(new)
+    assert (report.rows_reused, report.rows_ok, rows_sent(server)) == (6, 7, [9])
+    assert not list((tmp_path / "new" / "merged").glob("*"))
