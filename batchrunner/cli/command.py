@@ -89,7 +89,9 @@ class CommandGroup(TyperGroup):
         except BatchrunError as error:
             code = tell_failure(error, as_json=as_json)
         except _UsageError as error:
-            wrong = JobError(error.format_message().rstrip("."), hint=_help_of(error))
+            command = error.ctx.command_path if error.ctx else "batchrun"
+            hint = f"{command} --help describes the arguments"
+            wrong = JobError(error.format_message().rstrip("."), hint=hint)
             code = tell_failure(wrong, as_json=as_json, of=error)
         except typer.Abort as ended:  # what typer makes of an EOFError, which no command foresees
             raise (ended.__cause__ or ended) from None
@@ -103,11 +105,6 @@ class CommandGroup(TyperGroup):
         # os.path takes names that are too long, and has no errors
         if near and not Path(word).suffix and not os.path.exists(word):  # noqa: PTH110
             raise JobError(f"{word}: no such command or job file", hint=f"did you mean {near[0]!r}?")
-
-
-def _help_of(error: Any) -> str:
-    """Return where the arguments of the command are described that an error of typer's is about."""
-    return f"{error.ctx.command_path if error.ctx else 'batchrun'} --help describes the arguments"
 
 
 class Interrupts:

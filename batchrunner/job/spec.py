@@ -275,7 +275,7 @@ class Job(Spec):
     each row is a request of its own."""
     tokenize: Literal["auto", "client", "server"] = "auto"
     """Where prompts are tokenized. `auto`: by batchrunner if the engine makes the same tokens of the first
-    rows and no other behaviour would differ; else by the engine, and the log gives the reason. `client`: by
+    rows and no other behaviour would differ; else by the engine; `-v` shows the reason. `client`: by
     batchrunner, or the run does not begin. `server`: by the engine."""
     queue: Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=4)]], Field()] = (100, 2000)
     """Range [low, high] in which the number of waiting requests of each scheduler (SGLang's `#queue-req`) is
