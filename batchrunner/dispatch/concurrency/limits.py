@@ -148,7 +148,9 @@ class ConcurrencyLimits:
     def begin(self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int) -> list[Decision]:
         """Set the first windows, from the engine's limits; return one decision for each scheduler."""
         made = [self._add(load, now) for load in loads]
-        made += [self._add(None, now, route) for route in self.info.routes if not self._on_route[route]]
+        made += [
+            self._add(self._unheard(route), now) for route in self.info.routes if not self._on_route[route]
+        ]
         self._share_out(unsent, now)
         return made
 
@@ -224,14 +226,27 @@ class ConcurrencyLimits:
             return []
         return [move for s in self._on_route[route] for move in s.controller.backpressure(now, what)]
 
-    def _add(self, load: SchedulerLoad | None, now: float, route: str = "") -> Decision:
+    def _unheard(self, route: str) -> SchedulerLoad:
+        """Return a load for a route that tells none: its part of the limits that the engine reported."""
+        count = len(self.info.routes)
+        running, tokens = (
+            limit and max(1, limit // count) for limit in (self.info.max_running, self.info.max_total_tokens)
+        )
+        return SchedulerLoad(
+            route, "engine", 0, 0, 0.0, max_total_tokens=tokens, max_running=running, route=route
+        )
+
+    def _add(self, load: SchedulerLoad, now: float) -> Decision:
         """Take a scheduler that was heard for the first time, or a route that tells none."""
-        name, route = (load.scheduler, load.route) if load is not None else (route, route)
-        band = self._band(load)
-        window, why = self._first_window(load, band)
+        name, most, band = load.scheduler, load.max_running, self._band(load)
+        if self.passes is not None:
+            rows = self.passes.rows(most)
+            window, why = self.passes.first_window(most), f"a forward pass takes about {rows} rows"
+        else:
+            window, why = first_window(most, load.max_total_tokens, self.tokens_a_row, band.low, band.high)
         controller = Controller(name, window, band, most=self.most, now=now)
-        self.known[name] = KnownScheduler(name, route, controller, heard_at=now)
-        self._on_route[route].append(self.known[name])
+        self.known[name] = KnownScheduler(name, load.route, controller, heard_at=now)
+        self._on_route[load.route].append(self.known[name])
         why = f"{why}; #queue-req {band.low:,}-{band.high:,} ({band.why})"
         return Decision(name, 0, controller.window, controller.state, why)
 
@@ -275,7 +290,7 @@ class ConcurrencyLimits:
                 self.ends[load.route].rows / on,
                 load.token_usage if decodes else 0.0,
                 self._retractions_of(scheduler),
-                _limits(self.info, load)[0],
+                load.max_running,
             )
             may_grow = on == 1 or load.route not in full
             changes += scheduler.controller.sample(now, seen, may_grow=may_grow)
@@ -293,19 +308,11 @@ class ConcurrencyLimits:
             return told
         return max(told, self.ends[scheduler.route].retractions / len(on))
 
-    def _band(self, load: SchedulerLoad | None) -> QueueBand:
+    def _band(self, load: SchedulerLoad) -> QueueBand:
         """Return the healthy queue of a scheduler: as the job says, or by what its passes take."""
-        max_running = _limits(self.info, load)[0]
         if self.passes is None or self.own_band:
-            return self.band.scaled(max_running)
-        return self.passes.band(max_running)
-
-    def _first_window(self, load: SchedulerLoad | None, band: QueueBand) -> tuple[int, str]:
-        max_running, pool = _limits(self.info, load)
-        if self.passes is not None:
-            rows = self.passes.rows(max_running)
-            return self.passes.first_window(max_running), f"a forward pass takes about {rows} rows"
-        return first_window(max_running, pool, self.tokens_a_row, band.low, band.high)
+            return self.band.scaled(load.max_running)
+        return self.passes.band(load.max_running)
 
     def _share_out(self, left: int, now: float) -> list[Decision]:
         """Limit each route to its share of what is left; return a decision when that begins to matter."""
@@ -320,18 +327,6 @@ class ConcurrencyLimits:
             for route, most in self._most_of_rest.items()
             if most < self._wanted(route) <= before.get(route, sys.maxsize)
         ]
-
-
-def _limits(info: EngineInfo, load: SchedulerLoad | None) -> tuple[int | None, int | None]:
-    """Return a scheduler's max_running_requests and the tokens of its KV pool."""
-    if load is not None:
-        return load.max_running, load.max_total_tokens
-    count = len(info.routes)  # it tells no load: use the limits that the engine reported
-    return _part(info.max_running, count), _part(info.max_total_tokens, count)
-
-
-def _part(total: int | None, count: int) -> int | None:
-    return None if total is None else max(1, total // count)
 
 
 @dataclass(slots=True)
