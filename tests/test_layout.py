@@ -107,7 +107,7 @@ MOST_TOKENS = {
     "engines": 47_100,
     "advise": 11_800,
     "report": 10_900,
-    "dispatch": 24_600,
+    "dispatch": 24_500,
     "runner": 25_600,
     "tune": 12_000,
     "api": 2_600,
