@@ -1,5 +1,6 @@
 """All that the rules of advice read: the load, the server, and, of a run, what the runner itself did."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -121,9 +122,9 @@ class Situation:
     def _most_pool_tokens(self) -> float:
         """What a CPU's pool has, and what a quarter of the free memory holds; unless known, as much again."""
         now = in_effect(self.facts, "max-total-tokens") or 0.0
-        token_bytes = kv_bytes(self.facts.config, FLOAT32_BYTES)
         free_gb = self.facts.ready.cpu_gb if self.facts.ready else None
-        return now + ((free_gb or 0.0) * (1 << 30) / POOL_SHARE / token_bytes if token_bytes else now)
+        more = pool_tokens(self.facts.config, (free_gb or 0.0) * (1 << 30))
+        return now + (now if more is None else more)
 
     @property
     def max_running(self) -> int | None:
@@ -182,6 +183,12 @@ class Situation:
             "median_queue": self.load.median("queue"),
             "median_token_usage": self.load.median("usage"),
         }
+
+
+def pool_tokens(config: Mapping[str, Any], free_bytes: float) -> int | None:
+    """Return the tokens that a quarter of a machine's free memory holds; None for an unknown model."""
+    token_bytes = kv_bytes(config, FLOAT32_BYTES)
+    return int(free_bytes / POOL_SHARE / token_bytes) if token_bytes else None
 
 
 @dataclass(frozen=True, slots=True)

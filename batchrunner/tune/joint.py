@@ -6,7 +6,7 @@ change all flags of a group at once, and only what comes out at the top is tried
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -130,24 +130,14 @@ class JointMoves:
     _machine: Machine
 
     def candidates(self, state: TuningState) -> list[FlagChange]:
-        """Return changes of the best setting that are expected to be worth a trial, the best first.
-
-        These are the top of the climb, and what is left of it when one of its flags stays as it is.
-        """
+        """Return the change to the top of the climb, if that is expected to be worth a trial."""
         now = config_of(state)
         if now is None or not self._forecast.is_ready:
             return []
-        top = self._simplest(now, self._climb(now))
-        changed = [name for name in FLAGS if getattr(top, name) != getattr(now, name)]
-        partly = [replace(top, **{name: getattr(now, name)}) for name in changed if len(changed) > 1]
-        speed = self._forecast.speed
-        ranked = sorted([top, *partly], key=speed, reverse=True)
-        gains = [(config, speed(config) / max(speed(now), 1e-9)) for config in ranked if config != now]
-        return [
-            FlagChange(arguments_of(config, now), f"the simulated scheduler expects {gain:.2f} x")
-            for config, gain in gains
-            if gain >= 1 + WORTH
-        ]
+        top, speed = self._simplest(now, self._climb(now)), self._forecast.speed
+        gain = speed(top) / max(speed(now), 1e-9)
+        why = f"the simulated scheduler expects {gain:.2f} x"
+        return [FlagChange(arguments_of(top, now), why)] if gain >= 1 + WORTH else []
 
     def _climb(self, now: SchedulerConfig) -> SchedulerConfig:
         speed = self._forecast.speed
@@ -177,15 +167,15 @@ class JointMoves:
         return [config, *made]
 
     def _values(self, config: SchedulerConfig, name: str) -> list[Any]:
-        values: dict[str, Callable[[], list[Any]]] = {
-            "max_running": lambda: self._slots(config),
-            "chunked_prefill_tokens": lambda: _chunks(config),
-            "max_total_tokens": lambda: self._pools(config),
-            "conservativeness": lambda: [LEAST_CONSERVATIVE, LESS_CONSERVATIVE, NORMAL],
-            "clip_tokens": lambda: clips(self._forecast.rows),
-            "decode_interval": lambda: list(INTERVALS),
+        values: dict[str, list[Any]] = {
+            "max_running": self._slots(config),
+            "chunked_prefill_tokens": _chunks(config),
+            "max_total_tokens": self._pools(config),
+            "conservativeness": [LEAST_CONSERVATIVE, LESS_CONSERVATIVE, NORMAL],
+            "clip_tokens": clips(self._forecast.rows),
+            "decode_interval": list(INTERVALS),
         }
-        return values[name]()
+        return values[name]
 
     def _slots(self, config: SchedulerConfig) -> list[int]:
         """Return numbers of slots, up to the most that the pool could hold of prompts alone."""
@@ -196,14 +186,14 @@ class JointMoves:
 
     def _pools(self, config: SchedulerConfig) -> list[int]:
         """Return sizes of a CPU's pool; a GPU's depends on memory, which is tuned by itself."""
-        most = self._machine.most_pool_tokens if self._machine.cpu else 0
-        return [v for v in (min(2 * config.max_total_tokens, most),) if v > config.max_total_tokens]
+        larger = min(2 * config.max_total_tokens, self._machine.most_pool_tokens)
+        return [larger] if larger > config.max_total_tokens else []
 
 
 def arguments_of(config: SchedulerConfig, now: SchedulerConfig) -> Args:
     """Return the flags by which a setting differs from the present one."""
-    different = {flag: (getattr(config, name), getattr(now, name)) for name, flag in FLAGS.items()}
-    return {flag: value for flag, (value, old) in different.items() if value != old}
+    names = (name for name in FLAGS if getattr(config, name) != getattr(now, name))
+    return {FLAGS[name]: getattr(config, name) for name in names}
 
 
 def clips(rows: Sequence[RowLengths]) -> list[int]:

@@ -107,7 +107,6 @@ class TrialResult:
     """Wall time in seconds, with the launch."""
     tokens_per_s: float = 0.0
     """Output tokens a second in steady time, up to its end."""
-    steady_s: float = 0.0
     failed_share: float = 0.0
     """Share of the finished rows that failed."""
     signs: TrialSigns = field(default_factory=TrialSigns)
@@ -159,24 +158,15 @@ class TrialWatch:
     _prompt_tokens: int = 0
     _cached_tokens: int = 0
 
-    def row_ended(
-        self,
-        tokens: int,
-        *,
-        prompt: int = 0,
-        cached: int = 0,
-        retractions: int = 0,
-        asked: int | None = None,
-        fixed: bool = False,
-    ) -> None:
-        """Count a row that ended well; it asked for `asked` tokens, and with `fixed` for no fewer."""
+    def row_ended(self, row: RowLengths, retractions: int = 0) -> None:
+        """Count a row that ended well; its lengths count where its prompt's is known."""
         self.rows += 1
-        self.tokens += tokens
-        self._prompt_tokens += prompt
-        self._cached_tokens += cached
+        self.tokens += row.output
+        self._prompt_tokens += row.prompt
+        self._cached_tokens += row.cached
         self._retractions += retractions if self._warm else 0
-        if prompt and len(self._rows) < MOST_ROWS * GENERATIONS:
-            self._rows.append(RowLengths(prompt, min(cached, prompt - 1), tokens, asked or tokens, fixed))
+        if row.prompt and len(self._rows) < MOST_ROWS * GENERATIONS:
+            self._rows.append(row)
 
     def record_load(self, at_s: float, signals: Sequence[SchedulerLoad], log_bytes: int = 0) -> End | None:
         """Record a reading of the load; return how and why the trial may end now, or None."""
@@ -234,7 +224,7 @@ class TrialWatch:
         return TrialResult(
             ended, why, round(cost_s, 1),
             tokens_per_s=round((until.tokens - begin.tokens) / span_s, 2),
-            steady_s=round(span_s, 1), signs=self._signs(span_s),
+            signs=self._signs(span_s),
             rows=tuple(self._rows[:: len(self._rows) // MOST_ROWS + 1]),
         )  # fmt: skip
 
@@ -244,16 +234,21 @@ class TrialWatch:
             return TrialSigns(running=self._peak)
         schedulers = len({reading.scheduler for reading in readings})
         looks = len(readings) / schedulers
-        newest = readings[-schedulers:]
-        limits = [reading.max_running for reading in newest if reading.max_running is not None]
-        pools = [reading.max_total_tokens for reading in newest if reading.max_total_tokens is not None]
+
+        def mean(name: str, over: float = looks) -> float:
+            return float(sum(getattr(reading, name) for reading in readings)) / over
+
+        def limit(name: str) -> int | None:
+            found = [getattr(reading, name) for reading in readings[-schedulers:]]
+            return sum(found) if None not in found else None
+
         return TrialSigns(
-            running=round(sum(reading.running for reading in readings) / looks, 1),
-            max_running=sum(limits) if limits else None,
-            queue=round(sum(reading.queue for reading in readings) / looks, 1),
+            running=round(mean("running"), 1),
+            max_running=limit("max_running"),
+            queue=round(mean("queue"), 1),
             empty_share=round(sum(reading.queue == 0 for reading in readings) / len(readings), 3),
-            usage=round(sum(reading.token_usage for reading in readings) / len(readings), 3),
-            pool_tokens=sum(pools) if pools else None,
+            usage=round(mean("token_usage", len(readings)), 3),
+            pool_tokens=limit("max_total_tokens"),
             retractions_per_min=round(60 * self._retractions / span_s, 1),
             cached_share=round(self._cached_tokens / max(self._prompt_tokens, 1), 3),
         )

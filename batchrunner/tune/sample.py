@@ -1,8 +1,7 @@
 """The rows of the trials: blocks of the job's own rows, spread evenly over the input.
 
-A block keeps neighbouring rows together: rows with a common prefix meet in the cache as in the job. Blocks
-are sent in van der Corput's order, in which any first few are spread over the whole input: a trial that is
-stopped early has rows from the end of the input too.
+A block keeps neighbouring rows together: rows with a common prefix meet in the cache as in the job. Any first
+few blocks are spread over the whole input: a trial that is stopped early has rows from its end too.
 """
 
 import contextlib
@@ -25,6 +24,8 @@ MOST_ROWS = 16_384
 """Rows of a sample at most: four times what SGLang runs at once by default (4096)."""
 BLOCK_ROWS = 32
 """Rows of a block."""
+GOLDEN = 0.618033988749895
+"""The golden ratio: numbers whose multiples of it have the smallest fractions are spread evenly."""
 MOST_BYTES = 256 << 20
 """Approximate size of the sample, which is in memory at once."""
 
@@ -39,7 +40,7 @@ class TuningSample:
 
     def __str__(self) -> str:
         if self.rows == self.of_rows:
-            return f"all {self.rows:,} rows" if self.rows > 1 else "the only row"
+            return f"all {counted(self.rows, 'row')}"
         blocks = counted(self.rows // BLOCK_ROWS, "block")
         return f"{self.rows:,} of {self.of_rows:,} rows, {blocks} of {BLOCK_ROWS} from all over the input"
 
@@ -59,21 +60,13 @@ def write_sample(prepared: PreparedJob, directory: Path) -> TuningSample:
         elif len(rows) > wanted:
             blocks = wanted // BLOCK_ROWS
             found = _table(_blocks(prepared, rows, blocks, directory), schema)
-            table = pa.concat_tables(
-                found.slice(at * BLOCK_ROWS, BLOCK_ROWS) for at in _van_der_corput(blocks)
-            )
+            order = sorted(range(blocks), key=lambda at: at * GOLDEN % 1)
+            table = pa.concat_tables(found.slice(at * BLOCK_ROWS, BLOCK_ROWS) for at in order)
         else:
             table = _table((batch.data for batch in prepared.dataset.read(rows, schema.names)), schema)
         with whole_file(path) as temporary:
             pq.write_table(table, temporary, row_group_size=1024)
     return TuningSample(path, table.num_rows, len(rows))
-
-
-def _van_der_corput(count: int) -> list[int]:
-    """Return the numbers below `count` in van der Corput's order: any first few are spread over all."""
-    bits = max(1, (count - 1).bit_length())
-    places = (int(f"{at:0{bits}b}"[::-1], 2) for at in range(1 << bits))
-    return [place for place in places if place < count]
 
 
 def _affordable(prepared: PreparedJob) -> int:

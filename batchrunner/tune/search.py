@@ -108,7 +108,7 @@ def _quantile(freedom: int) -> float:
 FAILED_MORE = 0.01
 """Share of rows by which failures may exceed those of the best: trials end with different rows."""
 MOST_MISSES = 2
-"""Joint changes of one setting that are tried although none was faster: then the forecast is not believed."""
+"""Changes of a flag, or of several together, that are tried although none was faster."""
 TOGETHER = Flag("together", {})
 """Several flags at once."""
 
@@ -168,28 +168,17 @@ class Search:
             return
         improved = True
         while improved:
-            improved = yield from self._tune_together()
-            for tuned_flag in self._tuned_flags:
-                improved |= yield from self._tune_flag(tuned_flag)
+            improved = False
+            for tuned_flag in (TOGETHER, *self._tuned_flags):
+                improved |= yield from self._tune(tuned_flag)
         self.reason = "no flag brings more"
 
-    def _tune_together(self) -> Generator[TrialRequest, TrialResult, bool]:
-        """Change several flags at once, as the forecast suggests; return whether the best changed."""
+    def _tune(self, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
+        """Change a flag for as long as that is faster; return whether the best changed."""
         improved, misses = False, 0
-        while misses < MOST_MISSES and (change := self._next_together()) is not None:
-            won = yield from self._try_change(change, TOGETHER)
+        while misses < MOST_MISSES and (change := self._next_change(tuned_flag)) is not None:
+            won = yield from self._try_change(change, tuned_flag)
             improved, misses = improved | won, 0 if won else misses + 1
-        return improved
-
-    def _next_together(self) -> FlagChange | None:
-        found = self._joint.candidates(self._state())
-        return next((change for change in found if self._is_new(change) and not self._missing(change)), None)
-
-    def _tune_flag(self, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
-        """Change one flag for as long as that is faster; return whether the best changed."""
-        improved = False
-        while (change := self._next_change(tuned_flag)) is not None:
-            improved |= yield from self._try_change(change, tuned_flag)
         return improved
 
     def _try_change(self, change: FlagChange, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
@@ -203,7 +192,9 @@ class Search:
         return won
 
     def _next_change(self, tuned_flag: Flag) -> FlagChange | None:
-        found = candidates(tuned_flag, self._state())
+        state = TuningState(self.best.args, self.best.newest.signs, self._machine)
+        joint = self._joint.candidates
+        found = joint(state) if tuned_flag is TOGETHER else candidates(tuned_flag, state)
         if isinstance(found, str):
             if tuned_flag.name not in self._changed:
                 self.notes[tuned_flag.name] = found
@@ -211,15 +202,9 @@ class Search:
         for change in found:
             if self._missing(change):
                 self.notes[tuned_flag.name] = f"this version has no {self._missing(change)}"
-            elif self._is_new(change):
+            elif key_of(self._changed_to(change)) not in self.settings:
                 return change
         return None
-
-    def _is_new(self, change: FlagChange) -> bool:
-        return key_of(self._changed_to(change)) not in self.settings
-
-    def _state(self) -> TuningState:
-        return TuningState(self.best.args, self.best.newest.signs, self._machine)
 
     def _changed_to(self, change: FlagChange) -> Args:
         """Return the best flags with a change, under the job's names or else the version's."""

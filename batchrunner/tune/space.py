@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchrunner.advise.situation import FLOAT32_BYTES, POOL_SHARE
+from batchrunner.advise.situation import pool_tokens
 from batchrunner.engines.device import cards, free_bytes, on_cpu
 from batchrunner.engines.flag_table import FLAGS, NEEDS, SIGNS, Flag, Server, with_memory
 from batchrunner.engines.flags import CLIP, Flags, installed, name_in
 from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.reader import Facts
 from batchrunner.engines.logs.series import GUIDES
-from batchrunner.engines.model_files import kv_bytes, read_config
+from batchrunner.engines.model_files import read_config
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import Job
 from batchrunner.tune.measurement import TrialSigns
@@ -42,21 +42,16 @@ def machine_for(job: Job, engine: ServerEngine) -> Machine:
     """Describe this machine; asks the installed SGLang for its flags, which takes about 6 s."""
     cpu = on_cpu(engine.device)
     card = None if cpu else next(iter(cards()), None)
+    config = read_config(engine.model, engine.args.get("revision"))
     return Machine(
         flags=installed(engine.python, engine.env),
         cpu=cpu,
         card=card.name if card else None,
         card_gb=card.memory_bytes / (1 << 30) if card else 0.0,
-        most_pool_tokens=_pool_tokens(engine) if cpu else 0,
+        most_pool_tokens=(pool_tokens(config, free_bytes()) or 0) if cpu else 0,
         ignores_eos=job.sampling.ignore_eos is True,
-        config=read_config(engine.model, engine.args.get("revision")),
+        config=config,
     )
-
-
-def _pool_tokens(engine: ServerEngine) -> int:
-    """Return how many tokens a quarter of the free memory holds; 0 where model or memory are not known."""
-    token_bytes = kv_bytes(read_config(engine.model, engine.args.get("revision")), FLOAT32_BYTES)
-    return int(free_bytes() / POOL_SHARE / token_bytes) if token_bytes else 0
 
 
 Args = dict[str, Any]

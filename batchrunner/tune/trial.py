@@ -20,17 +20,10 @@ from batchrunner.core.errors import (
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine, RowAnswers
 from batchrunner.engines.flags import arguments_in, name_in, variables_in
-from batchrunner.engines.logs.lines import (
-    Arguments,
-    LoggedBatch,
-    ServerReady,
-    WeightsLoaded,
-    clean,
-    origin_of,
-    record_in,
-)
+from batchrunner.engines.logs.lines import LoggedBatch, ServerReady, clean, origin_of, record_in
+from batchrunner.engines.logs.reader import LogReader
 from batchrunner.engines.registry import make_engine
-from batchrunner.engines.simulation.replica import PassWork
+from batchrunner.engines.simulation.replica import PassWork, RowLengths
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import AcceptSpec, InputSpec, Job
 from batchrunner.runner.control import Control
@@ -52,19 +45,19 @@ Passes = Sequence[tuple[str, LoggedBatch]]
 
 def signs_at_start(lines: Iterable[str]) -> dict[str, Any]:
     """Return the server's setup, from the log up to its first pass, as fields of TrialSigns."""
-    found: dict[str, Any] = {}
+    reader = LogReader()
     for line in lines:
-        match record_in(clean(line)):
-            case Arguments(values=values):
-                found["mem_fraction"] = values.get("mem_fraction_static")
-                found["attention_backend"] = values.get("attention_backend")
-            case WeightsLoaded(model=str(model)):
-                found["model"] = model
-            case ServerReady(chunked_prefill_size=chunk, gpu_gb=spare_gb):
-                found |= {"prefill_limit": chunk, "spare_gb": spare_gb}
-            case LoggedBatch():
-                break
-    return found
+        reader.take(line)
+        if reader.series.counted or reader.series.prefills.passes:
+            break
+    facts, ready = reader.facts, reader.facts.ready or ServerReady()
+    return {
+        "mem_fraction": facts.number("mem_fraction_static"),
+        "attention_backend": facts.arguments.get("attention_backend"),
+        "model": facts.model,
+        "prefill_limit": ready.chunked_prefill_size,
+        "spare_gb": ready.gpu_gb,
+    }
 
 
 def logged_passes(lines: Iterable[str]) -> list[tuple[str, LoggedBatch]]:
@@ -99,22 +92,19 @@ def output_rate(passes: Passes) -> float | None:
     """Return output tokens a second by the scheduler's clock; None where the log has few decode passes.
 
     Counting the rows that end would be later and less exact, as many rows are half done at either end of the
-    stretch. Each line has the rate since the line before, prefills included. The mean weights each rate by
-    its time. The first line is left out: its rate is of the time before this stretch.
+    stretch. Each line has the rate since the line before, prefills included.
     """
-    by_rank: defaultdict[str, list[LoggedBatch]] = defaultdict(list)
+    by_rank = defaultdict[str, list[tuple[str, LoggedBatch]]](list)
     for rank, batch in passes:
-        if batch.decode and batch.throughput:
-            by_rank[rank].append(batch)
-    counted = [batches[1:] for batches in by_rank.values()]
-    if sum(map(len, counted)) < FEWEST_DECODES:
+        by_rank[rank].append((rank, batch))
+    spans = [spans_of(own) for own in by_rank.values()]
+    decodes = sum(batch.decode for _, batch in passes) - len(spans)  # the first lines' are of the time before
+    if decodes < FEWEST_DECODES:
         return None
-    rate = 0.0
-    for batches in filter(None, counted):
-        tokens = [batch.running * batch.accepted for batch in batches]
-        seconds = sum(t / (batch.throughput or 1.0) for t, batch in zip(tokens, batches, strict=True))
-        rate += sum(tokens) / seconds if seconds else 0.0
-    return round(rate, 2)
+    rates = (
+        sum(span.work.tokens for span in own) / sum(span.seconds for span in own) for own in spans if own
+    )
+    return round(sum(rates), 2)
 
 
 def spans_of(passes: Passes) -> tuple[PassSpan, ...]:
@@ -234,7 +224,6 @@ class TrialRunner:
                 "parse": None,  # what becomes of an answer does not matter here
                 "limits": self.job.limits.model_copy(update={"deadline": None}),
                 "order": "input" if self.job.order == "input" else "auto",
-                "sampling": self.job.sampling,
                 "accept": AcceptSpec.model_validate({"json": False}),  # each row is asked once
                 "on_length": "keep",
             }
@@ -300,12 +289,15 @@ class MeasuringEngine:
     def ended(self, completion: Completion, request: Request) -> None:
         """Count an answer."""
         self._last = time.monotonic()
-        self._watch.row_ended(
-            sum(tokens or 1 for tokens in completion.completion_tokens), prompt=completion.prompt_tokens or 0,
-            cached=completion.cached_tokens or 0, retractions=completion.retractions,
-            asked=request.sampling.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS),
-            fixed=request.sampling.get("ignore_eos") is True,
-        )  # fmt: skip
+        prompt = completion.prompt_tokens or 0
+        row = RowLengths(
+            prompt,
+            min(completion.cached_tokens or 0, max(prompt - 1, 0)),
+            sum(tokens or 1 for tokens in completion.completion_tokens),
+            request.sampling.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS),
+            request.sampling.get("ignore_eos") is True,
+        )
+        self._watch.row_ended(row, completion.retractions)
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
         """Ask the engine; see `Engine.tokens_of`."""

@@ -12,15 +12,13 @@ from statistics import geometric_mean
 from typing import Any
 
 import msgspec
-import orjson
 import uvloop
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from batchrunner.core.errors import EngineStartError, JobError
-from batchrunner.engines.device import gpus
 from batchrunner.engines.flags import arguments_in, command_line, numbers_in, variables_in
-from batchrunner.engines.model_files import cards_of, check_model, with_tp
+from batchrunner.engines.model_files import check_model, with_tp
 from batchrunner.job.engine import GatewayEngine, ServerEngine
 from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
@@ -211,11 +209,9 @@ def engine_to_tune(job: Job) -> ServerEngine:
             return with_tp(job.engine)
         case GatewayEngine(model=str(model)):
             engine = with_tp(job.engine)
-            found = gpus(engine.env)
-            cards = {"CUDA_VISIBLE_DEVICES": ",".join(found[: cards_of(engine.args)])} if found else {}
             log.info("a gateway: one replica is tuned alone, for all of them")
             return ServerEngine(
-                kind="server", model=model, python=engine.python, env={**engine.env, **cards},
+                kind="server", model=model, python=engine.python, env=engine.env,
                 args=engine.args, device=engine.device, start_timeout=engine.start_timeout,
             )  # fmt: skip
         case _:
@@ -224,6 +220,15 @@ def engine_to_tune(job: Job) -> ServerEngine:
                 "none",
                 hint="use kind server or gateway with a model, or see what `batchrun advise` says",
             )
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTrial:
+    """A line of the history."""
+
+    about: str
+    args: Args
+    result: TrialResult
 
 
 class TrialHistory:
@@ -253,19 +258,16 @@ class TrialHistory:
     def add(self, args: Args, result: TrialResult) -> None:
         """Write a result; raises StorageError."""
         own = changes(args, self._base)
-        record = {"about": self._about, "args": own, "result": msgspec.to_builtins(result)}
+        line = msgspec.json.encode(KeptTrial(self._about, own, result), enc_hook=str)
         with writing(self._path), self._path.open("ab") as file:
-            file.write(b"\n" + orjson.dumps(record, default=str))  # the last line may be cut short
+            file.write(b"\n" + line)  # the last line may be cut short
         self._found[key_of(own)].append(result)
 
     def _read_line(self, line: bytes) -> None:
-        try:
-            record = orjson.loads(line)
-            if record["about"] == self._about:
-                result = msgspec.convert(record["result"], TrialResult)
-                self._found[key_of(record["args"])].append(result)
-        except (orjson.JSONDecodeError, msgspec.ValidationError, KeyError, TypeError):
-            return  # cut short by a crash
+        with contextlib.suppress(msgspec.DecodeError):  # cut short by a crash
+            trial = msgspec.json.decode(line, type=KeptTrial)
+            if trial.about == self._about:
+                self._found[key_of(trial.args)].append(trial.result)
 
 
 async def run_search(

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 from batchrunner.engines.flags import CLIP, Flags
-from batchrunner.engines.simulation.replica import CostModel, PassWork, Replica
+from batchrunner.engines.simulation.replica import CostModel, PassWork, Replica, RowLengths
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest, StepResult
 from batchrunner.tune.measurement import PassSpan, TrialProgress, TrialResult, TrialWatch
 from batchrunner.tune.search import Search, TrialRequest, key_of
@@ -129,10 +129,9 @@ class Lab:
             now += TICK_S
             for ended in replica.advance(now):
                 sample = ended.sample
-                watch.row_ended(
-                    sample.outputs, prompt=sample.prompt_tokens if self.logs else 0,
-                    retractions=sample.retractions, asked=sample.max_new_tokens,
-                )  # fmt: skip
+                known, most = sample.prompt_tokens if self.logs else 0, sample.max_new_tokens
+                row = RowLengths(known, 0, sample.outputs, most or sample.outputs)
+                watch.row_ended(row, sample.retractions)
             end = watch.record_load(now * slow, [replica.load])
             if end is None and not replica.busy and not waiting:
                 end = ("measured", "all rows")

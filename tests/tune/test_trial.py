@@ -22,14 +22,13 @@ from tests.conftest import job_of
 from tests.support.tuning_lab import LOG
 
 
-def test_what_is_launched_for_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One replica of a gateway is tuned, with its own cards; one that is not launched is not tuned."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+def test_what_is_launched_for_a_job(tmp_path: Path) -> None:
+    """One replica of a gateway is tuned, on the first cards; one that is not launched is not tuned."""
     args = {"mem-fraction-static": 0.8}
     gateway = {"kind": "gateway", "model": "org/name", "tp": 2, "args": args, "env": {"A": "b"}}
     replica = engine_to_tune(load_job(job_of(tmp_path, gateway)))
     assert replica.args == {**args, "tp-size": 2}
-    assert replica.env == {"A": "b", "CUDA_VISIBLE_DEVICES": "4,5"}
+    assert replica.env == {"A": "b"}
     found = {"kind": "gateway", "url": "http://127.0.0.1:9"}
     with pytest.raises(
         JobError,
@@ -55,9 +54,8 @@ def test_the_log_tells_the_rest() -> None:
     faster = [line.replace("4594.01", "9188.02") for line in rates]
     idle = rates[0].replace("4594.01", "4.20")  # before the first rows there were none
     assert output_rate(logged_passes([idle, *rates])) == 4594.01
-    assert output_rate(logged_passes([idle, *faster, *rates])) == pytest.approx(
-        4594.01 * 4 / 3, abs=0.1
-    )  # by time, not lines
+    by_time = output_rate(logged_passes([idle, *faster, *rates]))
+    assert by_time == pytest.approx(4594.01 * 4 / 3, rel=0.01)
     assert output_rate(logged_passes(rates[:2])) is None
     on_cpu = signs_of_passes(logged_passes(LOG.replace("cuda graph", "cpu graph").splitlines()), tokens=0)
     assert on_cpu["graph_off_share"] is None
