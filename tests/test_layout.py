@@ -109,7 +109,7 @@ MOST_TOKENS = {
     "report": 10_900,
     "dispatch": 24_500,
     "runner": 25_600,
-    "tune": 12_000,
+    "tune": 11_600,
     "api": 2_600,
     "ray": 5_100,
     "cli": 4_000,
