@@ -105,7 +105,7 @@ MOST_TOKENS = {
     "output": 23_300,
     "input": 35_900,
     "engines": 47_100,
-    "advise": 11_800,
+    "advise": 11_900,
     "report": 10_900,
     "dispatch": 24_500,
     "runner": 25_600,

@@ -14,38 +14,35 @@ from batchrunner.engines.flags import CLIP, Flags
 from batchrunner.engines.logs.reader import FP8, Architecture, Facts, prefill_graph_off
 from batchrunner.engines.logs.series import GUIDES
 
-
-class SignOf(NamedTuple):
-    """A sign that calls for flags."""
-
-    words: str
-    of_decoding: bool = False
-    """Whether it says something only where requests decode."""
-
-
 SIGNS = {
-    "oom": SignOf("memory ran out"),
-    "no-pool": SignOf("the weights leave no room for a KV pool"),
-    "held": SignOf("requests wait although the KV pool has room", of_decoding=True),
-    "retracting": SignOf("more than one retraction a minute from a full KV pool", of_decoding=True),
-    "full": SignOf("requests wait for room in the KV pool", of_decoding=True),
-    "memory-left": SignOf("memory of the card is unused", of_decoding=True),
-    "memory-tight": SignOf("little memory of the card is left"),
-    "chunk-full": SignOf("prefill passes take all the tokens that they may"),
-    "capped": SignOf("as many requests run as may, and the KV pool has room", of_decoding=True),
-    "graph-off": SignOf("decode passes run without a CUDA graph", of_decoding=True),
-    "reordered": SignOf("the server takes rows in an order of its own"),
-    "shared": SignOf("prompts share prefixes, and few requests wait"),
-    "slow-backend": SignOf("the card has an attention backend of its own"),
-    "evicted": SignOf("prompts share prefixes, and the KV pool is full", of_decoding=True),
-    "starved": SignOf("no request waits, and fewer run than may"),
-    "split-experts": SignOf("each expert is split over several GPUs"),
-    "kv-copies": SignOf("several GPUs keep the same KV cache"),
-    "small-prefills": SignOf("decoding stops often for small prefill passes", of_decoding=True),
-    "large-pages": SignOf("requests are short beside a page", of_decoding=True),
-    "cache-off": SignOf("the prefix cache is off, and prompts share prefixes"),
-    "small-model": SignOf("a small model runs small batches", of_decoding=True),
+    "oom": "memory ran out",
+    "no-pool": "the weights leave no room for a KV pool",
+    "held": "requests wait although the KV pool has room",
+    "retracting": "more than one retraction a minute from a full KV pool",
+    "full": "requests wait for room in the KV pool",
+    "memory-left": "memory of the card is unused",
+    "memory-tight": "little memory of the card is left",
+    "chunk-full": "prefill passes take all the tokens that they may",
+    "capped": "as many requests run as may, and the KV pool has room",
+    "graph-off": "decode passes run without a CUDA graph",
+    "reordered": "the server takes rows in an order of its own",
+    "shared": "prompts share prefixes, and few requests wait",
+    "slow-backend": "the card has an attention backend of its own",
+    "evicted": "prompts share prefixes, and the KV pool is full",
+    "starved": "no request waits, and fewer run than may",
+    "split-experts": "each expert is split over several GPUs",
+    "kv-copies": "several GPUs keep the same KV cache",
+    "small-prefills": "decoding stops often for small prefill passes",
+    "large-pages": "requests are short beside a page",
+    "cache-off": "the prefix cache is off, and prompts share prefixes",
+    "small-model": "a small model runs small batches",
 }
+"""The signs that call for flags, in words."""
+OF_DECODING = frozenset({
+    "held", "retracting", "full", "memory-left", "capped", "graph-off", "evicted", "small-prefills",
+    "large-pages", "small-model",
+})  # fmt: skip
+"""Those that say something only where requests decode."""
 
 
 class MemoryBand(NamedTuple):
@@ -342,14 +339,12 @@ def _set(flag: str, value: Any) -> Steps:
     return lambda s: [] if s.facts.arguments.get(flag.replace("-", "_")) == value else [value]
 
 
-def _over_gpus(flag: str, has: Callable[[Facts], bool]) -> Steps:
-    """Return the step of a flag that divides something of a model among the GPUs."""
+def _experts_whole(s: Server) -> list[int]:
+    return [s.facts.tp] if s.facts.is_moe and s.facts.tp > 1 >= (s.now("ep-size") or 1) else []
 
-    def steps(s: Server) -> list[int]:
-        divided = s.facts.attn_dp if flag == "attn-dp-size" else s.now(flag) or 1
-        return [s.facts.tp] if has(s.facts) and s.facts.tp > 1 >= divided else []
 
-    return steps
+def _kv_once(s: Server) -> list[int]:
+    return [s.facts.tp] if s.facts.is_mla and s.facts.tp > 1 >= s.facts.attn_dp else []
 
 
 class Move(NamedTuple):
@@ -395,7 +390,7 @@ class Flag:
     def fits(self, sign: str, server: Server) -> bool:
         """Tell whether a server has what the flag needs, and the sign says something of it."""
         has = self.needs is None or NEEDS[self.needs](server.facts)
-        return has and (server.decodes or not SIGNS[sign].of_decoding)
+        return has and (server.decodes or sign not in OF_DECODING)
 
     def values(self, sign: str, server: Server) -> Sequence[Any]:
         """Return the values that a sign calls for, the next one first; none where the flag does not fit."""
@@ -584,7 +579,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "ep-size",
         {
             "split-experts": Move(
-                "up", _over_gpus("ep-size", lambda facts: facts.is_moe), "that of `--tp-size`", "G1, G2, G4",
+                "up", _experts_whole, "that of `--tp-size`", "G1, G2, G4",
                 "the load of experts is uneven",
             )
         },
@@ -594,7 +589,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "attn-dp-size",
         {
             "kv-copies": Move(
-                "up", _over_gpus("attn-dp-size", lambda facts: facts.is_mla),
+                "up", _kv_once,
                 "that of `--tp-size` (`--enable-dp-attention`)", "G1, G2, G4", "single answers are slower",
             )
         },

@@ -193,8 +193,7 @@ class Search:
 
     def _next_change(self, tuned_flag: Flag) -> FlagChange | None:
         state = TuningState(self.best.args, self.best.newest.signs, self._machine)
-        joint = self._joint.candidates
-        found = joint(state) if tuned_flag is TOGETHER else candidates(tuned_flag, state)
+        found = self._joint.candidates(state) if tuned_flag is TOGETHER else candidates(tuned_flag, state)
         if isinstance(found, str):
             if tuned_flag.name not in self._changed:
                 self.notes[tuned_flag.name] = found

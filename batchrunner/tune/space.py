@@ -142,9 +142,9 @@ def candidates(flag: Flag, state: TuningState) -> list[FlagChange] | str:
         settings = [{flag.name: value} for value in flag.values(sign, server)]
         if settings and len(more := with_memory(sign, flag.name, server, state.machine.flags)) > 1:
             settings.append(more)
-        found += [FlagChange(args, f"{SIGNS[sign].words}: {figures}") for args in settings]
+        found += [FlagChange(args, f"{SIGNS[sign]}: {figures}") for args in settings]
     if found:
         return found
     if seen:
         return "no further value is left to try, or too little is known"
-    return f"not the case: {', or '.join(SIGNS[sign].words for sign in calls)}"
+    return f"not the case: {', or '.join(SIGNS[sign] for sign in calls)}"

@@ -36,7 +36,7 @@ def _advice(rule: Rule) -> str:
 
 def _rows(flag: Flag) -> list[list[str]]:
     facts = [_spelt(flag.name), flag.needs or "", flag.memory]
-    return [[*facts, SIGNS[sign].words, _value(move), move.source] for sign, move in flag.moves.items()]
+    return [[*facts, SIGNS[sign], _value(move), move.source] for sign, move in flag.moves.items()]
 
 
 def _value(move: Move) -> str:
