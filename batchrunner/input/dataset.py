@@ -60,7 +60,7 @@ Row = dict[str, Any]
 
 def is_text(kind: pa.DataType) -> bool:
     """Tell whether a column holds texts."""
-    return kind in {pa.string(), pa.large_string()}
+    return _plain(kind) in {pa.string(), pa.large_string()}
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -75,12 +75,17 @@ def is_ids(kind: pa.DataType) -> bool:
 
 def is_bytes(kind: pa.DataType) -> bool:
     """Tell whether a column holds bytes."""
-    return kind in {pa.binary(), pa.large_binary()} or pt.is_fixed_size_binary(kind)
+    plain = _plain(kind)
+    return plain in {pa.binary(), pa.large_binary()} or pt.is_fixed_size_binary(plain)
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
     """Tell whether a column holds bytes, or lists or structs with them."""
     return is_bytes(kind) or any(holds_bytes(kind.field(at).type) for at in range(kind.num_fields))
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pt.is_dictionary(kind) else kind
 
 
 @dataclass(frozen=True, slots=True)

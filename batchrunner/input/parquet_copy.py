@@ -29,8 +29,17 @@ def first_line(failure: BaseException) -> str:
 
 
 def normalized(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with nullable fields, without views and dictionaries, and with texts for nulls."""
-    return pa.schema([_normalized_field(field) for field in schema])
+    """Return the schema with nullable fields, without views, and with texts for nulls.
+
+    Columns may be dictionaries, with numbers of 32 bits: those of two files may be more than 8 bits hold.
+    """
+    fields = []
+    for field in schema:
+        plain = _normalized_field(field)
+        if pt.is_dictionary(field.type):
+            plain = plain.with_type(pa.dictionary(pa.int32(), plain.type, field.type.ordered))
+        fields.append(plain)
+    return pa.schema(fields)
 
 
 def normalize(data: pa.RecordBatch) -> pa.RecordBatch:
@@ -54,7 +63,7 @@ def _normalized_field(field: pa.Field[Any]) -> pa.Field[Any]:
 
 
 def _normalized_type(kind: pa.DataType) -> pa.DataType:
-    if pt.is_dictionary(kind):  # those of two files may have too many values for one
+    if pt.is_dictionary(kind):
         kind = kind.value_type
     if pt.is_list(kind) or pt.is_list_view(kind):
         return pa.list_(_normalized_field(kind.value_field))
