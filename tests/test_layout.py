@@ -103,7 +103,7 @@ MOST_TOKENS = {
     "core": 8_200,
     "job": 18_300,
     "output": 23_300,
-    "input": 35_900,
+    "input": 36_000,
     "engines": 47_000,
     "advise": 11_900,
     "report": 10_900,
