@@ -155,6 +155,7 @@ class Fleet:
         self._gate = Slots(self._admission.windows)
         self._told: dict[str, deque[SchedulerLoad]] = {route: deque() for route in routes}
         self._tell = ended
+        self._primes: set[SimulatedRequest] = set()
         self._waiting: SimulatedRequest | None = None
         self._sent = 0
         self._next_poll = 0.0
@@ -170,14 +171,13 @@ class Fleet:
             self._tick()
 
     def prime(self, samples: Sequence[SimulatedRequest]) -> None:
-        """Let samples come to their end on each replica before anything else is sent."""
-        for replica in self.replicas.values():
-            for sample in samples:
-                replica.scheduler.submit(sample)
-            while replica.busy:
-                self.now += TICK_S
-                ends = replica.advance(self.now)
-                self.uncached_tokens += sum(e.sample.prompt_tokens - e.sample.cached_tokens for e in ends)
+        """Let samples come to their end on the first replica before anything else is sent."""
+        self._primes.update(samples)
+        for sample in samples:
+            next(iter(self.replicas.values())).scheduler.submit(sample)
+        while self._primes:
+            self.now += TICK_S
+            self._collect()
 
     def totals(self) -> dict[str, Any]:
         """Say what the run came to."""
@@ -202,9 +202,12 @@ class Fleet:
     def _collect(self) -> None:
         for route, replica in self.replicas.items():
             for end in replica.advance(self.now):
+                self.uncached_tokens += end.sample.prompt_tokens - end.sample.cached_tokens
+                if end.sample in self._primes:
+                    self._primes.remove(end.sample)
+                    continue
                 self.ended += 1
                 self.tokens += end.sample.outputs
-                self.uncached_tokens += end.sample.prompt_tokens - end.sample.cached_tokens
                 self._tell(end.sample)
                 self._gate.release(route)
                 self._admission.ended(route, answer_of(end.sample))

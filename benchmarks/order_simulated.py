@@ -2,10 +2,10 @@
 
 The schedulers are simulated (`engines/simulation`: SGLang's admission, radix cache and eviction, with the
 step times of an 8B model on an H100), the gate and the admission are the runner's own. Each workload is sent
-in no order, sorted by prompt, and sorted with leaders before followers, in three ways: in windows whose
-shared beginnings take a share of the KV pool; with every follower so many computed tokens behind the row that
-brings its beginning in; and as the runner does it
-(`batchrunner.dispatch.reorder`), which finds its distance itself.
+in the order of its input, sorted by prompt, and sorted with leaders before followers, in three ways: in
+windows whose shared beginnings take a share of the KV pool; with every follower so many computed tokens
+behind the row that brings its beginning in; and as the runner does it (`batchrunner.input.order` and
+`batchrunner.dispatch.reorder`), which sorts only where that pays, and finds its distance itself.
 The least that must be computed is known exactly. No figure here is a measurement of a GPU.
 """
 
@@ -20,15 +20,18 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from math import isqrt
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from pyroaring import BitMap64
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Request, RowRef
 from batchrunner.dispatch.queue import PendingRow
 from batchrunner.dispatch.reorder import OutputLengths, PrimeTask, Reorderer, ReuseDistance
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
+from batchrunner.input.order import decide, stretches
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet, answer_of
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
@@ -38,9 +41,12 @@ from benchmarks.prompts import (
     conversations,
     few_shot,
     groups,
+    interleaved,
     least_tokens,
     nested,
+    paired,
     shuffled,
+    skewed,
     unrelated,
 )
 
@@ -64,7 +70,7 @@ SMALL_POOL = 60_000
 BYTES_A_TOKEN = 4
 ARMS = (
     "runner",
-    "shuffled",
+    "input",
     "sorted",
     *(f"windows {share}" for share in SHARES),
     *(f"apart {tokens}" for tokens in DISTANCES),
@@ -93,6 +99,9 @@ WORKLOADS: dict[str, Callable[[random.Random, int], list[Row]]] = {
     "multi-turn, short answers": lambda made, rows: conversations(made, rows * 2 // 11, 10, 250, outputs=100),
     "multi-turn, long answers": lambda made, rows: conversations(made, rows * 2 // 11, 10, 250, outputs=500),
     "nested": lambda made, rows: nested(made, (20, rows // 160, 8), (500, 1500, 1000, 60), outputs=50),
+    "pairs of texts": lambda made, rows: paired(made, isqrt(rows), 400, outputs=40),
+    "growing traces": lambda made, rows: conversations(made, rows // 20, 40, 150, outputs=60),
+    "skewed prefixes": lambda made, rows: skewed(made, rows, 12, 60, outputs=40),
     "unrelated": lambda made, rows: unrelated(
         (lognormal(made, 220, 350), lognormal(made, 200, 200)) for _ in range(rows)
     ),
@@ -100,10 +109,27 @@ WORKLOADS: dict[str, Callable[[random.Random, int], list[Row]]] = {
 """About so many rows. The lengths of the unrelated are ShareGPT's."""
 
 
+IN_TURN = {"growing traces"}
+"""Workloads whose input has each conversation's turns in order; the input of the others is in no order."""
+
+
 @cache
-def planned(name: str, rows: int) -> list[Row]:
-    """Make a workload, in the order of its prompts."""
-    return sorted(WORKLOADS[name](random.Random(SEED), rows))
+def input_of(name: str, rows: int) -> list[Row]:
+    """Make a workload, in the order of its input."""
+    made = random.Random(SEED)
+    found = WORKLOADS[name](made, rows)
+    return interleaved(made, found) if name in IN_TURN else shuffled(found)
+
+
+def planned(rows: list[Row]) -> list[Row]:
+    """Put rows in the order in which the runner reads them: sorted where it finds that this pays."""
+    count = len(rows)
+    ends = [*range(BATCH_ROWS, count, BATCH_ROWS), count]
+    sample = [
+        [text_of(rows[row]).encode() for row in stretch]
+        for stretch in stretches(BitMap64(range(count)), ends)
+    ]
+    return sorted(rows) if decide(sample, count).order == "prefix" else rows
 
 
 @dataclass(slots=True, eq=False)
@@ -194,14 +220,14 @@ def apart(rows: Iterable[Row], tokens: int) -> Iterator[Row]:
 
 
 def ordered(rows: list[Row], arm: str, kv_tokens: int) -> Iterator[Row]:
-    """Put rows, which come in the order of their prompts, into the arm's."""
+    """Put rows, which come in the order of the input, into the arm's."""
     match arm.split():
-        case ["shuffled"]:
-            return iter(shuffled(rows))
         case ["windows", share]:
-            return in_windows(rows, float(share) * kv_tokens)
+            return in_windows(sorted(rows), float(share) * kv_tokens)
         case ["apart", tokens]:
-            return apart(rows, int(tokens))
+            return apart(sorted(rows), int(tokens))
+        case ["sorted"]:
+            return iter(sorted(rows))
     return iter(rows)
 
 
@@ -270,10 +296,10 @@ def text_of(row: Row) -> str:
 def run(case: Case) -> dict[str, Any]:
     """Let a whole run pass in virtual time."""
     began = time.perf_counter()
-    rows = planned(case.workload, case.rows)
+    rows = input_of(case.workload, case.rows)
     config = SchedulerConfig(case.max_running, case.kv_tokens)
     if case.arm == "runner":
-        fleet = AsTheRunner(rows, case.kv_tokens).run(config)
+        fleet = AsTheRunner(planned(rows), case.kv_tokens).run(config)
     else:
         samples = (
             SimulatedRequest(row.tokens, row.outputs, row.outputs, prefix=row.parts)

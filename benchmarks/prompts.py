@@ -79,6 +79,34 @@ def conversations(made: random.Random, count: int, longest: int, turn: int, outp
     return rows
 
 
+def interleaved(made: random.Random, rows: Sequence[Row]) -> list[Row]:
+    """Mix conversations; each keeps the order of its turns."""
+    turns: dict[str, list[Row]] = {}
+    for row in reversed(rows):
+        turns.setdefault(row.parts[0][0], []).append(row)
+    names = [row.parts[0][0] for row in rows]
+    made.shuffle(names)
+    return [turns[name].pop() for name in names]
+
+
+def paired(made: random.Random, count: int, tokens: int, outputs: int) -> list[Row]:
+    """Make a prompt of each two of so many texts: the first may come from the cache, the second not."""
+    lengths = [(f"t{text:04}", _about(made, tokens)) for text in range(count)]
+    return [
+        Row((one, other), _about(made, outputs)) for one in lengths for other in lengths if one is not other
+    ]
+
+
+def skewed(made: random.Random, count: int, heads: int, own: int, outputs: int) -> list[Row]:
+    """Make rows under a few prefixes of 100 to 3,200 tokens, each half as frequent as the one before."""
+    lengths = [(f"h{head:02}", 100 << (5 * head + 2) % 6) for head in range(heads)]
+    picked = made.choices(lengths, [0.5**head for head in range(heads)], k=count)
+    return [
+        Row((head, (f"o{row:06}", _about(made, own))), _about(made, outputs))
+        for row, head in enumerate(picked)
+    ]
+
+
 def nested(
     made: random.Random, counts: tuple[int, int, int], tokens: tuple[int, int, int, int], outputs: int
 ) -> list[Row]:

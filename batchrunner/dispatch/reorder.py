@@ -169,6 +169,10 @@ class ReuseDistance:
         own = leader.new_tokens % self._pass_tokens
         return self._clock - leader.sent_clock >= (self._tokens - own) * self._schedulers
 
+    def is_first_pass(self, row: PendingRow) -> bool:
+        """Tell whether a row may be in the first prefill pass, of all that an empty engine admits."""
+        return row.sent_clock <= self._first * self._schedulers
+
     def record(self, row: PendingRow, completion: Completion) -> DistanceChange | None:
         """Record the cached tokens of an answer; return the correction, if it makes one."""
         if not completion.prompt_tokens or not row.prompt_bytes:
@@ -227,6 +231,8 @@ class ReuseDistance:
 
 MOST_HELD_ROWS, MOST_HELD_BYTES = 1024, 32 << 20
 """Followers held back while more rows can come, and the bytes of their prompts."""
+BEHIND = 1 << 60
+"""Place behind all followers that lead no other row."""
 
 
 class FollowerRelease:
@@ -237,9 +243,10 @@ class FollowerRelease:
         self._distance = distance
         self._leaders: deque[PendingRow] = deque()
         self._leaders_bytes = 0
-        self._held: list[tuple[float, int, PendingRow]] = []  # a heap: leader's clock, serial, follower
+        # heaps: leader's clock, serial, place among those that are due, follower; and the last three of these
+        self._held: list[tuple[float, int, int, PendingRow]] = []
         self._held_bytes = 0
-        self._due: list[tuple[int, int, PendingRow]] = []  # a heap: the longest shared prefix first
+        self._due: list[tuple[int, int, PendingRow]] = []
         self._serial = count()
 
     def __len__(self) -> int:
@@ -253,65 +260,63 @@ class FollowerRelease:
             self._leaders_bytes += row.prompt_bytes
 
     def hold_followers(self, leader: PendingRow) -> None:
-        """Hold back the followers of a sent row; those with followers or long outputs go first."""
+        """Hold back the followers of a sent row: those that lead others go first, then long prefixes."""
         if not leader.followers:
             return
-        for row in sorted(leader.followers, key=lambda row: (not row.followers, -row.longest_output)):
-            heapq.heappush(self._held, (leader.sent_clock, next(self._serial), row))
+        leader.followers.sort(key=lambda row: (not row.followers, -row.shared_bytes, -row.longest_output))
+        for turn, row in enumerate(leader.followers):
+            place = BEHIND - row.shared_bytes if row.followers else turn
+            heapq.heappush(self._held, (leader.sent_clock, next(self._serial), place, row))
             self._held_bytes += row.memory_bytes
         leader.followers = []
 
-    def take(self, *, last: bool) -> tuple[PendingRow, bool] | None:
+    def take(self, *, last: bool) -> PendingRow | None:
         """Take the next row; None if all should wait on. With `last` no more rows come: then none waits.
 
-        Tell too whether it is early: its leader is not far enough ahead, but nothing else was left to send.
-        Of the followers that are due, the one with the longest shared prefix goes first. Below a common
-        prefix many fall due together and have followers in turn: in the order of their times all of them
-        would go first, and their prefixes would be evicted before their own followers came.
+        Of the followers that are due, those that lead no other row go first, one of each leader in turn: so
+        each prefix is used again before it is evicted, however many rows share it. Then the one with the
+        longest shared prefix goes, which will be used by its own followers. In the order of their times all
+        that fall due below a common prefix would go, and their prefixes be evicted before that.
         """
         self._find_due()
-        is_early = False
-        if self._due and not (last and self._is_near_end()):
-            row = heapq.heappop(self._due)[2]
-        elif self._leaders:
+        if self._leaders and (not self._due or (last and self._is_near_end())):
             row = self._leaders.popleft()
             self._leaders_bytes -= row.prompt_bytes
         elif self._due:
-            row = heapq.heappop(self._due)[2]
+            row = heapq.heappop(self._due)[-1]
         elif self._held and (last or self._holds_most()):
-            row, is_early = self._next_held()[1], True
+            row = self._next_held()[-1]
         else:
             return None
         if self._distance is not None:
             self._distance.mark_sent(row)
             self.hold_followers(row)
-        return row, is_early
+        return row
 
     def _holds_most(self) -> bool:
         return len(self._held) > MOST_HELD_ROWS or self._held_bytes > MOST_HELD_BYTES
 
-    def _next_held(self) -> tuple[int, PendingRow]:
-        _, serial, row = heapq.heappop(self._held)
+    def _next_held(self) -> tuple[int, int, PendingRow]:
+        _, serial, place, row = heapq.heappop(self._held)
         self._held_bytes -= row.memory_bytes
-        return serial, row
+        return place, serial, row
 
     def _is_near_end(self) -> bool:
         """Tell whether the last leaders should go now, so that other rows are left to follow behind them.
 
         Until then followers wait up to three distances: where the prefix would be evicted, none waits longer.
         """
-        if self._distance is None or not self._leaders or not self._distance.has_room:
+        if self._distance is None or not self._distance.has_room:
             return False
         return self._leaders_bytes / self._distance.bytes_a_token <= 2 * self._distance.tokens
 
     def _find_due(self) -> None:
         while self._held and self._distance is not None:
-            leader = self._held[0][2].leader
+            leader = self._held[0][-1].leader
             assert leader is not None
             if not self._distance.is_reached(leader):
                 return
-            serial, row = self._next_held()
-            heapq.heappush(self._due, (-row.shared_bytes, serial, row))
+            heapq.heappush(self._due, self._next_held())
 
 
 MOST_TEMPLATES = 1024
@@ -475,11 +480,10 @@ class Reorderer:
         rows: list[PendingRow] = []
         primes: dict[PendingRow, PrimeTask] = {}
         size = 0
-        while len(rows) < PIECE_ROWS and size < PIECE_BYTES and (released := self._release.take(last=last)):
-            row, is_early = released
+        while len(rows) < PIECE_ROWS and size < PIECE_BYTES and (row := self._release.take(last=last)):
             rows.append(row)
             size += IDS_BYTES * row.prompt_bytes + sum(file.expected_size for file in row.request.media)
-            if is_early and not self._began:
+            if not self._began:
                 self._prime_leader_of(row, primes)
         self._began = self._began or bool(rows)
         sent = set(self._sent)
@@ -514,12 +518,9 @@ class Reorderer:
                     row.group = None
 
     def _prime_leader_of(self, row: PendingRow, primes: dict[PendingRow, PrimeTask]) -> None:
-        """Have the prefix of a row's leader computed first, if it is among the first that the engine gets."""
-        assert self._distance is not None
-        assert row.leader is not None
-        leader = row.leader
-        is_among_first = leader.sent_clock - leader.new_tokens <= self._distance.tokens
-        if is_among_first and leader.request.kind != "body":
+        """Have the prefix of a row's leader computed first, if both may be in the engine's first pass."""
+        leader, distance = row.leader, self._distance
+        if leader and distance and distance.is_first_pass(row) and leader.request.kind != "body":
             round_ = primes[leader.leader].round + 1 if leader.leader in primes else 0
             known = primes.get(leader, PrimeTask(leader, round_, on_every_replica=self.caches == 1))
             everywhere = known.on_every_replica or row.group is None or row.group is not leader.group

@@ -302,6 +302,18 @@ def test_followers_find_their_prefix_in_a_small_pool(
     assert found["retractions"] == 0
 
 
+@pytest.mark.parametrize(
+    ("workload", "kv_tokens"),
+    [("pairs of texts", 60_000), ("skewed prefixes", 40_000), ("growing traces", 100_000)],
+)
+def test_the_order_is_never_worse_than_the_input(workload: str, kv_tokens: int) -> None:
+    """Many rows of each of a few prefixes go in turn: else the last one is evicted before its rows come."""
+    sent, as_it_stands = (
+        run(Case(workload, 1296, kv_tokens, arm))["ratio_to_least"] for arm in ("runner", "input")
+    )
+    assert sent <= min(1.05, as_it_stands)
+
+
 # The distance corrects itself
 
 
