@@ -104,7 +104,6 @@ def test_rows_share_requests(tmp_path: Path, task: str) -> None:
     assert {row["attempts"] for row in rows} == {1}
     assert parts_of(job["output"]["path"])[0].schema.names == [
         *("row", "id", "prompt_tokens", "cached_tokens", "latency_s", "attempts", "error", kind.column),
-        "request_digest",
     ]
     assert report_of(job)["bundles"]["most_rows"] > 1
 
