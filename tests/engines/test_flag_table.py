@@ -1,0 +1,78 @@
+"""The table of flags: the next value that a sign calls for, on a server that has what the flag needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from batchrunner.engines.flag_table import FLAGS, OF_DECODING, SIGNS, Server, next_setting, with_memory
+from batchrunner.engines.flags import CLIP, Flags
+from batchrunner.engines.logs.lines import ServerReady
+from batchrunner.engines.logs.reader import Facts
+
+
+def server(device: str = "cuda", spare_gb: float = 13.5, **arguments: Any) -> Server:
+    """Return a server on an H100, or on a CPU, on which 64 of at most 64 requests run."""
+    ready = ServerReady(20_000, 8192, 64, 4096, spare_gb if device == "cuda" else None)
+    facts = Facts(
+        arguments={"device": device, "mem_fraction_static": 0.83, **arguments}, ready=ready, card="H100",
+        card_gb=80.0, weights_gb=16.0,
+    )  # fmt: skip
+    return Server(facts, 64, 0.3, output_tokens=200, longest_output=340, most_pool_tokens=60_000)
+
+
+@pytest.mark.parametrize(
+    ("sign", "name", "value"),
+    [
+        ("held", "schedule-conservativeness", 0.3),
+        ("held", CLIP, 340),
+        ("retracting", "schedule-conservativeness", 1.3),
+        ("oom", "chunked-prefill-size", 4096),
+        ("chunk-full", "chunked-prefill-size", 16_384),
+        ("capped", "max-running-requests", 256),
+        ("oom", "max-running-requests", 48),
+        ("memory-left", "mem-fraction-static", 0.91),
+        ("oom", "mem-fraction-static", 0.8),
+        ("graph-off", "cuda-graph-max-bs-decode", 256),
+        ("slow-backend", "attention-backend", "fa3"),
+        ("small-prefills", "prefill-decode-interval", 20),
+        ("full", "quantization", "fp8"),
+    ],
+)
+def test_a_sign_has_a_next_value(sign: str, name: str, value: object) -> None:
+    """Up or down, for a flag and for a variable."""
+    assert next_setting(sign, name, server(), Flags()) == {name: value}
+
+
+def test_the_last_value_has_no_next() -> None:
+    """What is at its end already, or is as it should be, stays."""
+    at_end = server(schedule_conservativeness=0.1, attention_backend="fa3", quantization="fp8")
+    for sign, name in (("held", "schedule-conservativeness"), ("full", "quantization")):
+        assert next_setting(sign, name, at_end, Flags()) == {}
+    assert next_setting("slow-backend", "attention-backend", at_end, Flags()) == {
+        "attention-backend": "flashinfer"
+    }
+
+
+def test_a_server_must_have_what_a_flag_needs() -> None:
+    """A GPU's flags do not fit a CPU, nor signs of decoding a task without it."""
+    on_cpu = server("cpu", max_total_tokens=20_000)
+    assert next_setting("full", "max-total-tokens", on_cpu, Flags()) == {"max-total-tokens": 40_000}
+    assert next_setting("full", "max-total-tokens", server(), Flags()) == {}
+    for flag in FLAGS.values():
+        for sign in flag.moves:
+            assert sign in SIGNS
+            assert flag.fits(sign, on_cpu) == (flag.needs in {None, "a CPU"})
+            embedding = Server(server().facts, decodes=False)
+            assert flag.fits(sign, embedding) == (flag.needs != "a CPU" and sign not in OF_DECODING)
+
+
+def test_memory_that_a_step_takes_comes_from_the_pool() -> None:
+    """Only where it is not free, and only as far as weights and a pool allow."""
+    chunk = "chunked-prefill-size"
+    found = {gb: with_memory("chunk-full", chunk, server(spare_gb=gb), Flags()) for gb in (30.0, 6.0)}
+    assert found == {30.0: {chunk: 16_384}, 6.0: {chunk: 16_384, "mem-fraction-static": 0.69}}
+    full = server(spare_gb=6.0)
+    full.facts.weights_gb = 60.0
+    assert with_memory("chunk-full", chunk, full, Flags()) == {}
