@@ -11,7 +11,7 @@ from batchrunner.advise.rules import BY_NAME, Advice, apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.core.console import counted
 from batchrunner.core.errors import InputError
-from batchrunner.engines.flags import Flags, installed, of_arguments
+from batchrunner.engines.flags import CHECK_HELP, Flags, installed, of_arguments
 from batchrunner.engines.logs.reader import KNOWN_CARDS, Facts, LogReader, architecture_of
 from batchrunner.engines.logs.series import GUIDES
 from batchrunner.engines.model_files import read_config
@@ -45,8 +45,8 @@ class AdviceReport:
         if self.healthy:
             lines.append(f"healthy: {self.figures()}")
         lines += [line for advice in self.advice for line in advice.lines()]
-        if any(advice.args for advice in self.advice) and self.flags.note:
-            lines.append(f"({self.flags.note})")
+        if any(advice.args for advice in self.advice) and not self.flags.names:
+            lines.append(f"({CHECK_HELP})")
         return lines
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class AdviceReport:
                 "retractions_per_min": round(self.situation.retractions_per_min, 2),
             },
             "version": self.flags.version,
-            "flags_known": not self.flags.note,
+            "flags_known": bool(self.flags.names),
             "advice": [advice.as_dict() for advice in self.advice],
         }
 

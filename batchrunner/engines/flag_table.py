@@ -350,11 +350,10 @@ def _kv_once(s: Server) -> list[int]:
 class Move(NamedTuple):
     """What a sign does to a flag."""
 
-    way: Literal["up", "down", "on", "off", "set"]
     steps: Steps
     """The values to take, the next one first; empty where none is left, or too little is known."""
     rule: str
-    """Which values, in words."""
+    """What the steps do, in words."""
     source: str
     """SGLang, or its tuning guides: G1 is the newest, G2 SGLang's own of 2025, G3 the oldest, G4 in
     Chinese."""
@@ -397,17 +396,16 @@ class Flag:
         return self.moves[sign].steps(server) if self.fits(sign, server) else ()
 
 
-_CHUNK_COST = "1.5 MB of memory a token of the chunk; longer pauses in decoding"
 FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
     Flag(
         "schedule-conservativeness",
         {
             "held": Move(
-                "down", _bolder, "0.3", "G1-G4",
+                _bolder, "down: 0.3", "G1-G4",
                 "where outputs turn out long, requests are retracted; about one a minute is fine",
             ),
             "retracting": Move(
-                "up", _calmer, "1.3, then 1.43, which reserves all of `max_new_tokens`", "G1-G4",
+                _calmer, "up: 1.3, then 1.43, which reserves all of `max_new_tokens`", "G1-G4",
                 "fewer requests run until their output lengths are known; SGLang adapts after each "
                 "retraction, so speed changes by a few per cent, up or down",
             ),
@@ -418,8 +416,8 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         CLIP,
         {
             "held": Move(
-                "down", lambda s: [s.longest_output] if s.longest_output else [],
-                "a length that 99% of the outputs stay under", "SGLang's schedule_policy",
+                lambda s: [s.longest_output] if s.longest_output else [],
+                "down: a length that 99% of the outputs stay under", "SGLang's schedule_policy",
                 "where outputs turn out long, requests are retracted",
             )
         },
@@ -429,11 +427,11 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "max-total-tokens",
         {
             "full": Move(
-                "up", _larger_pool,
-                "for all places, up to 8 times as large, by a quarter of the free memory",
+                _larger_pool,
+                "up: for all places, up to 8 times as large, by a quarter of the free memory",
                 "measured on the real engine", "memory of the machine",
             ),
-            "oom": Move("down", _half_pool, "halved", "SGLang's message", "a smaller KV pool"),
+            "oom": Move(_half_pool, "down: halved", "SGLang's message", "a smaller KV pool"),
         },
         "a CPU", "the KV cache of the tokens", schedules=True,
     ),
@@ -441,19 +439,19 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "mem-fraction-static",
         {
             "full": Move(
-                "up", _higher_fraction, "so that 6.5 GB are left, then 0.01", "G1, G2, G4",
+                _higher_fraction, "up: so that 6.5 GB are left, then 0.01", "G1, G2, G4",
                 "nearer to running out of memory",
             ),
             "memory-left": Move(
-                "up", _good_fraction, "so that 6.5 GB are left", "G1, G2, G4",
+                _good_fraction, "up: so that 6.5 GB are left", "G1, G2, G4",
                 "nearer to running out of memory: lower it by 0.01 where that happens",
             ),
             "memory-tight": Move(
-                "down", _good_fraction, "so that 6.5 GB are left, as far as weights and a pool allow",
+                _good_fraction, "down: so that 6.5 GB are left, as far as weights and a pool allow",
                 "G1, G2, G4", "a smaller KV pool",
             ),
-            "oom": Move("down", _lower_fraction, "0.8, then 0.7, 0.6", "G1-G4", "a smaller KV pool"),
-            "no-pool": Move("up", _fraction_for_pool, "0.05 more", "SGLang's message", "a smaller rest"),
+            "oom": Move(_lower_fraction, "down: 0.8, then 0.7, 0.6", "G1-G4", "a smaller KV pool"),
+            "no-pool": Move(_fraction_for_pool, "up: 0.05 more", "SGLang's message", "a smaller rest"),
         },
         "a GPU", "a hundredth of the card for each 0.01", schedules=True, small_steps=True,
     ),
@@ -461,11 +459,13 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "chunked-prefill-size",
         {
             "chunk-full": Move(
-                "up", _larger_chunk,
-                "doubled, up to 16384 (with a lower mem-fraction-static, as far as weights and a pool allow)",
-                "G1; measured on the real engine", _CHUNK_COST,
+                _larger_chunk,
+                "up: doubled, up to 16384 (with a lower mem-fraction-static, as far as weights and a pool "
+                "allow)",
+                "G1; measured on the real engine",
+                "1.5 MB of memory a token of the chunk; longer pauses in decoding",
             ),
-            "oom": Move("down", _smaller_chunk, "4096, then 2048", "G1-G4", "slower prefill of long prompts"),
+            "oom": Move(_smaller_chunk, "down: 4096, then 2048", "G1-G4", "slower prefill of long prompts"),
         },
         memory="1.5 MB a token",
         takes_gb=lambda s, new: CHUNK_GB_A_TOKEN * (new - (s.now("chunked-prefill-size") or 0)),
@@ -474,14 +474,14 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "max-running-requests",
         {
             "capped": Move(
-                "up", _more_running, "what the pool holds, rounded up to a power of two",
+                _more_running, "up: what the pool holds, rounded up to a power of two",
                 "G1 (running close to its maximum)", "each request decodes more slowly",
             ),
             "retracting": Move(
-                "down", _fewer_retracted, "9/10 of what runs, where all is reserved", "G1",
+                _fewer_retracted, "down: 9/10 of what runs, where all is reserved", "G1",
                 "fewer requests at once",
             ),
-            "oom": Move("down", _fewer_running, "3/4 of what ran", "G1-G4", "fewer requests at once"),
+            "oom": Move(_fewer_running, "down: 3/4 of what ran", "G1-G4", "fewer requests at once"),
         },
         schedules=True,
     ),
@@ -489,12 +489,12 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "cuda-graph-max-bs-decode",
         {
             "graph-off": Move(
-                "up", _larger_graphs,
-                "256, 512, 768 or 1024, for what runs (with a lower mem-fraction-static)", "G1, G2, G4",
+                _larger_graphs,
+                "up: 256, 512, 768 or 1024, for what runs (with a lower mem-fraction-static)", "G1, G2, G4",
                 "about 2 MB for each request, seconds at the start",
             ),
             "oom": Move(
-                "down", _smaller_graphs, "halved", "G1, SGLang's message", "larger batches run without graphs"
+                _smaller_graphs, "down: halved", "G1, SGLang's message", "larger batches run without graphs"
             ),
         },
         "a GPU", "2 MB a request",
@@ -504,11 +504,11 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "cuda-graph-backend-decode",
         {
             "graph-off": Move(
-                "on", lambda s: ["full"] if s.facts.graph_disabled else [], "where they are disabled", "G1",
+                lambda s: ["full"] if s.facts.graph_disabled else [], "on: where they are disabled", "G1",
                 "about 2 MB for each request, seconds at the start",
             ),
             "oom": Move(
-                "off", lambda s: [] if s.facts.graph_disabled else ["disabled"], "at last",
+                lambda s: [] if s.facts.graph_disabled else ["disabled"], "off: at last",
                 "SGLang's message", "slower decode steps",
             ),
         },
@@ -518,12 +518,12 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "cuda-graph-backend-prefill",
         {
             "chunk-full": Move(
-                "on", lambda s: ["breakable"] if prefill_graph_off(s.facts.arguments) else [],
-                "where they are disabled",
+                lambda s: ["breakable"] if prefill_graph_off(s.facts.arguments) else [],
+                "on: where they are disabled",
                 "G1", "memory, and seconds at the start",
             ),
             "oom": Move(
-                "off", lambda s: [] if s.facts.graph_disabled else ["disabled"], "at last",
+                lambda s: [] if s.facts.graph_disabled else ["disabled"], "off: at last",
                 "SGLang's message", "slower prefill of long prompts",
             ),
         },
@@ -533,12 +533,11 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "schedule-policy",
         {
             "reordered": Move(
-                "set",
                 lambda s: [] if s.facts.arguments.get("schedule_policy") in {None, "fcfs"} else ["fcfs"],
-                "fcfs", "SGLang's scheduler; not measured yet",
+                "set: fcfs", "SGLang's scheduler; not measured yet",
             ),
             "shared": Move(
-                "set", _set("schedule-policy", "lpm"), "lpm, for queues under 128", "G1-G4",
+                _set("schedule-policy", "lpm"), "set: lpm, for queues under 128", "G1-G4",
                 "more scheduling work, and late requests wait",
             ),
         },
@@ -548,8 +547,9 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "attention-backend",
         {
             "slow-backend": Move(
-                "set", _other_backends,
-                "Hopper `fa3`, Blackwell `trtllm_mha` or `trtllm_mla`, Ampere and Ada `flashinfer`", "G1",
+                _other_backends,
+                "set: Hopper `fa3`, Blackwell `trtllm_mha` or `trtllm_mla`, Ampere and Ada `flashinfer`",
+                "G1",
                 "SGLang, or a person, may have chosen it for a reason",
             )
         },
@@ -559,7 +559,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "enable-hierarchical-cache",
         {
             "evicted": Move(
-                "on", _set("enable-hierarchical-cache", value=True), "", "G1",
+                _set("enable-hierarchical-cache", value=True), "on", "G1",
                 "host memory of twice the pool's size, and transfers",
             )
         },
@@ -569,8 +569,8 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "tokenizer-worker-num",
         {
             "starved": Move(
-                "up", lambda s: [TOKENIZERS] if (s.now("tokenizer-worker-num") or 1) < TOKENIZERS else [],
-                "4", "SGLang's serving hook", "cores of the machine",
+                lambda s: [TOKENIZERS] if (s.now("tokenizer-worker-num") or 1) < TOKENIZERS else [],
+                "up: 4", "SGLang's serving hook", "cores of the machine",
             )
         },
         "a GPU",
@@ -579,7 +579,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "ep-size",
         {
             "split-experts": Move(
-                "up", _experts_whole, "that of `--tp-size`", "G1, G2, G4",
+                _experts_whole, "up: that of `--tp-size`", "G1, G2, G4",
                 "the load of experts is uneven",
             )
         },
@@ -589,8 +589,9 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "attn-dp-size",
         {
             "kv-copies": Move(
-                "up", _kv_once,
-                "that of `--tp-size` (`--enable-dp-attention`)", "G1, G2, G4", "single answers are slower",
+                _kv_once,
+                "up: that of `--tp-size` (`--enable-dp-attention`)",
+                "G1, G2, G4", "single answers are slower",
             )
         },
         "a GPU",
@@ -599,7 +600,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "prefill-decode-interval",
         {
             "small-prefills": Move(
-                "up", _interval, "√(2 · output tokens)", "SGLang's pull request 23189",
+                _interval, "up: √(2 · output tokens)", "SGLang's pull request 23189",
                 "a request that ended leaves its place empty for some steps; not tried on a GPU here",
             )
         },
@@ -609,25 +610,25 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "page-size",
         {
             "large-pages": Move(
-                "down", _set("page-size", 1), "1", "measured on the real engine",
+                _set("page-size", 1), "down: 1", "measured on the real engine",
                 "some attention kernels are faster with pages",
             )
         },
     ),
     Flag(
         "disable-radix-cache",
-        {"cache-off": Move("off", lambda _: [None], "", "measured on the real engine")},
+        {"cache-off": Move(lambda _: [None], "off", "measured on the real engine")},
     ),
     Flag(
         "quantization",
-        {"full": Move("set", _set("quantization", "fp8"), "fp8", "G1, G2, G4", "answers change a little")},
+        {"full": Move(_set("quantization", "fp8"), "set: fp8", "G1, G2, G4", "answers change a little")},
         "FP8", changes_answers=True,
     ),
     Flag(
         "kv-cache-dtype",
         {
             "full": Move(
-                "set", _set("kv-cache-dtype", "fp8_e4m3"), "fp8_e4m3", "G1", "answers change a little"
+                _set("kv-cache-dtype", "fp8_e4m3"), "set: fp8_e4m3", "G1", "answers change a little"
             )
         },
         "FP8", changes_answers=True,
@@ -636,7 +637,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "enable-torch-compile",
         {
             "small-model": Move(
-                "on", _set("enable-torch-compile", value=True), "", "G1, G2, G4", "minutes at the start"
+                _set("enable-torch-compile", value=True), "on", "G1, G2, G4", "minutes at the start"
             )
         },
         "a GPU",

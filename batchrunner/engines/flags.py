@@ -16,6 +16,7 @@ CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 VARIABLES = frozenset({CLIP})
 """Variables that count as flags."""
 CHECK_HELP = "unknown version: these are the newest spellings, check them with --help"
+"""Note for the reader of advice where the version's flags are not known."""
 _SPELLINGS = (
     ("cuda-graph-max-bs-decode", "cuda-graph-max-bs"),
     ("cuda-graph-backend-decode", "disable-cuda-graph"),
@@ -41,11 +42,6 @@ class Flags:
     """Names without the leading dashes."""
     choices: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """The values that a flag takes, where it takes only some."""
-
-    @property
-    def note(self) -> str:
-        """Note for the reader of advice where the version's flags are not known, else empty."""
-        return "" if self.names else CHECK_HELP
 
     def spelling(self, name: str) -> str | None:
         """Return a flag's name in this version, given any of its names; None where it lacks the flag."""

@@ -1,7 +1,7 @@
 """The page on the rules of `batchrun advise`, from their table, and on the table of flags."""
 
 from batchrunner.advise.rules import RULES, Rule
-from batchrunner.engines.flag_table import FLAGS, SIGNS, Flag, Move
+from batchrunner.engines.flag_table import FLAGS, SIGNS, Flag
 from batchrunner.engines.flags import VARIABLES
 from docs.tools.reference.markdown import table
 
@@ -30,17 +30,13 @@ def page() -> str:
 
 
 def _advice(rule: Rule) -> str:
-    named = [f"{_spelt(rule.flag)} {_value(rule.move)}"] if rule.move else []
+    named = [f"{_spelt(rule.flag)} {rule.move.rule}"] if rule.move else []
     return "; ".join([*named, *([rule.other] if rule.other else [])])
 
 
 def _rows(flag: Flag) -> list[list[str]]:
     facts = [_spelt(flag.name), flag.needs or "", flag.memory]
-    return [[*facts, SIGNS[sign], _value(move), move.source] for sign, move in flag.moves.items()]
-
-
-def _value(move: Move) -> str:
-    return f"{move.way}: {move.rule}" if move.rule else move.way
+    return [[*facts, SIGNS[sign], move.rule, move.source] for sign, move in flag.moves.items()]
 
 
 def _spelt(name: str) -> str:
