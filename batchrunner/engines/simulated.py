@@ -39,8 +39,6 @@ MARK = "[simulated] "
 """Beginning of every answer, so that none is taken for a model's."""
 LONGEST_TEXT_WORDS = 200
 """Most words of a text, whatever its number of tokens: a million rows must fit into memory."""
-MOST_SAMPLES = 128
-"""Most samples of a whole request."""
 LEAST_TICK_S = 0.001
 """Least seconds between two steps of the simulation."""
 ENDED = "stop"
@@ -118,10 +116,7 @@ def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: 
         as_text = fields.get("encoding_format") == "base64"
         response = reply_of(vectors, tokens, body.model or MODEL, as_text=as_text)
         return Completion([""], [ENDED], [0], tokens, None, columns={RESPONSE: [response.decode()]})
-    samples = int(fields.get("n", 1))
-    if samples > MOST_SAMPLES:
-        raise ValueError(f"n should be at most {MOST_SAMPLES} (got {samples})")
-    sampling = {"max_new_tokens": body.most_tokens, "n": samples}
+    sampling = {"max_new_tokens": body.most_tokens, "n": int(fields.get("n", 1))}
     made = answer(Request(ref, "text", prompt_of(body).decode(), sampling), limit_tokens)
     is_chat = body.path == CHAT_PATH
     choices = [

@@ -196,7 +196,8 @@ class Replica:
         self.scheduler = Scheduler(config)
         self._cost = cost
         self._name, self._route = name, route
-        self._unpublished_steps = self._told = 0
+        self._unpublished_steps = 0
+        self._told = 0  # retractions that loads have told
         self._free_at_s = 0.0  # when the current pass ends
         self._ended: list[EndedRequest] = []  # with the current pass
         self.load = self._load_of(0, 0, 0)
@@ -242,13 +243,9 @@ class Replica:
 
     def _load_of(self, running: int, queue: int, used_tokens: int) -> SchedulerLoad:
         config = self.scheduler.config
+        before, self._told = self._told, self.scheduler.retractions
         return SchedulerLoad(
             self._name, "simulated", running, queue, used_tokens / config.max_total_tokens, used_tokens,
             config.max_total_tokens, config.max_running, self._route, self._free_at_s,
-            retracted=self._retracted(),
+            retracted=self._told - before,
         )  # fmt: skip
-
-    def _retracted(self) -> int:
-        """Return the retractions since the last load."""
-        before, self._told = self._told, self.scheduler.retractions
-        return self._told - before

@@ -86,12 +86,13 @@ class SimulatedRequest:
     """The caller's own data; the scheduler does not read it."""
 
     # State that the scheduler keeps.
-    state: Literal["new", "waiting", "chunked", "running", "finished", "aborted"] = "new"
     outputs: int = 0
     """Tokens generated when it was last prefilled, retracted or ended."""
     cached_tokens: int = 0
     """Prompt tokens found in the cache at its first prefill, as the server reports them."""
     retractions: int = 0
+    aborted: bool = False
+    """Whether it ended because the pool had no room for it alone."""
     asked_tokens: int = 0
     """`max_new_tokens`, cut to what the context and the pool can hold."""
     target_tokens: int = 0
@@ -184,12 +185,6 @@ class PrefillBudget:
     expected_tokens: float
     """Tokens of the pool that running and admitted samples are expected to take beyond what they hold."""
 
-    def charge(self, prefill_tokens: int, new_tokens: int) -> None:
-        """Count an admitted sample."""
-        self.expected_tokens += prefill_tokens + new_tokens
-        self.input_tokens -= prefill_tokens
-        self.chunk_tokens -= prefill_tokens
-
 
 class StepResult(NamedTuple):
     """One prefill pass, or decode passes in which nothing changes but one more token for each sample."""
@@ -205,8 +200,7 @@ class StepResult(NamedTuple):
     kv_tokens: float
     """Context tokens that attention reads in a pass, on average over the passes."""
     finished: Sequence[SimulatedRequest]
-    """Samples that ended with the last pass; their state is `finished` or `aborted`."""
-    retracted: int = 0
+    """Samples that ended with the last pass; see `SimulatedRequest.aborted`."""
     admitted: int = 0
     """Samples that are prefilled in this pass."""
     prefill_tokens: int = 0
@@ -280,7 +274,7 @@ class Scheduler:
         # even a request for no token is prefilled, which generates one
         sample.target_tokens = max(1, min(sample.output_tokens, sample.asked_tokens))
         sample.path = (*sample.prefix, (sample, sys.maxsize))
-        self._wait(sample)
+        self.waiting.append(sample)
 
     def step(self, limit: int = sys.maxsize) -> StepResult | None:
         """Run the next forward pass, or up to `limit` decode passes in which nothing else happens.
@@ -315,10 +309,6 @@ class Scheduler:
             else:
                 estimated += tokens
         return estimated * self.ratio + fixed
-
-    def _wait(self, sample: SimulatedRequest) -> None:
-        sample.state = "waiting"
-        self.waiting.append(sample)
 
     def _admit_waiting(self) -> list[tuple[SimulatedRequest, int]]:
         """Choose what is prefilled now, each with its tokens in this pass and its cached prefix locked."""
@@ -378,7 +368,6 @@ class Scheduler:
             return tokens
         if tokens < missing:
             self.chunked = sample
-            sample.state = "chunked"
         self._charge(budget, sample, tokens, missing)
         sample.node, sample.protected_tokens, sample.filled_tokens = node, matched, matched
         if not sample.retractions:
@@ -404,7 +393,9 @@ class Scheduler:
     def _charge(self, budget: PrefillBudget, sample: SimulatedRequest, tokens: int, missing: int) -> None:
         """Count an admitted sample; a prompt in chunks pays for its outputs with the last chunk only."""
         new_tokens = min(sample.asked_tokens, self.config.clip_tokens) if tokens == missing else 0
-        budget.charge(tokens, PAGE_TOKENS + new_tokens)
+        budget.expected_tokens += tokens + PAGE_TOKENS + new_tokens
+        budget.input_tokens -= tokens
+        budget.chunk_tokens -= tokens
 
     def _refresh_prefixes(self) -> None:
         """Keep the prefixes of the first waiting samples in the cache."""
@@ -431,10 +422,9 @@ class Scheduler:
             sample.outputs += 1
             self.generated_tokens += 1
             if sample.outputs >= sample.target_tokens:
-                self._end(sample, sample.filled_tokens)
+                self.pool.release(sample, sample.filled_tokens, keep=True)
                 finished.append(sample)
             else:
-                sample.state = "running"
                 sample.joined = sample.outputs - self._tokens_each
                 self.decoding[sample] = sample.target_tokens - sample.joined
                 self.context_tokens += self.context_of(sample)
@@ -452,7 +442,6 @@ class Scheduler:
 
     def _decode(self, limit: int) -> StepResult:
         config = self.config
-        retracted = 0
         finished: list[SimulatedRequest] = []
         if self.pool.make_room(self.running):
             room_steps = self.pool.available_tokens // self.running
@@ -462,7 +451,7 @@ class Scheduler:
             lowest = config.initial_ratio * MINIMAL_RATIO_FACTOR
             self.ratio = max(self.ratio - steps * (config.initial_ratio - lowest) / DECAY_STEPS, lowest)
         else:
-            retracted, finished = self._retract()
+            finished = self._retract()
             self._full = False
             steps = 1 if self.decoding else 0
         running = self.running
@@ -474,9 +463,7 @@ class Scheduler:
         self._owed = max(self._owed - steps, 0)
         self.decode_passes += steps
         self._reset_when_idle()
-        return StepResult(
-            "decode", steps, running, self.queue, used_tokens, kv_tokens, finished + ended, retracted
-        )
+        return StepResult("decode", steps, running, self.queue, used_tokens, kv_tokens, finished + ended)
 
     def _advance(self, steps: int) -> list[SimulatedRequest]:
         """Give each running sample `steps` tokens, for which there is room; return those that ended."""
@@ -487,7 +474,7 @@ class Scheduler:
         self._tokens_each += steps
         ended = [sample for sample, end in self.decoding.items() if end <= self._tokens_each]
         for sample in ended:
-            self._end(sample, self._leave(sample))
+            self.pool.release(sample, self._leave(sample), keep=True)
         return ended
 
     def _leave(self, sample: SimulatedRequest) -> int:
@@ -498,35 +485,30 @@ class Scheduler:
         sample.outputs = self.outputs_of(sample)
         return context_tokens
 
-    def _retract(self) -> tuple[int, list[SimulatedRequest]]:
-        """Retract samples until the next step fits; return their number, and the samples that ended by it.
+    def _retract(self) -> list[SimulatedRequest]:
+        """Retract samples until the next step fits; return those that ended by it.
 
         Shortest output first, of these the longest prompt, of these the youngest; their contexts are freed,
         and they go, with their outputs, to the end of the queue.
         """
         kept = sorted(self.decoding, key=lambda s: (-s.joined, s.prompt_tokens))
-        retracted = 0
         ended = []
-        while len(kept) > 1 and (not retracted or not self.pool.make_room(len(kept))):
+        before = self.retractions
+        while len(kept) > 1 and (self.retractions == before or not self.pool.make_room(len(kept))):
             sample = kept.pop()
             self.pool.release(sample, self._leave(sample), keep=False)
             self.pool.make_room(len(kept) * RETRACT_STEPS)
             sample.retractions += 1
-            retracted += 1
-            self._wait(sample)
+            self.retractions += 1
+            self.waiting.append(sample)
         if len(kept) == 1 and not self.pool.make_room(1):
             last = kept.pop()
             self.pool.release(last, self._leave(last), keep=False)
-            last.state = "aborted"
+            last.aborted = True
             ended.append(last)
         outputs = sum(self.outputs_of(sample) + RETRACT_STEPS for sample in kept)
         self.ratio = min(1.0, outputs / (sum(sample.asked_tokens for sample in kept) + 1))
-        self.retractions += retracted
-        return retracted, ended
-
-    def _end(self, sample: SimulatedRequest, context_tokens: int) -> None:
-        self.pool.release(sample, context_tokens, keep=True)
-        sample.state = "finished"
+        return ended
 
     def _reset_when_idle(self) -> None:
         """Reset the ratio when nothing is left to do, as SGLang does."""
