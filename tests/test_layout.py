@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 18_300,
     "output": 23_300,
     "input": 36_000,
-    "engines": 47_000,
+    "engines": 46_800,
     "advise": 11_900,
     "report": 10_900,
     "dispatch": 24_500,
