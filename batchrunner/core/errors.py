@@ -10,14 +10,14 @@ from typing import Any, ClassVar
 
 SECRETS = set[str]()
 """Keys of engines that this process knows."""
-_USER_OF_URL = re.compile(r"://[^/@\s]+@")
+_USER_OF_URL = re.compile(r"(?<=got ')[^'\s]+:[^'\s]+@|(?<=://)[^/\s]+@")
 
 
 def hidden(text: str) -> str:
     """Return a text with `***` in place of keys of engines, and of users and passwords in URLs."""
     for secret in SECRETS:
         text = text.replace(secret, "***")
-    return _USER_OF_URL.sub("://***@", text)
+    return _USER_OF_URL.sub("***@", text)
 
 
 EXIT_DONE, EXIT_STOPPED, EXIT_WRONG, EXIT_FAILED_ROWS = 0, 1, 2, 3

@@ -13,7 +13,7 @@ from batchrunner.job.fields import Duration, ModelName, Spec, UserPath, user_pat
 
 
 def _checked_url(url: str) -> str:
-    if not re.match(r"https?://[^/@\s]+(/|$)", url):
+    if not re.fullmatch(r"https?://[^/@\s]+(/[^@]*)?", url):
         raise ValueError("an address is http://HOST:PORT or https://HOST:PORT, without a user and a password")
     _ = urlsplit(url).port  # raises ValueError for a host or a port that cannot be
     return url.rstrip("/")

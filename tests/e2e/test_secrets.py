@@ -68,12 +68,15 @@ def test_a_line_of_a_batch_file(tmp_path: Path, server: FakeSGLang) -> None:
     assert files_with_key(tmp_path) == []
 
 
-def test_a_password_in_an_address(tmp_path: Path) -> None:
-    """It is refused, and not printed."""
-    job = job_of(tmp_path, {"kind": "attach", "urls": ["http://me:hunter2@host:30000"]})
+@pytest.mark.parametrize(
+    "user", ["http://me:hunter2", "me:hunter2", "http://me:p@hunter2", "http://me:hunter2/p"]
+)
+def test_a_password_in_an_address(tmp_path: Path, user: str) -> None:
+    """It is refused, and not printed, also where the address is none."""
+    job = job_of(tmp_path, {"kind": "attach", "urls": [f"{user}@host:30000"]})
     result = run_job(job, tmp_path, code=2)
-    assert "without a user and a password (got 'http://***@host:30000')" in result.stderr
+    assert "without a user and a password (got '***@host:30000')" in result.stderr
     for options in ([], ["--json"]):
-        result = batchrun("batch", tmp_path / "x.jsonl", "--url", "http://me:hunter2@host:30000", *options)
+        result = batchrun("batch", tmp_path / "x.jsonl", "--url", f"{user}@host:30000", *options)
         assert result.exit_code == 2
         assert "hunter2" not in result.output
