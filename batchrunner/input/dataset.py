@@ -37,7 +37,6 @@ from batchrunner.input.parquet_copy import (
     common_schema,
     first_line,
     fitted,
-    normalize,
     not_for_parquet,
     stored_schema,
 )
@@ -58,11 +57,6 @@ Row = dict[str, Any]
 """Values of a row by column."""
 
 
-def is_text(kind: pa.DataType) -> bool:
-    """Tell whether a column holds texts."""
-    return _plain(kind) in {pa.string(), pa.large_string()}
-
-
 def is_list(kind: pa.DataType) -> bool:
     """Tell whether a column holds lists."""
     return bool(pt.is_list(kind) or pt.is_large_list(kind) or pt.is_fixed_size_list(kind))
@@ -75,17 +69,13 @@ def is_ids(kind: pa.DataType) -> bool:
 
 def is_bytes(kind: pa.DataType) -> bool:
     """Tell whether a column holds bytes."""
-    plain = _plain(kind)
+    plain = kind.value_type if pt.is_dictionary(kind) else kind
     return plain in {pa.binary(), pa.large_binary()} or pt.is_fixed_size_binary(plain)
 
 
 def holds_bytes(kind: pa.DataType) -> bool:
     """Tell whether a column holds bytes, or lists or structs with them."""
     return is_bytes(kind) or any(holds_bytes(kind.field(at).type) for at in range(kind.num_fields))
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    return kind.value_type if pt.is_dictionary(kind) else kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +284,7 @@ class DatasetReader:
         for file in self._dataset.files_of(wanted):
             try:
                 for batch in self._read_file(file, wanted):
-                    yield RowBatch(batch.rows, self._with_partitions(fitted(batch.data, self._schema), file))
+                    yield RowBatch(batch.rows, self._with_partitions(batch.data, file))
             except BatchrunError:
                 raise
             except file.read_errors as failure:
@@ -348,10 +338,10 @@ class DatasetReader:
             self._start, self._data = end, self._next(file)
 
     def _next(self, file: SourceFile) -> pa.RecordBatch:
-        """Return the next batch of the row group, which was read from the right file."""
+        """Return the next batch of the row group, which was read from the right file, in its schema."""
         for data in self._batches:
             file.check_after_reading()
-            return normalize(data)
+            return fitted(data, self._schema)
         raise pa.ArrowInvalid("it has fewer rows than its footer says")
 
     def _with_partitions(self, data: pa.RecordBatch, file: SourceFile) -> pa.RecordBatch:

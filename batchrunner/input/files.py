@@ -430,13 +430,11 @@ class SourceFile:
         from batchrunner.input.text_files import batches_of_file  # noqa: PLC0415 - not for Parquet
 
         try:
-            with contextlib.ExitStack() as stack:
-                if self._may_grow:
-                    opened = stack.enter_context(self._fs.open_input_file(self.path))
-                    opened = opened.get_stream(0, self._size)
-                else:
-                    opened = self._fs.open_input_stream(self.path, compression=self.format.compression)
-                source = io.BufferedReader(stack.enter_context(opened), READ_BUFFER_BYTES)
+            with self._fs.open_input_file(self.path) as file:
+                stream = file.get_stream(0, self._size)
+                if self.format.compression:
+                    stream = pa.CompressedInputStream(stream, self.format.compression)
+                source = io.BufferedReader(stream, READ_BUFFER_BYTES)
                 yield from batches_of_file(source, self.path, self.format, spec, is_batch=is_batch)
         except BatchrunError:
             raise
@@ -452,12 +450,9 @@ class SourceFile:
             hint = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
         elif self.format.kind == "Parquet" and isinstance(failure, pa.ArrowInvalid):
             head = self._fs.open_input_stream(self.path).read(1024)
-            known = (
-                "JSON Lines, let its name end in .jsonl"
-                if head[:1] == b"{"
-                else "CSV, let its name end in .csv"
-            )
-            hint = f"if it is {known}" if head and b"\0" not in head else None
+            known, ending = ("JSON Lines", ".jsonl") if head[:1] == b"{" else ("CSV", ".csv")
+            if head and b"\0" not in head:
+                hint = f"if it is {known}, let its name end in {ending}"
         elif self.format.kind == "JSON Lines" and isinstance(failure, pa.ArrowInvalid):
             hint = "give the column a type in input.types: string keeps its values as they are"
         told = f"{place}: not a readable {self.format.kind} file: {first_line(failure)}"

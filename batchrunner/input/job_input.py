@@ -5,6 +5,7 @@ A lease is a range of rows; the tasks of one run take lease after lease.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from pyroaring import BitMap64
 
@@ -59,19 +60,19 @@ class JobInput:
         if predicate is None:
             return BitMap64(range(min(limit or total, total)))
         selected, failed, error = BitMap64(), 0, ""
-        for batch in self.dataset.read(BitMap64(range(total)), predicate.columns):
-            for row, values in zip(batch.rows, rows_of(batch, predicate.columns), strict=True):
-                check_stop()
-                try:
-                    # a row that cannot be read is none to leave out: it ends as a failed row
-                    if not (isinstance(values, str) or predicate(values)):
-                        continue
-                except RowRefusedError as failure:
-                    failed += 1
-                    error = error or f"row {row}: {str(failure).removeprefix('filter: ')}"
-                selected.add(row)
-                if len(selected) == limit:
-                    break
+        names = predicate.columns
+        batches = self.dataset.read(BitMap64(range(total)), names)
+        pairs = (zip(batch.rows, rows_of(batch, names), strict=True) for batch in batches)
+        for row, values in chain.from_iterable(pairs):
+            check_stop()
+            try:
+                # a row that cannot be read is none to leave out: it ends as a failed row
+                if not (isinstance(values, str) or predicate(values)):
+                    continue
+            except RowRefusedError as failure:
+                failed += 1
+                error = error or f"row {row}: {str(failure).removeprefix('filter: ')}"
+            selected.add(row)
             if len(selected) == limit:
                 break
         is_true = len(selected) - failed

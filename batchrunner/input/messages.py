@@ -9,7 +9,8 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import Tools
-from batchrunner.input.dataset import is_list, is_text
+from batchrunner.input.dataset import is_list
+from batchrunner.job.arrow_types import is_text
 from batchrunner.job.prompt import tool_problem
 
 ASSISTANT = "assistant"

@@ -16,11 +16,11 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, JobError
 from batchrunner.core.files import format_of
-from batchrunner.input.dataset import Dataset, is_ids, is_text, usable_columns
+from batchrunner.input.dataset import Dataset, is_ids, usable_columns
 from batchrunner.input.files import find_files, read_errors
 from batchrunner.input.messages import holds_messages
 from batchrunner.input.templates import template_of_column
-from batchrunner.job.arrow_types import type_name
+from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.fields import user_paths
 from batchrunner.job.output import RESULT_COLUMNS
 from batchrunner.job.spec import InputSpec

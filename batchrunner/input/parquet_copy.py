@@ -42,11 +42,6 @@ def normalized(schema: pa.Schema) -> pa.Schema:
     return pa.schema(fields)
 
 
-def normalize(data: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch with the normalized schema."""
-    return fitted(data, normalized(data.schema))
-
-
 def not_for_parquet(kind: pa.DataType) -> str | None:
     """Return why Parquet, as which results are written, cannot hold values of a type; None where it can."""
     try:

@@ -30,7 +30,6 @@ from batchrunner.input.dataset import (
     holds_bytes,
     is_ids,
     is_list,
-    is_text,
     rows_of,
 )
 from batchrunner.input.messages import holds_messages, messages_in, tools_in
@@ -44,7 +43,7 @@ from batchrunner.input.templates import (
     template_of_column,
     with_fields,
 )
-from batchrunner.job.arrow_types import type_name
+from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec
 from batchrunner.job.spec import InputSpec

@@ -127,13 +127,9 @@ def connect(work: Path) -> Iterator[DuckDBPyConnection]:
     """Open a database in bounded memory, which spills into a directory; what it raises is an OSError."""
     import duckdb  # noqa: PLC0415 - 25 MB, for jobs that sort
 
-    config: dict[str, str | bool | int | float | list[str]] = {
-        "memory_limit": MEMORY,
-        "threads": 1,
-        "temp_directory": str(work / "spilled"),
-    }
+    spilled = str(work / "spilled")
     try:
-        with duckdb.connect(config=config) as db:
+        with duckdb.connect(config={"memory_limit": MEMORY, "threads": 1, "temp_directory": spilled}) as db:
             yield db
     except duckdb.Error as failure:
         raise OSError(first_line(failure)) from None

@@ -91,9 +91,12 @@ class _OfColumns:
             problem = (str(failure).partition("\n")[0] or type(failure).__name__).removesuffix(".")
             line = failure.lineno if isinstance(failure, jinja2.TemplateSyntaxError) else 1
             text = "".join(source.splitlines()[line - 1 : line]).strip()
-            odd = (name for name in available if name in text and not name.isidentifier())
+            odd = [name for name in available if name in text and not name.isidentifier()]
             raise JobError(
-                f"{where}: line {line}: {problem}, in {text[:LINE_SHOWN]!r}", hint=odd_name(next(odd, None))
+                f"{where}: line {line}: {problem}, in {text[:LINE_SHOWN]!r}",
+                hint=f"a column whose name is not an identifier is written {template_of_column(odd[0])}"
+                if odd
+                else None,
             ) from None
         self._source = source
         for name in sorted(found.difference(available)):
@@ -142,7 +145,7 @@ class Template(_OfColumns):
         """
         shown = ""
         try:
-            _naming_environment().from_string(self._source).render(self._variables(row))
+            _environment(_NamingCode).from_string(self._source).render(self._variables(row))
         except Exception as failure:  # noqa: BLE001 - as before
             shown = [shown, *getattr(failure, "__notes__", ())][-1]
         names = shown.split(", ") if shown else self.columns
@@ -282,16 +285,9 @@ def _shown(node: nodes.Node) -> str:
 
 
 @cache
-def _naming_environment() -> _Environment:
-    environment = _environment().overlay()
-    environment.code_generator_class = _NamingCode
-    return environment
-
-
-@cache
-def _environment() -> _Environment:
+def _environment(code: type[CodeGenerator] = _Code) -> _Environment:
     environment = _Environment(undefined=jinja2.StrictUndefined, finalize=as_text)
-    environment.code_generator_class = _Code
+    environment.code_generator_class = code
     filters = environment.filters
     for name in FILTERS_TO_TEXT:
         filters[name] = _guarded(filters[name], as_text)
@@ -410,11 +406,8 @@ def unknown_column(
     if near:
         is_odd = in_template and not near[0].isidentifier()  # it can only be read through `row`
         hint = f"did you mean {template_of_column(near[0]) if is_odd else repr(near[0])}?"
-    marks = [mark for mark in ";\t|" if len(available) == 1 and mark in "".join(available)]
-    if marks:
-        hint = (
-            f"if {marks[0]!r} divides the columns of the file, write input.delimiter: {json.dumps(marks[0])}"
-        )
+    if len(available) == 1 and (mark := re.search("[;\t|]", "".join(available))):
+        hint = f"if {mark[0]!r} divides the columns of the file, write input.delimiter: {json.dumps(mark[0])}"
     names = ", ".join(column or '""' for column in available)
     told = f"{where}: unknown column {name!r}{f'; {hint}' if hint else ''} (the input has: {names})"
     return kind(told, hint=hint)
@@ -424,8 +417,3 @@ def template_of_column(name: str) -> str:
     """Return the expression by which a template reads a column, whatever its name."""
     plain = name.isidentifier() and name.isascii() and name.lower() not in _TAKEN
     return name if plain else f"{ROW}[{json.dumps(name, ensure_ascii=False)}]"
-
-
-def odd_name(name: str | None) -> str | None:
-    """Return how a template reads a column whose name is no identifier; None for none."""
-    return name and f"a column whose name is not an identifier is written {template_of_column(name)}"

@@ -30,6 +30,8 @@ _NO_NUMBER = re.compile(rb"[:,[]\s*-?(NaN|Infinity)\b")
 """What some programs write into JSON for numbers that it does not have."""
 MOST_SHOWN = 40
 """Most characters of a bad value in a message."""
+_UNDECODED = re.compile("[\udc80-\udcff]")
+"""What stands for a byte that the encoding does not have."""
 _POINTS_AND_COMMAS = str.maketrans(".,", ",.")
 BOM = b"\xef\xbb\xbf"
 """Mark at the beginning of a UTF-8 file, which some editors write; it is no part of the text."""
@@ -168,10 +170,12 @@ def _csv_records(lines: Iterator[str], path: str, delimiter: str, encoding: str)
             break
         if cells:
             text = "".join(cells)
-            is_text = text.isascii() or not any("\udc80" <= char <= "\udcff" for char in text)
-            undecoded = undecoded or (0 if is_text else line)
-            is_known = is_known or (is_text and not text.isascii())
-            yield line, cells, None if is_text else problem, len(text)
+            is_wrong = not text.isascii() and _UNDECODED.search(text)
+            if is_wrong:
+                undecoded = undecoded or line
+            elif not text.isascii():
+                is_known = True
+            yield line, cells, problem if is_wrong else None, len(text)
     if undecoded and not is_known:
         raise InputError(f"{path}: line {undecoded} {problem}")
 

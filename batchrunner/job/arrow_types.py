@@ -41,6 +41,12 @@ def arrow_type(kind: ColumnKind) -> pa.DataType:
     return pa.struct([(field, arrow_type(below)) for field, below in inner])
 
 
+def is_text(kind: pa.DataType) -> bool:
+    """Tell whether a column holds texts."""
+    plain = kind.value_type if pa.types.is_dictionary(kind) else kind
+    return plain in {pa.string(), pa.large_string(), pa.string_view()}
+
+
 def type_name(kind: pa.DataType) -> str:
     """Return the name of a type as a job has it, also within lists and structs; others as Arrow has them."""
     words = " ".join(str(kind).split())

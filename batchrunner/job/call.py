@@ -1,5 +1,6 @@
 """The job of a call of the library, or of `batchrun batch`, from its arguments."""
 
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,11 +8,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pyarrow as pa
-import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, JobError
 from batchrunner.core.media import KIND_OF_FIELD
-from batchrunner.job.arrow_types import type_name
+from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import load_job, read_job_file
 from batchrunner.job.prompt import BatchPrompts, media_part
@@ -84,7 +84,7 @@ class LibraryCall:
 
 def default_prompt(schema: pa.Schema) -> str:
     """Return the template of the only text column; raises InputError where there is none, or more."""
-    names = [column.name for column in schema if _is_text(column.type) and not column.name.startswith(_INDEX)]
+    names = [column.name for column in schema if is_text(column.type) and not column.name.startswith(_INDEX)]
     if len(names) != 1:
         columns = ", ".join(f"{column.name} ({type_name(column.type)})" for column in schema)
         raise InputError(
@@ -92,13 +92,7 @@ def default_prompt(schema: pa.Schema) -> str:
             hint=f"give one, since the rows have {len(names)} text columns and not 1 "
             f"(columns: {columns or 'none'})",
         )
-    name = names[0].replace("\\", "\\\\").replace('"', '\\"')
-    return f'{{{{ row["{name}"] }}}}'
-
-
-def _is_text(kind: pa.DataType) -> bool:
-    plain = kind.value_type if pt.is_dictionary(kind) else kind
-    return plain in {pa.string(), pa.large_string(), pa.string_view()}
+    return f"{{{{ row[{json.dumps(names[0], ensure_ascii=False)}] }}}}"
 
 
 def _anywhere(name: str, part: Any) -> Any:

@@ -24,7 +24,7 @@ from batchrunner.core.timing import TIMING
 from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, Outcome, Request, RowRef
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import Dataset, RowBatch, carried_of
-from batchrunner.input.parquet_copy import normalize, normalized
+from batchrunner.input.parquet_copy import fitted, normalized
 from batchrunner.input.render import Renderer
 from batchrunner.input.sorted_copy import prepare_order
 from batchrunner.input.tables import (
@@ -335,7 +335,8 @@ class ProgramRows:
             columns[name] = pa.nulls(data.num_rows, kind) if pt.is_null(found.type) else found
         if not columns:  # a prompt without a column: the number of rows matters
             return data.select([])
-        return normalize(pa.RecordBatch.from_pydict(columns))
+        batch = pa.RecordBatch.from_pydict(columns)
+        return fitted(batch, normalized(batch.schema))
 
     def _renderer_of(self, schema: pa.Schema) -> Renderer:
         if schema not in self._renderers:

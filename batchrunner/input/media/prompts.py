@@ -15,9 +15,9 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, JobError, RowRefusedError
 from batchrunner.core.media import KIND_OF_FIELD, KINDS, MediaRules, PromptFile, page_ranges
-from batchrunner.input.dataset import ColumnSource, is_bytes, is_list, is_text
+from batchrunner.input.dataset import ColumnSource, is_bytes, is_list
 from batchrunner.input.media.prepare import tokens_of, tokens_of_file
-from batchrunner.job.arrow_types import type_name
+from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.prompt import ImagesSpec, MediaSpec, PdfSpec, PromptSpec
 
 PAGE_INCHES = 8.5 * 11
@@ -203,17 +203,12 @@ class MediaPrompts:
                     parts.append(_part(given[int(text)], placed))
                 elif text:
                     parts.append({"type": "text", "text": text})
+            if self._is_text:  # the only message, without a chat template
+                texts = (part.get("text") or self._placeholders[part["type"]] for part in parts)
+                return "".join(texts), tuple(placed)
             has_files = any(part["type"] != "text" for part in parts)
             filled.append({**message, "content": parts} if has_files else message)
-        if self._is_text:
-            return self._with_placeholders(filled[0]["content"]), tuple(placed)
         return filled, tuple(placed)
-
-    def _with_placeholders(self, content: Any) -> str:
-        """Return a prompt without a chat template, with what stands for its files."""
-        if isinstance(content, str):
-            return content
-        return "".join(part.get("text") or self._placeholders[part["type"]] for part in content)
 
 
 def _conversation(
