@@ -335,7 +335,7 @@ def find_sorted_copy(
         try:
             copy = SortedCopy(path)
             now = fingerprint(job_input.job, job_input.dataset.facts(), "")
-            check_same_run(copy.about["fingerprint"], now, directory, model_known=False)
+            check_same_run(copy.about["fingerprint"], now, directory)
         except (InputError, ResumeError):
             continue
         kind = copy.about["order"]

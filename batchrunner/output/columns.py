@@ -111,10 +111,12 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
     if has_texts(schema):
         for name, given in (("output", texts), ("finish_reason", reasons), ("completion_tokens", counts)):
             values[name] = per_sample(given)
-    if has_texts(schema) and None in values["finish_reason"]:
-        left_out = LEFT_OUT if is_single else [LEFT_OUT] * plan.samples
-        told = zip(outcomes, values["finish_reason"], strict=True)
-        values["finish_reason"] = [left_out if outcome.is_left_out else reason for outcome, reason in told]
+        if None in values["finish_reason"]:
+            left_out = LEFT_OUT if is_single else [LEFT_OUT] * plan.samples
+            told = zip(outcomes, values["finish_reason"], strict=True)
+            values["finish_reason"] = [
+                left_out if outcome.is_left_out else reason for outcome, reason in told
+            ]
     if REQUEST_DIGEST in schema.names:
         values[REQUEST_DIGEST] = [ref.digests and ref.digests[ref.position] for ref in refs]
     for name in plan.names:

@@ -129,14 +129,11 @@ class CheckCounts:
         """Return both together."""
         return _sum(self, other)
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no answer was rejected."""
-        return not (self.asked_again or self.rows_failed)
-
     def as_dict(self) -> dict[str, Any]:
         """Return report.json's `checks`; empty where no answer was rejected."""
-        return {} if self.is_empty else {**msgspec.to_builtins(self), "causes": self.causes.summary()}
+        if not (self.asked_again or self.rows_failed):
+            return {}
+        return {**msgspec.to_builtins(self), "causes": self.causes.summary()}
 
 
 @dataclass(slots=True)

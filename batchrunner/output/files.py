@@ -9,7 +9,7 @@ from pathlib import Path
 
 import orjson
 
-from batchrunner.core.errors import BatchrunError, OutputError, StorageError, StoreRequestError
+from batchrunner.core.errors import BatchrunError, OutputError, StorageError, StoreRequestError, or_away
 from batchrunner.core.files import is_uri
 from batchrunner.job.fields import user_path
 
@@ -122,6 +122,16 @@ def refresh_listing(directory: Path) -> None:
 
 
 @contextlib.contextmanager
+def using_run(name: str) -> Iterator[None]:
+    """Turn an OSError of the block into an error about a run, which says whether its store is only away."""
+    try:
+        yield
+    except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
+        why = getattr(failure, "strerror", None) or failure
+        raise or_away(OutputError(f"{name}: cannot be used: {why}"), failure) from None
+
+
+@contextlib.contextmanager
 def writing(path: Path, kind: type[BatchrunError] = StorageError) -> Iterator[None]:
     """Turn an OSError of the block, which writes `path`, into an error; that of a run is a StorageError."""
     try:
@@ -145,22 +155,17 @@ def cannot_write(path: Path, failure: OSError, kind: type[BatchrunError] = Stora
     return error if kind is StorageError else kind(error.message, hint=error.hint)
 
 
-def refuse_uri(given: str, what: str) -> None:
-    """Raise OutputError, which begins with `what`, where a file to write is given as a URI."""
-    if is_uri(given):
-        raise OutputError(
-            f"{what}: is a URI, and this is written to a file on this machine",
-            hint="give a path, and copy the file from there",
-        )
-
-
 def file_to_write(given: str, what: str = "", *, force: bool = True) -> Path:
     """Return the path of a file that a user names for a result; raises OutputError, which begins with `what`.
 
     The file may exist with `force` only.
     """
     what = what or given
-    refuse_uri(given, what)
+    if is_uri(given):
+        raise OutputError(
+            f"{what}: is a URI, and this is written to a file on this machine",
+            hint="give a path, and copy the file from there",
+        )
     try:
         path = Path(user_path(given))
         if path.is_dir():

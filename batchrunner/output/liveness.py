@@ -8,12 +8,11 @@ One on another machine counts as dead when its heartbeat (a counter in the file 
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchrunner.core.errors import OutputError
 from batchrunner.core.timing import TIMING
+from batchrunner.output.files import using_run
 from batchrunner.output.holder import HEARTBEAT, OWNER, LockHolder, parse_holder, this_process
 from batchrunner.output.run_dir import ENGINE_STARTING, RunDir
 
@@ -112,13 +111,11 @@ def holders_of(
     A process on another machine runs if it has just written a sample. Where the sample is old, or its clock
     is another one, the heartbeat tells: those of all such tasks are watched for TIMING.other_heartbeat. Such
     tasks count as ended without `watch`, and in a run in an object store, whose heartbeats are rare. Raises
-    OutputError where the store does not answer.
+    OutputError or StoreAwayError where the store does not answer.
     """
     monitors = [monitor_of(run_dir) for run_dir, _ in tasks]
-    try:
+    with using_run(tasks[0][0].name if tasks else ""):
         running = [monitor.poll() for monitor in monitors]
-    except OSError as failure:
-        raise OutputError(f"{tasks[0][0].name}: cannot be used: {failure.strerror or failure}") from None
     unknown = [
         at
         for at, (runs, (_, sample)) in enumerate(zip(running, tasks, strict=True))
@@ -140,20 +137,6 @@ def is_recent(sample: dict[str, Any]) -> bool:
     return bool(abs(time.time() - sample["time"]) < SILENT_S)
 
 
-@dataclass(frozen=True, slots=True)
-class Starting:
-    """The step of a task that has not begun to send rows: it prepares its input, then its engine starts."""
-
-    what: str
-    """"input" while the input is read and sorted, "engine" while the engine starts."""
-    since_s: float
-    """Seconds since the step began."""
-
-    def __str__(self) -> str:
-        steps = {"input": "preparing the input", "engine": "engine starting"}
-        return f"{steps[self.what]}, {self.since_s:.0f} s"
-
-
 @contextlib.contextmanager
 def engine_starting(run_dir: RunDir) -> Iterator[None]:
     """Let others know during the block that the engine is starting; a full disk is ignored."""
@@ -168,17 +151,19 @@ def engine_starting(run_dir: RunDir) -> Iterator[None]:
             file.unlink(missing_ok=True)
 
 
-def starting_of(run_dir: RunDir) -> Starting | None:
-    """Return what a task that is held does before its first row; None once it has begun.
+def starting_of(run_dir: RunDir) -> dict[str, Any] | None:
+    """Return the step of a task that is held before its first row, `what`, and `since_s`; None afterwards.
 
-    The times of its files tell, all of one file system, so no two clocks are compared.
+    It is "input" while the input is read and sorted, then "engine" while the engine starts. The times of its
+    files tell, all of one file system, so no two clocks are compared.
     """
     held = _time_of(run_dir.task_directory / OWNER)
     if not held or _time_of(run_dir.events) > held:
         return None
     engine = _time_of(run_dir.task_directory / ENGINE_STARTING)
     began = max(held, engine)  # a killed attempt may have left an older file
-    return Starting("engine" if engine >= held else "input", round(max(0.0, time.time() - began), 1))
+    since_s = round(max(0.0, time.time() - began), 1)
+    return {"what": "engine" if engine >= held else "input", "since_s": since_s}
 
 
 def _time_of(path: Path) -> float:

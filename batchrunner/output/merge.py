@@ -159,9 +159,7 @@ def in_order(
     rows = _bucket_rows(parts, columns, bucket_bytes)
     ends = range(rows, sys.maxsize, rows)
     buckets = Buckets(work, "row", ends, min(BUFFER_BYTES, bucket_bytes))
-    schema = _common_schema(parts)
-    if columns is not None:
-        schema = pa.schema([schema.field(name) for name in columns])
+    schema = _common_schema(parts, columns)
     with writing(run_dir.path, OutputError):
         for part in parts:
             buckets.put(_with_all_columns(_read(part, columns), schema))
@@ -179,14 +177,15 @@ def _distinct_rows(table: pa.Table) -> int:
     return int(pc.count_distinct(table.column("row")).as_py())
 
 
-def _common_schema(parts: list[Path]) -> pa.Schema:
-    """Return the columns of all parts, those of the first one first: starts of a run may differ in them."""
+def _common_schema(parts: list[Path], columns: list[str] | None) -> pa.Schema:
+    """Return these columns of all parts, by default all but the digests, those of the first part first."""
     schemas: list[pa.Schema] = []
     for part in parts:
         with _opened(part) as file:
             schemas.append(file.schema_arrow)
-    schema = pa.unify_schemas(schemas)
-    return schema.remove(schema.names.index(REQUEST_DIGEST)) if REQUEST_DIGEST in schema.names else schema
+    schema = pa.unify_schemas(schemas)  # starts of a run may differ in them
+    fields = [field for field in schema if field.name in (columns or {*schema.names} - {REQUEST_DIGEST})]
+    return pa.schema(fields, metadata=schema.metadata)
 
 
 def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:

@@ -169,17 +169,13 @@ class RunObjects:
                     with contextlib.suppress(FileNotFoundError):
                         obstore.delete(self._bucket, key)
 
-    def uri(self, name: str) -> str:
-        """Return the URI of an object."""
-        return f"{self.address}/{name}"
-
     @contextlib.contextmanager
     def _request(self, name: str) -> Iterator[None]:
         """Turn errors of a request about an object into OSError; those of files on this machine pass."""
         try:
             yield
         except STORE_ERRORS as failure:
-            raise as_os_error(failure, self.uri(name)) from None
+            raise as_os_error(failure, f"{self.address}/{name}") from None
 
     def _key(self, name: str) -> str:
         return "/".join(filter(None, (self.address.key, name)))

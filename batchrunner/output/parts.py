@@ -131,7 +131,7 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
     The caller holds `lock`, the lock of the task; `schema` is that of results, where it is known. Raises
     OSError or TaskLockLostError.
     """
-    next_number = 1 + max(map(number_of, run_dir.own_parts()), default=-1)
+    next_number = run_dir.next_number()
     before = lock.replaced
     for torn in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
         torn.unlink(missing_ok=True)

@@ -7,16 +7,15 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
 
-from batchrunner.core.errors import OutputError, or_away
+from batchrunner.core.errors import OutputError
 from batchrunner.core.files import cache_directory, is_uri, read_json
 from batchrunner.job.output import StorageSpec
 from batchrunner.output.addresses import StoreAddress, check_client, endpoint_of, store_address
-from batchrunner.output.files import make_directory
+from batchrunner.output.files import make_directory, using_run
 from batchrunner.output.holder import OWNER, parse_holder, this_process
 from batchrunner.output.store import LOCAL, ObjectStore, Store
 
@@ -98,23 +97,15 @@ class RunDir:
 
     def bring_results(self) -> None:
         """Bring what any task has published here, as it is now; raises OutputError."""
-        with self._asking_store():
+        with using_run(self.name):
             self.store.bring_results()
 
     def _published(self, directory: Path) -> list[str]:
         """Return the names in a directory of the run's store; none where there is no store."""
         if not self.store.uri:
             return []
-        with self._asking_store():
+        with using_run(self.name):
             return self.store.names(directory)
-
-    @contextlib.contextmanager
-    def _asking_store(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as failure:
-            unusable = OutputError(f"{self.name}: cannot be used: {failure.strerror or failure}")
-            raise or_away(unusable, failure) from None
 
     def part(self, number: int) -> Path:
         """Return the path of this task's part with this number."""
@@ -125,13 +116,17 @@ class RunDir:
         found = self.parts.glob(f"part-{self.task}-*.parquet")
         return sorted(part for part in found if _task_of(part) == self.task)
 
+    def next_number(self) -> int:
+        """Return the number of this task's next part."""
+        return 1 + max(map(number_of, self.own_parts()), default=-1)
+
     def journal(self, number: int, token: str) -> Path:
         """Return the path of the journal of part `number`; `token` is that of the writer's task lock."""
         return self.task_directory / f"journal-{number:06d}-{token}"
 
     def journals(self, last: str | None = None) -> list[Path]:
         """Return the journals of this task, oldest first; `last` is as for `Store.journals`."""
-        with self._asking_store():
+        with using_run(self.name):
             return self.store.journals(self.task_directory, last)
 
     def check_writable(self) -> None:
@@ -209,14 +204,11 @@ def open_run(given: str | Path, task: str = MAIN_TASK, storage: StorageSpec | No
     at work in it. Raises OutputError or StoreAwayError where the store cannot be used, JobError where
     `storage` is wrong.
     """
-    address = store_address(str(given))
-    if address is None:
-        return RunDir(given, task)
     if task.startswith("join-"):  # such tasks may come often, and ask for results where they must know them
         needed = r"run\.json|events\.jsonl|tasks/main/.*|tasks/[^/]+/events\.jsonl"
     else:
         needed = rf"(?!leases/)(?!tasks/(?!{re.escape(task)}/)[^/]+/[^/]+\.log).*"
-    return _with_copy(address, storage or StorageSpec(), task, needed)
+    return _with_copy(str(given), storage or StorageSpec(), task, needed)
 
 
 def look_at_run(given: str | Path | RunDir, storage: StorageSpec | None = None) -> RunDir:
@@ -227,10 +219,7 @@ def look_at_run(given: str | Path | RunDir, storage: StorageSpec | None = None) 
     """
     if isinstance(given, RunDir):
         return given
-    address = store_address(str(given))
-    if address is None:
-        return RunDir(given)
-    return _with_copy(address, storage or _known_storage(address), MAIN_TASK, ".*", is_looked_at=True)
+    return _with_copy(str(given), storage, MAIN_TASK, ".*", is_looked_at=True)
 
 
 def _known_storage(address: StoreAddress) -> StorageSpec:
@@ -244,9 +233,13 @@ def _known_storage(address: StoreAddress) -> StorageSpec:
 
 
 def _with_copy(
-    address: StoreAddress, storage: StorageSpec, task: str, needed: str, *, is_looked_at: bool = False
+    given: str, storage: StorageSpec | None, task: str, needed: str, *, is_looked_at: bool = False
 ) -> RunDir:
-    """Return a run in an object store, with a working copy of the files whose names are `needed`."""
+    """Return a run; one in an object store has a working copy of the files whose names are `needed`."""
+    address = store_address(given)
+    if address is None:
+        return RunDir(given, task)
+    storage = storage or _known_storage(address)
     check_client(address, OutputError)
     from batchrunner.output.objects import RunObjects  # noqa: PLC0415 - an extra
 
@@ -257,7 +250,7 @@ def _with_copy(
     objects = RunObjects(address, storage)
     store = ObjectStore(objects, root, copies)
     run_dir = RunDir(root, task, store)
-    try:
+    with using_run(run_dir.name if is_looked_at else f"output.path {run_dir.name}"):
         holder = parse_holder(objects.look(run_dir.owner)[0])
         if is_looked_at or holder is None or holder.is_dead(this_process()) is not False:
             mine = read_json(run_dir.run_json)  # before the store's: a run that just begins writes that first
@@ -267,8 +260,4 @@ def _with_copy(
             content = {"uri": str(address), "storage": storage.model_dump(mode="json", exclude_unset=True)}
             (root / PLACE).write_bytes(orjson.dumps(content))
             store.bring_all(re.compile(needed, re.DOTALL))
-    except OSError as failure:
-        what = f"{address}" if is_looked_at else f"output.path {address}"
-        unusable = OutputError(f"{what}: cannot be used: {failure.strerror or failure}")
-        raise or_away(unusable, failure) from None
     return run_dir

@@ -65,19 +65,16 @@ def _conditions(job: Job) -> dict[str, Any]:
     }
 
 
-def check_same_run(
-    old: Mapping[str, Any], new: Mapping[str, Any], where: str | Path, *, model_known: bool = True
-) -> None:
+def check_same_run(old: Mapping[str, Any], new: Mapping[str, Any], where: str | Path) -> None:
     """Raise ResumeError, naming the difference, where the fingerprints belong to different runs.
 
     `old` is that of the results at `where`. The limit may grow, files may be added after the known ones, and
-    rows at the end of the last one.
-    Without `model_known` the models are not compared.
+    rows at the end of the last one. The models are compared where that of `new` is known.
     """
     difference = _files_difference(old["files"], new["files"])
     if difference is None and new["limit"] is not None and new["limit"] < (old["limit"] or sys.maxsize):
         difference = f"input.limit was {old['limit'] or 'unset'} and is {new['limit']}: it can only grow"
-    apart = {"files", "limit"} if model_known else {"files", "limit", "model"}
+    apart = {"files", "limit"} if new["model"] else {"files", "limit", "model"}
     for name in {**new, **old}:
         before, after = old.get(name), new.get(name)
         if difference is None and name not in apart and before != after:

@@ -17,10 +17,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from batchrunner.core.errors import JobError, OutputError, or_away
+from batchrunner.core.errors import JobError
 from batchrunner.core.files import read_json
 from batchrunner.core.processes import thread_pool
-from batchrunner.output.files import link_new, link_part, make_directory, whole_file, write_json
+from batchrunner.output.files import link_new, link_part, make_directory, using_run, whole_file, write_json
 from batchrunner.output.holder import OWNER, parse_holder
 
 if TYPE_CHECKING:
@@ -133,13 +133,10 @@ class ObjectStore(Store):
     def check_sharing(self) -> None:
         """Try what keeps tasks apart on an object of no other use."""
         name = f"probe-{secrets.token_hex(8)}"
-        try:
+        with using_run(f"output.path {self.uri}"):
             created = self.objects.create(name, b"1")
             is_kept = self.objects.create(name, b"2") is None and self.objects.swap(name, b"3", '"0"') is None
             self.objects.delete([name])
-        except OSError as failure:
-            unusable = OutputError(f"output.path {self.uri}: cannot be written: {failure.strerror}")
-            raise or_away(unusable, failure) from None
         if not (created and is_kept):
             raise JobError(
                 f"output.path {self.uri}: the store has no conditional writes, which --join needs",

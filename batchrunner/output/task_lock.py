@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from batchrunner.core.errors import OutputError, TaskHeldError, TaskLockLostError, or_away
-from batchrunner.output.files import make_directory, sync_directory
+from batchrunner.core.errors import TaskHeldError, TaskLockLostError
+from batchrunner.output.files import make_directory, sync_directory, using_run
 from batchrunner.output.holder import (
     ABANDONED_PID,
     HEARTBEAT,
@@ -298,7 +298,7 @@ def hold_task(
         if objects is None
         else StoreTaskLock(objects, (directory / OWNER).relative_to(run_dir.path).as_posix(), sleep=sleep)
     )
-    try:
+    with using_run(f"output.path {run_dir.name}"):
         make_directory(directory)
         lock.acquire(dead_owner)
         try:
@@ -307,10 +307,6 @@ def hold_task(
         except OSError:
             lock.release()
             raise
-    except (OSError, ValueError) as failure:  # ValueError: a null byte in the path
-        why = getattr(failure, "strerror", None) or failure
-        unusable = OutputError(f"output.path {run_dir.name}: cannot be written: {why}")
-        raise or_away(unusable, failure) from None
     ended = threading.Event()
     beating = threading.Thread(target=_keep_beating, args=(lock, ended), name="heartbeat", daemon=True)
     beating.start()

@@ -24,7 +24,7 @@ from batchrunner.output.columns import table_of
 from batchrunner.output.counts import count, with_counts
 from batchrunner.output.files import cannot_write, make_directory, writing
 from batchrunner.output.parts import Journal, write_part
-from batchrunner.output.run_dir import RunDir, number_of
+from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import TaskLock
 
 log = logging.getLogger(__name__)
@@ -104,9 +104,7 @@ class ResultWriter:
         self._buffer: list[Outcome] = []
         self._bytes = 0
         self._began = 0.0  # when the first row came into the buffer
-        self._part = _PendingPart(
-            run_dir, 1 + max(map(number_of, run_dir.own_parts()), default=-1), self.lock
-        )
+        self._part = _PendingPart(run_dir, run_dir.next_number(), self.lock)
         self._writing: asyncio.Task[None] | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # the buffer has its first row, or is full; or no more rows come

@@ -214,11 +214,11 @@ def _measured(prepared: PreparedJob) -> dict[str, Any] | None:
 
 def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:
     error = _refusal(item, engine) if isinstance(item, Request) else item.error
+    shown = {"row": item.ref.row, "kind": None, "prompt": None, "error": error}
     if isinstance(item, Request) and error is None:
         body = isinstance(item.prompt, RequestBody)
-        prompt = orjson.loads(item.prompt.content) if body else item.shown
-        return {"row": item.ref.row, "kind": item.kind, "prompt": prompt, "error": None}
-    return {"row": item.ref.row, "kind": None, "prompt": None, "error": error}
+        shown |= {"kind": item.kind, "prompt": orjson.loads(item.prompt.content) if body else item.shown}
+    return shown
 
 
 def _refusal(request: Request, engine: str) -> str | None:

@@ -326,7 +326,7 @@ def _check_plan(leases: Leases, prepared: PreparedJob) -> None:
     """Raise ResumeError where the newest plan is one of another run."""
     if leases.plan is not None:
         new = prepared.fingerprint("")
-        check_same_run(leases.plan.fingerprint, new, prepared.run_dir.name, model_known=False)
+        check_same_run(leases.plan.fingerprint, new, prepared.run_dir.name)
 
 
 def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
@@ -360,7 +360,7 @@ def _plan(prepared: PreparedJob, leases: Leases, control: Control, *, retry_fail
         if not is_done:  # what is planned is done by others, or taken over from them
             rows -= leases.rows()
         if prepared.job.output.reuse is not None and rows and not retry_failed:
-            rows -= Reuse(prepared, control).take(main, lock, selected, rows)[0]
+            rows -= Reuse(prepared, control).take(main, lock, selected, rows)
         is_needed = rows or _is_behind(leases, prepared)
         if is_done:
             leases.remove_copies()

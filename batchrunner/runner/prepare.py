@@ -274,11 +274,6 @@ def check_resumes(prepared: PreparedJob, model: str | None, weights: str | None 
                 f"{run_dir.name} has results but no run.json", hint=f"take another output.path, or {DISCARD}"
             )
         return
-    new = prepared.fingerprint(model or "")
-    check_same_run(old["fingerprint"], new, run_dir.name, model_known=model is not None)
     before = old["engine"].get("weights")
-    if None not in {before, weights} and before != weights:
-        raise ResumeError(
-            f"{run_dir.name} holds another run: weight_version was {before!r} and is {weights!r}",
-            hint=f"take another output.path, or discard what is there with {DISCARD}",
-        )
+    new = {**prepared.fingerprint(model or ""), "weight_version": before and (weights or before)}
+    check_same_run({**old["fingerprint"], "weight_version": before}, new, run_dir.name)

@@ -29,8 +29,7 @@ class Display(ABC):
     def show(self, sample: dict[str, Any]) -> None:
         """Show the present state, a `sample` event; called a few times a second."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most have nothing to do
         """Finish the output."""
 
 
@@ -45,9 +44,6 @@ class ProgressLines(Display):
         if now != self._shown:
             self._shown = now
             tell(f"{time.strftime('%H:%M:%S')} {sample_line(sample)}")
-
-    def close(self) -> None:
-        """Leave the lines as they are."""
 
 
 class ProgressBar(Display):
@@ -151,8 +147,8 @@ def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> li
             f"on_progress: {on_progress!r} cannot be called",
             hint="give a plain function of one argument, a batchrunner.Progress",
         )
-    bar = [ProgressBar()] if progress else []
-    return [*bar, *([ProgressCalls(on_progress)] if on_progress is not None else [])]
+    displays: list[Display] = [ProgressBar()] if progress else []
+    return displays if on_progress is None else [*displays, ProgressCalls(on_progress)]
 
 
 PREFIX, SCHEDULER = "batchrunner_", "batchrunner_scheduler_"

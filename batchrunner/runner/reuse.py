@@ -26,10 +26,10 @@ from batchrunner.input.sorted_copy import connect, insert
 from batchrunner.job.answers import judges_by_row
 from batchrunner.job.output import CUT
 from batchrunner.output.columns import schema_of_parts
-from batchrunner.output.counts import RowCounts, TableCounts, counts_in, sum_of, with_counts
+from batchrunner.output.counts import RowCounts, TableCounts, with_counts
 from batchrunner.output.files import make_directory, writing
 from batchrunner.output.parts import write_part
-from batchrunner.output.run_dir import RunDir, look_at_run, number_of
+from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import read_run_json, require_run_json, told_difference, write_run_json
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.control import Control
@@ -42,8 +42,6 @@ log = logging.getLogger(__name__)
 
 CHUNK_ROWS = 1024
 """Most answers that are read at once."""
-_ABOUT = (b"batchrunner", b"model", b"simulated", b"task")
-"""Keys of the metadata of parts that say what made the answers."""
 _ASKED = {"digest": pa.binary(), "new_row": pa.int64(), "shares": pa.bool_(), "is_wanted": pa.bool_()}
 """Columns of the table of this run's requests."""
 _ALL, _UNCUT = "TRUE", f"coalesce(finish_reason::VARCHAR, '') NOT LIKE '%{CUT}%'"
@@ -74,6 +72,8 @@ class Reuse:
     def __init__(self, prepared: PreparedJob, control: Control) -> None:
         """Raise JobError where no answer of the other run can be one of this run."""
         job, self._prepared, self._control = prepared.job, prepared, control
+        self.counts = RowCounts()
+        """Those of the rows that were taken."""
         assert job.output.reuse is not None
         self._run = look_at_run(job.output.reuse, job.storage)
         self._facts = require_run_json(self._run)
@@ -94,15 +94,13 @@ class Reuse:
             told = f"output.reuse: {self._run.name}: {problems[0]}"
             raise JobError(told, hint="leave it out, or make both alike")
 
-    def take(
-        self, run_dir: RunDir, lock: TaskLock, selected: BitMap64, wanted: BitMap64
-    ) -> tuple[BitMap64, RowCounts]:
-        """Write the answers of `wanted` rows, of all that are `selected`; return these rows and their counts.
+    def take(self, run_dir: RunDir, lock: TaskLock, selected: BitMap64, wanted: BitMap64) -> BitMap64:
+        """Write the answers of `wanted` rows, of all that are `selected`; return the rows that have one.
 
         They become parts of the task of `run_dir`, whose `lock` the caller holds. Raises InputError or
         StorageError.
         """
-        done, counts = BitMap64(), RowCounts()
+        done = BitMap64()
         most = self._prepared.job.output.part_rows
         size = min(CHUNK_ROWS, most)
         work = run_dir.task_directory / "order-reuse"  # where the next sort would delete it
@@ -114,18 +112,11 @@ class Reuse:
             for pieces in in_chunks(tables, most // size, lambda table: table.nbytes):
                 if not done:
                     self._begin(run_dir, len(selected))
-                number = 1 + max(map(number_of, run_dir.own_parts()), default=-1)
-                write_part(run_dir, number, pieces, lock)
+                write_part(run_dir, run_dir.next_number(), pieces, lock)
                 done |= BitMap64().union(*(rows_of_column(piece.column("row")) for piece in pieces))
-                counts += sum_of([counts_in(piece.schema) for piece in pieces]).ok
-        told = (
-            f"{len(done):,} of {len(wanted):,} rows have the answer of an equal request in {self._run.name}"
-        )
-        if done:
-            log.info("%s", told)
-        else:
-            log.warning("%s: is prompt, sampling or output.columns another?", told)
-        return done, counts
+        found = f"{len(done):,} of {len(wanted):,} rows"
+        log.info("%s have the answer of an equal request in %s", found, self._run.name)
+        return done
 
     def _begin(self, run_dir: RunDir, rows_total: int) -> None:
         """Say whose answers the run has: an engine with another model is refused, as at any later start."""
@@ -146,8 +137,7 @@ class Reuse:
         names = {*schema.names} - {*prepared.renderer.carried_schema.names}
         if not {name for each in stored for name in each.names}.issuperset(names):
             return  # they are of an earlier version
-        told = stored[0].metadata or {}
-        schema = schema.with_metadata({name: told[name] for name in _ABOUT if name in told})
+        schema = schema.with_metadata(stored[0].metadata)  # it says what made the answers
         db.read_parquet(
             parts, union_by_name=True, hive_partitioning=False, filename=True, file_row_number=True
         ).create_view("stored")
@@ -158,14 +148,16 @@ class Reuse:
                 for batch in reader.read(rows_of_column(pa.chunked_array([answers.column("row")]))):
                     self._control.check()
                     carried = prepared.renderer.carried(batch)
-                    found = {name: answers.column(name).slice(0, len(carried)) for name in names}
-                    found |= zip(carried.schema.names, carried.columns, strict=True)
-                    answers = answers.slice(len(carried))  # noqa: PLW2901
-                    columns = [found[field.name].cast(field.type) for field in schema]
-                    reasons = found["finish_reason"].to_pylist() if "finish_reason" in names else []
+                    found, answers = answers.slice(0, len(carried)), answers.slice(len(carried))  # noqa: PLW2901
+                    columns = [
+                        (found if field.name in names else carried).column(field.name).cast(field.type)
+                        for field in schema
+                    ]
+                    table = pa.Table.from_arrays(columns, schema=schema)
+                    reasons = found.column("finish_reason").to_pylist() if "finish_reason" in names else []
                     cut = sum(CUT in (reason or "") for reason in reasons)
                     counts = RowCounts(ok=len(carried), cut=cut, reused=len(carried))
-                    table = pa.Table.from_arrays(columns, schema=schema)
+                    self.counts += counts
                     yield with_counts(table, TableCounts(counts, RowCounts()))
 
     def _requests(self, selected: BitMap64, wanted: BitMap64) -> Iterator[tuple[Any, ...]]:

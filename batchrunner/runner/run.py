@@ -146,16 +146,16 @@ async def execute(
 
 async def unless_away(work: Callable[[], Coroutine[Any, Any, T]], job: Job, control: Control) -> T:
     """Do what may ask an object store, again while that is away; raises StoreAwayError in the end."""
-    began, is_told = time.monotonic(), False
+    failed_at: float | None = None
     while True:
         try:
             return await work()
         except StoreAwayError as failure:
-            if time.monotonic() - began > job.limits.disk_wait:
-                raise
-            if not is_told:
+            if failed_at is None:
+                failed_at = time.monotonic()
                 log.warning("%s: waiting for the store (limits.disk_wait)", failure)
-            is_told = True
+            if time.monotonic() - failed_at > job.limits.disk_wait:
+                raise
             await control.wait_for(asyncio.sleep(PAUSE_S), "while the object store was away")
 
 
@@ -298,8 +298,8 @@ class Run:
             selected = prepared.selected(control.check)
             todo = selected - self.done.rows
             if reuse is not None and todo:
-                reused, self.counts = reuse.take(run_dir, self.lock, selected, todo)
-                todo -= reused
+                todo -= reuse.take(run_dir, self.lock, selected, todo)
+                self.counts = reuse.counts
             place = run_dir.task_directory
             copy, self.order = find_sorted_copy(prepared, todo, place) or prepare_order(
                 prepared, todo, place, self.lock.token, control.check

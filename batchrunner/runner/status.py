@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from batchrunner.core.console import counted
 from batchrunner.dispatch.progress import MOST_NAMED, sample_line
 from batchrunner.output.counts import Failures
 from batchrunner.output.events import last_reason, last_sample
-from batchrunner.output.liveness import Starting, holders_of, is_recent, starting_of
+from batchrunner.output.liveness import holders_of, is_recent, starting_of
 from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import MAIN_TASK, RunDir, look_at_run
 from batchrunner.output.run_json import holds_run, read_run_json, require_run_json
@@ -83,7 +82,7 @@ def _task(
         "rows_failed": done.counts.failed,
         "rows_cut": done.counts.cut,
         "output_tokens": done.counts.output_tokens,
-        "starting": asdict(starting) if holder and (starting := starting_of(run_dir)) else None,
+        "starting": starting_of(run_dir) if holder else None,
         "last_sample": sample if holder and sample and is_recent(sample) else None,
     }
 
@@ -139,9 +138,9 @@ def _task_lines(task: dict[str, Any], held: int) -> list[str]:
         )
     if task["running"]:
         lines.append(f"running: {task['running']}")
-        if task["starting"]:
-            lines.append(str(Starting(**task["starting"])))
-            return lines
+        if starting := task["starting"]:
+            does = "preparing the input" if starting["what"] == "input" else "engine starting"
+            return [*lines, f"{does}, {starting['since_s']:.0f} s"]
         if sample := task["last_sample"]:
             age_s = max(0.0, time.time() - sample["time"])
             lines.append(f"{age_s:.0f} s ago: {sample_line(sample)}")

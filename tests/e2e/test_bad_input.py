@@ -517,7 +517,7 @@ def test_output_is_a_file(tmp_path: Path, below: str) -> None:
 def test_output_where_nothing_can_be_made(tmp_path: Path) -> None:
     """An output path where even root cannot make a directory is refused, and not for a full disk."""
     message = refusal(job_of(tmp_path, output={"path": "/proc/run"}), tmp_path)
-    told(message, "output.path /proc/run", "cannot be written")
+    told(message, "output.path /proc/run", "cannot be used")
 
 
 @pytest.mark.parametrize("section", ["input", "output"])

@@ -228,7 +228,7 @@ def test_a_disk_that_is_full_at_the_start(tmp_path: Path, monkeypatch: pytest.Mo
     job = job_of(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(f"os.{call}", full)
-        with pytest.raises(OutputError, match="cannot be written: No space left"):
+        with pytest.raises(OutputError, match="cannot be used: No space left"):
             batchrunner.run(job)
     assert not (tmp_path / "run" / "tasks" / "main" / "owner").exists()
     assert batchrunner.run(job).rows_ok == 10
