@@ -112,7 +112,7 @@ class Endpoint:
         return len(self.requests)
 
     def close(self, why: str) -> None:
-        """End the requests in flight, so that their rows are sent again, and take no more until `reopen`."""
+        """End the requests in flight, so that their rows are sent again; take no more while closed."""
         self.closed = why
         self.end_requests(math.inf)
 
@@ -121,10 +121,6 @@ class Endpoint:
         for task in [task for task, sent_at in self.requests.items() if sent_at < sent_before]:
             del self.requests[task]
             task.cancel()
-
-    def reopen(self) -> None:
-        """Take requests again."""
-        self.closed = None
 
 
 class HttpEngine(Engine):
@@ -460,8 +456,8 @@ class HttpEngine(Engine):
         found = await self._post_task(endpoint, requests, headers)
         try:
             results = replies.answers_of(requests, found)
-        except RequestError as failure:
-            raise BundleRefusedError(str(failure)) from None
+        except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
+            raise BundleRefusedError(f"the answer cannot be read: {failure}") from None
         if self.guard.confirms:
             await self.guard.confirm(endpoint.url)
         await self.guard.check_answer(endpoint.url, None)
@@ -607,7 +603,8 @@ class BundleAnswer:
             index = event.index
             if index is None:
                 if event.error is not None:
-                    self.refusal = replies.WholeAnswer(replies.status_of(event.error), content)
+                    code = event.error.get("code") if isinstance(event.error, dict) else None
+                    self.refusal = replies.WholeAnswer(replies.known_status(code), content)
             elif event.meta_info.finish_reason is not None and 0 <= index < len(self.rows):
                 await self._end(index, event)
 
@@ -644,7 +641,6 @@ class AttachedServers(HttpEngine):
         """Take the URLs of the replicas, or that of a `gateway`, which knows them."""
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._urls = urls
-        self._gateway = gateway
         self._workers = WorkerList(gateway, api_key) if gateway else None
         self._closed: dict[str, tuple[float, object]] = {}
         """By server that hangs: the time until which it gets no rows, and its load when it was found."""
@@ -658,9 +654,10 @@ class AttachedServers(HttpEngine):
             return info
         urls = await self._workers.addresses()
         if not urls:
-            raise EngineStartError(f"{self._gateway}: the gateway has no workers that speak HTTP")
-        info = await self.connect(urls, gateway=self._gateway, workers=self._workers)
-        notes = (f"{len(urls)} workers behind the gateway {self._gateway}: {', '.join(urls)}", *info.notes)
+            raise EngineStartError(f"{self._workers.url}: the gateway has no workers that speak HTTP")
+        gateway = self._workers.url
+        info = await self.connect(urls, gateway=gateway, workers=self._workers)
+        notes = (f"{len(urls)} workers behind the gateway {gateway}: {', '.join(urls)}", *info.notes)
         return replace(info, kind="gateway", notes=notes)
 
     async def loads(self) -> Sequence[SchedulerLoad]:
@@ -698,7 +695,7 @@ class AttachedServers(HttpEngine):
     def _close(self, url: str, why: str, progress: object) -> None:
         """Send no more rows to a server that hangs; behind a gateway nothing can be done."""
         self._incidents.append(Incident("hangs", url, why))
-        if self._gateway:
+        if self._behind_gateway:
             log.warning("%s: only its gateway can take it out", why)
             return
         hang_s = self._limits.hang
@@ -710,4 +707,4 @@ class AttachedServers(HttpEngine):
         log.warning("%s gets rows again", url)
         self._incidents.append(Incident("back", url))
         del self._closed[url]
-        self.endpoints[url].reopen()
+        self.endpoints[url].closed = None

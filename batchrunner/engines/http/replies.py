@@ -349,7 +349,7 @@ def _from_generate(request: Request, samples: Sequence[Sample]) -> Completion:
 
 
 def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
-    choices, usage = reply.choices, reply.usage or Usage()
+    choices = reply.choices
     ids = reply.sglext.output_ids if reply.sglext else None
     has_ids = ids is not None and len(ids) == len(choices)
     answers = []
@@ -370,12 +370,7 @@ def _from_chat(request: Request, reply: ChoicesReply) -> Completion:
             )
         )
     first = choices[0].meta_info
-    prompt_tokens, cached_tokens = first.prompt_tokens, first.cached_tokens
-    if prompt_tokens is None:
-        prompt_tokens = usage.prompt_tokens
-    if cached_tokens is None and usage.prompt_tokens_details is not None:
-        cached_tokens = usage.prompt_tokens_details.cached_tokens
-    return _completion(request, answers, prompt_tokens, cached_tokens)
+    return _completion(request, answers, first.prompt_tokens, first.cached_tokens)
 
 
 def _says_something(message: Message) -> bool:
@@ -499,11 +494,6 @@ def _there(value: Any, name: str) -> Any:
     return value
 
 
-def status_of(error: Any) -> int:
-    """Return the status that the error in an event tells."""
-    return known_status(error.get("code") if isinstance(error, dict) else None)
-
-
 def tokens_in(reply: bytes) -> list[int] | None:
     """Read a reply of `/v1/tokenize`; None where it is none."""
     try:
@@ -560,12 +550,7 @@ def _as_line(reply: bytes, model: str | None) -> str:
 
 
 def answers_of(requests: Sequence[Request], replies: Sequence[bytes]) -> list[Completion | RequestError]:
-    """Read the replies to requests of one task without decoding; raises RequestError where they are none."""
+    """Read the replies to requests of one task without decoding; raises where they are none."""
     task = requests[0].task
     assert task is not None
-    try:
-        return task.answers(requests, replies)
-    except RequestError:
-        raise
-    except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
-        raise AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})") from None
+    return task.answers(requests, replies)
