@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 18_200,
     "output": 23_100,
     "input": 35_800,
-    "engines": 46_800,
+    "engines": 46_700,
     "advise": 11_900,
     "report": 10_900,
     "dispatch": 24_500,
