@@ -189,7 +189,7 @@ class RowTokenizer:
 
         Raises CannotTokenizeError if prompts must be tokenised here and cannot be.
         """
-        self._functions = functions if job.prompt.has_media else None
+        self._functions = functions if job.prompt.media else None
         self._job, self._engine, self._info, self._events = job, engine, info, events
         self._task = job.forward
         if isinstance(self._task, ClassifyTask):

@@ -22,7 +22,6 @@ import pyarrow.types as pt
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import BatchrunError, InputError
-from batchrunner.core.files import format_of
 from batchrunner.core.processes import thread_pool
 from batchrunner.core.types import RowRef
 from batchrunner.input.files import (
@@ -137,11 +136,11 @@ class Dataset:
                 f"these are {len(paths)} batch files, {paths[0]} and {paths[1]} among them",
                 hint="give one: a custom_id is unique in its file only",
             )
-        if copies is None and (is_batch or any(format_of(path).kind != "Parquet" for path in paths)):
+        if copies is None:
             copies = Path(tempfile.mkdtemp(prefix="batchrunner-copies-"))
             weakref.finalize(self, shutil.rmtree, copies, ignore_errors=True)
         with thread_pool(READERS) as pool:
-            shared = repeat(copies or Path()), repeat(source), repeat(is_batch)
+            shared = repeat(copies), repeat(source), repeat(is_batch)
             self.files = list(pool.map(SourceFile, repeat(fs), paths, *shared))
         _unify_json_lines(self.files)
         self._starts = [0, *accumulate(source.rows for source in self.files)]

@@ -93,7 +93,7 @@ class Renderer:
             made = _prompt_source(prompt, dataset)
         self.kind, self._prompt_of = made.kind, made.prompt_of
         names = {*made.columns}
-        if prompt.has_media:
+        if prompt.media:
             from batchrunner.input.media.prompts import MediaPrompts  # noqa: PLC0415 - few jobs have files
 
             self._media = MediaPrompts(prompt, dataset, made.prompt_of, made.printed)

@@ -53,10 +53,9 @@ def paths_of(data: object) -> list[str] | None:
 
     Raises InputError where a text names nothing.
     """
-    if isinstance(data, (list, tuple)) and data and all(isinstance(item, os.PathLike) for item in data):
-        return [os.fspath(item) for item in data]
-    if isinstance(data, os.PathLike):
-        return [os.fspath(data)]
+    given = data if isinstance(data, (list, tuple)) else [data]
+    if given and all(isinstance(item, os.PathLike) for item in given):
+        return [os.fspath(item) for item in given]
     if not isinstance(data, str):
         return None
     try:

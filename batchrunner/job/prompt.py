@@ -74,6 +74,11 @@ class PdfSpec(MediaFiles):
         return pages
 
     @property
+    def columns(self) -> list[str]:
+        """The column, as a list like those of other files."""
+        return [self.column]
+
+    @property
     def page_column(self) -> str | None:
         """Column that says which pages."""
         return self.pages.column if isinstance(self.pages, FromColumn) else None
@@ -141,20 +146,10 @@ class PromptSpec(Spec):
         given = {field: getattr(self, field) for field in KIND_OF_FIELD}
         return {field: spec for field, spec in given.items() if spec is not None}
 
-    def columns_of(self, field: str) -> list[str]:
-        """Return the columns with files that a field names."""
-        spec = self.media[field]
-        return [spec.column] if isinstance(spec, PdfSpec) else spec.columns
-
-    @property
-    def has_media(self) -> bool:
-        """Whether prompts may have images, audio or videos."""
-        return bool(self.media)
-
     @property
     def media_columns(self) -> list[str]:
         """Columns that stand for files in templates."""
-        return [column for field in self.media for column in self.columns_of(field)]
+        return [column for spec in self.media.values() for column in spec.columns]
 
     system: str | None = None
     """Jinja2 template of the system message, over the columns of a row."""
@@ -235,7 +230,7 @@ class PromptSpec(Spec):
             "tools": self.is_chat,
             "chat_template_kwargs": self.is_chat,
             "pdf": kind in {"user", "messages"},
-            "truncate": self.tools is None and not self.has_media,
+            "truncate": self.tools is None and not self.media,
         }
         for name in KIND_OF_FIELD:
             allowed.setdefault(name, kind in {"user", "messages", "text"})

@@ -33,7 +33,7 @@ def open_functions(job: Job) -> HookPool | None:
     """
     given = {PROMPT: job.prompt.python, PARSE: job.parse, CHECK: job.accept.python}
     functions = [_function(where, function) for where, function in given.items() if function is not None]
-    if job.prompt.has_media:
+    if job.prompt.media:
         _check_packages(job)
         functions.append(HookFunction(MEDIA, "reading its files", _PREPARE))
     if not functions:

@@ -321,7 +321,7 @@ class Job(Spec):
                 "prompt.truncate counts tokens here: leave out `tokenize: server`",
             ),
             (
-                self.tokenize == "client" and (prompt.tools is not None or prompt.has_media),
+                self.tokenize == "client" and (prompt.tools is not None or prompt.media),
                 "tokenize: the server tokenizes prompts with tools or files: leave out `tokenize: client`",
             ),
             (

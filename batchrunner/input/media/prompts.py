@@ -156,11 +156,12 @@ class MediaPrompts:
         self._columns: list[FileColumn] = []
         self._placeholders: dict[str, str] = {}
         for field, spec in prompt.media.items():
-            self._columns += [FileColumn(name, field, spec, source) for name in prompt.columns_of(field)]
-            placeholder = None if isinstance(spec, PdfSpec) else spec.placeholder
-            self._placeholders[KIND_OF_FIELD[field].name] = placeholder or ""
-            shown = sorted({*prompt.columns_of(field)} & {*printed})
-            if self._is_text and shown and not placeholder:
+            self._columns += [FileColumn(name, field, spec, source) for name in spec.columns]
+            if isinstance(spec, PdfSpec):
+                continue  # it goes with chats, in which nothing stands for files
+            self._placeholders[KIND_OF_FIELD[field].name] = spec.placeholder or ""
+            shown = sorted({*spec.columns} & {*printed})
+            if self._is_text and shown and not spec.placeholder:
                 raise JobError(
                     f"prompt.text: nothing is known to stand for the {field} of {shown[0]!r}",
                     hint=f"give {field}.placeholder, the model's own token, or leave the column out",
