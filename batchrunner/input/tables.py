@@ -53,7 +53,7 @@ def paths_of(data: object) -> list[str] | None:
 
     Raises InputError where a text names nothing.
     """
-    given = data if isinstance(data, (list, tuple)) else [data]
+    given: Any = data if isinstance(data, (list, tuple)) else [data]
     if given and all(isinstance(item, os.PathLike) for item in given):
         return [os.fspath(item) for item in given]
     if not isinstance(data, str):
