@@ -10,7 +10,7 @@ from batchrunner.advise.from_server import watch_server
 from batchrunner.advise.rules import BY_NAME, Advice, apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.core.console import counted
-from batchrunner.core.errors import InputError
+from batchrunner.core.errors import InputError, hidden
 from batchrunner.engines.flags import CHECK_HELP, Flags, installed, of_arguments
 from batchrunner.engines.logs.reader import KNOWN_CARDS, Facts, LogReader, architecture_of
 from batchrunner.engines.logs.series import GUIDES
@@ -114,7 +114,7 @@ def advise(
     situation.facts.config = _config(situation.facts)
     names_flags = any(found.args for found in apply_all(situation, Flags()))
     flags = _flags(situation, python, ask=names_flags)
-    return AdviceReport(source, situation, apply_all(situation, flags), flags)
+    return AdviceReport(hidden(source), situation, apply_all(situation, flags), flags)
 
 
 def advise_run(run: Path) -> AdviceReport:

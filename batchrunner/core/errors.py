@@ -10,13 +10,16 @@ from typing import Any, ClassVar
 
 SECRETS = set[str]()
 """Keys of engines that this process knows."""
+SHORTEST_SECRET = 8
+"""Characters: a shorter key, such as EMPTY or test, keeps nobody out, and may be a word of a message."""
 _USER_OF_URL = re.compile(r"(?<=got ')[^'\s]+:[^'\s]+@|(?<=://)[^/\s]+@")
 
 
 def hidden(text: str) -> str:
     """Return a text with `***` in place of keys of engines, and of users and passwords in URLs."""
     for secret in SECRETS:
-        text = text.replace(secret, "***")
+        if len(secret) >= SHORTEST_SECRET:
+            text = text.replace(secret, "***")
     return _USER_OF_URL.sub("***@", text)
 
 

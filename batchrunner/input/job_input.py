@@ -81,7 +81,9 @@ class JobInput:
         told = f"input.filter: true for none of the {total} rows: {self.job.input.filter}"
         if failed:
             told = f"input.filter: fails on {counted(failed, 'row')}, and is true for {is_true}: {error}"
-        hint = "values of CSV are texts: input.types gives others" if self.dataset.has_text_files else None
+        is_of_types = not failed or "TypeError" in error
+        of_text = is_of_types and self.dataset.has_text_files
+        hint = "values of CSV are texts: input.types gives others" if of_text else None
         raise InputError(told, hint=hint)
 
 

@@ -47,10 +47,18 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GUIDES, "samples", 2)
 
 
-def watched(server: FakeSGLang, *, polls: int = 8, **options: Any) -> AdviceReport:
+def watched(server: FakeSGLang, *, polls: int = 8, user: str = "", **options: Any) -> AdviceReport:
     """Return the advice on a server whose load was asked for so often, however slow the machine is."""
     end_after(server, polls)
-    return advise(server.url, span_s=PATIENCE_S, **options)
+    return advise(server.url.replace("://", f"://{user}"), span_s=PATIENCE_S, **options)
+
+
+def test_a_password_is_not_shown() -> None:
+    """It stands in the address of a server behind a proxy."""
+    with FakeSGLang() as server:
+        found = watched(server, user="joe:hunter2@")
+    assert "//***@127" in "\n".join(found.lines())
+    assert "hunter2" not in f"{found.lines()}{found.as_dict()}"
 
 
 def test_a_live_server_is_watched() -> None:

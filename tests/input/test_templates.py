@@ -56,6 +56,8 @@ def test_a_filter_of_a_text_that_was_meant_as_a_number(tmp_path: Path, name: str
         "NAME | float",
     )
     assert ("input.types gives others" in said) == (name == "data.csv")
+    job["input"]["filter"] = "1 / 0 > size | int"
+    assert "input.types" not in refusal(job, tmp_path)
     job["input"]["filter"] = "size and size | float > 7"
     assert batchrunner.run(job).rows_ok == 1
     job["input"]["filter"] = "size != '8' or size > 5"  # it fails on one row, and is true for the others
