@@ -87,6 +87,6 @@ def test_a_short_key_is_no_secret(
 ) -> None:
     """It may be a word that messages have: they stay readable."""
     monkeypatch.setenv("SGLANG_API_KEY", "may")
-    server.script = lambda _: refusal(400)  # type: ignore[assignment]
+    server.script = lambda _: refusal(400)
     run_job(job := job_of(tmp_path, {"kind": "attach", "urls": [server.url]}, rows=1), tmp_path, code=3)
     assert results_of(job)[0]["error"].endswith("may not")
