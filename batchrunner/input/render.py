@@ -183,21 +183,14 @@ class Renderer:
         if isinstance(prompt, RequestBody):
             sampling = {"max_new_tokens": prompt.most_tokens}
         if self._per_row:
-            sampling = self._sampling_of(row)
+            given = {name: row[column] for name, column in self._per_row.items() if row[column] is not None}
+            sampling = {**sampling, **{name: _sendable(name, value) for name, value in given.items()}}
         if self._same is not None:
             return Request(ref, self._request_kind, prompt, sampling, *self._same)
-        own = self._own_fields(row)
-        return Request(ref, self._request_kind, prompt, sampling, media=media, **self._shared, **own)
-
-    def _own_fields(self, row: Row) -> dict[str, Any]:
         own = {field: each.of(row[each.column]) for field, each in self._by_row.items()}
         if self._for_check:
             own["row"] = {name: row[name] for name in self._for_check}
-        return own
-
-    def _sampling_of(self, row: Row) -> dict[str, Any]:
-        own = {name: row[column] for name, column in self._per_row.items() if row[column] is not None}
-        return {**self._sampling, **{name: _sendable(name, value) for name, value in own.items()}}
+        return Request(ref, self._request_kind, prompt, sampling, media=media, **self._shared, **own)
 
 
 def _sendable(name: str, value: Any) -> Any:

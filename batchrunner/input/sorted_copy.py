@@ -147,7 +147,11 @@ def write_sorted(
     work.mkdir()
     try:
         with connect(work) as db:
-            _sort_keys(db, _keys(job_input, rows, about["order"], check_stop))
+            insert(db, "keys", _KEYS, _keys(job_input, rows, about["order"], check_stop))
+            db.execute(
+                "CREATE TABLE sorted AS SELECT key, row, size FROM keys ORDER BY first, key, tail, row"
+            )
+            db.execute("DROP TABLE keys")
             check_stop()
             in_order = _values(db, "SELECT key, size FROM sorted")
             groups = list(cut_into_groups(in_order, lease_rows(len(rows))))
@@ -163,13 +167,6 @@ def write_sorted(
             _write_copy(buckets.take(), [size for size, _ in groups], temporary, about)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _sort_keys(db: DuckDBPyConnection, keys: Iterator[tuple[Any, ...]]) -> None:
-    """Sort keys, which are rows of _KEYS, into the table `sorted`."""
-    insert(db, "keys", _KEYS, keys)
-    db.execute("CREATE TABLE sorted AS SELECT key, row, size FROM keys ORDER BY first, key, tail, row")
-    db.execute("DROP TABLE keys")
 
 
 def insert(
