@@ -103,7 +103,7 @@ MOST_TOKENS = {
     "core": 8_200,
     "job": 18_200,
     "output": 23_100,
-    "input": 35_800,
+    "input": 35_700,
     "engines": 46_700,
     "advise": 11_900,
     "report": 10_900,
