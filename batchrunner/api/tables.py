@@ -71,7 +71,7 @@ def _no_results(job: Job, dataset: Dataset) -> pa.Table:
         )
         plan = plan_answers(job, functions)
         AnswerConditions(job, plan, dataset.schema.names)  # raises what is wrong with the checks
-    return schema_of_run(renderer.carried_schema, plan, {}).empty_table()
+    return schema_of_run(renderer.carried_schema, plan).empty_table()
 
 
 def generate(

@@ -34,7 +34,7 @@ OF_THE_PROMPT = {"prompt_logprobs"}
 """Those of ANSWER_TYPES that all outputs of a row have in common."""
 
 
-def schema_of_run(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]) -> pa.Schema:
+def schema_of_run(carried: pa.Schema, plan: AnswerPlan) -> pa.Schema:
     """Return the schema of the parts that this start of a run writes: `row`, carried columns, results.
 
     With several samples some of all these are lists, with one value for each. A task without decoding has no
@@ -67,13 +67,7 @@ def schema_of_run(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]
             kind = arrow_type(kind_of_schema(plan.schema))
         fields.append(pa.field(name, kind if name in OF_THE_PROMPT else each(kind)))
     fields += [pa.field(name, each(arrow_type(kind))) for name, kind in plan.parsed]
-    told = {} if plan.task is None else {TASK: plan.task.name}
-    return pa.schema(fields, metadata={**metadata, **told})
-
-
-def schema_of_parts(carried: pa.Schema, plan: AnswerPlan, metadata: dict[str, str]) -> pa.Schema:
-    """Return `schema_of_run` with the digests of requests, which the parts of a run have."""
-    return schema_of_run(carried, plan, metadata).append(pa.field(REQUEST_DIGEST, pa.binary()))
+    return pa.schema(fields, metadata={} if plan.task is None else {TASK: plan.task.name})
 
 
 def has_texts(schema: pa.Schema) -> bool:

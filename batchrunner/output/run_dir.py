@@ -61,7 +61,6 @@ class RunDir:
         self.parts = self.path / "parts"
         self.leases = self.path / "leases"
         self.merged = self.path / "merged"
-        """Rows that a program gave to `stream`, from where every start reads them."""
         self.copies = self.path / ".input"
         """Parquet copies of input files of other formats, until the run is done."""
         self.run_json = self.path / "run.json"

@@ -72,7 +72,7 @@ def gpus_of_nodes() -> list[float]:
 
 def result_names(plan: AnswerPlan) -> list[str]:
     """Return the names of the columns of the results, but `row`."""
-    return [name for name in schema_of_run(pa.schema([]), plan, {}).names if name != "row"]
+    return [name for name in schema_of_run(pa.schema([]), plan).names if name != "row"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class BlockStream:
                 stack.enter_context(closing(functions))
             rows = ProgramRows(job, columns, self._buffer, functions=functions)
             self._plan = plan_answers(job, functions)
-            self._schema = schema_of_run(pa.schema([]), self._plan, {})
+            self._schema = schema_of_run(pa.schema([]), self._plan)
             call.check_names(columns, self._plan)
             self._outlet = BlockOutlet()
             work = functools.partial(

@@ -27,10 +27,11 @@ from batchrunner.input.render import Renderer
 from batchrunner.input.request_bodies import URL
 from batchrunner.job.answers import AnswerPlan, judges_by_row, plan_answers
 from batchrunner.job.arrow_types import arrow_type, type_name
+from batchrunner.job.output import REQUEST_DIGEST
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
-from batchrunner.output.columns import schema_of_parts
+from batchrunner.output.columns import schema_of_run
 from batchrunner.output.run_dir import MAIN_TASK, TUNE, RunDir, look_at_run, open_run
 from batchrunner.output.run_json import (
     DISCARD,
@@ -89,11 +90,10 @@ class PreparedJob(JobInput):
         return GENERATE
 
     @property
-    def results_schema(self) -> pa.Schema | None:
-        """Schema of the results of a run in an object store; None for one on a disk, which needs none."""
-        if not self.run_dir.store.uri:
-            return None
-        return schema_of_parts(self.renderer.carried_schema, self.answers, {})
+    def results_schema(self) -> pa.Schema:
+        """Schema of the parts: that of the results, and the digests of requests."""
+        schema = schema_of_run(self.renderer.carried_schema, self.answers)
+        return schema.append(pa.field(REQUEST_DIGEST, pa.binary()))
 
     def fingerprint(self, model: str) -> dict[str, Any]:
         """Return what two attempts must have in common: no merge takes columns of two types.

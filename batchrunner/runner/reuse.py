@@ -25,7 +25,6 @@ from batchrunner.input.parquet_copy import in_chunks
 from batchrunner.input.sorted_copy import connect, insert
 from batchrunner.job.answers import judges_by_row
 from batchrunner.job.output import CUT
-from batchrunner.output.columns import schema_of_parts
 from batchrunner.output.counts import RowCounts, TableCounts, with_counts
 from batchrunner.output.files import make_directory, writing
 from batchrunner.output.parts import write_part
@@ -133,7 +132,7 @@ class Reuse:
         """Yield the answers of wanted rows in their order, as parts have them, `size` at most at once."""
         prepared, parts = self._prepared, [str(path) for path in self._run.all_parts()]
         stored = [pq.read_schema(part) for part in parts]
-        schema = schema_of_parts(prepared.renderer.carried_schema, prepared.answers, {})
+        schema = prepared.results_schema
         names = {*schema.names} - {*prepared.renderer.carried_schema.names}
         if not {name for each in stored for name in each.names}.issuperset(names):
             return  # they are of an earlier version

@@ -33,7 +33,6 @@ from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import find_sorted_copy, prepare_order
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
-from batchrunner.output.columns import schema_of_parts
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog, attempt_spans, union_s, uploading_logs
 from batchrunner.output.files import refresh_listing, writing
@@ -410,14 +409,16 @@ class Run:
             decodes=decodes,
             prompt_bytes=self.order.own_bytes(caches_prefixes=info.caches_prefixes),
         )
-        metadata = {"batchrunner": versions(info)["batchrunner"] or "", "model": info.model}
+        schema = prepared.results_schema
+        metadata: dict[Any, Any] = {**(schema.metadata or {}), "model": info.model}
+        metadata["batchrunner"] = versions(info)["batchrunner"] or ""
         if info.simulated:
             metadata["simulated"] = "true"
         in_store = run_dir.store.objects is not None
         stored_within_s = job.output.uploaded_within_s * FLUSH_FRACTION
         writer = ResultWriter(
             run_dir,
-            schema_of_parts(prepared.renderer.carried_schema, prepared.answers, metadata),
+            schema.with_metadata(metadata),
             part_rows=job.output.part_rows,
             plan=prepared.answers,
             durable_s=min(job.output.durable, SPOOL_S) if in_store else job.output.durable,

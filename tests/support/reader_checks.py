@@ -53,7 +53,7 @@ def check_answer(reply: bytes, kind: str = "text", samples: int = 1) -> bool:
     else:
         assert len(completion.texts) == samples
         outcome = Outcome(ref, completion, None, 0.1, 1)
-    table = table_of([outcome], schema_of_run(_CARRIED.schema, _PLANS[samples], {}), _PLANS[samples])
+    table = table_of([outcome], schema_of_run(_CARRIED.schema, _PLANS[samples]), _PLANS[samples])
     table.validate(full=True)
     counts = RowCounts()
     counts.add(outcome)

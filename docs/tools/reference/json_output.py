@@ -58,6 +58,7 @@ STATUS = {
     "rows_on_disk": "Rows that ended, failed ones included, and are safe on disk.",
     "rows_failed": "Rows that have an `error`.",
     "rows_cut": "Rows that succeeded, of which an output was cut at `max_new_tokens`.",
+    "rows_reused": "Rows that have the answer of an equal request of another run (`output.reuse`).",
     "failures": "Failed rows by cause, largest group first: `rows`, `example_row`, `example`.",
     "reason": "Why the last attempt ended; null while somebody is at work, and after a kill.",
     "output_tokens": "Generated tokens of the rows on disk, also of their rejected answers.",

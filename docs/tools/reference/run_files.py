@@ -34,7 +34,7 @@ stand after all others."""
 
 def result_columns() -> str:
     """Return the page on the columns of the results."""
-    kinds = schema_of_run(pa.schema([]), AnswerPlan(columns=()), {})
+    kinds = schema_of_run(pa.schema([]), AnswerPlan(columns=()))
     head = ["column", "type", "meaning"]
     always = table(
         head,
@@ -52,7 +52,7 @@ def result_columns() -> str:
 
 def _own_columns(name: str, task: ForwardTask) -> list[list[str]]:
     """Return the columns of a task, with their types and meanings."""
-    kinds = schema_of_run(pa.schema([]), AnswerPlan(columns=(), parsed=(*task.columns,), task=task), {})
+    kinds = schema_of_run(pa.schema([]), AnswerPlan(columns=(), parsed=(*task.columns,), task=task))
     return [
         [name, f"`{column}`", type_name(kinds.field(column).type), task.meanings[column]]
         for column, _ in task.columns
