@@ -158,7 +158,12 @@ class Dataset:
         self.has_text_files = bool(texts)
         """Whether the types of columns come from values, or from `input.types`."""
         self._problems = [PROBLEM] if any(file.has_problems for file in self.files) else []
-        _check_types(source.types, dict.fromkeys(name for file in texts for name in file.schema.names))
+        known = dict.fromkeys(name for file in texts for name in file.schema.names)
+        for name in source.types:
+            if not texts:
+                raise InputError("input.types: is for CSV and JSON Lines, and the input has no such file")
+            if name not in known:
+                raise unknown_column(InputError, "input.types", name, known)
         if not any(file.format.kind == "CSV" for file in texts):
             for name in {"delimiter", "encoding", "decimal"} & source.model_fields_set:
                 raise InputError(f"input.{name}: is for CSV, and the input has no such file")
@@ -421,12 +426,3 @@ def _unify_json_lines(sources: Iterable[SourceFile]) -> None:
         schema = stored_schema(common_schema([source.schema for source in found]))
         for source in found:
             source.schema = schema
-
-
-def _check_types(types: Iterable[str], known: Mapping[str, None]) -> None:
-    """Raise InputError where `input.types` names a column that is none of those of text files, `known`."""
-    for name in types:
-        if not known:
-            raise InputError("input.types: is for CSV and JSON Lines, and the input has no such file")
-        if name not in known:
-            raise unknown_column(InputError, "input.types", name, known)
