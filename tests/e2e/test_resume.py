@@ -29,7 +29,7 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.runs import rows_once, rows_sent, some_done
+from tests.support.runs import is_control, rows_once, rows_sent, some_done
 
 
 def test_a_finished_run_sends_nothing(tmp_path: Path, server: FakeSGLang) -> None:
@@ -259,6 +259,8 @@ def test_every_row_ends_once_over_all_starts(
         def script(sent: Sent) -> Behaviour:
             if len(server.sent) == stop_at:
                 loop.call_soon_threadsafe(running.cancel)
+            if is_control(sent):
+                return "answer"
             before, at_last = rows[int(sent.prompt.split()[1])]
             return before[sent.tries - 1] if sent.tries <= len(before) else at_last
 
