@@ -214,10 +214,10 @@ def test_times_add_up(tmp_path: Path, server: FakeSGLang) -> None:
     ends = [event["elapsed_s"] for event in log if event["event"] == "end"]  # an earlier start ends with it
     assert first["wall_s"] <= ends[0]
     assert second.wall_s <= ends[1]
-    assert second.wall_s_all_starts == pytest.approx(ends[0] + second.wall_s, abs=0.002)
+    assert second.wall_s_all_starts == pytest.approx(ends[0] + second.wall_s, abs=0.05)
     assert (second.output_tokens, second.output_tokens_all_starts) == (30, 50)
     third = batchrunner.run(job)
-    assert third.wall_s_all_starts == pytest.approx(sum(ends), abs=0.01)
+    assert third.wall_s_all_starts == pytest.approx(sum(ends), abs=0.05)
 
 
 FAULTS: list[Behaviour] = [
