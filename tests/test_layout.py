@@ -103,7 +103,7 @@ MOST_TOKENS = {
     "core": 8_200,
     "job": 18_200,
     "output": 23_000,
-    "input": 35_700,
+    "input": 35_800,
     "engines": 46_700,
     "advise": 11_900,
     "report": 10_900,

@@ -173,7 +173,7 @@ def insert(
     db: DuckDBPyConnection, table: str, kinds: Mapping[str, pa.DataType], rows: Iterator[tuple[Any, ...]]
 ) -> None:
     """Make a table of rows with these columns, many of them at once."""
-    db.from_arrow(pa.schema(kinds.items()).empty_table()).create(table)
+    db.from_arrow(pa.Table.from_batches([], pa.schema(kinds.items()))).create(table)
     while chunk := list(islice(rows, CHUNK_ROWS)):
         columns = zip(zip(*chunk, strict=True), kinds.values(), strict=True)
         db.from_arrow(pa.table([arrow_array(*column) for column in columns], [*kinds])).insert_into(table)

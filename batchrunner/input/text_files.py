@@ -20,6 +20,7 @@ from batchrunner.input.parquet_copy import PROBLEM, array_of, in_chunks, text_of
 from batchrunner.input.request_bodies import BATCH_COLUMNS, request_lines
 from batchrunner.job.arrow_types import PLAIN_TYPES, type_name
 from batchrunner.job.spec import InputSpec
+from batchrunner.output.arrow_arrays import arrow_array
 
 BATCH_ROWS = 4096
 """Most rows of a batch."""
@@ -95,7 +96,7 @@ def _batch_of(
         problem and f"{path}: line {line}: {problem}"
         for (line, *_), problem in zip(chunk, problems, strict=True)
     ]
-    return pa.RecordBatch.from_arrays([*arrays, pa.array(told)], names=[*kinds, PROBLEM])
+    return pa.RecordBatch.from_arrays([*arrays, arrow_array(told, pa.string())], names=[*kinds, PROBLEM])
 
 
 def _typed(values: Sequence[Any], kind: pa.DataType, decimal: str) -> tuple[pa.Array, dict[int, str]]:
@@ -105,13 +106,13 @@ def _typed(values: Sequence[Any], kind: pa.DataType, decimal: str) -> tuple[pa.A
     """
     texts = [text_of(value) for value in values]
     if pa.types.is_string(kind):
-        return pa.array(texts, kind), {}
+        return arrow_array(texts, kind), {}
     texts = [(text and text.strip()) or None for text in texts]
     if decimal == "," and pa.types.is_floating(kind):
         texts = [text and text.translate(_POINTS_AND_COMMAS) for text in texts]
     misfits: dict[int, str] = {}
     try:
-        return pa.array(texts, pa.string()).cast(kind), misfits
+        return arrow_array(texts, pa.string()).cast(kind), misfits
     except pa.ArrowException:  # one of them at least does not fit
         for at, text in enumerate(texts):
             try:
@@ -119,7 +120,7 @@ def _typed(values: Sequence[Any], kind: pa.DataType, decimal: str) -> tuple[pa.A
             except pa.ArrowException:
                 misfits[at] = f"{values[at]!r:.{MOST_SHOWN}} is not {type_name(kind)}"
                 texts[at] = None
-    return pa.array(texts, pa.string()).cast(kind), misfits
+    return arrow_array(texts, pa.string()).cast(kind), misfits
 
 
 def _csv_batches(records: Iterator[_Cells], path: str, spec: InputSpec) -> Iterator[pa.RecordBatch]:
