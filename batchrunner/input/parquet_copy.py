@@ -21,7 +21,7 @@ from batchrunner.output.files import writing
 
 Record = TypeVar("Record")
 
-PLAIN = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+_PLAIN = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
 """Types of values for which `pa.array`, which imports pandas, is not needed."""
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
@@ -174,7 +174,7 @@ def in_chunks(
 def array_of(values: Sequence[Any]) -> pa.Array:
     """Return values as Arrow has them, or as JSON text where they have no type in common."""
     kinds = {type(value) for value in values if value is not None}
-    kind = PLAIN.get(kinds.pop()) if len(kinds) == 1 else None
+    kind = _PLAIN.get(kinds.pop()) if len(kinds) == 1 else None
     try:
         return pa.array(values) if kind is None else arrow_array(values, kind)
     except (TypeError, ValueError, OverflowError, pa.ArrowException):

@@ -59,9 +59,11 @@ def batches_of_file(
         source.read(len(BOM))
     if is_batch:
         requests = request_lines(_lines(source, path))
-        return _object_batches(requests, path, dict.fromkeys(BATCH_COLUMNS, "string"))
+        hint = f"this writes a job for a file of data: batchrun init {path}"
+        return _object_batches(requests, path, dict.fromkeys(BATCH_COLUMNS, "string"), "request", hint)
     if form.kind == "JSON Lines":
-        return _object_batches(_json_records(_lines(source, path)), path, spec.types)
+        hint = "write JSON Lines, an object on each line (for an array: jq -c '.[]')"
+        return _object_batches(_json_records(_lines(source, path)), path, spec.types, "JSON object", hint)
     text = io.TextIOWrapper(source, spec.encoding, "surrogateescape", newline="\n")
     delimiter = spec.delimiter or ("\t" if form.ending == ".tsv" else ",")
     return _csv_batches(_csv_records(_lines(text, path), path, delimiter, spec.encoding), path, spec)
@@ -211,9 +213,12 @@ def _has_more_levels(value: object, most: int) -> bool:
 
 
 def _object_batches(
-    records: Iterable[Record], path: str, types: Mapping[str, str]
+    records: Iterable[Record], path: str, types: Mapping[str, str], what: str, hint: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the objects on the lines of a file. A key that a line lacks is null there."""
+    """Yield the objects on the lines of a file. A key that a line lacks is null there.
+
+    Raises InputError, with the hint, where no line is `what` it should be.
+    """
     found, first = False, None
     for chunk in in_chunks(records, BATCH_ROWS, itemgetter(-1)):
         first = first or next((record for record in chunk if record[2]), None)
@@ -223,11 +228,8 @@ def _object_batches(
             path, chunk, {name: PLAIN_TYPES[types[name]] if name in types else None for name in names}
         )
     if not found:
-        told = f"no line is a JSON object (line {first[0]}: {first[2]})" if first else "is empty"
-        raise InputError(
-            f"{path}: {told}",
-            hint="write JSON Lines, an object on each line (for an array: jq -c '.[]')",
-        )
+        told = f"no line is a {what} (line {first[0]}: {first[2]})" if first else "is empty"
+        raise InputError(f"{path}: {told}", hint=hint)
 
 
 def _arrow_batches(source: io.BufferedReader) -> Iterator[pa.RecordBatch]:

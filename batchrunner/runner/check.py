@@ -15,7 +15,6 @@ from batchrunner.core.errors import (
     EXIT_DONE,
     EXIT_FAILED_ROWS,
     CannotTokenizeError,
-    InputError,
     RowRefusedError,
 )
 from batchrunner.core.files import known_format, read_json
@@ -138,14 +137,7 @@ def check(job: str, overrides: Sequence[str]) -> Check:
         model = launched_model(loaded.engine)
         if model is not None:
             check_model(model)
-        try:
-            prepared = prepare(loaded)
-        except InputError as failure:
-            if not loaded.prompt.is_batch:
-                raise
-            hint = f"this writes a job for a file of data: batchrun init {job}"
-            raise InputError(failure.message, hint=hint) from None
-        with contextlib.closing(prepared):
+        with contextlib.closing(prepare(loaded)) as prepared:
             return _check(prepared)
 
 

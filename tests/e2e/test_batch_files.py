@@ -263,6 +263,7 @@ def test_requests_that_sglang_refuses(tmp_path: Path) -> None:
     assert "the job is fine" in batchrun("check", batch.requests).stdout
     write_batch(batch.requests, [{"id": 1, "text": "a file of data"}])
     assert f"batchrun init {batch.requests}" in batchrun("check", batch.requests).stderr
+    assert "batchrun init" not in batchrun("check", tmp_path / "absent.jsonl").stderr
     write_batch(batch.requests, [lines[0], "no JSON"])
     assert batchrun("check", batch.requests).exit_code == 3
     assert batchrun("check", batch.requests, "--set", "prompt.text=a").exit_code == 2
