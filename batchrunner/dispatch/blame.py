@@ -55,7 +55,7 @@ class RouteRecord:
         return answers
 
     def control_for(self, refused: Request) -> Request:
-        """Return a request for little: what was answered last, or else the beginning of a refused one."""
+        """Return a cheap request: what was answered last, or else the beginning of a refused one."""
         request = self.last or refused
         prompt: Any = request.prompt
         if request.kind == "body":

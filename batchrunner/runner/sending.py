@@ -20,7 +20,7 @@ from batchrunner.dispatch.bundles import BundleTotals, ForwardPasses, bundle_sen
 from batchrunner.dispatch.concurrency.law import (
     BYTES_A_TOKEN,
     BYTES_AN_ID,
-    cost_of_connections,
+    UNKNOWN_ENGINE_WINDOW,
     tokens_a_row,
 )
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits, LoadControl, write_changes
@@ -45,6 +45,22 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+
+def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
+    """Return what to do about too few connections, in a line; None where they are enough.
+
+    `fixed` is the job's window, if it sets one; else as many are needed as the engine can run.
+    """
+    wanted = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
+    if info.connections is None or info.connections >= wanted:
+        return None
+    who = "the job's window is" if fixed else "the engine can run"
+    return (
+        f"at most {info.connections} requests can be in flight, and {who} {wanted}: up to "
+        f"{1 - info.connections / wanted:.0%} of the speed is lost. The limit is {info.connections_by}: "
+        "raise it (ulimit -Hn, LimitNOFILE, or the container's --ulimit nofile)"
+    )
 
 
 async def open_concurrency(
@@ -74,7 +90,7 @@ async def open_concurrency(
         passes=None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens),
         own_band="queue" in job.model_fields_set,
     )
-    if cost := cost_of_connections(info, concurrency.fixed):
+    if cost := _cost_of_connections(info, concurrency.fixed):
         log.warning("%s", cost)
     first = concurrency.begin(await engine.loads(), now, unsent=unsent)
     if concurrency.fixed is not None:

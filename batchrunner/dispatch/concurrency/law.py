@@ -37,7 +37,7 @@ Sources: integral control with dead time, K·τ ≤ 1/e; Past-Future Scheduler (
 import math
 from dataclasses import dataclass
 
-from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand
+from batchrunner.core.engine_info import Corner, QueueBand
 from batchrunner.core.timing import TIMING
 
 GAIN = 0.37
@@ -328,22 +328,6 @@ def tokens_a_row(max_new_tokens: int | None, prompt_tokens: float | None = None)
     if prompt_tokens is not None and output <= SHORT_OUTPUT_TOKENS:
         prompt = min(prompt, max(1, round(prompt_tokens)))
     return prompt + output // 2
-
-
-def cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
-    """Return what to do about too few connections, in a line; None where they are enough.
-
-    `fixed` is the job's window, if it sets one; else as many are needed as the engine can run.
-    """
-    wanted = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
-    if info.connections is None or info.connections >= wanted:
-        return None
-    who = "the job's window is" if fixed else "the engine can run"
-    return (
-        f"at most {info.connections} requests can be in flight, and {who} {wanted}: up to "
-        f"{1 - info.connections / wanted:.0%} of the speed is lost. The limit is {info.connections_by}: "
-        "raise it (ulimit -Hn, LimitNOFILE, or the container's --ulimit nofile)"
-    )
 
 
 def first_window(
