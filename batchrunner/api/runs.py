@@ -27,7 +27,7 @@ def open_engine(
     request_timeout_s: float = 3600.0,
     task: TaskName = GENERATE,
 ) -> Iterator[OpenEngine]:
-    """Open an engine that serves several runs in turn.
+    """Open an engine that serves several runs, in turn or at once.
 
     Example: `with open_engine({"kind": "server", "model": name}) as engine: run(job, engine=engine)`.
 

@@ -60,7 +60,7 @@ from batchrunner.runner.prepare import (
 from batchrunner.runner.progress import Display
 from batchrunner.runner.reuse import Reuse
 from batchrunner.runner.rows import FixedRows
-from batchrunner.runner.sending import Sending, open_concurrency
+from batchrunner.runner.sending import Sending, open_control
 
 if TYPE_CHECKING:
     from batchrunner.runner.join import LeasedRows
@@ -399,7 +399,7 @@ class Run:
         args = without_secrets(job)["engine"].get("args", {})
         events.write("start", rows_total=rows.total, rows_done=rows_done, engine=asdict(info), args=args)
         decodes = await asyncio.to_thread(lambda: prepared.model_task) == GENERATE
-        concurrency, why = await open_concurrency(
+        load_control, why = await open_control(
             job,
             engine,
             info,
@@ -428,10 +428,10 @@ class Run:
             disk=DiskWait(job.limits.disk_wait, lambda: self.control.at_once),
         )
         sending = Sending(
-            job, rows, engine, concurrency, prepared.answers, writer, self.counts, events, self.control,
+            job, rows, engine, load_control, prepared.answers, writer, self.counts, events, self.control,
             self.displays, began, prepared.functions, self.done,
         )  # fmt: skip
-        window = sum(concurrency.windows.values())
+        window = sum(load_control.concurrency.windows.values())
         todo = f"{rows.unread:,} rows to do, {rows_done:,} done before"
         log.info("%s; window %s (%s)", todo, f"{window:,}", why)
         log.info("%s", self.order)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import WeakValueDictionary
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
@@ -23,7 +24,12 @@ from batchrunner.dispatch.concurrency.law import (
     UNKNOWN_ENGINE_WINDOW,
     tokens_a_row,
 )
-from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits, LoadControl, write_changes
+from batchrunner.dispatch.concurrency.limits import (
+    ConcurrencyLimits,
+    LoadControl,
+    SendingRun,
+    write_changes,
+)
 from batchrunner.dispatch.dispatcher import Dispatcher, Feeder
 from batchrunner.dispatch.progress import AttemptProgress
 from batchrunner.dispatch.queue import Backlog, ResultSink, RowSource, Slots
@@ -63,7 +69,11 @@ def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
     )
 
 
-async def open_concurrency(
+_CONTROLS: WeakValueDictionary[Engine, LoadControl] = WeakValueDictionary()
+"""The control of each engine that runs use."""
+
+
+async def open_control(
     job: Job,
     engine: Engine,
     info: EngineInfo,
@@ -73,12 +83,15 @@ async def open_concurrency(
     now: float,
     decodes: bool = True,
     prompt_bytes: float | None = None,
-) -> tuple[ConcurrencyLimits, str]:
-    """Return the first windows of an open engine, by its load `now`, and why they are so wide.
+) -> tuple[LoadControl, str]:
+    """Return the load control of an open engine, with the first windows by its load `now`, and their reason.
+
+    Runs that use the engine at once have the same one, unless their jobs set different windows.
 
     Tell how many rows are `unsent`, whether the engine `decodes`, as far as the job's task does not say, and
     how many bytes of a prompt it computes on average, where that is known.
     """
+    fixed = None if job.window == "auto" else job.window
     bytes_a_token = BYTES_A_TOKEN if job.prompt.input_ids is None else BYTES_AN_ID
     prompt_tokens = None if prompt_bytes is None else prompt_bytes / bytes_a_token
     concurrency = ConcurrencyLimits(
@@ -86,17 +99,21 @@ async def open_concurrency(
         QueueBand(*job.queue),
         tokens_a_row(_most_new_tokens(job), prompt_tokens),
         most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
-        fixed=None if job.window == "auto" else job.window,
+        fixed=fixed,
         passes=None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens),
         own_band="queue" in job.model_fields_set,
     )
-    if cost := _cost_of_connections(info, concurrency.fixed):
+    loads = await engine.loads()
+    if (control := _CONTROLS.get(engine)) and control.in_use and control.concurrency.fixed == fixed:
+        return control, "shared with other runs"
+    control = _CONTROLS[engine] = LoadControl(engine, concurrency)
+    if cost := _cost_of_connections(info, fixed):
         log.warning("%s", cost)
-    first = concurrency.begin(await engine.loads(), now, unsent=unsent)
-    if concurrency.fixed is not None:
-        return concurrency, "set by the job"
+    first = concurrency.begin(loads, now, unsent=unsent)
+    if fixed is not None:
+        return control, "set by the job"
     write_changes(events, first)
-    return concurrency, first[0].reason + (f"; {len(first)} schedulers" if first[1:] else "")
+    return control, first[0].reason + (f"; {len(first)} schedulers" if first[1:] else "")
 
 
 def _most_new_tokens(job: Job) -> int | None:
@@ -210,7 +227,7 @@ class Sending:
     _job: Job
     _rows: KnownRows
     _engine: Engine
-    concurrency: ConcurrencyLimits
+    _load_control: LoadControl
     _plan: AnswerPlan
     """What outcomes become."""
     _outlet: Outlet
@@ -234,7 +251,8 @@ class Sending:
         Raises CannotTokenizeError if the job needs client-side tokenization and it is not possible.
         """
         job, rows, engine, events = self._job, self._rows, self._engine, self._events
-        functions, concurrency, info = self._functions, self.concurrency, self.concurrency.info
+        functions, concurrency = self._functions, self._load_control.concurrency
+        self.concurrency, info = concurrency, concurrency.info
         slots = Slots(concurrency.windows)
         tokenizer = RowTokenizer(job, rows.kind, engine, info, events, functions)
         results = OutcomeSink(
@@ -262,7 +280,7 @@ class Sending:
             checker = AnswerChecker(job, self._plan, rows.names, tokenizer, functions)
 
         # load samples: engine → windows → slots → progress: display and event log, `polled`
-        self._load_control = LoadControl(engine, concurrency, slots, self._backlog, events)
+        self._run = SendingRun(slots, self._backlog, events)
         self.progress = AttemptProgress(
             rows, self._done, self._counts, slots, concurrency, self._backlog, self.bundles, engine, events,
             began=self._began, task=job.task,
@@ -277,6 +295,7 @@ class Sending:
 
         A gentle stop lets the rows in flight end; one at once, or a cancellation, cancels them.
         """
+        self._load_control.join(self._run)
         sending = asyncio.ensure_future(self._dispatcher.run(self._feeder))
         polling = asyncio.ensure_future(self._load_control.run(self._polled))
         self._control.listen(functools.partial(self._stop, sending))
@@ -290,6 +309,7 @@ class Sending:
             for task in (sending, polling):
                 task.cancel()
             await asyncio.gather(sending, polling, return_exceptions=True)
+            self._load_control.leave(self._run)
 
     def _polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Show a load sample, and write it from time to time; drain after `limits.deadline`.

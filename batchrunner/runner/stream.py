@@ -51,7 +51,7 @@ from batchrunner.runner.prepare import prepare, renderer_of
 from batchrunner.runner.progress import Display
 from batchrunner.runner.rows import FixedRows
 from batchrunner.runner.run import check_engine, open_engine_of
-from batchrunner.runner.sending import Outlet, Sending, open_concurrency
+from batchrunner.runner.sending import Outlet, Sending, open_control
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -456,9 +456,9 @@ async def send_stream(
             stack.enter_context(contextlib.closing(events))
             events.open()
             began = time.monotonic()
-            concurrency, _ = await open_concurrency(job, engine, info, events, unsent=rows.unread, now=began)
+            load_control, _ = await open_control(job, engine, info, events, unsent=rows.unread, now=began)
             sending = Sending(
-                job, rows, engine, concurrency, plan_answers(job, functions), outlet, counts, events, control,
+                job, rows, engine, load_control, plan_answers(job, functions), outlet, counts, events, control,
                 displays, began, functions,
             )  # fmt: skip
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import signal
@@ -204,6 +205,32 @@ def test_one_engine_serves_several_jobs(tmp_path: Path, server: FakeSGLang) -> N
         table = batchrunner.generate([{"a": "hello"}], prompt={"text": "{{ a }}"}, engine=engine)
     assert table.column("output").to_pylist() == ["answer 0 to hello"]
     assert len(server.sent) == 21
+
+
+async def test_runs_at_once_share_the_engine(tmp_path: Path) -> None:
+    """Each has its part of the one window, so a short run does not wait for the end of a long one."""
+    slow = {"kind": "simulated", "step_s": 0.01, "max_running": 40}
+    options: dict[str, Any] = {"window": 40, "sampling": {"max_new_tokens": 30}}
+    long, short = (
+        job_of(tmp_path / name, slow, rows=rows, **options) for name, rows in (("long", 600), ("short", 80))
+    )
+    with batchrunner.open_engine(slow) as engine:
+        running = asyncio.ensure_future(batchrunner.arun(long, engine=engine))
+        await asyncio.sleep(1)
+        assert (await batchrunner.arun(short, engine=engine)).rows_ok == 80
+        assert not running.done()
+        assert (await running).rows_ok == 600
+    windows = [
+        [sample["window"] for sample in samples_of(tmp_path / name / "run")] for name in ("long", "short")
+    ]
+    assert (min(windows[0]), max(windows[0])) == (20, 40)  # all of it while it is alone
+    assert max(windows[1][1:]) <= 20
+
+
+def samples_of(run: Path) -> list[dict[str, Any]]:
+    """Return the samples in the event log of a run."""
+    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
+    return [event for event in events if event["event"] == "sample"]
 
 
 def test_an_open_engine_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from batchrunner.dispatch.concurrency.limits import (
     PRIOR_ROWS,
     ConcurrencyLimits,
     RouteEnds,
+    fair_shares,
     shares,
 )
 
@@ -51,6 +52,15 @@ def test_shares_follow_the_speed() -> None:
     assert shares(routes, 1000, 1.0)["fast"] > 890
     slow.rows += round(100 * PRIOR_ROWS)
     assert 430 < shares(routes, 1000, 120.0)["fast"] < 570
+
+
+@given(whole=st.integers(1, 5000), wanted=st.lists(st.integers(0, 2000), min_size=1, max_size=12))
+def test_runs_share_slots_fairly(whole: int, wanted: list[int]) -> None:
+    """All slots are given, and no run that wants more has fewer than another, but for one slot."""
+    parts = fair_shares(whole, wanted)
+    assert sum(parts) == whole
+    least = min((part for part, want in zip(parts, wanted, strict=True) if part < want), default=whole)
+    assert all(part <= least + 1 for part, want in zip(parts, wanted, strict=True) if part <= want)
 
 
 def signal(route: str, queue: int) -> SchedulerLoad:
