@@ -458,8 +458,8 @@ async def send_stream(
             began = time.monotonic()
             load_control, _ = await open_control(job, engine, info, events, unsent=rows.unread, now=began)
             sending = Sending(
-                job, rows, engine, load_control, plan_answers(job, functions), outlet, counts, events, control,
-                displays, began, functions,
+                job, rows, engine, load_control, plan_answers(job, functions), outlet, counts, events,
+                control, displays, began, functions,
             )  # fmt: skip
             try:
                 await sending.send()
