@@ -107,7 +107,7 @@ MOST_TOKENS = {
     "engines": 46_700,
     "advise": 11_900,
     "report": 10_900,
-    "dispatch": 24_900,
+    "dispatch": 25_300,
     "runner": 25_500,
     "tune": 11_500,
     "api": 2_600,

@@ -126,9 +126,7 @@ class Feeder:
             for copy in range(max(self._reorderer.caches, len(routes))):
                 yield f"{row.request.ref.row}.primer.{copy}", routes[copy % len(routes)]
             return
-        if row.group.route is None:
-            row.group.route = routes[row.request.ref.row % len(routes)]
-        yield row.affinity, row.group.route
+        yield row.affinity, self._backlog.home_of(row.group)
 
 
 ACCEPTED_RATIO, ACCEPTED_S = 2.0, 1.0

@@ -76,7 +76,11 @@ class PendingRow(msgspec.Struct, eq=False):
     longest_output: float = 0.0
     """Expected output tokens of the row or of its longest follower; 0 where lengths do not matter."""
     group: PendingRow | None = None
-    """First row of the prefix group, whose route the row prefers; None if any route will do."""
+    """First row of the prefix group, whose home the row prefers; None if any route will do."""
+    home: str | None = None
+    """Route of the group that it begins; None until it is chosen."""
+    to_come: int = 0
+    """Rows of the group that it begins which are not in the queue yet, as far as they were counted."""
 
     route: str | None = None
     """Route of the last attempt."""
@@ -186,6 +190,18 @@ class Slots:
     def in_flight_on(self, route: str) -> int:
         """Return the number of requests in flight on a route."""
         return self._routes[route].in_flight
+
+    def least_used(self, kept: Mapping[str, int]) -> str:
+        """Return the route with the fewest requests for its slots, with those that are `kept` for it.
+
+        One that refused requests, and has answered none since, is the last choice.
+        """
+
+        def use(route: str) -> tuple[bool, float]:
+            slots = self._routes[route]
+            return slots.cools_until > 0, (slots.in_flight + kept[route]) / slots.window
+
+        return min(self._routes, key=use)
 
     def take(self, now: float, wants: Callable[[str], bool] = lambda _: True) -> str | None:
         """Take a slot on the route with the most free slots of those that want one; None if none is free.
@@ -312,18 +328,19 @@ takes as much again, and a third more."""
 class DispatchQueue:
     """Rows that wait for a slot, in order. Pure: no clock, no loop.
 
-    The rows of a prefix group wait for the route that has the group's first row. A row that one route refused
-    waits for another one.
+    A prefix group goes to the route with the least to do, counting the rows of its groups that are still to
+    come, and its rows wait for that route. A row that one route refused waits for another one.
 
     A route with little else to do takes rows of another route: an idle replica costs more than the cache
-    saves. But each row that it takes computes a prefix again that the other replica has in its cache. So it
-    takes them only while it has less than half of the other's rows, in flight or kept for it.
+    saves. But the prefix of a group that it takes is computed again. So it takes most of a group at once, and
+    only while it has less than half of the other's rows, in flight or kept for it.
     """
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._any_route: deque[PendingRow] = deque()
         self._kept: dict[str, deque[PendingRow]] = {route: deque() for route in slots.by_route}
+        self._promised = dict.fromkeys(slots.by_route, 0)  # rows that are kept, or still to come
         self._refused = defaultdict[tuple[str, ...], deque[PendingRow]](deque)  # by the routes that refused
         self._count = 0  # read for every row, however many routes there are
         self._bytes = 0
@@ -350,7 +367,7 @@ class DispatchQueue:
         Where all rows turn out to be kept for other routes, this is wrong once.
         """
         in_flight = self._slots.in_flight_on(route)
-        rows = self._any_route or self._kept[route] or self._takeable_of_others(in_flight)
+        rows = self._any_route or self._kept[route] or self._to_relieve(in_flight)
         return bool(rows or (self._refused and self._refused_by_others(route)))
 
     def take(self, route: str) -> PendingRow | None:
@@ -362,25 +379,59 @@ class DispatchQueue:
         return row
 
     def _next(self, route: str) -> PendingRow | None:
-        first = self._kept[route] or (self._refused and self._refused_by_others(route))
-        if first:
-            return first.popleft()
+        if kept := self._kept[route]:
+            self._promised[route] -= 1
+            return kept.popleft()
+        if self._refused and (refused := self._refused_by_others(route)):
+            return refused.popleft()
         while self._any_route:
             row = self._any_route.popleft()
-            home = row.group.route if row.group is not None else None
-            if home in {None, route}:
-                row.route = route  # before the next row of its group is looked at
+            if row.group is None:
                 return row
-            self._kept[home].append(row)
-        others = self._takeable_of_others(self._slots.in_flight_on(route) - 1)
-        return others.pop() if others else None
+            home = self.home_of(row.group)
+            if row.group.to_come:
+                row.group.to_come -= 1
+                self._promised[home] -= 1
+            if home == route:
+                return row
+            self._keep(row, home)
+        other = self._to_relieve(self._slots.in_flight_on(route) - 1)
+        return self._take_group(other, route) if other else None
 
-    def _takeable_of_others(self, in_flight: int) -> deque[PendingRow]:
-        """Return the kept rows of another route that a route with so many in flight may take."""
+    def home_of(self, group: PendingRow) -> str:
+        """Return the route of a prefix group, which is chosen when it is asked for first."""
+        if group.home is None:
+            group.home = group.route or self._slots.least_used(self._promised)
+            self._promised[group.home] += group.to_come
+        return group.home
+
+    def _keep(self, row: PendingRow, route: str) -> None:
+        self._kept[route].append(row)
+        self._promised[route] += 1
+
+    def _to_relieve(self, in_flight: int) -> str | None:
+        """Return another route whose kept rows a route with so many in flight may take."""
         other, kept = max(self._kept.items(), key=lambda item: len(item[1]))
         is_busy = 2 * in_flight >= self._slots.in_flight_on(other) + len(kept)
         is_theirs = is_busy and self._count < READ_AHEAD_ROWS and not self._slots.is_out(other)
-        return deque() if is_theirs else kept
+        return other if kept and not is_theirs else None
+
+    def _take_group(self, other: str, route: str) -> PendingRow:
+        """Take the group with the most rows that are kept for another route, and at most half of what is kept."""
+        kept = self._kept[other]
+        group, count = Counter(row.group for row in kept).most_common(1)[0]
+        assert group is not None
+        taken = [row for row in kept if row.group is group][-(len(kept) + 1) // 2 :]
+        self._promised[other] -= len(taken)
+        if len(taken) == count:
+            group.home = route
+            self._promised[other] -= group.to_come
+            self._promised[route] += group.to_come
+        left = set(kept).difference(taken)
+        self._kept[other] = deque(row for row in kept if row in left)
+        for row in taken[1:]:
+            self._keep(row, route)
+        return taken[0]
 
     def _refused_by_others(self, route: str) -> deque[PendingRow]:
         """Return rows that a route may take because another one refused them, or because no other is left."""
@@ -449,6 +500,10 @@ class Backlog:
         if not self.is_stopping:
             self.waiting += 1
             asyncio.get_running_loop().call_later(pause_s, self._retry, row)
+
+    def home_of(self, group: PendingRow) -> str:
+        """Return the route of a prefix group."""
+        return self._queue.home_of(group)
 
     def has_for(self, route: str) -> bool:
         """Tell whether `take` may return a row for a route."""

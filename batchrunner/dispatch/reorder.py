@@ -5,7 +5,7 @@ far a row goes ahead of those that share its prefix.
 """
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
@@ -94,9 +94,8 @@ class _Tree:
 
 PASS_TOKENS = 8192
 """Prefill tokens of one pass, for an engine that does not say: SGLang's chunk on GPUs of 80 GB."""
-PASSES, PASSES_OF_SEVERAL = 1.1, 2.0
-"""Initial reuse distance in prefill passes: above 1 because token counts are estimated, 2 with several
-schedulers because rows are spread over them unevenly."""
+PASSES = 1.1
+"""Initial reuse distance in prefill passes: above 1 because token counts are estimated."""
 POOL_SHARE, MOST_POOL_SHARE = 0.2, 0.4
 """Largest initial and largest later distance, as a share of the KV pool."""
 LEAST_PASSES = 1 / 8
@@ -134,7 +133,7 @@ class ReuseDistance:
         self._knows_scheduler = schedulers <= len(info.routes)
         self._least = LEAST_PASSES * pass_tokens
         self._most = max(MOST_POOL_SHARE * pool, self._least)
-        self._first = pass_tokens * (PASSES if schedulers == 1 else PASSES_OF_SEVERAL)
+        self._first = pass_tokens * PASSES
         self._tokens = max(self._least, min(self._first, POOL_SHARE * pool))
         self._bytes, self._bytes_tokens = 0, 0
         self._followers, self._missed, self._evicted = 0, 0, 0
@@ -510,12 +509,12 @@ class Reorderer:
         if self.caches > 1:
             most = max(1, COMMON_SHARE * len(window) / self.caches)
             common = {rows[index] for index, place in places.items() if place.group_rows > most}
-            for row in window:
-                _find_group(row, common)
-            groups = {row.group for row in window if row.group is not row}
-            for row in window:
-                if row.group is row and row not in groups:  # alone in it: any route will do
-                    row.group = None
+            rows_of = Counter(_find_group(row, common) for row in window)
+            for group, count in rows_of.items():
+                if count == 1 and group.sent_clock == 0:  # alone in it: any route will do
+                    group.group = None
+                elif group.home is None:
+                    group.to_come += count
 
     def _prime_leader_of(self, row: PendingRow, primes: dict[PendingRow, PrimeTask]) -> None:
         """Have the prefix of a row's leader computed first, if both may be in the engine's first pass."""

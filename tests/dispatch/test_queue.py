@@ -10,35 +10,52 @@ from batchrunner.dispatch.queue import LONGEST_COOLDOWN_S, DispatchQueue, Pendin
 from tests.support.prompts import request, slots
 
 
+def family(row: int, size: int) -> list[PendingRow]:
+    """Make the rows of a prefix group, numbered from `row`; those behind the first are still to come."""
+    first = PendingRow(request(row, "p"), to_come=size)
+    first.group = first
+    return [first, *(PendingRow(request(row + n, "p"), group=first) for n in range(1, size))]
+
+
+def test_groups_go_where_least_is_to_come() -> None:
+    """The rows of a group that are not there yet count for its route, as soon as its first row is sent."""
+    families = [family(0, 6), family(10, 2), family(20, 2), family(30, 2)]
+    ready = DispatchQueue(slots(a=6, b=6))
+    for rows in families:
+        ready.add(rows[0])
+    assert ready.take("a") is families[0][0]
+    assert ready.take("a") is None
+    assert [ready.take("b") for _ in range(3)] == [rows[0] for rows in families[1:]]
+    assert [ready.home_of(rows[0]) for rows in families] == ["a", "b", "b", "b"]
+
+
 def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
-    """A replica that is behind does not keep its families' rows; one that is not behind is left with them."""
-    first = PendingRow(request(0, "p"))
-    first.group = first  # all are of one family
-    works = [first, *(PendingRow(request(row, "p"), group=first) for row in range(1, 5))]
-    used = slots(a=1, b=1)
+    """It takes the largest group, so that its prefix is computed again once; until it has half as many rows."""
+    small, large = family(0, 2), family(10, 4)
+    used = slots(a=1, b=1)  # what is asked for counts already
     ready = DispatchQueue(used)
-    for work in works:
-        ready.add(work)
-    assert ready.take("a") is first
-    for route in ("a", "b", "b", "b"):  # what is asked for counts already
-        used.take(0.0, wants=route.__eq__)
-    assert ready.take("b") is None
+    small[0].home = large[0].home = "a"
+    for row in (*small, *large):
+        ready.add(row)
+    assert ready.take("a") is small[0]
+    assert ready.take("b") is large[1]
+    assert ready.take("a") is small[1]
+    used.take(0.0, wants="b".__eq__)
+    assert [ready.take("b") for _ in range(3)] == [large[2], large[3], None]
     assert not ready.has_for("b")
-    used.release("b")  # two rows beside the one that is asked for: until 2 * 2 is no less than 2 + 2
-    assert [ready.take("b") is not None for _ in range(3)] == [True, True, False]
-    assert len(ready) == 2
+    assert ready.take("a") is large[0]
 
 
 def test_a_slow_route_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it keeps so many rows that no others are read, they are for all."""
-    first = PendingRow(request(0, "p"))
-    first.group = first
     monkeypatch.setattr("batchrunner.dispatch.queue.READ_AHEAD_ROWS", 4)
-    ready = DispatchQueue(slots(slow=0, fast=100))
-    for work in (first, *(PendingRow(request(row, "p"), group=first) for row in range(1, 6))):
-        ready.add(work)
-    assert ready.take("slow") is first
-    assert [ready.take("fast") is not None for _ in range(3)] == [True, True, False]
+    ready = DispatchQueue(slots(slow=1, fast=10))
+    rows = family(0, 6)
+    rows[0].home = "slow"
+    for row in rows:
+        ready.add(row)
+    assert ready.take("slow") is rows[0]
+    assert ready.take("fast") is rows[3]  # and with it most of what is kept
 
 
 ROUTES = ("a", "b", "c")
