@@ -199,7 +199,7 @@ class Slots:
 
         def use(route: str) -> tuple[bool, float]:
             slots = self._routes[route]
-            return slots.cools_until > 0, (slots.in_flight + kept[route]) / slots.window
+            return slots.cools_until > 0, (slots.in_flight + kept[route]) / max(1, slots.window)
 
         return min(self._routes, key=use)
 
@@ -417,7 +417,7 @@ class DispatchQueue:
         return other if kept and not is_theirs else None
 
     def _take_group(self, other: str, route: str) -> PendingRow:
-        """Take the group with the most rows that are kept for another route, and at most half of what is kept."""
+        """Take the group with the most rows that are kept for another route; half of what is kept at most."""
         kept = self._kept[other]
         group, count = Counter(row.group for row in kept).most_common(1)[0]
         assert group is not None

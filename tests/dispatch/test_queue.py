@@ -30,7 +30,7 @@ def test_groups_go_where_least_is_to_come() -> None:
 
 
 def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
-    """It takes the largest group, so that its prefix is computed again once; until it has half as many rows."""
+    """It takes the largest group, whose prefix is computed again once, until it has half as many rows."""
     small, large = family(0, 2), family(10, 4)
     used = slots(a=1, b=1)  # what is asked for counts already
     ready = DispatchQueue(used)
