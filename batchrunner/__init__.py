@@ -8,7 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchrunner.api import arun, embed, generate, open_engine, rerank, run, score, stream
+    from batchrunner.api import (
+        aembed,
+        agenerate,
+        arerank,
+        arun,
+        ascore,
+        embed,
+        generate,
+        open_engine,
+        rerank,
+        run,
+        score,
+        stream,
+    )
     from batchrunner.core.errors import (
         BatchrunError,
         EngineLostError,
@@ -40,7 +53,11 @@ __all__ = [
     "ResumeError",
     "StorageError",
     "__version__",
+    "aembed",
+    "agenerate",
+    "arerank",
     "arun",
+    "ascore",
     "embed",
     "generate",
     "open_engine",
@@ -55,14 +72,6 @@ _HOMES = {
     "OpenEngine": "runner.open_engine",
     "Progress": "runner.progress",
     "Report": "report.report",
-    "arun": "api",
-    "embed": "api",
-    "generate": "api",
-    "open_engine": "api",
-    "rerank": "api",
-    "run": "api",
-    "score": "api",
-    "stream": "api",
 }
 
 
@@ -76,7 +85,8 @@ def __getattr__(name: str) -> Any:
         return version("batchrunner")
     from importlib import import_module  # noqa: PLC0415
 
-    return getattr(import_module(f"batchrunner.{_HOMES.get(name, 'core.errors')}"), name)
+    home = "api" if name.islower() else _HOMES.get(name, "core.errors")
+    return getattr(import_module(f"batchrunner.{home}"), name)
 
 
 def __dir__() -> list[str]:

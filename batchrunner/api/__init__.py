@@ -7,6 +7,19 @@ command needs none of them.
 
 from batchrunner.api.runs import arun, open_engine, run
 from batchrunner.api.streaming import stream
-from batchrunner.api.tables import embed, generate, rerank, score
+from batchrunner.api.tables import aembed, agenerate, arerank, ascore, embed, generate, rerank, score
 
-__all__ = ["arun", "embed", "generate", "open_engine", "rerank", "run", "score", "stream"]
+__all__ = [
+    "aembed",
+    "agenerate",
+    "arerank",
+    "arun",
+    "ascore",
+    "embed",
+    "generate",
+    "open_engine",
+    "rerank",
+    "run",
+    "score",
+    "stream",
+]

@@ -1,22 +1,31 @@
 """Runs of jobs."""
 
+import asyncio
+import functools
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextvars import copy_context
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from batchrunner.core.errors import JobError
+from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import EngineLike, load_job, parse_engine
 from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
+from batchrunner.output.files import write_json, writing
 from batchrunner.report.report import Report
-from batchrunner.runner.open_engine import OpenEngine, cancelled_once, open_portal
+from batchrunner.runner.open_engine import STOP, OpenEngine, PortalWork, open_portal
 from batchrunner.runner.progress import ProgressListener, make_displays
 from batchrunner.runner.run import execute
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @contextmanager
@@ -26,6 +35,7 @@ def open_engine(
     log_dir: str | Path | None = None,
     request_timeout_s: float = 3600.0,
     task: TaskName = GENERATE,
+    share: str | Path | None = None,
 ) -> Iterator[OpenEngine]:
     """Open an engine that serves several runs, in turn or at once.
 
@@ -33,7 +43,9 @@ def open_engine(
 
     `engine` is as in a job file, or a short form as for `generate`. A launched server logs into `log_dir`
     (default: a new temporary directory, which stays after an error only; see `info.log`). It takes jobs of
-    this `task` only: a server that is launched has a model for it. Raises JobError or EngineStartError.
+    this `task` only: a server that is launched has a model for it. Meanwhile other processes may use it too,
+    by the file `share`, which ends with `.json`: they give its path as their `engine`. Raises JobError or
+    EngineStartError.
     """
     if task != GENERATE and task not in TASKS:
         raise JobError(f"task {task!r}", hint=f"give one of {', '.join((GENERATE, *TASKS))}")
@@ -43,7 +55,7 @@ def open_engine(
         made = make_engine(spec, log_dir=logs, limits=limits, task=task)
         try:
             opened = OpenEngine(portal, spec, made, portal.call(made.open), task)
-            with closing(opened.loop):
+            with closing(opened.loop), nullcontext() if share is None else _shared(made, Path(share)):
                 yield opened
         finally:
             portal.call(made.close)
@@ -56,6 +68,25 @@ def _directory(given: str | Path | None) -> Iterator[Path]:
     yield path
     if given is None:
         shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _shared(engine: Engine, path: Path) -> Iterator[None]:
+    """Let other processes use an engine by a file. Beside it is one with its key, for this user alone."""
+    from batchrunner.engines.http.client import HttpEngine  # noqa: PLC0415 - not for a simulated one
+
+    if not isinstance(engine, HttpEngine) or path.suffix != ".json":
+        raise JobError(f"share {path}", hint="give a file .json, and an engine that is not simulated")
+    key = path.absolute().with_suffix(".key")
+    with ExitStack() as files:
+        files.callback(key.unlink, missing_ok=True)
+        files.callback(path.unlink, missing_ok=True)
+        with writing(path):
+            key.unlink(missing_ok=True)
+            key.touch(0o600)
+            key.write_text(engine.api_key or "")
+            write_json(path, {"kind": "attach", "urls": [*engine.replicas], "api_key_file": str(key)})
+        yield
 
 
 def engine_of(engine: OpenEngine | EngineLike | None) -> tuple[OpenEngine | None, EngineSpec]:
@@ -91,25 +122,32 @@ def run(
     return run_blocking(loaded, engine, fresh=fresh, retry_failed=retry_failed, join=join, displays=displays)
 
 
-async def arun(
-    job: JobSource,
-    *,
-    engine: OpenEngine | None = None,
-    overrides: Sequence[str] = (),
-    fresh: bool = False,
-    retry_failed: bool = False,
-    join: bool = False,
-    progress: bool = False,
-    on_progress: ProgressListener | None = None,
-) -> Report:
-    """Do what `run` does, in the running event loop; cancelling it keeps the finished rows."""
-    loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
-    displays = make_displays(progress=progress, on_progress=on_progress)
-    options: dict[str, Any] = {"fresh": fresh, "retry_failed": retry_failed, "join": join}
-    options["displays"] = displays
-    if engine is not None:
-        return await engine.start(loaded, **options).wait_async()
-    return await execute(loaded, **options)
+def awaited(blocking: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Return a call of the library for programs with an event loop, which goes on meanwhile."""
+
+    @functools.wraps(blocking)
+    async def call(*args: P.args, **options: P.kwargs) -> T:
+        stop: Future[None] = Future()
+        context = copy_context()
+        context.run(STOP.set, stop)
+        work = functools.partial(context.run, blocking, *args, **options)
+        thread = ThreadPoolExecutor(1, "batchrunner call")  # not one of the program's own, which are few
+        running = asyncio.get_running_loop().run_in_executor(thread, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            stop.set_result(None)
+            await asyncio.gather(running, return_exceptions=True)
+            raise
+        finally:
+            thread.shutdown(wait=False)
+
+    call.__name__ = f"a{blocking.__name__}"
+    call.__doc__ = f"Do what `{blocking.__name__}` does, in a thread; cancelling it ends its requests."
+    return call
+
+
+arun = awaited(run)
 
 
 def run_blocking(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
@@ -117,8 +155,7 @@ def run_blocking(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
     if engine is not None:
         return engine.start(job, **options).wait()
     with open_portal() as portal:
-        report: Report = portal.call(lambda: cancelled_once(execute(job, **options)))
-        return report
+        return PortalWork(portal, functools.partial(execute, job, **options)).wait()
 
 
 def _spec_of(engine: OpenEngine | None) -> EngineSpec | None:

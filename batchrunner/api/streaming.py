@@ -64,8 +64,9 @@ def stream(
 
     The arguments are those of `generate`; `rows` may also be an asynchronous iterator. An iterator is read a
     few thousand rows ahead, and not while the program is behind; it may be endless. It is read in a thread,
-    an asynchronous one in the running event loop. The columns are those of its first rows. Rows come in the
-    order in which they end; `row` is the position in the input. Failed rows have an `error`.
+    an asynchronous one in the running event loop. The columns are those of its first rows. Of the rows that
+    are there, up to 512 together, one of each prefix is sent first, so that the others find it in the cache.
+    Rows come in the order in which they end; `row` is the position in the input. Failed rows have an `error`.
 
     `task` is that of a job, and `task_options` are the arguments that only `embed`, `score` or `rerank` have,
     such as `{"labels": [" yes", " no"]}`; the columns are then those of the task, and a vector is a list.

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchrunner.api.runs import engine_of, run_blocking
+from batchrunner.api.runs import awaited, engine_of, run_blocking
 from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.dispatch.checks import AnswerConditions
 from batchrunner.input.dataset import Dataset
@@ -25,7 +26,7 @@ from batchrunner.job.tasks import Dtype
 from batchrunner.output.columns import schema_of_run
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import RunDir
-from batchrunner.runner.open_engine import OpenEngine
+from batchrunner.runner.open_engine import STOP, OpenEngine
 from batchrunner.runner.progress import ProgressListener, make_displays
 
 
@@ -46,7 +47,7 @@ def results_of(
         source, out = Path(scratch) / "input.parquet", Path(scratch) / "run"
         if paths is None:
             try:
-                write_parquet(batches_of(rows), source)
+                write_parquet(map(_unless_stopped, batches_of(rows)), source)
             except pa.ArrowException as failure:
                 raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
         dataset = Dataset(InputSpec(path=paths or str(source)), copies=RunDir(out).copies)
@@ -60,6 +61,13 @@ def results_of(
             )
         merged = merge(out)
         return pa.concat_tables(pq.read_table(file) for file in sorted(merged.path.glob("*.parquet")))
+
+
+def _unless_stopped(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch of the rows; raises CancelledError where the call was cancelled while they were read."""
+    if (stop := STOP.get()) is not None and stop.done():
+        raise CancelledError
+    return batch
 
 
 def _no_results(job: Job, dataset: Dataset) -> pa.Table:
@@ -235,3 +243,7 @@ def rerank(
         limits=limits,
         options={"documents": documents},
     )
+
+
+agenerate, aembed = awaited(generate), awaited(embed)
+ascore, arerank = awaited(score), awaited(rerank)

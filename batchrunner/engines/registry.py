@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import assert_never
 
+from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.base import Engine
 from batchrunner.engines.device import MEAN_POOLING, on_cpu
 from batchrunner.engines.http.server_info import check_architecture
@@ -31,7 +32,8 @@ def make_engine(spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec, task: Ta
             from batchrunner.engines.http.client import AttachedServers  # noqa: PLC0415
 
             urls, gateway = ((), spec.url) if isinstance(spec, GatewayEngine) else (spec.urls, None)
-            key = os.environ.get(spec.api_key_env) or None
+            key = _key_in(spec.api_key_file) if isinstance(spec, AttachEngine) and spec.api_key_file else None
+            key = key or os.environ.get(spec.api_key_env) or None
             return AttachedServers(urls, gateway=gateway, api_key=key, limits=limits, task=task)
         case ServerEngine() | GatewayEngine():
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
@@ -43,6 +45,14 @@ def make_engine(spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec, task: Ta
             return Simulator(spec)
         case _:
             assert_never(spec)
+
+
+def _key_in(file: str) -> str:
+    """Return the API key in a file; raises EngineStartError where it cannot be read."""
+    try:
+        return Path(file).expanduser().read_text().strip()
+    except (OSError, ValueError) as failure:
+        raise EngineStartError(f"engine.api_key_file {file}: cannot be read: {failure}") from None
 
 
 def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:

@@ -28,6 +28,7 @@ from batchrunner.input.files import (
     SourceFile,
     find_files,
     partition_types,
+    results_of,
     size_of,
     without_commit,
 )
@@ -128,8 +129,12 @@ class Dataset:
         copies of files of other formats are in the directory `copies`, by default in one that is deleted with
         this object. Raises InputError where a file is missing or unreadable.
         """
-        path = source.path
-        self._find = functools.partial(find_files, [path] if isinstance(path, str) else path, run, storage)
+        given = [source.path] if isinstance(source.path, str) else source.path
+        given = [
+            path if run == Path(path).resolve() else results_of(path, storage or StorageSpec())
+            for path in given
+        ]
+        self._find = functools.partial(find_files, given, run, storage)
         fs, paths = self._find()
         if is_batch and len(paths) > 1:
             raise InputError(

@@ -26,6 +26,9 @@ from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.addresses import check_client, store_address
 from batchrunner.output.files import make_directory, whole_file, writing
+from batchrunner.output.resume import done_by_all
+from batchrunner.output.run_dir import RunDir, look_at_run
+from batchrunner.output.run_json import holds_run, require_run_json
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +105,39 @@ def find_files(
                 f"{os.fsencode(file)!r}: its name is not valid UTF-8", hint="rename it"
             ) from None
     return fs, sorted(found.values())
+
+
+def results_of(given: str, storage: StorageSpec) -> str:
+    """Return where the merged results of a run lie, if this is the path of one; any other path as it is.
+
+    They are merged where they are not. Raises InputError where the run is not done, and what merging raises.
+    """
+    if store_address(given):
+        fs, path = _locate(given, storage)
+        is_run = fs.get_file_info(f"{path}/run.json").type == pafs.FileType.File
+    else:
+        is_run = "://" not in given and holds_run(Path(given))
+    if not is_run:
+        return given
+    from batchrunner.output.merge import merge  # noqa: PLC0415 - only for such an input
+
+    run_dir = look_at_run(given, storage)
+    done, total = len(done_by_all(run_dir).rows), require_run_json(run_dir)["rows_total"]
+    if done < total:
+        raise InputError(
+            f"{given}: this run is not done: {done:,} of {total:,} rows",
+            hint=f"run it again, or take what is there: {given}/parts",
+        )
+    if not _is_merged(run_dir, total):
+        with _only_one(run_dir.path / ".merging"):
+            if not _is_merged(run_dir, total):
+                merge(run_dir)
+    return f"{given}/merged"
+
+
+def _is_merged(run_dir: RunDir, rows: int) -> bool:
+    """Tell whether all rows of a run are merged: it may have been merged before its end."""
+    return sum(pq.read_metadata(file).num_rows for file in run_dir.merged.glob("*.parquet")) >= rows
 
 
 def read_errors(fs: pafs.FileSystem) -> tuple[type[Exception], ...]:

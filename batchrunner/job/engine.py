@@ -31,6 +31,8 @@ class AttachEngine(Spec):
     """Addresses of the servers, which are replicas of one model; rows are balanced by their load."""
     api_key_env: str = "SGLANG_API_KEY"
     """Name of the environment variable with the servers' API key; if it is unset, no key is sent."""
+    api_key_file: UserPath | None = None
+    """File with the servers' API key, such as a mounted secret, in place of the variable."""
 
 
 def _checked_args(args: Mapping[str, Any], reserved: tuple[str, ...], field: str) -> dict[str, Any]:

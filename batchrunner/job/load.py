@@ -81,7 +81,7 @@ def parse_engine(source: EngineLike | None) -> EngineSpec:
     """Return the engine from the `engine` part of a job, or from a short form of it; raises JobError.
 
     The short forms: a model's name or directory (a server is started), the address of a server or a list of
-    addresses (attached), `simulated`.
+    addresses (attached), the file of an engine that another process shares, `simulated`.
     """
     if isinstance(source, BaseModel):
         return source
@@ -100,18 +100,18 @@ def _engine_tree(source: Any) -> Any:
     """Return the `engine` part of a job that a short form stands for; anything else as it is."""
     if isinstance(source, (list, tuple)):
         return {"kind": "attach", "urls": list(source)}
+    if isinstance(source, (str, Path)) and str(source).endswith(".json"):  # of `open_engine(…, share=…)`
+        return read_job_file(source)
     if isinstance(source, os.PathLike):
         return {"kind": "server", "model": as_folder(source)}
     if not isinstance(source, str):
         return source
     if source == "simulated":
         return {"kind": "simulated"}
-    if "://" in source:
-        return {"kind": "attach", "urls": [source]}
-    near = get_close_matches(source, KINDS, n=1, cutoff=0.75)
+    near = [] if "://" in source else get_close_matches(source, KINDS, n=1, cutoff=0.75)
     if near and not os.path.exists(source):  # noqa: PTH110 - takes names that are too long
         raise JobError(f"engine: {source}: no model is named so", hint=f"did you mean kind: {near[0]}?")
-    return {"kind": "server", "model": source}
+    return {"kind": "attach", "urls": [source]} if "://" in source else {"kind": "server", "model": source}
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -154,8 +154,9 @@ class InputSpec(Spec):
     """A file, a directory, a glob, or a list of these. Files are Parquet, or by their ending CSV (`.csv`,
     `.tsv`), JSON Lines (`.jsonl`, `.ndjson`, `.json`) or Arrow (`.arrow`, `.feather`, `.ipc`), which may be
     compressed (`.gz`, `.zst`). Directory names such as `year=2024` become
-    columns, unless the files have a column of that name. Paths are local, or URIs of object stores (s3://,
-    gs://, az://) or of what else pyarrow can open (hdfs://), whose globs may contain `*` and `**/`."""
+    columns, unless the files have a column of that name. The `output.path` of a run that is done means its
+    merged results. Paths are local, or URIs of object stores (s3://, gs://, az://) or of what else pyarrow
+    can open (hdfs://), whose globs may contain `*` and `**/`."""
     columns: list[str] = []
     """Input columns that are copied to the results."""
     types: dict[str, ColumnType] = {}

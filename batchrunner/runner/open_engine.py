@@ -3,8 +3,9 @@
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +24,8 @@ from batchrunner.runner.run import execute
 
 T = TypeVar("T")
 _CLOSED = "the engine is closed: use it within its `with open_engine(…)`"
+STOP: ContextVar[Future[None] | None] = ContextVar("STOP", default=None)
+"""Ends when a blocking call, in whose thread it is set, is to stop: what the call started is cancelled."""
 
 
 class PortalWork(Generic[T]):
@@ -32,12 +35,14 @@ class PortalWork(Generic[T]):
         """Start it; raises RuntimeError where the loop has ended."""
         self._ended: Future[None] = Future()
         self._running: Future[T] = portal.start_task_soon(self._to_its_end, work)
+        if (stop := STOP.get()) is not None:
+            stop.add_done_callback(lambda _: self._running.cancel())
 
     def wait(self) -> T:
         """Wait and return the result; an interrupt cancels the work."""
         try:
             return self._running.result()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, CancelledError):
             self.cancel_blocking()
             raise
 

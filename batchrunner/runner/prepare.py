@@ -249,10 +249,12 @@ def _refuse_results(path: str | list[str], dataset: Dataset) -> None:
     if any({*Path(each).absolute().parts} & RESULT_DIRECTORIES for each in given):
         return
     for place in sorted({Path(file.path).parent for file in dataset.files}):
+        if place.parent in map(Path, given):  # the path of a run means its merged results
+            continue
         if place.name in RESULT_DIRECTORIES and holds_run(place.parent):
             raise InputError(
                 f"{join_paths(path)}: names files of the run {place.parent} too, those in {place}",
-                hint=f"name the input more closely, or {place.parent}/parts if its results are meant",
+                hint=f"name the input more closely, or {place.parent} if its results are meant",
             )
 
 

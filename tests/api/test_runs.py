@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from batchrunner.core.errors import (
     JobError,
     OutputError,
 )
-from tests.conftest import INSTANT, job_of, rows_in, write_job
+from tests.conftest import INSTANT, batchrun, job_of, rows_in, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.server_thread import PATIENCE_S
 
@@ -85,6 +86,47 @@ async def test_arun_in_a_running_loop(tmp_path: Path, server: FakeSGLang) -> Non
     server.answer_held()
     assert [report.rows_ok for report in await running] == [10, 10]
     assert len(server.sent) == 20
+
+
+def test_the_other_calls_are_awaited_too() -> None:
+    """A program awaits tables as it awaits runs, and its rows may come from an iterator that is slow."""
+
+    async def main() -> list[Any]:
+        calls = (
+            batchrunner.agenerate(iter(["a"]), engine=INSTANT),
+            batchrunner.aembed(["a"], engine=INSTANT, dimensions=8),
+            batchrunner.ascore(["a"], engine=INSTANT, labels=[1, 2]),
+            batchrunner.arerank([{"q": "a", "d": ["b"]}], prompt="{{ q }}", documents="d", engine=INSTANT),
+        )
+        return [table.num_rows for table in await asyncio.gather(*calls)]
+
+    assert asyncio.run(main()) == [1, 1, 1, 1]
+
+
+async def test_cancelling_a_table(server: FakeSGLang) -> None:
+    """It ends its requests; while its rows are read it sends none; the engine that it shares goes on."""
+    server.script = lambda _: "hold"
+    reads = threading.Event()
+
+    def rows() -> Iterator[str]:
+        for number in range(5000):
+            yield f"row {number}"
+            if number == 2000:
+                reads.set()
+                time.sleep(0.5)
+
+    with batchrunner.open_engine(server.url) as engine:
+        waiting = asyncio.create_task(batchrunner.agenerate(["a", "b"], engine=engine))
+        await asyncio.to_thread(server.wait_for, 2)
+        reading = asyncio.create_task(batchrunner.agenerate(rows(), engine=engine))
+        await asyncio.to_thread(reads.wait)
+        for call in (waiting, reading):
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        assert len(server.sent) == 2
+        server.answer_held()
+        assert (await batchrunner.agenerate(["c"], engine=engine)).num_rows == 1
 
 
 async def test_run_in_a_running_loop(tmp_path: Path, server: FakeSGLang) -> None:
@@ -251,6 +293,30 @@ def test_an_engine_by_its_address_or_name(server: FakeSGLang) -> None:
         assert set(engine.info.routes) == {server.url, second.url}
     with batchrunner.open_engine("simulated") as engine:
         assert engine.info.simulated
+
+
+def test_an_engine_that_another_process_shares(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second process gives the path of a file, which has the address and is gone with the engine."""
+    monkeypatch.setenv("MY_KEY", "a-secret-key")
+    server.api_key = "a-secret-key"
+    file, run = tmp_path / "engine.json", str(tmp_path / "run")
+    given = {"kind": "attach", "urls": [server.url], "api_key_env": "MY_KEY"}
+    with batchrunner.open_engine(given, share=file) as engine:
+        monkeypatch.delenv("MY_KEY")
+        assert batchrunner.generate(["a"], engine=engine).num_rows == 1
+        job = write_job(job_of(tmp_path, INSTANT), tmp_path)
+        result = batchrun(job, "--set", f"engine={file}", "--set", f"output.path={run}")
+        assert result.exit_code == 0, result.stderr
+        assert len(server.sent) == 11
+        assert "a-secret-key" not in Path(run, "run.json").read_text() + file.read_text()
+        assert file.with_suffix(".key").stat().st_mode & 0o077 == 0
+    assert not list(tmp_path.glob("engine.*"))
+    with pytest.raises(JobError, match=r"engine.json: no such job file"):
+        batchrunner.generate(["a"], engine=file)
+    with pytest.raises(JobError, match="share"), batchrunner.open_engine(INSTANT, share=file):
+        pass
 
 
 @pytest.mark.parametrize(

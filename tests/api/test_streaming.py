@@ -112,6 +112,15 @@ async def test_rows_come_as_they_end(server: FakeSGLang) -> None:
     assert came[2] == 0
 
 
+async def test_rows_are_ordered_by_their_prefixes(server: FakeSGLang) -> None:
+    """Questions about documents come one document after the other: one of each is sent first."""
+    rows = [f"document {number} {'.' * 600} {question}" for number in range(40) for question in "abcdef"]
+    stream = batchrunner.stream(rows, prompt={"text": "{{ text }}"}, engine=server.url)
+    assert len([row async for row in stream]) == len(rows)
+    firsts = [prompt.split()[1] for prompt in server.prompts if prompt.endswith(" a")]
+    assert len({prompt.split()[1] for prompt in server.prompts[:40]}) > 20, firsts
+
+
 async def test_an_iterator_that_blocks_holds_nothing_up() -> None:
     """It is read in a thread: the event loop goes on while it waits for an answer to make the next row of."""
     answers: queue.Queue[str | None] = queue.Queue()

@@ -294,3 +294,34 @@ def test_a_path_in_another_run(tmp_path: Path, server: FakeSGLang) -> None:
     inner = {**job, "output": {"path": str(tmp_path / "run" / "parts" / "b")}}
     told(refusal(inner, tmp_path), f"output.path {tmp_path}/run/parts/b: lies in the run {tmp_path}/run")
     assert batchrunner.run(job).rows_resumed == 10
+
+
+def test_a_run_s_results_are_the_next_one_s_input(tmp_path: Path, server: FakeSGLang) -> None:
+    """The path of a run that is done means all its results in input order, however early it was merged."""
+    first = job_of(tmp_path, server, rows=20, window=3)
+    path = str(tmp_path / "run")
+    server.script = held_from(10)
+
+    async def interrupted() -> None:
+        running = asyncio.create_task(batchrunner.arun(first))
+        await asyncio.to_thread(server.wait_for, 13)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(interrupted())
+    prompt = {"text": "Again: {{ output }}"}
+    second = {**first, "input": {"path": path}, "prompt": prompt, "output": {"path": f"{path}-2"}}
+    told(
+        refusal(second, tmp_path),
+        f"{path}: this run is not done: 10 of 20 rows: run it again, or take what is there: {path}/parts",
+    )
+    server.script = lambda _: "answer"
+    of_parts = {**second, "input": {"path": f"{path}/parts"}, "output": {"path": f"{path}-3"}}
+    assert batchrunner.run(of_parts).rows_ok == 10
+    batchrun("merge", path)
+    assert batchrunner.run(first).rows_ok == 20
+    assert [batchrunner.run(second).rows_ok, batchrunner.run(second).rows_resumed] == [20, 20]
+    table = batchrunner.generate(path, prompt=prompt, engine=server.url)
+    answers = [row["output"] for row in sorted(results_of(first), key=lambda row: row["row"])]
+    assert [prompt for prompt in server.prompts if answers[15] in prompt] == [f"Again: {answers[15]}"] * 2
+    assert table.column("row").to_pylist() == list(range(20))

@@ -150,7 +150,7 @@ class HttpEngine(Engine):
         self._incidents: list[Incident] = []
         self.failures = FailureClassifier(self._is_alive, excuses)
         self._task = task
-        self._api_key = api_key
+        self.api_key = api_key
         if api_key:
             SECRETS.add(api_key)
         self._limits = limits
@@ -333,7 +333,7 @@ class HttpEngine(Engine):
             return aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"Authorization": f"Bearer {self._api_key}"} if self._api_key else {},
+                headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
                 timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S),
                 trust_env=by_proxy,
             )

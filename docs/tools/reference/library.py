@@ -17,8 +17,13 @@ HEAD = """# Python library
 All that `import batchrunner` exports. Everything else is internal and may change at any time. The errors,
 with their exit codes, are on the page on [exit codes](exit-codes.md#errors-of-the-library)."""
 
-ORDER = ("run", "arun", "generate", "embed", "score", "rerank", "open_engine", "stream")
+ORDER = ("run", "generate", "embed", "score", "rerank", "open_engine", "stream")
 """Functions in the order of the page."""
+AWAITED = """## Awaited calls
+
+{names} do what the calls without the `a` do, in a thread, while the program's event loop goes on. Cancelling
+one ends its requests in flight and keeps the finished rows of a run; an iterator is read to the end of a
+thousand rows first."""
 SHORT = 60
 """Characters of a signature that stays on one line."""
 
@@ -26,8 +31,11 @@ SHORT = 60
 def page() -> str:
     """Return the page."""
     things = {name: getattr(batchrunner, name) for name in batchrunner.__all__}
-    made = [thing for thing in things.values() if inspect.isfunction(thing)]
+    functions = [thing for thing in things.values() if inspect.isfunction(thing)]
+    made = [thing for thing in functions if not inspect.iscoroutinefunction(thing)]
+    awaited = ", ".join(f"`{thing.__name__}`" for thing in functions if thing not in made)
     functions = [_function(thing) for thing in sorted(made, key=lambda thing: ORDER.index(thing.__name__))]
+    functions.append(AWAITED.format(names=awaited))
     classes = [
         _class(name, thing)
         for name, thing in things.items()
@@ -39,8 +47,7 @@ def page() -> str:
 
 def _function(function: Callable[..., Any]) -> str:
     function = inspect.unwrap(function)
-    asynchronous = "async " if inspect.iscoroutinefunction(function) else ""
-    head = fenced(f"{asynchronous}def {function.__name__}{_signature(function)}", "text")
+    head = fenced(f"def {function.__name__}{_signature(function)}", "text")
     return "\n\n".join([f"## {function.__name__}", head, _linked(paragraphs(function.__doc__))])
 
 
