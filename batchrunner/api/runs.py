@@ -55,7 +55,7 @@ def open_engine(
         made = make_engine(spec, log_dir=logs, limits=limits, task=task)
         try:
             opened = OpenEngine(portal, spec, made, portal.call(made.open), task)
-            with closing(opened.loop), nullcontext() if share is None else _shared(made, Path(share)):
+            with closing(opened.loop), nullcontext() if share is None else _shared(made, Path(share).absolute()):
                 yield opened
         finally:
             portal.call(made.close)
@@ -77,7 +77,7 @@ def _shared(engine: Engine, path: Path) -> Iterator[None]:
 
     if not isinstance(engine, HttpEngine) or path.suffix != ".json":
         raise JobError(f"share {path}", hint="give a file .json, and an engine that is not simulated")
-    key = path.absolute().with_suffix(".key")
+    key = path.with_suffix(".key")
     with ExitStack() as files:
         files.callback(key.unlink, missing_ok=True)
         files.callback(path.unlink, missing_ok=True)
