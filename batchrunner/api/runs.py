@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -55,7 +55,7 @@ def open_engine(
         made = make_engine(spec, log_dir=logs, limits=limits, task=task)
         try:
             opened = OpenEngine(portal, spec, made, portal.call(made.open), task)
-            with closing(opened.loop), nullcontext() if share is None else _shared(made, Path(share).absolute()):
+            with closing(opened.loop), _shared(made, share):
                 yield opened
         finally:
             portal.call(made.close)
@@ -71,10 +71,14 @@ def _directory(given: str | Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _shared(engine: Engine, path: Path) -> Iterator[None]:
+def _shared(engine: Engine, share: str | Path | None) -> Iterator[None]:
     """Let other processes use an engine by a file. Beside it is one with its key, for this user alone."""
+    if share is None:
+        yield
+        return
     from batchrunner.engines.http.client import HttpEngine  # noqa: PLC0415 - not for a simulated one
 
+    path = Path(share).expanduser().absolute()
     if not isinstance(engine, HttpEngine) or path.suffix != ".json":
         raise JobError(f"share {path}", hint="give a file .json, and an engine that is not simulated")
     key = path.with_suffix(".key")
