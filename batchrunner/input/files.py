@@ -137,7 +137,8 @@ def results_of(given: str, storage: StorageSpec) -> str:
 
 def _is_merged(run_dir: RunDir, rows: int) -> bool:
     """Tell whether all rows of a run are merged: it may have been merged before its end."""
-    return sum(pq.read_metadata(file).num_rows for file in run_dir.merged.glob("*.parquet")) >= rows
+    merged = sum(pq.read_metadata(file).num_rows for file in run_dir.merged.glob("*.parquet"))
+    return bool(merged >= rows)
 
 
 def read_errors(fs: pafs.FileSystem) -> tuple[type[Exception], ...]:

@@ -31,9 +31,9 @@ SHORT = 60
 def page() -> str:
     """Return the page."""
     things = {name: getattr(batchrunner, name) for name in batchrunner.__all__}
-    functions = [thing for thing in things.values() if inspect.isfunction(thing)]
-    made = [thing for thing in functions if not inspect.iscoroutinefunction(thing)]
-    awaited = ", ".join(f"`{thing.__name__}`" for thing in functions if thing not in made)
+    found = [thing for thing in things.values() if inspect.isfunction(thing)]
+    made = [thing for thing in found if not inspect.iscoroutinefunction(thing)]
+    awaited = ", ".join(f"`{thing.__name__}`" for thing in found if thing not in made)
     functions = [_function(thing) for thing in sorted(made, key=lambda thing: ORDER.index(thing.__name__))]
     functions.append(AWAITED.format(names=awaited))
     classes = [
