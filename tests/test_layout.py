@@ -108,7 +108,7 @@ MOST_TOKENS = {
     "advise": 11_900,
     "report": 10_900,
     "dispatch": 25_300,
-    "runner": 25_700,
+    "runner": 25_600,
     "tune": 11_500,
     "api": 3_000,
     "ray": 5_100,
