@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         ResumeError,
         StorageError,
     )
+    from batchrunner.core.rollout_worker import GenerateError
     from batchrunner.job.spec import Job
     from batchrunner.report.report import Report
     from batchrunner.runner.open_engine import OpenEngine
@@ -43,6 +44,7 @@ __all__ = [
     "BatchrunError",
     "EngineLostError",
     "EngineStartError",
+    "GenerateError",
     "InputError",
     "Job",
     "JobError",
@@ -68,6 +70,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "GenerateError": "core.rollout_worker",
     "Job": "job.spec",
     "OpenEngine": "runner.open_engine",
     "Progress": "runner.progress",

@@ -100,18 +100,18 @@ def test_class_names_are_unique() -> None:
 
 
 MOST_TOKENS = {
-    "core": 8_200,
-    "job": 18_200,
-    "output": 23_000,
-    "input": 36_100,
+    "core": 9_800,
+    "job": 19_300,
+    "output": 24_600,
+    "input": 36_300,
     "engines": 46_700,
     "advise": 11_900,
     "report": 10_900,
-    "dispatch": 25_300,
-    "runner": 25_600,
+    "dispatch": 29_500,
+    "runner": 26_400,
     "tune": 11_500,
-    "api": 3_000,
-    "ray": 5_100,
+    "api": 3_400,
+    "ray": 5_200,
     "cli": 4_000,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""

@@ -14,8 +14,9 @@ from typing import Any, ParamSpec, TypeVar
 from batchrunner.core.errors import JobError
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine
+from batchrunner.job.call import with_rollout
 from batchrunner.job.engine import EngineSpec
-from batchrunner.job.load import EngineLike, load_job, parse_engine
+from batchrunner.job.load import EngineLike, load_job, parse_engine, read_job_file
 from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 from batchrunner.output.files import write_json, writing
@@ -105,6 +106,7 @@ def run(
     job: JobSource,
     *,
     engine: OpenEngine | None = None,
+    rollout: Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
     fresh: bool = False,
     retry_failed: bool = False,
@@ -115,13 +117,14 @@ def run(
     """Run a job (a path, a mapping or a Job) and return its report; the results are under `output.path`.
 
     Also works where an event loop is running, which it blocks: prefer `arun` there. `overrides` are texts
-    `a.b=c` as for `--set`. With `join` the rows are shared with all other starts that say so, as in each
-    worker of a pipeline; a report counts the rows of all. `progress` shows a bar, in a notebook as a widget.
-    `on_progress` is called with a Progress at most once a second and at the end, in the thread of the run.
+    `a.b=c` as for `--set`; `rollout` is the function of `prompt.rollout`. With `join` the rows are shared
+    with all other starts that say so, as in each worker of a pipeline; a report counts the rows of all.
+    `progress` shows a bar, in a notebook as a widget. `on_progress` is called with a Progress at most once a
+    second and at the end, in the thread of the run.
     Raises BatchrunError; a report with exit code 3 (too many failed rows) or 1 (a deadline) is returned, not
     raised.
     """
-    loaded = load_job(job, overrides=overrides, engine=_spec_of(engine))
+    loaded = load_job(_with_rollout(job, rollout), overrides=overrides, engine=_spec_of(engine))
     displays = make_displays(progress=progress, on_progress=on_progress)
     return run_blocking(loaded, engine, fresh=fresh, retry_failed=retry_failed, join=join, displays=displays)
 
@@ -160,6 +163,17 @@ def run_blocking(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
         return engine.start(job, **options).wait()
     with open_portal() as portal:
         return PortalWork(portal, functools.partial(execute, job, **options)).wait()
+
+
+def _with_rollout(job: JobSource, function: Callable[..., Any] | None) -> JobSource:
+    if function is None:
+        return job
+    tree: Any = job
+    if isinstance(job, Job):
+        tree = job.model_dump(exclude_unset=True)
+    elif not isinstance(job, Mapping):
+        tree = {"python_path": [str(Path(job).absolute().parent)], **read_job_file(job)}
+    return {**tree, "prompt": with_rollout(tree.get("prompt") or {}, function)}
 
 
 def _spec_of(engine: OpenEngine | None) -> EngineSpec | None:

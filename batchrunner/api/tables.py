@@ -86,6 +86,7 @@ def generate(
     rows: Data,
     *,
     prompt: str | Mapping[str, Any] | Callable[..., Any] | None = None,
+    rollout: str | Callable[..., Any] | None = None,
     parse: str | Callable[..., Any] | None = None,
     engine: OpenEngine | EngineLike | None = None,
     sampling: Mapping[str, Any] | None = None,
@@ -105,7 +106,8 @@ def generate(
     read in bounded memory; the results are in memory.
 
     `prompt` is the user template, the `prompt` part of a job, or a function that makes the prompt of a row;
-    without it the only text column is the prompt. `parse` is a function that makes columns of an
+    without it the only text column is the prompt. `rollout` in its place is an asynchronous function of a row
+    that asks several times (docs/how-to/rollouts.md). `parse` is a function that makes columns of an
     answer, as its return type says. Functions run in processes of their own. `engine` is an open engine, the
     `engine` part of a job, a model's name or directory (a server is started), the address of a server or a
     list of addresses, or "simulated". `columns` are carried into the result, whose other columns are those
@@ -125,6 +127,7 @@ def generate(
         prompt=prompt,
         columns=columns,
         limits=limits,
+        rollout=rollout,
         parse=parse,
         sampling=sampling,
         answers=answers,

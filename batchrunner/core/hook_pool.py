@@ -43,11 +43,11 @@ class HookPool:
 
     def __init__(self, setup: WorkerSetup, processes: int | None = None) -> None:
         """Take what a worker needs; `processes` is the most of them, by default one for each core."""
-        self._setup = setup
-        self._most = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
-        self._threads = ThreadPoolExecutor(self._most, "batchrunner functions")
+        self.setup = setup
+        self.most = processes or min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
+        self._threads = ThreadPoolExecutor(self.most, "batchrunner functions")
         self._own = threading.local()  # the process of a thread
-        self._processes: list[_Process] = []
+        self._processes: list[HookProcess] = []
         self._lock = threading.Lock()
         self._is_closed = False
         self._waiting: dict[str, list[tuple[Arguments, asyncio.Future[HookResult]]]] = {}
@@ -74,7 +74,7 @@ class HookPool:
         Once `is_stopped`, which may raise, returns true, the last results may be missing. Raises
         HookLostError where the functions can be loaded no more.
         """
-        size = max(1, min(CHUNK_ROWS, -(-len(rows) // self._most)))
+        size = max(1, min(CHUNK_ROWS, -(-len(rows) // self.most)))
         chunks = [self.submit(where, rows[at : at + size]) for at in range(0, len(rows), size)]
         found: list[HookResult] = []
         try:
@@ -100,7 +100,7 @@ class HookPool:
         answer: asyncio.Future[HookResult] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(where, []).append((row, answer))
         senders = self._senders.setdefault(where, set())
-        if len(senders) < self._most:
+        if len(senders) < self.most:
             sender = asyncio.create_task(self._send_waiting(where))
             senders.add(sender)
             sender.add_done_callback(senders.discard)
@@ -157,7 +157,7 @@ class HookPool:
         while len(results) < len(rows):
             try:
                 results += self._process().call(number, rows[len(results) :])
-            except _ProcessEndedError as failure:
+            except ProcessEndedError as failure:
                 if self._is_closed:
                     raise CancelledError from None
                 if len(rows) > 1:  # which row was it? each alone tells
@@ -165,9 +165,9 @@ class HookPool:
                 results = [HookResult(None, f"{where}: {self.facts[where].name}: {failure}")]
         return results
 
-    def _process(self) -> _Process:
+    def _process(self) -> HookProcess:
         """Return the process of this thread; raises HookLostError where one cannot load the functions."""
-        process: _Process | None = getattr(self._own, "process", None)
+        process: HookProcess | None = getattr(self._own, "process", None)
         if process is not None and process.is_fit:
             return process
         with self._lock:
@@ -176,7 +176,7 @@ class HookPool:
             if process is not None:
                 self._processes.remove(process)
                 process.end()
-            process = self._own.process = _Process(self._setup)
+            process = self._own.process = HookProcess(self.setup)
             self._processes.append(process)
         for found in process.facts():
             known = self.facts.setdefault(found.where, found)
@@ -186,15 +186,18 @@ class HookPool:
         return process
 
 
-class _ProcessEndedError(Exception):
+class ProcessEndedError(Exception):
     """A process ended in a call, or was ended: the message says how."""
 
 
-class _Process:
+class HookProcess:
     """A process; its methods block and are called in one thread, with which it ends."""
 
-    def __init__(self, setup: WorkerSetup) -> None:
-        """Start the process; it loads the functions meanwhile."""
+    def __init__(self, setup: WorkerSetup, worker: str = "hook_worker", *more: int) -> None:
+        """Start the process, which loads the functions meanwhile; `worker` is the module that it runs.
+
+        It gets the descriptors `more` too.
+        """
         self._setup = setup
         self.is_fit = True
         """Whether it can take rows."""
@@ -202,7 +205,7 @@ class _Process:
         paths = [*setup.directories, *map(os.path.abspath, sys.path)]  # "" is the current directory
         code = (
             f"import sys; sys.dont_write_bytecode = True; sys.path[:] = {paths!r}; "
-            f"from batchrunner.core.hook_worker import main; main({theirs.fileno()})"
+            f"from batchrunner.core.{worker} import main; main{(theirs.fileno(), *more)}"
         )
         with theirs:
             self._process = subprocess.Popen(
@@ -211,10 +214,10 @@ class _Process:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 errors="replace",
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), *more],
                 start_new_session=True,  # no Ctrl-C of the terminal; and what it starts ends with it
             )
-        self._channel = Connection(ours.detach())
+        self.channel = Connection(ours.detach())
         self._printing = threading.Thread(target=_log_lines, args=(self._process.stdout,), daemon=True)
         self._printing.start()
 
@@ -222,7 +225,7 @@ class _Process:
         """Return what is known of the functions once they are loaded; raises HookLostError."""
         try:
             found: Sequence[HookFacts] | str = self._ask(self._setup, TIMING.hook_import)
-        except _ProcessEndedError as failure:
+        except ProcessEndedError as failure:
             raise HookLostError(f"{self._setup.names}: cannot be imported: the import {failure}") from None
         if isinstance(found, str):
             self.is_fit = False
@@ -230,7 +233,7 @@ class _Process:
         return found
 
     def call(self, number: int, rows: Sequence[Arguments]) -> list[HookResult]:
-        """Return the results of the first rows; raises _ProcessEndedError."""
+        """Return the results of the first rows; raises ProcessEndedError."""
         results, self.is_fit = self._ask((number, rows), self._setup.limit_s, " (limits.python)")
         found: list[HookResult] = results
         return found
@@ -244,31 +247,35 @@ class _Process:
         """Kill the process and wait for its end; for its own thread, or when that has ended."""
         self.kill()
         self._process.wait()
-        self._channel.close()
+        self.channel.close()
         self._printing.join(1.0)  # unless a program that a function started keeps its output open
 
     def _ask(self, value: Any, longest_s: float, named: str = "") -> Any:
-        """Send a value and return the answer; raises _ProcessEndedError."""
+        """Send a value and return the answer; raises ProcessEndedError."""
         ends_at = time.monotonic() + longest_s + ANSWER_S + TIMING.hook_end
         with contextlib.suppress(EOFError, OSError):
-            self._channel.send(value)
+            self.channel.send(value)
             while time.monotonic() < ends_at:
-                if self._channel.poll(_LOOK_S):
-                    return self._channel.recv()
+                if self.channel.poll(_LOOK_S):
+                    return self.channel.recv()
                 if self._process.poll() is not None:  # what it started may keep the channel open
                     raise EOFError
             self.is_fit = False
-            raise _ProcessEndedError(f"took more than {longest_s:g} s{named}")
+            raise ProcessEndedError(f"took more than {longest_s:g} s{named}")
         self.is_fit = False
+        raise ProcessEndedError(self.how_it_ended())
+
+    def how_it_ended(self) -> str:
+        """Wait for the end of a process that has closed its connection; return how it ended, in words."""
         try:
             status = self._process.wait(TIMING.hook_end)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise _ProcessEndedError("closed its connection") from None
+            return "closed its connection"
         how = f"exit code {status}" if status >= 0 else signal.Signals(-status).name
         if how == "SIGKILL":
             how = "SIGKILL, which the kernel sends where memory runs out"
-        raise _ProcessEndedError(f"ended its process ({how})")
+        return f"ended its process ({how})"
 
 
 def _log_lines(output: IO[str]) -> None:

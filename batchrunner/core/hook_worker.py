@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 from batchrunner.core.processes import STOP_SIGNALS
 
+ROLLOUT = "prompt.rollout"
+"""Place in a job of the asynchronous function that `core.rollout_worker` runs."""
 ANSWER_S = 1.0
 """Time after which the results of some rows are sent without waiting for those of the others."""
 _NOT_OWN = (str(Path(__file__).parent.parent), *{*sysconfig.get_paths().values(), "<frozen"})
@@ -81,23 +83,35 @@ class CallTooLongError(BaseException):
     """Raised in a call that takes too long; no `except Exception` catches it."""
 
 
-def main(descriptor: int) -> None:
-    """Load the functions, tell what is known of them, and call them until the other end closes."""
+Functions = tuple[WorkerSetup, Sequence[HookFacts], Sequence[Callable[..., Any]]]
+
+
+def load(channel: Connection) -> Functions | None:
+    """Load the functions that the other end names, and tell it what is known of them; None on an error."""
     with contextlib.suppress(AttributeError, OSError):  # not Linux: then it ends when it next reads
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # when its pool's thread ends
     _leave_stop_signals_to_the_run()
     faulthandler.enable()
+    try:
+        setup: WorkerSetup = channel.recv()
+        facts, functions = setup.load()
+    except HookLoadError as failure:
+        channel.send(str(failure))
+        return None
+    _limit_memory(setup.memory_bytes)
+    channel.send(facts)
+    return setup, facts, functions
+
+
+def main(descriptor: int) -> None:
+    """Load the functions, and call them until the other end closes."""
     channel = Connection(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        try:
-            setup: WorkerSetup = channel.recv()
-            facts, functions = setup.load()
-        except HookLoadError as failure:
-            channel.send(str(failure))
-            return
-        _limit_memory(setup.memory_bytes)
         signal.signal(signal.SIGALRM, _end_call)
-        channel.send(facts)
+        loaded = load(channel)
+        if loaded is None:
+            return
+        setup, facts, functions = loaded
         is_fit = True
         while is_fit:
             number, rows = channel.recv()

@@ -45,6 +45,7 @@ from batchrunner.output.events import EventLog
 
 if TYPE_CHECKING:
     from batchrunner.dispatch.checks import AnswerChecker
+    from batchrunner.dispatch.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
 
@@ -165,7 +166,7 @@ class Dispatcher:
     _records: defaultdict[str, RouteRecord] = field(default_factory=lambda: defaultdict(RouteRecord))
     """What each route has answered and refused."""
 
-    async def run(self, feeder: Feeder) -> None:
+    async def run(self, feeder: Feeder | Rollouts) -> None:
         """Send all rows that the feeder brings.
 
         Raises EngineLostError, StorageError, or what reading raises. Then, or when cancelled, the requests in

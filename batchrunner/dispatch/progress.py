@@ -1,9 +1,11 @@
 """The state of a run, by the load samples and the answers: for the display, the event log and report.json."""
 
+from __future__ import annotations
+
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.engine_info import Corner, SchedulerLoad
 from batchrunner.dispatch.bundles import BundleTotals
@@ -15,6 +17,9 @@ from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
 from batchrunner.report.report import duration
+
+if TYPE_CHECKING:
+    from batchrunner.dispatch.rollouts import Rollouts
 
 MOST_NAMED = 8
 """Schedulers whose figures are shown one by one; of more, the sum and the range."""
@@ -104,6 +109,12 @@ def _engine_parts(sample: Mapping[str, Any]) -> list[str]:
             parts.append(f"{Corner(corner).words}{some}")
     if sample["prompt_tokens_per_s"] > 0:
         parts.append(f"cache {min(1.0, sample['cached_tokens_per_s'] / sample['prompt_tokens_per_s']):.0%}")
+    if rollouts := sample.get("rollouts"):
+        open_rows, waiting = (
+            f"{rollouts['open']:,} rows open",
+            f"{rollouts['waiting_for_tools']:,} wait for tools",
+        )
+        parts.append(f"{open_rows} ({waiting}), {rollouts['turns']:,} turns")
     if sample["resting"]:
         parts.append(f"{sample['resting']:,} to retry")
     parts.append(f"{sample['in_flight']:,}/{sample['window']:,} in flight")
@@ -197,6 +208,8 @@ class AttemptProgress:
     """Time of its begin, in seconds of the monotonic clock."""
     task: str
     """Task of the job."""
+    rollouts: Rollouts | None = None
+    """Its rollouts; None where rows are requests."""
 
     def __post_init__(self) -> None:
         """Count nothing yet."""
@@ -233,6 +246,7 @@ class AttemptProgress:
         stopping, in_flight = self._backlog.is_stopping, self._slots.in_flight
         left_s = self._time_left.update(now, counts.own, in_flight, total - done)
         by_scheduler = self._by_scheduler(now)
+        rollouts = {"rollouts": self.rollouts.state()} if self.rollouts is not None else {}
         bands = {name: known.controller.band for name, known in concurrency.known.items()}
         return {
             "rows_total": total,
@@ -258,6 +272,7 @@ class AttemptProgress:
             "bands": {name: (band.low, band.high) for name, band in bands.items()},
             "task": self.task,
             "simulated": concurrency.info.simulated,
+            **rollouts,
         }
 
     def _by_scheduler(self, now: float) -> dict[str, dict[str, Any]]:

@@ -106,6 +106,10 @@ class PendingRow(msgspec.Struct, eq=False):
     """The request before it was tokenised, where it may be asked for again in other words."""
     answers: AnswerHistory | None = None
     """Its answers, where they are checked."""
+    ask: Any = None
+    """The `Ask` of a rollout that gets the outcome; None for a row itself."""
+    is_turn: bool = False
+    """Whether its rollout has asked before: it goes before new rows."""
 
     @property
     def memory_bytes(self) -> int:
@@ -339,6 +343,7 @@ class DispatchQueue:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._any_route: deque[PendingRow] = deque()
+        self._turns: deque[PendingRow] = deque()  # of rollouts, before those
         self._kept: dict[str, deque[PendingRow]] = {route: deque() for route in slots.by_route}
         self._promised = dict.fromkeys(slots.by_route, 0)  # rows that are kept, or still to come
         self._refused = defaultdict[tuple[str, ...], deque[PendingRow]](deque)  # by the routes that refused
@@ -356,7 +361,9 @@ class DispatchQueue:
 
     def add(self, row: PendingRow, *, first: bool = False) -> None:
         """Add a row behind all others, or before them."""
-        rows = self._refused[row.refused_by] if row.refused_by else self._any_route
+        rows = self._turns if row.is_turn else self._any_route
+        if row.refused_by:
+            rows = self._refused[row.refused_by]
         (rows.appendleft if first else rows.append)(row)
         self._count += 1
         self._bytes += row.memory_bytes
@@ -367,7 +374,7 @@ class DispatchQueue:
         Where all rows turn out to be kept for other routes, this is wrong once.
         """
         in_flight = self._slots.in_flight_on(route)
-        rows = self._any_route or self._kept[route] or self._to_relieve(in_flight)
+        rows = self._any_route or self._turns or self._kept[route] or self._to_relieve(in_flight)
         return bool(rows or (self._refused and self._refused_by_others(route)))
 
     def take(self, route: str) -> PendingRow | None:
@@ -384,8 +391,8 @@ class DispatchQueue:
             return kept.popleft()
         if self._refused and (refused := self._refused_by_others(route)):
             return refused.popleft()
-        while self._any_route:
-            row = self._any_route.popleft()
+        while rows := self._turns or self._any_route:
+            row = rows.popleft()
             if row.group is None:
                 return row
             home = self.home_of(row.group)
@@ -517,6 +524,9 @@ class Backlog:
             return None
         suspects = self._poison.next()
         row = self._queue.take(route) if suspects is None else self._poison.take(suspects)
+        if row is not None and row.ask is not None and row.ask.is_dropped:
+            self.came_back(row)
+            return self.take(route)
         if not self._queue.is_full:
             self._room.set()
         if row is not None and row.request.media:
@@ -531,7 +541,13 @@ class Backlog:
             self._poison.came_back(row)
 
     async def end(self, row: PendingRow, outcome: Outcome) -> None:
-        """Store the outcome of a row, and the same for its duplicates. Raises StorageError."""
+        """Store the outcome of a row, and the same for its duplicates. Raises StorageError.
+
+        That of a rollout's request goes to the rollout.
+        """
+        if row.ask is not None:
+            await row.ask.ended(outcome)
+            return
         await self._results.put(outcome)
         if row.request.media:  # other rows may refer to this one for long
             row.request = row.request._replace(media=())
@@ -551,14 +567,20 @@ class Backlog:
         self._sendable.clear()
         await self._sendable.wait()
 
-    async def wait_for_room(self) -> None:
-        """Wait until the feeder should read on.
+    def wake_feeder(self) -> None:
+        """Let the feeder look again whether there is room."""
+        self._room.set()
+
+    async def wait_for_room(self, most: int = READ_AHEAD_ROWS, coming: Callable[[], int] = lambda: 0) -> None:
+        """Wait until the feeder should read on: fewer than `most` rows are there or `coming`.
 
         It pauses too while as many rows wait for another attempt as there are slots: an engine that takes
         nothing must not fill the memory with waiting rows.
         """
         while not self.is_stopping and (
-            self._queue.is_full or self.waiting >= max(self._slots.window, READ_AHEAD_ROWS)
+            self._queue.is_full
+            or len(self._queue) + coming() >= most
+            or self.waiting >= max(self._slots.window, READ_AHEAD_ROWS)
         ):
             self._room.clear()
             await self._room.wait()

@@ -4,30 +4,34 @@ from collections.abc import Callable, Sequence
 
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.hook_pool import HookPool
-from batchrunner.core.hook_worker import HookResult
+from batchrunner.core.hook_worker import HookFacts, HookResult
 from batchrunner.core.types import Outcome, Request
 from batchrunner.input.dataset import ColumnSource, usable_columns
 from batchrunner.input.messages import ASSISTANT, conversation
 from batchrunner.job.hook_loading import PROMPT
 
 
+def columns_given(facts: HookFacts, source: ColumnSource) -> list[str]:
+    """Return the columns that a function of rows gets: those that it names, else all that can be used.
+
+    Raises InputError for one that the input lacks, or that cannot be used.
+    """
+    if facts.reads is None:
+        return [*usable_columns(source)]
+    for name in facts.reads:
+        source.field(name, where=f"{facts.where}: {facts.name}")
+    return [*facts.reads]
+
+
 class PythonPrompts:
     """Makes the prompts of requests whose `prompt` is the row."""
 
     def __init__(self, pool: HookPool, source: ColumnSource) -> None:
-        """Choose the columns that the function gets: those that it names, else all that can be used.
-
-        Raises InputError for one that the input lacks, or that cannot be used.
-        """
+        """Choose the columns that the function gets; raises as `columns_given`."""
         self._pool = pool
         facts = pool.facts[PROMPT]
         self._label = f"{PROMPT}: {facts.name}"
-        if facts.reads is None:
-            self.columns = [*usable_columns(source)]
-        else:
-            self.columns = list(facts.reads)
-            for name in self.columns:
-                source.field(name, where=self._label)
+        self.columns = columns_given(facts, source)
 
     def fill(
         self, items: Sequence[Request | Outcome], is_stopped: Callable[[], object]

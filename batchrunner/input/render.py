@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from batchrunner.core.errors import InputError, JobError, RowRefusedError
+from batchrunner.core.hook_worker import ROLLOUT
 from batchrunner.core.media import PromptFile
 from batchrunner.core.types import (
     AskedColumns,
@@ -89,19 +90,24 @@ class Renderer:
 
             self._python = PythonPrompts(functions, dataset)
             made = PromptSource(None, dict, self._python.columns)  # the row stands for its prompt at first
+        elif prompt.rollout and functions:
+            from batchrunner.input.python_prompts import columns_given  # noqa: PLC0415 - few jobs have one
+
+            names = columns_given(functions.facts[ROLLOUT], dataset)
+            made = PromptSource(None, lambda row: [{name: row[name] for name in names}], names)
         else:
             made = _prompt_source(prompt, dataset)
         self.kind, self._prompt_of = made.kind, made.prompt_of
-        names = {*made.columns}
+        used = {*made.columns}
         if prompt.media:
             from batchrunner.input.media.prompts import MediaPrompts  # noqa: PLC0415 - few jobs have files
 
             self._media = MediaPrompts(prompt, dataset, made.prompt_of, made.printed)
-            names |= {*self._media.columns}
+            used |= {*self._media.columns}
         self._sampling, self._per_row = _split_sampling(sampling, dataset)
         if task is not None:
             self._sampling, self._per_row = {}, {}
-        names |= {*self._per_row.values()}
+        used |= {*self._per_row.values()}
         self._by_row: dict[str, ByColumn] = {}
         """Fields of requests, besides prompt and sampling, that differ from row to row."""
         self._shared: dict[str, Any] = {
@@ -115,21 +121,21 @@ class Renderer:
         }.items():
             if isinstance(value, ByColumn):
                 self._by_row[field] = value
-                names.add(value.column)
+                used.add(value.column)
             else:
                 self._shared[field] = value
         self.predicate = None
         if source.filter is not None:
             self.predicate = Predicate(source.filter, where="input.filter", available=dataset.schema.names)
-            names |= {*self.predicate.columns}
+            used |= {*self.predicate.columns}
         self._for_check = AnswerExpression(expression, dataset.schema.names).columns if expression else []
-        names |= {*self._for_check}
+        used |= {*self._for_check}
         self._request_kind: PromptKind = self.kind or "messages"  # until the prompt is filled in
         self._same: tuple[Any, ...] | None = None
         """The fields of a request after its sampling, where all rows have the same ones."""
         if not (self._by_row or self._for_check or self._media):
             self._same = tuple({**Request._field_defaults, **self._shared}.values())
-        self._used = sorted(names)
+        self._used = sorted(used)
         self._carried = list(source.columns)
         self._carried_names = source.carried_names
         self.columns = sorted({*self._used, *self._carried})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from batchrunner.core.hook_worker import ROLLOUT
 from batchrunner.core.types import AskedColumns, ColumnKind, Completion, ForwardTask
 from batchrunner.job.hook_loading import CHECK, PARSE
 from batchrunner.job.output import (
@@ -13,6 +14,8 @@ from batchrunner.job.output import (
     PARSED,
     REASONING,
     RESPONSE,
+    RETURNED,
+    ROLLOUT_COLUMNS,
     TOOL_CALLS,
 )
 from batchrunner.job.sampling import FromColumn
@@ -45,6 +48,8 @@ class AnswerPlan:
     """Most answers of a row that are checked."""
     checks: bool = False
     """Whether answers are looked at."""
+    asked: frozenset[str] | None = None
+    """What `generate` of a rollout brings of ANSWER_COLUMNS; None where rows are requests."""
     task: ForwardTask | None = None
     """The task, if it is one without decoding, whose columns are then `parsed`."""
 
@@ -56,7 +61,7 @@ class AnswerPlan:
     @property
     def asks(self) -> AskedColumns | None:
         """What each request asks for; None for nothing."""
-        names = {*self.columns} - {PARSED, RESPONSE}
+        names = ({*self.columns} if self.asked is None else {*self.asked}) - {PARSED, RESPONSE}
         if not names:
             return None
         of_tokens = not names.isdisjoint({*OF_TOKENS, "output_ids"})
@@ -77,6 +82,8 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
     has_schema = given is not None or schema is not None
     checks_json = has_schema if wanted is None else bool(wanted)
     names = {*job.output.asked}
+    if job.prompt.rollout is not None:
+        return _plan_rollouts(job, functions, names)
     names |= {REASONING} if job.prompt.is_chat else set()
     names |= {PARSED} if has_schema else set()
     names |= {TOOL_CALLS} if job.prompt.tools is not None else set()
@@ -94,6 +101,25 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
         on_length,
         (job.accept.tries or TRIES) if job.has_check else 1,
         checks_json or job.accept.has_condition or on_length != "keep" or PARSED in names,
+    )
+
+
+def _plan_rollouts(job: Job, functions: HookPool | None, asked: set[str]) -> AnswerPlan:
+    """Return the plan of a run with rollouts: what each answer must be, and the columns of its rows."""
+    made = functions.facts[ROLLOUT].columns if functions is not None else ()
+    left_out = {*job.input.carried_names, *(name for name, _ in made), *([RETURNED] if made else [])}
+    wanted = job.accept.json_
+    return AnswerPlan(
+        tuple(name for name in ROLLOUT_COLUMNS if name not in left_out),
+        top_logprobs=job.output.top_logprobs,
+        parsed=made,
+        checks_json=wanted is not False,
+        schema=wanted if isinstance(wanted, dict) else None,
+        schema_by_row=wanted is None,
+        on_length=job.on_length or "keep",
+        tries=(job.accept.tries or TRIES) if job.has_check else 1,
+        checks=True,
+        asked=frozenset({*asked, REASONING, TOOL_CALLS}),
     )
 
 

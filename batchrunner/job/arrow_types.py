@@ -21,7 +21,7 @@ from batchrunner.core.types import ColumnKind
 PLAIN_TYPES: dict[str, pa.DataType] = {
     "string": pa.string(), "bool": pa.bool_(), "int32": pa.int32(), "int64": pa.int64(),
     "float16": pa.float16(), "float32": pa.float32(), "float64": pa.float64(), "binary": pa.binary(),
-    "date": pa.date32(), "timestamp": pa.timestamp("us"), "json": pa.string(),
+    "date": pa.date32(), "timestamp": pa.timestamp("us"), "json": pa.string(), "": pa.string(),
 }  # fmt: skip
 _NAMES = {str(kind): name for name, kind in reversed(PLAIN_TYPES.items())}
 _WORDS = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64"}
@@ -126,6 +126,36 @@ def _common(kinds: Iterable[ColumnKind]) -> ColumnKind:
     if len(found) == 1:
         return found.pop()
     return "float64" if found == {"int64", "float64"} else "json"
+
+
+NO_KIND: ColumnKind = ""
+"""What is known of a column whose values were all null."""
+
+
+def kind_of_value(value: Any) -> ColumnKind:
+    """Return the kind of column for a value of JSON."""
+    if value is None:
+        return NO_KIND
+    if isinstance(value, list):
+        return "list", functools.reduce(wider, map(kind_of_value, value), NO_KIND)
+    if isinstance(value, dict) and value:
+        return "struct", tuple((name, kind_of_value(each)) for name, each in value.items())
+    is_small = not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
+    return _KINDS_OF_VALUES.get(type(value), "json") if is_small else "json"
+
+
+def wider(one: ColumnKind, other: ColumnKind) -> ColumnKind:
+    """Return the kind that holds values of both, as far as they are known."""
+    if NO_KIND in (one, other):
+        return one or other
+    if one[0] == other[0] == "list":
+        return "list", wider(one[1], other[1])
+    if one[0] == other[0] == "struct":
+        known: dict[str, Any] = {}
+        for name, kind in (*one[1], *other[1]):
+            known[name] = wider(known.get(name, NO_KIND), kind)
+        return "struct", tuple(known.items())
+    return _common((one, other))
 
 
 def fit(value: Any, kind: ColumnKind) -> Any:

@@ -40,6 +40,7 @@ class LibraryCall:
     task: TaskName = GENERATE
     options: Mapping[str, Any] = field(default_factory=dict)
     """The fields that the task has and generating lacks, by the last parts of their names: `dtype`."""
+    rollout: str | Callable[..., Any] | None = None
     parse: str | Callable[..., Any] | None = None
     sampling: Mapping[str, Any] | None = None
     answers: Sequence[str] = ()
@@ -53,7 +54,11 @@ class LibraryCall:
 
         Raises JobError, and InputError where there is no prompt.
         """
-        prompt = default_prompt(schema) if self.prompt is None else self.prompt
+        prompt = self.prompt
+        if self.rollout is not None:
+            prompt = with_rollout(prompt or {}, self.rollout)
+        elif prompt is None:
+            prompt = default_prompt(schema)
         if not isinstance(prompt, Mapping):
             template = "user" if self.task == GENERATE else "text"
             prompt = {template if isinstance(prompt, str) else "python": prompt}
@@ -80,6 +85,13 @@ class LibraryCall:
             section, _, key = places[name].rpartition(".")
             (tree[section] if section else tree)[key] = value
         return load_job(tree)
+
+
+def with_rollout(prompt: Any, function: str | Callable[..., Any]) -> dict[str, Any]:
+    """Return the `prompt` part of a job with the function of rollouts; raises JobError for another prompt."""
+    if not isinstance(prompt, Mapping):
+        raise JobError("rollout", hint="leave out prompt: the function makes the prompts")
+    return {**prompt, "rollout": function}
 
 
 def default_prompt(schema: pa.Schema) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 import typing_extensions
 
-from batchrunner.core.hook_worker import HookFacts, HookLoadError, UnusableValueError, failure_text
+from batchrunner.core.hook_worker import ROLLOUT, HookFacts, HookLoadError, UnusableValueError, failure_text
 from batchrunner.core.types import ColumnKind
 
 PROMPT, PARSE, CHECK = "prompt.python", "parse", "accept.python"
@@ -71,7 +71,7 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
         known = known or known_of(found, function.where)
     except HookLoadError as failure:
         raise HookLoadError(f"{name} {failure}") from None
-    columns = known.columns if function.where == PARSE else ()
+    columns = known.columns if function.where in {PARSE, ROLLOUT} else ()
     facts = HookFacts(function.where, function.name, _digest_of(found), columns, takes_row, known.reads)
     convert: dict[str, Callable[[Any], Any]] = {
         PROMPT: _prompt,
@@ -79,6 +79,8 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
         CHECK: _judgement,
         MEDIA: lambda value: value,
     }
+    if function.where == ROLLOUT:
+        return facts, functools.partial(_solve, found, known, function.name)
     return facts, functools.partial(_call, found, convert[function.where], function.name)
 
 
@@ -88,6 +90,30 @@ def _call(function: Callable[..., Any], convert: Callable[[Any], Any], name: str
         return convert(value)
     except (ValueError, TypeError, OverflowError, RecursionError) as failure:
         raise UnusableValueError(f"{name}: {failure}") from None
+
+
+async def _solve(
+    function: Callable[..., Any], known: Annotations, name: str, *given: Any
+) -> list[dict[str, Any]]:
+    """Run a rollout; return the values of each row that it makes."""
+    value = await function(*given)
+    rows = value if isinstance(value, (list, tuple)) and not hasattr(value, "_fields") else [value]
+    try:
+        return [_made_row(row, known) for row in rows if row is not None]
+    except (ValueError, TypeError, OverflowError, RecursionError) as failure:
+        raise UnusableValueError(f"{name}: {failure}") from None
+
+
+def _made_row(value: Any, known: Annotations) -> dict[str, Any]:
+    """Return what a rollout returned as values of columns; without an annotation as JSON has them."""
+    if known.columns:
+        return row_value(value, known)
+    given = msgspec.to_builtins(
+        value._asdict() if hasattr(value, "_asdict") else value, enc_hook=_plain_object
+    )
+    if not isinstance(given, dict):
+        raise ValueError(f"returned {_a(value)}: return a dict, or a list of them")  # noqa: TRY004
+    return given
 
 
 def _digest_of(function: Any) -> str:
@@ -105,6 +131,12 @@ def _takes_row(function: Any, where: str) -> bool:
     """Check that a function can be called, and tell whether it wants the row as its second argument."""
     if not callable(function):
         raise HookLoadError("is no function")
+    if where == ROLLOUT:
+        if not any(map(inspect.iscoroutinefunction, (function, type(function).__call__))):
+            raise HookLoadError("is no asynchronous function: write async def")
+        if not _binds(inspect.signature(function), "row", "generate"):
+            raise HookLoadError("is called with two arguments, the row and generate")
+        return True
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise HookLoadError("is asynchronous or a generator: give a plain function")
     try:
@@ -130,7 +162,7 @@ def _binds(signature: inspect.Signature, *given: str) -> bool:
 
 def known_of(function: Any, where: str) -> Annotations:
     """Return what the annotations of a function say; raises HookLoadError where `parse` has no columns."""
-    if where not in {PROMPT, PARSE}:
+    if where not in {PROMPT, PARSE, ROLLOUT}:
         return Annotations()
     try:
         known = annotations_of(function)
@@ -162,6 +194,8 @@ def annotations_of(function: Any) -> Annotations:
     reads = tuple(typing.get_type_hints(first)) if typing_extensions.is_typeddict(first) else None
     members = typing.get_args(returned) if typing.get_origin(returned) in _UNIONS else (returned,)
     classes = [member for member in members if member is not types.NoneType]
+    if len(classes) == 1 and typing.get_origin(classes[0]) is list:  # rows of a rollout
+        classes = [*typing.get_args(classes[0])]
     columns = columns_of(classes[0]) if len(classes) == 1 else ()
     return Annotations(columns, types.NoneType in members, reads)
 

@@ -58,6 +58,17 @@ JSON."""
 REQUEST_DIGEST = "request_digest"
 """Column of a part, the last one: by it `output.reuse` of another run finds equal requests. Merged results
 lack it."""
+TURNS, CONVERSATION, RETURNED = "turns", "conversation", "returned"
+ROLLOUT_COLUMNS = {
+    "rollout": "Number of the row among those that the function returned for an input row, from 0.",
+    TURNS: "How often the function was answered.",
+    CONVERSATION: "What the function of a row that failed asked last, as JSON; null for other rows.",
+    RETURNED: "What the function returned, as JSON, where it has no annotation. Merged results have it as "
+    "columns.",
+}
+"""Columns of rows that `prompt.rollout` made, with their meanings."""
+MADE_ROWS = "made_rows"
+"""Name under which the answer of a rollout brings what its function returned; no column of a result."""
 OF_TOKENS = frozenset({"logprobs", "top_logprobs", "prompt_logprobs"})
 """Columns for which the engine is asked for probabilities."""
 

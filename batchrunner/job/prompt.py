@@ -112,7 +112,7 @@ class FieldsSpec(Spec):
 
 
 class PromptSpec(Spec):
-    """A row as a prompt: `user` (and `system`), `messages`, `text`, `input_ids` or `python`."""
+    """A row as a prompt: `user` (and `system`), `messages`, `text`, `input_ids`, `python` or `rollout`."""
 
     is_batch: ClassVar[bool] = False
     """Whether the rows are the requests of a batch file."""
@@ -173,6 +173,10 @@ class PromptSpec(Spec):
     returns messages (a list of {role, content}), a text (no chat template is applied), a list of token ids,
     or None to leave the row out. It may be called more than once for a row. It runs in processes of its
     own."""
+    rollout: PythonFunction | None = None
+    """Asynchronous Python function that asks several times, as `module:function`. It is called with the row,
+    a dict, and `generate`, and returns a dict of columns, a list of such for several rows, or None. It runs
+    in processes of its own; after a kill again from its start, with the answers that it has had."""
     tools: str | Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     """Tools that the model may call in a chat, in OpenAI's form: a list of
     `{type: function, function: {name, description, parameters}}`, or the column with such lists, also as
@@ -203,7 +207,7 @@ class PromptSpec(Spec):
     @property
     def is_chat(self) -> bool:
         """Whether prompts are messages, or may be."""
-        return self.user is not None or self.messages is not None or self.python is not None
+        return any(kind is not None for kind in (self.user, self.messages, self.python, self.rollout))
 
     @field_validator("tools")
     @classmethod
@@ -217,7 +221,7 @@ class PromptSpec(Spec):
     def _one_kind(self) -> PromptSpec:
         if self.is_batch:
             return self
-        kinds = ("user", "messages", "text", "input_ids", "python")
+        kinds = ("user", "messages", "text", "input_ids", "python", "rollout")
         given = [name for name in kinds if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(kinds)} (got {', '.join(given) or 'none'})")

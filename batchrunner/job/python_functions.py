@@ -6,7 +6,7 @@ from pathlib import Path
 
 from batchrunner.core.errors import JobError
 from batchrunner.core.hook_pool import HookPool
-from batchrunner.core.hook_worker import HookFacts, HookLoadError, WorkerSetup
+from batchrunner.core.hook_worker import ROLLOUT, HookFacts, HookLoadError, WorkerSetup
 from batchrunner.core.media import IMAGE, PDF_FIELD
 from batchrunner.job.fields import PythonFunction, name_of
 from batchrunner.job.hook_loading import (
@@ -31,7 +31,12 @@ def open_functions(job: Job) -> HookPool | None:
 
     Raises JobError for one that cannot be called.
     """
-    given = {PROMPT: job.prompt.python, PARSE: job.parse, CHECK: job.accept.python}
+    given = {
+        PROMPT: job.prompt.python,
+        PARSE: job.parse,
+        CHECK: job.accept.python,
+        ROLLOUT: job.prompt.rollout,
+    }
     functions = [_function(where, function) for where, function in given.items() if function is not None]
     if job.prompt.media:
         _check_packages(job)
@@ -50,8 +55,8 @@ def open_functions(job: Job) -> HookPool | None:
     pool = HookPool(setup, limits.python_processes)
     pool.open()
     try:
-        if PARSE in pool.facts:
-            _check_columns(job, pool.facts[PARSE])
+        for facts in pool.facts.values():
+            _check_columns(job, facts)
     except JobError:
         pool.close()
         raise
@@ -86,6 +91,6 @@ def _check_columns(job: Job, facts: HookFacts) -> None:
     for name, _ in facts.columns:
         if name in taken:
             raise JobError(
-                f"parse: a result has a column {name!r} already",
+                f"{facts.where}: a result has a column {name!r} already",
                 hint=f"let {facts.name} name its own otherwise, or rename yours by input.rename",
             )

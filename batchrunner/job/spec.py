@@ -41,7 +41,7 @@ DOCUMENTS = "prompt.documents"
 OF_GENERATING = (
     "sampling", "parse", "accept", "on_length", "output.columns", "output.top_logprobs",
     "prompt.user", "prompt.system", "prompt.messages", "prompt.continue", "prompt.chat_template_kwargs",
-    "prompt.tools", *(f"prompt.{field}" for field in KIND_OF_FIELD),
+    "prompt.tools", "prompt.rollout", *(f"prompt.{field}" for field in KIND_OF_FIELD),
 )  # fmt: skip
 """Fields, and whole sections, that tasks without decoding do not take, but for sampling.lora_path."""
 WHOLE_PROMPTS = ("prompt.input_ids", "prompt.python", "prompt.truncate")
@@ -195,14 +195,18 @@ class LimitsSpec(Spec):
     max_attempts: Annotated[int, Field(ge=1)] = 5
     """Most tries of a row whose tries fail possibly because of the row itself."""
     python: Duration = 30.0
-    """Time of one call of a Python function (`prompt.python`, `parse`, `accept.python`), and of reading the
-    files of a row. A row whose call takes longer fails."""
+    """Time of one call of a Python function (`prompt.python`, `parse`, `accept.python`), of `prompt.rollout`
+    between two awaits, and of reading the files of a row. A row whose call takes longer fails."""
     python_memory_gb: Annotated[float, Field(gt=0)] = 2.0
     """Memory in GiB that each process of the Python functions, which also read images and other files, may
     take beyond what it has when its modules are imported. A row whose call needs more fails."""
     python_processes: Annotated[int, Field(ge=1)] | None = None
     """Processes that run the Python functions and read images and other files, at most; by default one for
     each core, up to 8."""
+    rollout: Duration = 3600.0
+    """Time of one row of `prompt.rollout`, its answers included. A row that takes longer fails."""
+    turns: Annotated[int, Field(ge=1)] = 100
+    """Most answers that `prompt.rollout` asks for, for one row. A row that asks for more fails."""
     request_timeout: Duration = 3600.0
     """Longest wait for the answer to one request."""
     engine_wait: Duration = 300.0
@@ -316,6 +320,7 @@ class Job(Spec):
         fails_cut = self.on_length in {"fail", "longer"}
         has_schema = sampling.json_schema is not None and accept.json_ is not False
         is_checked = accept.has_condition or fails_cut or has_schema or accept.json_ is False
+        is_checked = is_checked or prompt.rollout is not None  # whose calls may have schemas
         rules = (
             (
                 prompt.truncate is not None and self.tokenize == "server",
@@ -337,6 +342,11 @@ class Job(Spec):
             (
                 sampling.n > 1 and accept.feedback,
                 "accept.feedback goes with one output of a row, not with sampling.n",
+            ),
+            (
+                prompt.rollout is not None
+                and (sampling.n > 1 or self.parse is not None or self.output.reuse),
+                "prompt.rollout: leave out sampling.n, parse and output.reuse",
             ),
             (
                 "prompt_logprobs" in asked and (TOOL_CALLS in asked or prompt.tools is not None),

@@ -1,15 +1,24 @@
 """Converts outcomes into Arrow tables with the columns of a part."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
-from batchrunner.core.types import LEFT_OUT, Completion, Outcome, RowRef
+from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.arrow_types import arrow_type, kind_of_schema
-from batchrunner.job.output import OF_TEXTS, PARSED, REQUEST_DIGEST, RESPONSE, RESULT_COLUMNS
+from batchrunner.job.arrow_types import NO_KIND, arrow_type, fit, kind_of_schema, kind_of_value, wider
+from batchrunner.job.output import (
+    MADE_ROWS,
+    OF_TEXTS,
+    PARSED,
+    REQUEST_DIGEST,
+    RESPONSE,
+    RESULT_COLUMNS,
+    RETURNED,
+)
 from batchrunner.output.arrow_arrays import arrow_array
 
 _NONE = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
@@ -26,6 +35,10 @@ ANSWER_TYPES: dict[str, pa.DataType] = {
     "matched_stop": pa.string(),
     "parsed": pa.string(),
     RESPONSE: pa.string(),
+    "rollout": pa.int32(),
+    "turns": pa.int32(),
+    "conversation": pa.string(),
+    RETURNED: pa.string(),
 }
 """Types of the columns that a job can ask for, or that come by themselves, of one output."""
 TASK = "task"
@@ -81,8 +94,28 @@ def answer_value(completion: Completion | None, name: str, samples: int) -> Any:
     return values[0] if values is not None and (samples == 1 or name in OF_THE_PROMPT) else values
 
 
+def rows_made(outcome: Outcome) -> list[Outcome]:
+    """Return an outcome for each row that a rollout has made; another outcome alone."""
+    completion = outcome.completion
+    made = completion.columns.get(MADE_ROWS) if completion is not None else None
+    if completion is None or not made:
+        return [outcome]
+    rows = []
+    for number, values in enumerate(made):
+        columns = {
+            **completion.columns,
+            RETURNED: [msgspec.json.encode(values).decode()],
+            "rollout": [number],
+        }
+        columns |= {name: [value] for name, value in values.items()}
+        rows.append(outcome._replace(completion=completion._replace(columns=columns)))
+    return rows
+
+
 def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -> pa.Table:
     """Return outcomes as a table of the schema of a part, in the given order."""
+    if plan.asked is not None:
+        outcomes = [row for outcome in outcomes for row in rows_made(outcome)]
     is_single = plan.samples == 1
     # transposed: to take each value from each row takes four times as long
     refs, completions, errors, latencies, attempts = zip(*outcomes, strict=True)
@@ -121,6 +154,23 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
         for field in schema
     ]
     return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def add_kinds(kinds: dict[str, ColumnKind], table: pa.Table) -> None:
+    """Learn the columns of what a function without annotation returned, from its values in a table."""
+    for text in filter(None, table.column(RETURNED).to_pylist()):
+        for name, value in msgspec.json.decode(text).items():
+            kinds[name] = wider(kinds.get(name, NO_KIND), kind_of_value(value))
+
+
+def with_returned(table: pa.Table, kinds: Mapping[str, ColumnKind]) -> pa.Table:
+    """Return a table with what the function returned as columns, in place of others of their names."""
+    rows = [msgspec.json.decode(text or "{}") for text in table.column(RETURNED).to_pylist()]
+    table = table.drop_columns([name for name in table.column_names if name == RETURNED or name in kinds])
+    for name, kind in kinds.items():
+        values = [fit(row.get(name), kind) for row in rows]
+        table = table.append_column(name, arrow_array(values, arrow_type(kind)))
+    return table
 
 
 def _carried(refs: Sequence[RowRef]) -> pa.Table:

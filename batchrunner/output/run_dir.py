@@ -36,6 +36,8 @@ _OURS = re.compile(
 )
 """Names of what the tasks of a run write."""
 _DIRECTORIES = re.compile(r"parts|(leases|tasks)(/.+)?")
+SEGMENT = "turns-"
+"""Beginning of the names of the files with turns of rollouts in a task's directory."""
 PLACE = ".place.json"
 """Name of the file in a working copy that says where its run lies, without secrets."""
 RUN_ID = "run_id"
@@ -169,7 +171,7 @@ class RunDir:
                     with contextlib.suppress(OSError):  # it holds files of another origin
                         path.rmdir()
             elif self.task_directory in path.parents:
-                if path.name.startswith("journal-"):
+                if path.name.startswith(("journal-", SEGMENT)):
                     path.unlink(missing_ok=True)
             elif path.parent == self.log_directory and path.suffix == ".log":
                 continue

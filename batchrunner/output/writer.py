@@ -285,4 +285,6 @@ def _bytes_of(value: Any) -> int:
         return len(value)
     if isinstance(value, list):
         return sum(map(_bytes_of, value))
+    if isinstance(value, dict):
+        return sum(map(_bytes_of, value.values()))
     return _STRUCT_BYTES

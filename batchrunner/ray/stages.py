@@ -13,23 +13,25 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 from ray.data import ActorPoolStrategy, Dataset
 
 from batchrunner.api import open_engine
 from batchrunner.core.console import counted
 from batchrunner.core.errors import BatchrunError, InputError, JobError
-from batchrunner.core.types import Outcome
+from batchrunner.core.types import ColumnKind, Outcome
 from batchrunner.engines.model_files import cards_of
 from batchrunner.input.templates import unknown_column
 from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.call import LibraryCall, Prompt
 from batchrunner.job.engine import AttachEngine, EngineSpec, GatewayEngine, SimulatedEngine
 from batchrunner.job.load import EngineLike, parse_engine
+from batchrunner.job.output import RETURNED
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job, LimitsSpec, OnLength
 from batchrunner.job.tasks import Dtype
-from batchrunner.output.columns import schema_of_run, table_of
+from batchrunner.output.columns import add_kinds, schema_of_run, table_of, with_returned
 from batchrunner.runner.open_engine import EngineLoop, OpenEngine
 from batchrunner.runner.stream import MOST_ROWS, ProgramRows, RowBuffer, send_stream
 
@@ -98,7 +100,7 @@ class StageCall:
         What takes a Python function is not tried: that runs where the rows are.
         """
         job = self.job(columns, Path("rows"))
-        if job.prompt.python is None:
+        if job.prompt.python is None and job.prompt.rollout is None:
             ProgramRows(job, columns, RowBuffer())
         self.check_names(columns, plan_answers(job))
 
@@ -252,11 +254,19 @@ class BlockStream:
 
     def _answer_table(self, outcomes: list[Outcome]) -> pa.Table:
         """Return the columns of the results."""
-        return table_of(outcomes, self._schema, self._plan) if outcomes else self._schema.empty_table()
+        table = table_of(outcomes, self._schema, self._plan) if outcomes else self._schema.empty_table()
+        if RETURNED not in table.column_names:
+            return table
+        kinds: dict[str, ColumnKind] = {}
+        add_kinds(kinds, table)
+        return with_returned(table, kinds)
 
     def _with_answers(self, block: pa.Table, answers: pa.Table) -> pa.Table:
         """Return the rows of a block beside their answers."""
         kept = block if self._call.columns is None else block.select(self._call.columns)
+        if answers.num_rows > block.num_rows:  # several of a rollout
+            rows = answers.column("row")
+            kept = kept.take(pc.subtract(rows, pc.min(rows)))
         for name in answers.column_names:
             if name != "row":
                 kept = kept.append_column(f"{self._call.prefix}{name}", answers.column(name))
@@ -482,5 +492,5 @@ def _stage(
         compute=compute,
         num_cpus=num_cpus,
         num_gpus=gpus_asked(call.engine, gpus_of_nodes()),
-        udf_modifying_row_count=False,
+        udf_modifying_row_count=isinstance(call.prompt, Mapping) and "rollout" in call.prompt,
     )

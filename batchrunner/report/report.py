@@ -94,6 +94,9 @@ class Report:
     sharing: dict[str, Any] = field(default_factory=dict)
     """Shared prefixes: tokens that rows share with an earlier row, how many of them were cached, and the
     reuse distance at the end, in prefill tokens."""
+    rollouts: dict[str, int] = field(default_factory=dict)
+    """Rollouts at the end of this start: `open` rows, those `waiting_for_tools`, and `turns` that were
+    answered. Empty where rows are requests."""
     bundles: dict[str, Any] = field(default_factory=dict)
     """Rows that shared a request: `requests` in all, the mean `rows_per_request`, `bundles` (requests with
     several rows), the `most_rows` of one, and `rows_resent` after their bundle left them unanswered."""

@@ -39,7 +39,7 @@ from batchrunner.output.files import refresh_listing, writing
 from batchrunner.output.liveness import engine_starting
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import DoneRows, done_by_all, drop_failed, read_done
-from batchrunner.output.run_dir import MAIN_TASK, RunDir
+from batchrunner.output.run_dir import MAIN_TASK, SEGMENT, RunDir
 from batchrunner.output.run_json import (
     read_run_json,
     without_secrets,
@@ -63,6 +63,7 @@ from batchrunner.runner.rows import FixedRows
 from batchrunner.runner.sending import Sending, open_control
 
 if TYPE_CHECKING:
+    from batchrunner.output.turns import TurnStore
     from batchrunner.runner.join import LeasedRows
 
 log = logging.getLogger(__name__)
@@ -160,7 +161,11 @@ async def unless_away(work: Callable[[], Coroutine[Any, Any, T]], job: Job, cont
 
 def leave(prepared: PreparedJob) -> None:
     """Close what is open, and delete what no later start needs: copies of the input, and of a joined run."""
-    drop_copies(prepared.run_dir, is_done=read_json(prepared.run_dir.report_json).get("rows_left") == 0)
+    is_done = read_json(prepared.run_dir.report_json).get("rows_left") == 0
+    drop_copies(prepared.run_dir, is_done=is_done)
+    if is_done:  # turns that a dead task left
+        for path in prepared.run_dir.tasks.glob(f"*/{SEGMENT}*"):
+            path.unlink(missing_ok=True)
     prepared.close()
     if prepared.joins and not any(prepared.run_dir.task_directory.glob("journal-*")):
         prepared.run_dir.store.discard_copy(prepared.run_dir.task)
@@ -259,6 +264,8 @@ class Run:
         self.counts, self.events = RowCounts(), EventLog(prepared.run_dir.events)
         self.done = DoneRows()
         """Rows that earlier attempts of this task ended."""
+        self.turns: TurnStore | None = None
+        """Where turns of rollouts are stored; None where there are none."""
         self.rows_of_others = 0
         """Rows that other living tasks held when this attempt found nothing to do."""
 
@@ -380,6 +387,8 @@ class Run:
                     raise
                 failure = failure or error
             self.control.stage = "ending"
+            if self.turns is not None:
+                self.turns.close()
             await give_back(self.rows, self.lock)
             report = self._report(sending, failure, added, rows_on_disk=rows_on_disk)
             with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
@@ -427,9 +436,12 @@ class Run:
             committed=rows.committed,
             disk=DiskWait(job.limits.disk_wait, lambda: self.control.at_once),
         )
+        if job.prompt.rollout is not None:
+            with writing(run_dir.path):
+                self.turns = await asyncio.to_thread(self._open_turns, writer)
         sending = Sending(
             job, rows, engine, load_control, prepared.answers, writer, self.counts, events, self.control,
-            self.displays, began, prepared.functions, self.done,
+            self.displays, began, prepared.functions, self.done, self.turns,
         )  # fmt: skip
         window = sum(load_control.concurrency.windows.values())
         todo = f"{rows.unread:,} rows to do, {rows_done:,} done before"
@@ -437,6 +449,23 @@ class Run:
         log.info("%s", self.order)
         events.write("order", **asdict(self.order))
         return sending, writer
+
+    def _open_turns(self, writer: ResultWriter) -> TurnStore:
+        """Return the store of turns, with what earlier attempts left of rows that are to be done."""
+        from batchrunner.output.turns import TurnStore  # noqa: PLC0415 - only where there are rollouts
+
+        run_dir, rows = self.prepared.run_dir, self.rows
+        turns = TurnStore(run_dir.task_directory, self.lock.token, writer.disk)
+        turns.load(run_dir.task_directory, lambda found: found - self.done.rows)
+
+        def committed(done: BitMap64) -> None:
+            rows.committed(done)
+            turns.ended(done)
+
+        writer.committed = committed
+        if not isinstance(rows, FixedRows):
+            rows.taken_over = lambda task, left: turns.load(task, lambda found: found & left)
+        return turns
 
     def _look_at_input(self) -> list[str]:
         """Return the files that were added since the start and that the job's limit does not exclude.
@@ -501,6 +530,7 @@ class Run:
             incidents=sending.progress.incidents,
             sharing=sending.reorderer.sharing(),
             bundles=sending.bundles.as_dict(),
+            rollouts=sending.rollouts.state() if sending.rollouts is not None else {},
             simulated=info.simulated,
             versions=versions(info),
         )

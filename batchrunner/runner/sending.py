@@ -48,6 +48,8 @@ from batchrunner.runner.progress import Display
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
+    from batchrunner.dispatch.rollouts import Rollouts
+    from batchrunner.output.turns import TurnStore
 
 
 log = logging.getLogger(__name__)
@@ -241,6 +243,8 @@ class Sending:
     """The job's Python functions."""
     _done: DoneRows = field(default_factory=DoneRows)
     """Rows of earlier attempts."""
+    _turns: TurnStore | None = None
+    """Where turns of rollouts are stored; None where nothing is."""
     _loads: Sequence[SchedulerLoad] = ()
     """The newest load sample."""
     _next_sample: float = 0.0
@@ -265,7 +269,14 @@ class Sending:
             job, info, len(concurrency.known), dedupe=job.dedupe and not judges_by_row(functions)
         )
         self._backlog = Backlog(slots, results, lambda: rows.unread + self.reorderer.held)
-        self._feeder = Feeder(
+        self.rollouts: Rollouts | None = None
+        if self._plan.asked is not None and functions is not None:
+            from batchrunner.dispatch.rollouts import Rollouts  # noqa: PLC0415 - only for such jobs
+
+            self.rollouts = Rollouts(
+                job, rows, functions, tokenizer, self._backlog, slots, results, self._turns
+            )
+        self._feeder = self.rollouts or Feeder(
             rows, self.reorderer, tokenizer, self._backlog, results, engine, info.routes,
             keeps_prompts=job.accept.feedback,
         )  # fmt: skip
@@ -283,7 +294,7 @@ class Sending:
         self._run = SendingRun(slots, self._backlog, events)
         self.progress = AttemptProgress(
             rows, self._done, self._counts, slots, concurrency, self._backlog, self.bundles, engine, events,
-            began=self._began, task=job.task,
+            began=self._began, task=job.task, rollouts=self.rollouts,
         )  # fmt: skip
         self._dispatcher = Dispatcher(
             self._backlog, slots, senders, checker, self.reorderer, concurrency, self._load_control, events,
@@ -346,7 +357,7 @@ class Sending:
 
 
 def _reorderer(job: Job, info: EngineInfo, schedulers: int, *, dedupe: bool) -> Reorderer:
-    reorders = job.order != "input"
+    reorders = job.order != "input" and job.prompt.rollout is None
     return Reorderer(
         ReuseDistance(info, schedulers) if reorders and info.caches_prefixes else None,
         OutputLengths() if reorders and job.forward is None else None,

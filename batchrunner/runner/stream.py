@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import orjson
 import pyarrow as pa
 import pyarrow.types as pt
 
@@ -38,10 +39,11 @@ from batchrunner.input.tables import (
 from batchrunner.input.templates import unknown_column
 from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.call import LibraryCall
+from batchrunner.job.output import RETURNED
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import InputSpec, Job
 from batchrunner.job.tasks import numbers_of
-from batchrunner.output.columns import answer_value
+from batchrunner.output.columns import answer_value, rows_made
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.run_dir import RunDir
@@ -365,7 +367,7 @@ class Handover:
         """Add the row that an outcome becomes, once there is room."""
         while len(self._rows) >= MOST_ROWS:
             await self._change()
-        self._rows.append(_row_given(outcome, self._plan))
+        self._rows += [_row_given(row, self._plan) for row in rows_made(outcome)]
         self._changed.set()
 
     def check(self) -> None:
@@ -391,7 +393,7 @@ class Handover:
 
 
 def _row_given(outcome: Outcome, plan: AnswerPlan) -> dict[str, Any]:
-    """Return a row of the results as its columns have it."""
+    """Return a row of the results as its columns have it; what a rollout returned as columns of its own."""
     completion = outcome.completion
     decodes = plan.task is None
     reason: Any = None
@@ -411,7 +413,9 @@ def _row_given(outcome: Outcome, plan: AnswerPlan) -> dict[str, Any]:
         given["completion_tokens"] = each(completion.completion_tokens) if completion else None
     given |= {"latency_s": outcome.latency_s, "attempts": outcome.attempts, "error": outcome.error}
     if decodes:
-        return given | {name: answer_value(completion, name, plan.samples) for name in plan.names}
+        given |= {name: answer_value(completion, name, plan.samples) for name in plan.names}
+        returned: dict[str, Any] = orjson.loads(given.pop(RETURNED, None) or "{}")
+        return given | returned
     return given | {name: _value_of(completion, name, kind) for name, kind in plan.parsed}
 
 

@@ -57,7 +57,7 @@ class Encoder:
 
     def can_encode(self, request: Request) -> bool:
         """Return whether `encode` tokenizes this request; others pass unchanged, for the engine to do it."""
-        if request.kind != self._kind or request.media:
+        if request.kind != self._kind or request.media or request.tools:
             return False
         if self._kind != "messages":
             return bool(request.prompt)

@@ -21,7 +21,7 @@ case. A run with too many failed rows (3), or stopped by `limits.deadline` (1), 
 def page() -> str:
     """Return the page."""
     codes = table(["code", "meaning"], ([f"{code}", meaning] for code, meaning in EXIT_MEANINGS.items()))
-    kinds = [getattr(errors, name) for name in public if name.endswith("Error")]
+    kinds = [getattr(errors, name) for name in public if hasattr(errors, name)]
     raised = table(
         ["error", "code", "meaning"],
         ([f"`{kind.__name__}`", str(kind.exit_code), paragraphs(kind.__doc__)] for kind in kinds),

@@ -1,0 +1,435 @@
+"""Runs whose rows ask several times, by an asynchronous function of the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import batchrunner
+from tests.conftest import (
+    INSTANT,
+    batchrun,
+    batchrun_merge,
+    eventually,
+    job_of,
+    report_of,
+    results_of,
+    run_job,
+    started,
+    write_job,
+)
+from tests.support.answers import Said
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.functions import write_module
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+PROMPT = {"rollout": "hooks:solve"}
+TURNS = """
+    async def solve(row, generate):
+        texts = []
+        for turn in range(5):
+            answer = await generate(f"row {row['id']} turn {turn} after {len(texts)}")
+            texts.append(answer.text)
+        return {"texts": texts}
+"""
+"""A function of five turns."""
+
+
+def test_a_conversation_with_a_tool(tmp_path: Path, server: FakeSGLang) -> None:
+    """Turns of a chat: the call of a tool is parsed, and results have the columns and sums of the turns."""
+    write_module(
+        tmp_path,
+        """
+        from typing import TypedDict
+
+        class Solved(TypedDict):
+            answer: str
+            city: str
+            asked: int
+
+        async def solve(row, generate) -> Solved:
+            tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}
+            messages = [{"role": "user", "content": row["text"]}]
+            cities = []
+            while True:
+                answer = await generate(messages, tools=[tool], temperature=0.5, max_new_tokens=7)
+                messages.append(answer.message)
+                if not answer.tool_calls:
+                    return {"answer": answer.text, "city": cities[0], "asked": len(messages) // 2}
+                for call in answer.tool_calls:
+                    cities.append(call.arguments["city"])
+                    messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
+        """,
+    )
+    server.script = lambda sent: "tool call" if sent.prompt.startswith("row") else "answer"
+    job = job_of(tmp_path, server, rows=6, prompt=PROMPT, sampling={"top_p": 0.9}, input={"columns": ["id"]})
+    run_job(job, tmp_path)
+    rows = results_of(job)
+    assert [(row["row"], row["id"], row["rollout"], row["turns"]) for row in rows] == [
+        (n, n, 0, 2) for n in range(6)
+    ]
+    assert {(row["city"], row["asked"], row["answer"] == row["output"]) for row in rows} == {
+        ("Bern", 2, True)
+    }
+    sent = [sent.body for sent in server.sent if sent.prompt == "sunny"]
+    assert {(body["temperature"], body["top_p"], body["max_completion_tokens"]) for body in sent} == {
+        (0.5, 0.9, 7)
+    }
+    assert [message["role"] for message in sent[0]["messages"]] == ["user", "assistant", "tool"]
+    assert sent[0]["messages"][1]["tool_calls"][0]["function"]["name"] == "get_weather"
+    report = report_of(job)
+    assert (report["rollouts"]["turns"], report["output_tokens"]) == (
+        12,
+        sum(row["completion_tokens"] for row in rows),
+    )
+
+
+def test_rows_by_values(tmp_path: Path, server: FakeSGLang) -> None:
+    """Without an annotation merged columns are typed by all values; a list is a row for each."""
+    write_module(
+        tmp_path,
+        """
+        async def solve(row, generate):
+            if row["id"] == 3:
+                return None
+            answer = await generate(row["text"])
+            return [{"score": number or 0.5, "turns": number, "mixed": [1, "x"][number % 2], "none": None,
+                     "tags": [answer.text][:number], "of": {"n": number}} for number in range(row["id"] + 1)]
+        """,
+    )
+    job = job_of(tmp_path, server, rows=4, prompt=PROMPT)
+    run_job(job, tmp_path)
+    assert report_of(job)["rows_ok"] == 4
+    merged = pq.read_table(batchrun_merge(tmp_path / "run"))
+    types = {name: merged.schema.field(name).type for name in ("score", "turns", "mixed", "tags", "of")}
+    assert types == {
+        "score": pa.float64(), "turns": pa.int64(), "mixed": pa.string(), "tags": pa.list_(pa.string()),
+        "of": pa.struct([("n", pa.int64())]),
+    }  # fmt: skip
+    rows = merged.to_pylist()
+    assert [(row["row"], row["rollout"]) for row in rows] == [
+        (0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, None)
+    ]  # fmt: skip
+    assert [row["score"] for row in rows[:6]] == [0.5, 0.5, 1.0, 0.5, 1.0, 2.0]
+    assert rows[6]["finish_reason"] == "left_out"
+    streamed = list(
+        batchrunner.stream(
+            [{"id": 2, "text": "a"}], prompt=PROMPT | {"rollout": by_value}, engine="simulated"
+        )
+    )
+    assert [(row["rollout"], row["n"]) for row in streamed] == [(0, 0), (1, 1)]
+
+
+async def by_value(row: Any, generate: Any) -> Any:
+    """Make two rows."""
+    await generate(row["text"])
+    return [{"n": 0}, {"n": 1}]
+
+
+def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
+    """Whatever a function does with a row, the others are done; the failed row keeps what was asked."""
+    write_module(
+        tmp_path,
+        """
+        import asyncio, ctypes, os, sys, time
+
+        async def solve(row, generate):
+            answer = await generate([{"role": "user", "content": row["text"]}])
+            match row["id"]:
+                case 1: raise ValueError("no")
+                case 2: sys.exit(3)
+                case 3: os._exit(3)
+                case 4: ctypes.string_at(0)
+                case 5: time.sleep(1000)
+                case 6: await asyncio.sleep(1000)
+                case 7:
+                    for n in range(10): await generate(f"more {n}")
+                case 8: return "text"
+                case 9: return {"output": 1}
+                case 10: await generate([])
+                case 11: await generate("x", temperature=-1)
+                case 12: await asyncio.gather(asyncio.sleep(0.1), asyncio.to_thread(time.sleep, 0.2))
+                case 13:
+                    while True:
+                        try: await asyncio.sleep(1000)
+                        except asyncio.CancelledError: pass
+            return {"text": answer.text}
+        """,
+    )
+    limits = {"python": 1, "rollout": 6, "turns": 5, "max_failed_rows": 20}
+    job = job_of(tmp_path, server, rows=40, prompt=PROMPT, limits=limits)
+    run_job(job, tmp_path)
+    rows = results_of(job)
+    errors = {row["row"]: row["error"] for row in rows if row["error"] is not None}
+    place, name = "prompt.rollout: hooks.py", "prompt.rollout: hooks:solve"
+    assert errors == {
+        1: f"{place}:7: ValueError: no",
+        2: f"{place}:8: SystemExit: 3",
+        3: f"{name}: ended its process (exit code 3)",
+        4: f"{name}: ended its process (SIGSEGV)",
+        5: f"{name}: took more than 1 s between two awaits (limits.python)",
+        6: f"{name}: took more than 6 s (limits.rollout)",
+        7: f"{name}: asked more than 5 times (limits.turns)",
+        8: f"{name}: returned a str: return a dict, or a list of them",
+        9: f"{name}: a result has a column 'output' already: name yours otherwise",
+        10: f"{place}:17: batchrunner.GenerateError: generate: give messages, a text or token ids",
+        11: f"{place}:18: batchrunner.GenerateError: generate: temperature: should be greater than or "
+        "equal to 0, or should be {column: NAME} (got -1)",
+        13: f"{name}: took more than 6 s (limits.rollout)",
+    }
+    told = json.loads(rows[1]["conversation"])
+    assert told == [
+        {"role": "user", "content": "row 1"},
+        {"role": "assistant", "content": "answer 0 to row 1"},
+    ]
+    assert rows[0]["conversation"] is None
+    assert Counter(sent.prompt for sent in server.sent if sent.prompt.startswith("row")) == Counter(
+        f"row {n}" for n in range(40)
+    )
+    write_module(tmp_path, "async def solve(row, generate): return {'text': (await generate('again')).text}")
+    again = batchrun(tmp_path / "job.yaml", "--retry-failed")
+    assert again.exit_code == 0, again.stderr
+    assert [row["row"] for row in results_of(job)] == list(range(40))
+    assert server.prompts.count("again") == 12
+
+
+def test_a_good_answer_or_an_exception(tmp_path: Path, server: FakeSGLang) -> None:
+    """Checks are below the function: an answer that is not good is asked for again, and then raises there."""
+    write_module(
+        tmp_path,
+        """
+        import asyncio
+        from batchrunner import GenerateError
+
+        SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+        async def solve(row, generate):
+            good = await generate(f"good {row['id']}", schema=SCHEMA)
+            free = await generate("free")
+            try:
+                await generate(f"bad {row['id']}", schema=SCHEMA)
+            except GenerateError as failure:
+                return {"good": good.text, "free": free.text, "why": str(failure)}
+        """,
+    )
+
+    def script(sent: Any) -> Any:
+        if sent.prompt.startswith("good"):
+            return Said('{"n": 1}') if sent.tries == 2 else Said("{}")
+        return Said("no JSON")
+
+    server.script = script
+    job = job_of(tmp_path, server, rows=3, prompt=PROMPT, accept={"tries": 2}, order="input")
+    run_job(job, tmp_path)
+    for row in results_of(job):
+        made = json.loads(row["returned"])
+        assert (made["good"], made["free"]) == ('{"n": 1}', "no JSON")
+        assert made["why"].startswith("the answer is not JSON")
+        assert (row["turns"], row["attempts"]) == (3, 3)
+    assert Counter(prompt.split()[0] for prompt in server.prompts) == {"good": 6, "free": 3, "bad": 6}
+
+
+def test_nothing_is_asked_twice_after_a_kill(tmp_path: Path, server: FakeSGLang) -> None:
+    """What was answered before a SIGKILL is not asked again; only what was in flight is."""
+    write_module(
+        tmp_path,
+        """
+        import asyncio
+        async def solve(row, generate):
+            async def branch(name):
+                texts = []
+                for turn in range(4):
+                    texts.append((await generate(f"row {row['id']} branch {name} turn {turn}")).text)
+                return texts
+            samples = await asyncio.gather(*(generate(f"row {row['id']} sample") for _ in range(3)))
+            both = await asyncio.gather(branch("a"), branch("b"))
+            return {"samples": [sample.text for sample in samples], "both": both}
+        """,
+    )
+    answered = Counter[str]()
+    held = 60
+
+    def script(sent: Any) -> Any:
+        if sum(answered.values()) >= held:
+            return "hold"
+        answered[sent.prompt] += 1
+        return "answer"
+
+    server.script = script
+    job = job_of(tmp_path, server, rows=20, window=8, prompt=PROMPT)
+    file = write_job(job, tmp_path)
+    for _ in range(2):
+        with started(file) as running:
+            eventually(lambda: sum(answered.values()) >= held)  # noqa: B023
+            time.sleep(0.5)
+            running.process.send_signal(signal.SIGKILL)
+            running.process.wait()
+        server.wait_until_left()
+        held += 60
+    held = 1 << 30
+    assert batchrun(file).exit_code == 0
+    expected = Counter[str]()
+    for row in range(20):
+        expected[f"row {row} sample"] = 3
+        expected.update(f"row {row} branch {name} turn {turn}" for name in "ab" for turn in range(4))
+    assert answered == expected
+    rows = results_of(job)
+    assert [row["row"] for row in rows] == list(range(20))
+    assert {(row["error"], row["turns"]) for row in rows} == {(None, 11)}
+    assert [*(tmp_path / "run" / "tasks").glob("*/turns-*")] == []
+
+
+def test_a_function_that_asks_otherwise_when_it_is_run_again(tmp_path: Path, server: FakeSGLang) -> None:
+    """That is said, and the row starts anew."""
+    write_module(
+        tmp_path,
+        """
+        import os
+        async def solve(row, generate):
+            first = await generate(f"row {row['id']} {os.getppid()} first")
+            second = await generate(f"row {row['id']} {os.getppid()} second")
+            return {"both": [first.text, second.text]}
+        """,
+    )
+    server.script = lambda sent: "hold" if "second" in sent.prompt else "answer"
+    job = job_of(tmp_path, server, rows=2, prompt=PROMPT)
+    file = write_job(job, tmp_path)
+    with started(file) as running:
+        eventually(lambda: len(server.sent) == 4)
+        running.process.send_signal(signal.SIGKILL)
+        running.process.wait()
+    server.script = lambda sent: "answer"
+    done = batchrun(file)
+    assert done.exit_code == 0
+    told = [line for line in done.stderr.splitlines() if "starts anew" in line]
+    assert len(told) == 2
+    assert all("hooks:solve asked otherwise when it was run again" in line for line in told)
+    for row in results_of(job):
+        texts = json.loads(row["returned"])["both"]
+        assert all(f"row {row['row']} {os.getpid()}" in text for text in texts)
+
+
+def test_a_blocked_loop_costs_no_answer(tmp_path: Path, server: FakeSGLang) -> None:
+    """The other rows of a process that was killed are run again with the answers that they have had."""
+    write_module(
+        tmp_path,
+        """
+        import asyncio, time
+        async def solve(row, generate):
+            texts = []
+            for turn in range(3):
+                texts.append((await generate(f"row {row['id']} turn {turn}")).text)
+                if row["id"] % 7 == 3 and turn == 1:
+                    time.sleep(100)
+                await asyncio.sleep(0.05)
+            return {"texts": texts}
+        """,
+    )
+    job = job_of(
+        tmp_path,
+        server,
+        rows=30,
+        prompt=PROMPT,
+        limits={"python": 1, "max_failed_rows": 10, "python_processes": 2},
+    )
+    run_job(job, tmp_path)
+    rows = results_of(job)
+    assert [row["row"] for row in rows if row["error"] is not None] == [3, 10, 17, 24]
+    assert max(Counter(server.prompts).values()) == 1
+    assert len(server.sent) == 26 * 3 + 4 * 2
+
+
+def test_turns_go_before_new_rows_and_where_their_prefix_is(tmp_path: Path) -> None:
+    """All turns of a row go to one replica, and few more rows are open than there are slots."""
+    write_module(
+        tmp_path,
+        """
+        import asyncio
+        open_rows = most = 0
+        async def solve(row, generate):
+            global open_rows, most
+            open_rows += 1
+            most = max(most, open_rows)
+            for turn in range(4):
+                await generate(f"row {row['id']} turn {turn}")
+                await asyncio.sleep(0.01)
+            open_rows -= 1
+            return {"most": most}
+        """,
+    )
+    with FakeSGLang(delay_s=0.01) as one, FakeSGLang(delay_s=0.01) as two:
+        engine = {"kind": "attach", "urls": [one.url, two.url]}
+        job = job_of(tmp_path, engine, rows=200, window=16, prompt=PROMPT, limits={"python_processes": 1})
+        run_job(job, tmp_path)
+        homes = [{prompt.split(" turn")[0] for prompt in each.prompts} for each in (one, two)]
+        assert min(len(one.sent), len(two.sent)) > 200
+        assert len(homes[0] & homes[1]) <= 10  # rows that an idle replica has taken
+    assert max(json.loads(row["returned"])["most"] for row in results_of(job)) < 80
+
+
+def test_tasks_share_rollouts(tmp_path: Path, server: FakeSGLang) -> None:
+    """A task that takes over from a dead one has its answers."""
+    write_module(tmp_path, TURNS)
+    job = job_of(tmp_path, server, rows=40, window=8, prompt=PROMPT)
+    server.script = lambda sent: "hold" if int(re.findall(r"\d+", sent.prompt)[1]) >= 3 else "answer"
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as running:
+        eventually(lambda: sum("turn 3" in prompt for prompt in server.prompts) == 8)
+        running.process.send_signal(signal.SIGKILL)
+        running.process.wait()
+    server.wait_until_left()
+    server.script = lambda sent: "answer"
+    done = batchrun(file, "--join")
+    assert done.exit_code == 0, done.stderr
+    assert [row["row"] for row in results_of(job)] == list(range(40))
+    counts = Counter(server.prompts)
+    assert {counts[prompt] for prompt in counts if "turn 3" not in prompt} == {1}
+    assert [*(tmp_path / "run" / "tasks").glob("*/turns-*")] == []
+
+
+def test_functions_of_a_program(tmp_path: Path) -> None:
+    """`run` and `generate` take the function itself, and a program's rows go through it."""
+    words = ["a", "b"]
+
+    async def solve(row: dict[str, Any], generate: Any) -> dict[str, Any]:
+        answer = await generate([{"role": "user", "content": row["text"]}], max_new_tokens=5)
+        return {"text": row["text"], "known": row["text"] in words, "tokens": answer.completion_tokens}
+
+    table = batchrunner.generate(["a", "c"], rollout=solve, engine="simulated")
+    assert table.column("known").to_pylist() == [True, False]
+    assert table.column("tokens").type == pa.int64()
+    job = job_of(tmp_path, INSTANT, rows=5)
+    del job["prompt"]
+    report = batchrunner.run(job, rollout=solve)
+    assert (report.rows_ok, report.rollouts["turns"]) == (5, 5)
+
+
+TYPED = "from typing import TypedDict\nclass A(TypedDict):\n  error: str\n"
+REFUSED = [
+    ("async def solve(row): pass", {}, "hooks:solve is called with two arguments, the row and generate"),
+    ("def solve(row, generate): pass", {}, "hooks:solve is no asynchronous function: write async def"),
+    (TURNS, {"sampling": {"n": 2}}, "prompt.rollout: leave out sampling.n, parse and output.reuse"),
+    (
+        TYPED + "async def solve(r, g) -> list[A]: pass",
+        {},
+        "prompt.rollout: a result has a column 'error' already",
+    ),
+]
+
+
+@pytest.mark.parametrize(("code", "fields", "says"), REFUSED)
+def test_what_is_no_rollout_is_refused(tmp_path: Path, code: str, fields: dict[str, Any], says: str) -> None:
+    """`check` says so in one line."""
+    write_module(tmp_path, code)
+    done = batchrun("check", write_job(job_of(tmp_path, prompt=PROMPT, **fields), tmp_path))
+    assert (done.exit_code, says in done.stderr) == (2, True), done.stderr
