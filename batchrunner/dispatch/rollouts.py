@@ -132,7 +132,8 @@ class RolloutProcess:
 
     def send(self, *values: Any) -> None:
         """Send a frame, unless the process has ended."""
-        self._writer.write(frame(*values))
+        if not self._writer.is_closing():
+            self._writer.write(frame(*values))
 
     def end(self) -> None:
         """Kill it, and wait for its end."""
