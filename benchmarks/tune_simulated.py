@@ -71,9 +71,7 @@ def workloads() -> dict[str, list[tuple[int, int, int]]]:
 
 
 def lab(rows: list[tuple[int, int, int]], noise: float = 0.0, seed: int = 1) -> Lab:
-    return Lab(
-        rows, pool_tokens=POOL_TOKENS, max_running=256, cost=TINY_CPU, noise=noise, seed=seed, logs=True
-    )
+    return Lab(rows, pool_tokens=POOL_TOKENS, max_running=256, cost=TINY_CPU, noise=noise, seed=seed)
 
 
 def true_speed(rows: list[tuple[int, int, int]], args: Args) -> float:
@@ -110,9 +108,9 @@ def corners() -> list[dict[str, Any]]:
         for number, (start_name, start) in enumerate(STARTS.items()):
             began = time.perf_counter()
             search, spent_s, trials = tuned(rows, start, number)
-            own, mine = (true_speed(rows, args) for args in (start, search.best.args))
+            own, mine = (true_speed(rows, args) for args in (start, search.winner.args))
             found.append({
-                "workload": name, "start": start_name, "args": search.best.args, "trials": trials,
+                "workload": name, "start": start_name, "args": search.winner.args, "trials": trials,
                 "ratio": round(mine / best, 4), "gain": round(mine / own, 4),
                 "time_share": round(spent_s / random_s, 4), "search_s": round(time.perf_counter() - began, 1),
                 "random_best": best_args,

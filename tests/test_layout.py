@@ -104,15 +104,15 @@ MOST_TOKENS = {
     "job": 19_300,
     "output": 24_500,
     "input": 36_100,
-    "engines": 46_700,
+    "engines": 47_000,
     "advise": 11_900,
     "report": 10_900,
     "dispatch": 29_500,
     "runner": 26_100,
-    "tune": 11_500,
+    "tune": 10_900,
     "api": 3_200,
     "ray": 5_200,
-    "cli": 4_000,
+    "cli": 4_100,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}

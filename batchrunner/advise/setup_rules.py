@@ -93,15 +93,13 @@ def torch_compile(s: Situation, _: Flags) -> Finding | None:
 def fp8_weights(s: Situation, _: Flags) -> Finding | None:
     """Find 16-bit weights where memory limits the batch."""
     sign = f"the KV pool is full {s.often('kv_bound')} and {s.facts.card} computes in 8 bits"
-    found = s.facts.in_16_bits and s.load.frequent("kv_bound")
-    return Finding(sign, evidence=s.evidence("kv_bound")) if found else None
+    return Finding(sign, evidence=s.evidence("kv_bound")) if s.load.frequent("kv_bound") else None
 
 
 def fp8_cache(s: Situation, _: Flags) -> Finding | None:
     """Find a full KV pool of 16-bit numbers."""
     sign = f"the KV pool is full {s.often('kv_bound')} and holds 16-bit numbers"
-    found = s.facts.kv_in_16_bits and s.load.frequent("kv_bound")
-    return Finding(sign, evidence=s.evidence("kv_bound")) if found else None
+    return Finding(sign, evidence=s.evidence("kv_bound")) if s.load.frequent("kv_bound") else None
 
 
 def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:

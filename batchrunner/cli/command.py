@@ -123,11 +123,16 @@ class Interrupts:
             self._seen += 1
             self._act()
 
-    def handle(self, _number: int, _frame: FrameType | None) -> NoReturn:
-        """Interrupt the main thread."""
+    def handle(self, _number: int, _frame: FrameType | None) -> None:
+        """Interrupt the main thread; an event loop between two callbacks, which would catch and log it."""
+        import asyncio  # noqa: PLC0415 - not for --help
+
         self._handled += 1
         self._act()
-        raise KeyboardInterrupt
+        try:
+            asyncio.get_running_loop().call_soon_threadsafe(_interrupt)
+        except RuntimeError:  # no loop runs
+            raise KeyboardInterrupt from None
 
     def _act(self) -> None:
         if max(self._seen, self._handled) > 1:
@@ -140,6 +145,10 @@ class Interrupts:
     def _end_blocked(self) -> None:
         if not self._handled:
             _end_process()
+
+
+def _interrupt() -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _after(seconds: float, act: Callable[[], None]) -> None:

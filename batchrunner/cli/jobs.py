@@ -1,7 +1,7 @@
 """Commands that make and improve a job: init, check, tune, schema."""
 
 import logging
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -65,6 +65,10 @@ def tune(
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="Time for all trials together, such as 90s, 30m or 2h.")
     ] = "30m",
+    allow: Annotated[
+        Literal["fp8"] | None,
+        typer.Option(metavar="fp8", help="Try numbers of 8 bits too, which change answers a little."),
+    ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -86,6 +90,7 @@ def tune(
         job,
         overrides=with_limit(overrides, limit),
         budget_s=parse_budget(budget),
+        allow_fp8=allow == "fp8",
     )
     show(found.as_dict() if as_json else found.lines())
 

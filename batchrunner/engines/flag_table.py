@@ -32,6 +32,9 @@ SIGNS = {
     "starved": "no request waits, and fewer run than may",
     "split-experts": "each expert is split over several GPUs",
     "kv-copies": "several GPUs keep the same KV cache",
+    "layout": "the GPUs hold more or fewer replicas, of fewer or more GPUs each",
+    "wide-numbers": "weights or KV cache have 16-bit numbers",
+    "repeated": "outputs repeat what earlier outputs say",
     "small-prefills": "decoding stops often for small prefill passes",
     "large-pages": "requests are short beside a page",
     "cache-off": "the prefix cache is off, and prompts share prefixes",
@@ -40,7 +43,7 @@ SIGNS = {
 """The signs that call for flags, in words."""
 OF_DECODING = frozenset({
     "held", "retracting", "full", "memory-left", "capped", "graph-off", "evicted", "small-prefills",
-    "large-pages", "small-model",
+    "large-pages", "small-model", "wide-numbers",
 })  # fmt: skip
 """Those that say something only where requests decode."""
 
@@ -67,6 +70,8 @@ class Server:
     """Tokens of an output, on average."""
     longest_output: int | None = None
     """Tokens that nearly all outputs stay under."""
+    repeated: float = 1.0
+    """Tokens that a decode step would bring by n-grams of earlier outputs."""
     most_pool_tokens: float = 0.0
     """Tokens of the largest KV pool that a CPU's memory allows."""
     why: str = ""
@@ -154,12 +159,16 @@ MORE_CONSERVATIVE = 1.3
 MOST_CONSERVATIVE = 1 / 0.7
 """`--schedule-conservativeness` from which a scheduler reserves all of `max_new_tokens`: the fraction that it
 reserves is min(0.7 x conservativeness, 1)."""
+MOST_CLIP, SHORTER = 4096, 0.9
+"""SGLang's default of the clip, and the share of the present one below which a lower one is worth it."""
 FEWER = 0.9
 """Share of the running requests that `--max-running-requests` is lowered to, where the pool is too small."""
 MOST_RUNNING, MOST_RAISE = 4096, 32
 """SGLang's largest default of `--max-running-requests`, and the factor by which it is raised at most."""
 LEAST_RUNNING = 4
 """Least `--max-running-requests` that is tried."""
+MOST_TIMES = 8
+"""Most times by which a chunk is made larger at once, where twice the size shows no gain."""
 CHUNKS, LARGEST_CHUNK = (4096, 2048), 16_384
 """`--chunked-prefill-size` in tokens: the guides' two steps down, and SGLang's largest default."""
 FRACTIONS = (0.8, 0.7, 0.6)
@@ -178,6 +187,8 @@ GRAPH_SIZES = (256, 512, 768, 1024)
 """Values of `--cuda-graph-max-bs-decode`, in requests."""
 GRAPH, LEAST_GRAPH = 64, 16
 """Largest batch of a graph where it is not known, and the least that is tried: SGLang itself proposes 16."""
+REPEATED = 1.3
+"""Tokens of a decode step from which n-grams are worth a trial: a step that checks guesses takes longer."""
 TOKENIZERS = 4
 """`--tokenizer-worker-num` where one front process is too slow."""
 _BACKENDS: Mapping[Architecture, tuple[str, str]] = {
@@ -210,6 +221,11 @@ def _calmer(s: Server) -> list[float]:
     name = "schedule-conservativeness"
     most = round(as_flag(s.facts, name, MOST_CONSERVATIVE), 2)
     return [value for value in (MORE_CONSERVATIVE, most) if value > (s.now(name) or NORMAL)]
+
+
+def _clip(s: Server) -> list[int]:
+    longest = s.longest_output or MOST_CLIP
+    return [longest] if longest < SHORTER * (s.now(CLIP) or MOST_CLIP) else []
 
 
 def _larger_pool(s: Server) -> list[int]:
@@ -264,7 +280,7 @@ def _fraction_for_pool(s: Server) -> list[float]:
 
 def _larger_chunk(s: Server) -> list[int]:
     now = int(s.now("chunked-prefill-size") or 0)
-    return [min(2 * now, LARGEST_CHUNK)] if 0 < now < LARGEST_CHUNK else []
+    return [min(times * now, LARGEST_CHUNK) for times in (2, MOST_TIMES)] if 0 < now < LARGEST_CHUNK else []
 
 
 def _smaller_chunk(s: Server) -> list[int]:
@@ -339,6 +355,22 @@ def _set(flag: str, value: Any) -> Steps:
     return lambda s: [] if s.facts.arguments.get(flag.replace("-", "_")) == value else [value]
 
 
+def _other_layouts(s: Server) -> list[int]:
+    """Halve or double the GPUs of a replica, where weights and heads allow that, and the GPUs are there."""
+    now, heads = s.facts.tp, s.facts.config.get("num_attention_heads") or MOST_RUNNING
+    fits = (
+        now > 1
+        and least_fraction(s.facts) + (s.facts.weights_gb or 0) / (s.facts.card_gb or 1) < HIGHEST_FRACTION
+    )
+    sizes = ([now // 2] if fits else []) + ([2 * now] if s.facts.idle_gpus >= s.facts.gpus else [])
+    return [size for size in sizes if heads % size == 0 and s.facts.attn_dp == 1]
+
+
+def _ngrams(s: Server) -> list[str]:
+    on = s.facts.arguments.get("speculative_algorithm") or s.facts.attn_dp > 1
+    return ["NGRAM"] if s.repeated >= REPEATED and not on else []
+
+
 def _experts_whole(s: Server) -> list[int]:
     return [s.facts.tp] if s.facts.is_moe and s.facts.tp > 1 >= (s.now("ep-size") or 1) else []
 
@@ -398,6 +430,17 @@ class Flag:
 
 FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
     Flag(
+        "tp-size",
+        {
+            "layout": Move(
+                _other_layouts, "halved or doubled, with as many replicas as there are GPUs for",
+                "arithmetic; not tried on GPUs here",
+                "fewer GPUs a replica: less room for its KV pool; more: the GPUs wait for each other",
+            )
+        },
+        "a GPU",
+    ),
+    Flag(
         "schedule-conservativeness",
         {
             "held": Move(
@@ -416,7 +459,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         CLIP,
         {
             "held": Move(
-                lambda s: [s.longest_output] if s.longest_output else [],
+                _clip,
                 "down: a length that 99% of the outputs stay under", "SGLang's schedule_policy",
                 "where outputs turn out long, requests are retracted",
             )
@@ -621,17 +664,34 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
     ),
     Flag(
         "quantization",
-        {"full": Move(_set("quantization", "fp8"), "set: fp8", "G1, G2, G4", "answers change a little")},
+        {
+            "wide-numbers": Move(
+                lambda s: ["fp8"] if s.facts.in_16_bits else [], "set: fp8", "G1, G2, G4",
+                "answers change a little",
+            )
+        },
         "FP8", changes_answers=True,
     ),
     Flag(
         "kv-cache-dtype",
         {
-            "full": Move(
-                _set("kv-cache-dtype", "fp8_e4m3"), "set: fp8_e4m3", "G1", "answers change a little"
+            "wide-numbers": Move(
+                lambda s: ["fp8_e4m3"] if s.facts.kv_in_16_bits else [], "set: fp8_e4m3", "G1",
+                "answers change a little",
             )
         },
         "FP8", changes_answers=True,
+    ),
+    Flag(
+        "speculative-algorithm",
+        {
+            "repeated": Move(
+                _ngrams, "set: NGRAM, with `--max-running-requests`, else it lowers that to 48",
+                "SGLang's ngram_worker; not tried on a GPU here",
+                "each step checks 12 tokens a request: a loss where few are right or many requests run",
+            )
+        },
+        "a GPU",
     ),
     Flag(
         "enable-torch-compile",

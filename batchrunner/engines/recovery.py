@@ -208,7 +208,7 @@ class Healer:
 
     def heal(self, name: str, ended: EndedServer) -> bool:
         """Change `args` after a server's death; return whether they help, so that no row is at fault."""
-        facts, flags = _read(ended)
+        facts, flags = read_server(ended)
         death = examine(ended, facts)
         if not death.of_memory:
             return False
@@ -260,7 +260,7 @@ def healer_for(spec: LaunchedEngine, model: str, incidents: list[Incident], *, c
     return Healer(spec.args, cache_directory() / "engines" / f"{name}-{digest}.json", incidents)
 
 
-def _read(server: EndedServer) -> tuple[Facts, Flags]:
+def read_server(server: EndedServer) -> tuple[Facts, Flags]:
     """Read a server's log, whose missing arguments are as the server was started; return its flags too."""
     reader = LogReader()
     for line in server.lines:

@@ -1,5 +1,5 @@
 """`batchrun tune`: trials of a job's own rows under other server flags, to find the fastest safe ones.
 
 Others may import `tune`, `parse_budget` and `TuningSummary` (tuner.py). The search itself (search.py,
-joint.py, space.py, measurement.py) is pure; trial.py runs a server.
+space.py, measurement.py) is pure; trial.py runs a server.
 """

@@ -5,13 +5,14 @@ Pure: it takes finished rows and load readings with their times, from a real or 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Literal, NamedTuple
 
 from batchrunner.core.console import counted
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
+from batchrunner.engines.logs.reader import Facts
 from batchrunner.engines.logs.series import GUIDES
-from batchrunner.engines.simulation.replica import PassWork, RowLengths
 
 MOST_STEADY_S = 120.0
 """Seconds of steady time that a trial is measured at most, for slow rows."""
@@ -22,9 +23,8 @@ WAVE = 0.5
 """Generations by which the rows that ended may lag behind: rows that began together end together."""
 WORTH = 0.02
 """A smaller gain, as a share, is not worth a further trial."""
-MOST_ROWS = 600
-"""Rows of a trial whose lengths are kept."""
-"""The tuning guides' numbers, as `batchrun advise` uses them."""
+NEARLY_ALL = 0.99
+"""Share of the outputs that stay under the longest one that counts."""
 AT_LIMIT = 0.9
 """Share of max-running-requests from which it counts as the limit; the mean of a wave stays below 1."""
 EMPTY_OFTEN = 0.5
@@ -33,13 +33,6 @@ EMPTY_OFTEN = 0.5
 Ended = Literal["measured", "behind", "died", "cut"]
 End = tuple[Ended, str]
 """How a trial ended, and why, in a sentence."""
-
-
-class PassSpan(NamedTuple):
-    """A stretch of forward passes of one scheduler."""
-
-    work: PassWork
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +55,22 @@ class TrialSigns:
     """Retractions per minute."""
     cached_share: float = 0.0
     """Share of the prompt tokens that were in the cache."""
-    prefill_limit: int | None = None
-    """Most prompt tokens that one pass computes."""
     tokens_per_pass: float | None = None
     """Output tokens per forward pass, by the scheduler's own count, which has no noise."""
     prefill_per_pass: float | None = None
     """Mean prompt tokens that a prefill pass computed."""
+    decodes_per_prefill: float | None = None
+    """Decode passes for each prefill pass."""
     graph_off_share: float | None = None
     """Share of the decode passes that ran without a CUDA graph, on a GPU that captured some."""
-    spare_gb: float | None = None
-    """`available_gpu_mem` in GB when the server was ready."""
-    mem_fraction: float | None = None
-    """`--mem-fraction-static` in effect."""
-    attention_backend: str | None = None
-    """Attention backend in use."""
-    model: str | None = None
-    """Class of the model."""
+    schedulers: int = 1
+    """Schedulers that the figures are sums over."""
+    output_tokens: float = 0.0
+    """Tokens of an output, on average."""
+    longest_output: int | None = None
+    """Tokens that nearly all outputs stay under."""
+    repeated: float = 1.0
+    """Words that a decode step would bring on average, were n-grams of earlier answers tried."""
 
     @property
     def waits(self) -> bool:
@@ -110,10 +103,8 @@ class TrialResult:
     failed_share: float = 0.0
     """Share of the finished rows that failed."""
     signs: TrialSigns = field(default_factory=TrialSigns)
-    rows: tuple[RowLengths, ...] = ()
-    """Lengths of some of the rows that ended in steady time."""
-    spans: tuple[PassSpan, ...] = ()
-    """What stretches of passes were, and how long they took; empty where the log does not say."""
+    facts: Facts = field(default_factory=Facts)
+    """The server, by its log and its arguments."""
 
     @property
     def is_speed(self) -> bool:
@@ -153,20 +144,19 @@ class TrialWatch:
     """The last reading in which a request waited."""
     _peak: int = 0
     _readings: list[SchedulerLoad] = field(default_factory=list)
-    _rows: list[RowLengths] = field(default_factory=list)
+    _outputs: list[int] = field(default_factory=list)
     _retractions: int = 0
     _prompt_tokens: int = 0
     _cached_tokens: int = 0
 
-    def row_ended(self, row: RowLengths, retractions: int = 0) -> None:
-        """Count a row that ended well; its lengths count where its prompt's is known."""
+    def row_ended(self, prompt: int, cached: int, output: int, retractions: int = 0) -> None:
+        """Count a row that ended well, by its tokens."""
         self.rows += 1
-        self.tokens += row.output
-        self._prompt_tokens += row.prompt
-        self._cached_tokens += row.cached
+        self.tokens += output
+        self._prompt_tokens += prompt
+        self._cached_tokens += cached
         self._retractions += retractions if self._warm else 0
-        if row.prompt and len(self._rows) < MOST_ROWS * GENERATIONS:
-            self._rows.append(row)
+        self._outputs.append(output)
 
     def record_load(self, at_s: float, signals: Sequence[SchedulerLoad], log_bytes: int = 0) -> End | None:
         """Record a reading of the load; return how and why the trial may end now, or None."""
@@ -177,7 +167,7 @@ class TrialWatch:
         if self._warm is None:
             if 0 < self._peak <= self.rows or at_s >= MOST_STEADY_S:
                 self._warm = now
-                self._rows.clear()  # the first to end are the shortest
+                self._outputs.clear()  # the first to end are the shortest
             return None
         self._readings += signals
         if any(signal.queue for signal in signals):
@@ -225,7 +215,6 @@ class TrialWatch:
             ended, why, round(cost_s, 1),
             tokens_per_s=round((until.tokens - begin.tokens) / span_s, 2),
             signs=self._signs(span_s),
-            rows=tuple(self._rows[:: len(self._rows) // MOST_ROWS + 1]),
         )  # fmt: skip
 
     def _signs(self, span_s: float) -> TrialSigns:
@@ -233,6 +222,7 @@ class TrialWatch:
         if not readings:
             return TrialSigns(running=self._peak)
         schedulers = len({reading.scheduler for reading in readings})
+        outputs = sorted(self._outputs)
         looks = len(readings) / schedulers
 
         def mean(name: str, over: float = looks) -> float:
@@ -251,4 +241,7 @@ class TrialWatch:
             pool_tokens=limit("max_total_tokens"),
             retractions_per_min=round(60 * self._retractions / span_s, 1),
             cached_share=round(self._cached_tokens / max(self._prompt_tokens, 1), 3),
+            schedulers=schedulers,
+            output_tokens=round(fmean(outputs or [0]), 1),
+            longest_output=outputs[int(NEARLY_ALL * (len(outputs) - 1))] if outputs else None,
         )

@@ -1,4 +1,4 @@
-"""Choose the next trial: what the forecast suggests, then a hill climb, one flag at a time. Pure.
+"""Choose the next trial: all steps that the signs call for at once, then a climb, one flag at a time. Pure.
 
 The search asks for trials and is sent their results. The same results bring the same requests, so a search
 resumes when it is sent the results that were kept.
@@ -13,11 +13,10 @@ from typing import Literal
 import orjson
 
 from batchrunner.core.console import counted
-from batchrunner.engines.flag_table import Flag
+from batchrunner.engines.flag_table import FLAGS, Flag
 from batchrunner.engines.flags import command_line, name_in
-from batchrunner.tune.joint import Forecast, JointMoves
 from batchrunner.tune.measurement import WORTH, Incumbent, TrialResult, TrialSigns
-from batchrunner.tune.space import TUNED_FLAGS, Args, FlagChange, Machine, TuningState, candidates
+from batchrunner.tune.space import TUNED_FLAGS, Args, FlagChange, Machine, candidates, together
 
 GUESS, GUESS_WEIGHT = 0.05, 4
 """Assumed standard deviation of a trial's log speed, and how many repetitions it counts as. A shared 2-core
@@ -108,9 +107,9 @@ def _quantile(freedom: int) -> float:
 FAILED_MORE = 0.01
 """Share of rows by which failures may exceed those of the best: trials end with different rows."""
 MOST_MISSES = 2
-"""Changes of a flag, or of several together, that are tried although none was faster."""
+"""Changes of a flag in a row that are tried although none was faster."""
 TOGETHER = Flag("together", {})
-"""Several flags at once."""
+"""All flags at once that any server has and whose signs the best trial shows."""
 
 
 @dataclass(slots=True)
@@ -118,13 +117,15 @@ class FlagSetting:
     """A set of flags with the results of its trials."""
 
     args: Args
+    replicas: int
+    """Replicas with these flags that there are GPUs for; a trial measures one of them."""
     results: list[TrialResult] = field(default_factory=list)
     verdict: str = ""
 
     @property
     def speeds(self) -> list[float]:
-        """Output tokens a second of each trial that was measured to the end."""
-        return [result.tokens_per_s for result in self.results if result.is_speed]
+        """Output tokens a second of all replicas, by each trial that was measured to the end."""
+        return [self.replicas * result.tokens_per_s for result in self.results if result.is_speed]
 
     @property
     def newest(self) -> TrialResult:
@@ -148,23 +149,21 @@ class Search:
 
     def __init__(self, args: Args, machine: Machine, tuned_flags: Sequence[Flag] = TUNED_FLAGS) -> None:
         """`args` are the job's own flags, which are tried first."""
-        self.best = FlagSetting(args)
-        self.settings = {key_of(args): self.best}
+        self.best = self.own = FlagSetting(args, machine.replicas_of(args))
+        self.settings = {key_of(args): self.own}
         self.notes: dict[str, str] = {}
         """For each flag: what came of it, or why it was not tried."""
         self.reason = ""
         """Why the search ended."""
         self._machine = machine
         self._tuned_flags = tuned_flags
-        self._forecast = Forecast()
-        self._joint = JointMoves(self._forecast, machine)
         self._changed: set[str] = set()
 
     def steps(self) -> Generator[TrialRequest, TrialResult, None]:
         """Yield requests and receive results until no flag brings more."""
-        yield from self._try(self.best, "the job's own flags", None)
-        if not self.best.newest.is_speed:
-            self.reason = f"the job's own flags cannot be measured: {self.best.newest.why}"
+        yield from self._try(self.own, "the job's own flags", None)
+        if not self.own.newest.is_speed:
+            self.reason = f"the job's own flags cannot be measured: {self.own.newest.why}"
             return
         improved = True
         while improved:
@@ -172,6 +171,24 @@ class Search:
             for tuned_flag in (TOGETHER, *self._tuned_flags):
                 improved |= yield from self._tune(tuned_flag)
         self.reason = "no flag brings more"
+        while self._beats_own() == "again":
+            slower = min(self.best, self.own, key=lambda setting: len(setting.results))
+            yield from self._try(slower, "the best beside the job's own flags, in turn", None)
+
+    @property
+    def winner(self) -> FlagSetting:
+        """The best setting, if trials show it to be faster than the job's own flags; else these."""
+        return self.best if self._beats_own() == "faster" else self.own
+
+    def _beats_own(self) -> RaceVerdict:
+        """Compare all trials of the best with all of the job's own flags, which may have been long before."""
+        if self.best is self.own:
+            return "no faster"
+        if not self.own.newest.is_speed:  # it failed when it was tried again
+            return "faster"
+        signs = self.best.newest.signs, self.own.newest.signs
+        fuller = _only_schedules(changes(self.best.args, self.own.args)) and more_per_pass(*signs)
+        return compare(self.best.speeds, self.own.speeds, self._noise(), more_per_pass=fuller)[0]
 
     def _tune(self, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
         """Change a flag for as long as that is faster; return whether the best changed."""
@@ -183,8 +200,8 @@ class Search:
 
     def _try_change(self, change: FlagChange, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
         """Try the best flags with a change; return whether they are faster."""
-        setting = FlagSetting(self._changed_to(change))
-        self.settings[key_of(setting.args)] = setting
+        args = self._changed_to(change)
+        setting = self.settings[key_of(args)] = FlagSetting(args, self._machine.replicas_of(args))
         tried = command_line(changes(setting.args, self.best.args))
         won = yield from self._race(setting, change, tuned_flag)
         self._changed.add(tuned_flag.name)
@@ -192,8 +209,15 @@ class Search:
         return won
 
     def _next_change(self, tuned_flag: Flag) -> FlagChange | None:
-        state = TuningState(self.best.args, self.best.newest.signs, self._machine)
-        found = self._joint.candidates(state) if tuned_flag is TOGETHER else candidates(tuned_flag, state)
+        if tuned_flag is TOGETHER:
+            all_flags = [flag for flag in self._tuned_flags if flag.needs in {None, "a CPU"}]
+            change = together([found for flag in all_flags if (found := self._untried(flag))])
+            return change if change and key_of(self._changed_to(change)) not in self.settings else None
+        return self._untried(tuned_flag)
+
+    def _untried(self, tuned_flag: Flag) -> FlagChange | None:
+        """Return the next change of a flag; None, with a note, where none is left."""
+        found = candidates(tuned_flag, self.best.newest, self._machine)
         if isinstance(found, str):
             if tuned_flag.name not in self._changed:
                 self.notes[tuned_flag.name] = found
@@ -223,12 +247,12 @@ class Search:
     ) -> Generator[TrialRequest, TrialResult, bool]:
         """Try a setting, then the best and it in turn; return whether the setting is faster."""
         before = len(self.best.speeds) - 1  # the best's last trial counts as its first turn
-        yield from self._try(setting, change.why, self._incumbent())
-        while (verdict := self._verdict(setting, tuned_flag, self.best.speeds[before:])) is None:
+        yield from self._try(setting, change.why, self._incumbent(setting))
+        while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[before:])) is None:
             if len(self.best.speeds) - before <= len(setting.speeds):
                 yield from self._try(self.best, "the best again, in turn", None)
             else:
-                yield from self._try(setting, "again, in turn", self._incumbent())
+                yield from self._try(setting, "again, in turn", self._incumbent(setting))
         won, setting.verdict = verdict
         if won:
             self.best = setting
@@ -239,16 +263,17 @@ class Search:
     ) -> Generator[TrialRequest, TrialResult, None]:
         result = yield TrialRequest(setting.args, why, len(setting.results), incumbent)
         setting.results.append(result)
-        self._forecast.learn(result)
 
-    def _incumbent(self) -> Incumbent:
-        return Incumbent(self.best.newest.tokens_per_s, margin_to_stop(self._noise()))
+    def _incumbent(self, setting: FlagSetting) -> Incumbent:
+        """Return the best's speed for each replica of a challenger."""
+        best = self.best.replicas * self.best.newest.tokens_per_s / setting.replicas
+        return Incumbent(best, margin_to_stop(self._noise()))
 
     def _noise(self) -> tuple[float, int]:
         return trial_noise(setting.speeds for setting in self.settings.values() if setting.speeds)
 
     def _verdict(
-        self, setting: FlagSetting, tuned_flag: Flag, theirs: Sequence[float]
+        self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag, theirs: Sequence[float]
     ) -> tuple[bool, str] | None:
         """Return whether a challenger is better, and why; None while that is open."""
         newest, best = setting.newest, self.best.newest
@@ -261,12 +286,18 @@ class Search:
             return False, f"unsafe: {failed}"
         if not best.is_speed:
             return True, f"safer: the best failed when it was tried again: {best.why}"
-        if tuned_flag.schedules and same_work(newest.signs, best.signs):
+        schedules = _only_schedules(change.args)
+        if schedules and same_work(newest.signs, best.signs):
             return False, "no faster: the same passes and batches as the best"
-        fuller = tuned_flag.schedules and more_per_pass(newest.signs, best.signs)
+        fuller = schedules and more_per_pass(newest.signs, best.signs)
         worth = -WORTH if tuned_flag.small_steps else WORTH
         verdict, text = compare(setting.speeds, theirs, self._noise(), more_per_pass=fuller, worth=worth)
         return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")
+
+
+def _only_schedules(args: Args) -> bool:
+    """Tell whether flags change only which rows run when, so that more output a pass is faster."""
+    return all(name in FLAGS and FLAGS[name].schedules for name in args)
 
 
 def key_of(args: Args) -> bytes:

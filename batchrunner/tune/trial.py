@@ -1,10 +1,12 @@
 """One trial: launch a server with some flags and send it the sample, until enough is known."""
 
+import re
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,16 +21,17 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine, RowAnswers
+from batchrunner.engines.flag_table import FLAGS
 from batchrunner.engines.flags import arguments_in, name_in, variables_in
 from batchrunner.engines.logs.lines import LoggedBatch, ServerReady, clean, origin_of, record_in
-from batchrunner.engines.logs.reader import LogReader
+from batchrunner.engines.logs.reader import Facts
+from batchrunner.engines.recovery import EndedServer, read_server
 from batchrunner.engines.registry import make_engine
-from batchrunner.engines.simulation.replica import PassWork, RowLengths
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import AcceptSpec, InputSpec, Job
 from batchrunner.runner.control import Control
 from batchrunner.runner.run import execute
-from batchrunner.tune.measurement import End, PassSpan, TrialProgress, TrialResult, TrialWatch
+from batchrunner.tune.measurement import End, TrialProgress, TrialResult, TrialWatch
 from batchrunner.tune.sample import TuningSample
 from batchrunner.tune.search import TrialRequest
 
@@ -36,28 +39,24 @@ LOG_INTERVAL = 10
 """`decode-log-interval` of trials, in passes: they are counted to within 10, at almost no cost."""
 FEWEST_DECODES = 5
 """Log lines of decode passes that a mean needs at least."""
-MOST_SPANS = 40
-"""Stretches of passes of a trial that are kept."""
+SETUP = frozenset(name.replace("-", "_") for name in FLAGS) | {
+    "cuda_graph_config", "disable_cuda_graph", "dp_size", "enable_dp_attention",
+    "enable_piecewise_cuda_graph", "pp_size",
+}  # fmt: skip
+"""Arguments of the server that are kept of a trial; among the others are secrets."""
 
 Passes = Sequence[tuple[str, LoggedBatch]]
 """Lines of the log that tell of passes, each with the rank of its scheduler."""
 
 
-def signs_at_start(lines: Iterable[str]) -> dict[str, Any]:
-    """Return the server's setup, from the log up to its first pass, as fields of TrialSigns."""
-    reader = LogReader()
-    for line in lines:
-        reader.take(line)
-        if reader.series.counted or reader.series.prefills.passes:
-            break
-    facts, ready = reader.facts, reader.facts.ready or ServerReady()
-    return {
-        "mem_fraction": facts.number("mem_fraction_static"),
-        "attention_backend": facts.arguments.get("attention_backend"),
-        "model": facts.model,
-        "prefill_limit": ready.chunked_prefill_size,
-        "spare_gb": ready.gpu_gb,
-    }
+def server_facts(lines: Iterable[str], args: Mapping[str, Any]) -> Facts:
+    """Return the server's setup: by the log up to its first pass, else by the arguments that it was given."""
+    before = takewhile(lambda line: not isinstance(record_in(clean(line)), LoggedBatch), lines)
+    facts, _ = read_server(EndedServer([*before], args))
+    return Facts(
+        arguments={name: value for name, value in facts.arguments.items() if name in SETUP},
+        ready=facts.ready, weights_gb=facts.weights_gb, quantised=facts.quantised, model=facts.model,
+    )  # fmt: skip
 
 
 def logged_passes(lines: Iterable[str]) -> list[tuple[str, LoggedBatch]]:
@@ -75,15 +74,16 @@ def signs_of_passes(passes: Passes, tokens: int) -> dict[str, Any]:
     decodes = [batch for _, batch in passes if batch.decode]
     prefilled = [batch.new_tokens for _, batch in passes if not batch.decode]
     graphs = [batch.graph for batch in decodes if batch.graph is not None]
-    count = LOG_INTERVAL * len(decodes) + len(prefilled)
+    steps = LOG_INTERVAL * len(decodes)
     found: dict[str, Any] = {}
     if len(decodes) >= FEWEST_DECODES:
         ranks = len({rank for rank, _ in passes})
         found["running"] = round(ranks * fmean(batch.running for batch in decodes), 1)
         found["usage"] = round(fmean(batch.usage for batch in decodes), 3)
     return found | {
-        "tokens_per_pass": round(tokens / count, 3) if count else None,
+        "tokens_per_pass": round(tokens / (steps + len(prefilled)), 3) if passes else None,
         "prefill_per_pass": round(fmean(prefilled), 1) if prefilled else None,
+        "decodes_per_prefill": round(steps / len(prefilled), 2) if prefilled else None,
         "graph_off_share": round(graphs.count(False) / len(graphs), 3) if graphs else None,
     }
 
@@ -94,63 +94,59 @@ def output_rate(passes: Passes) -> float | None:
     Counting the rows that end would be later and less exact, as many rows are half done at either end of the
     stretch. Each line has the rate since the line before, prefills included.
     """
-    by_rank = defaultdict[str, list[tuple[str, LoggedBatch]]](list)
+    by_rank = defaultdict[str, list[LoggedBatch]](list)
     for rank, batch in passes:
-        by_rank[rank].append((rank, batch))
-    spans = [spans_of(own) for own in by_rank.values()]
-    decodes = sum(batch.decode for _, batch in passes) - len(spans)  # the first lines' are of the time before
-    if decodes < FEWEST_DECODES:
-        return None
-    rates = (
-        sum(span.work.tokens for span in own) / sum(span.seconds for span in own) for own in spans if own
-    )
-    return round(sum(rates), 2)
+        if batch.decode:
+            by_rank[rank].append(batch)
+    rates, lines = [], 0
+    for batches in by_rank.values():
+        tokens = seconds = 0.0
+        for before, after in pairwise(batches):  # the first line's rate is of the time before
+            if after.throughput:
+                added = (before.running + after.running) / 2 * after.accepted
+                tokens, seconds, lines = tokens + added, seconds + added / after.throughput, lines + 1
+        rates.append(tokens / seconds if seconds else 0.0)
+    return round(sum(rates), 2) if lines >= FEWEST_DECODES else None
 
 
-def spans_of(passes: Passes) -> tuple[PassSpan, ...]:
-    """Return the work and the seconds of the passes between lines of decode passes.
+MOST_ANSWERS, MOST_WORDS = 400, 1000
+"""Answers of a trial that are replayed, and words of each."""
+CONTEXTS = (8, 4, 3, 2, 1)
+"""Words before a place by which what followed them before is found, the longest first."""
+DRAFT = 11
+"""Most words that a decode step tries: SGLang's default of `--speculative-num-draft-tokens`, less its own."""
+_WORD = re.compile(r"\w+|\W")
 
-    Empty where several schedulers share the log: their passes take turns on no common clock.
+
+def words_a_step(answers: Iterable[str]) -> float:
+    """Return the words that a decode step would bring with SGLang's n-gram speculation; 1 without a hit.
+
+    It proposes what followed the last words when they were last put out, in any answer. Prompts are not
+    among what it knows (0.5.23, ngram_worker), but for their last words.
     """
-    if len({rank for rank, _ in passes}) != 1:
-        return ()
-    spans: list[PassSpan] = []
-    before: LoggedBatch | None = None
-    prefills: list[LoggedBatch] = []
-    for _, batch in passes:
-        if not batch.decode:
-            prefills.append(batch)
-            continue
-        if before is not None and batch.throughput:
-            spans.append(_span(before, batch, prefills))
-        before, prefills = batch, []
-    together = len(spans) // MOST_SPANS + 1
-    return tuple(_joined(spans[at : at + together]) for at in range(0, len(spans), together))
+    followed: dict[tuple[str, ...], str] = {}
+    put_out = steps = 0
+    for answer in answers:
+        words = _WORD.findall(answer)[:MOST_WORDS]
+        put_out += len(words)
+        at = 0
+        while at < len(words):
+            steps += 1
+            begin = at
+            while at < min(len(words), begin + DRAFT) and words[at] == _expected(followed, words, at):
+                at += 1
+            at += 1  # the word that a step brings without a hit too
+            for place in range(begin, min(at, len(words))):
+                followed |= dict.fromkeys(_contexts(words, place), words[place])
+    return put_out / steps if steps else 1.0
 
 
-def _span(before: LoggedBatch, after: LoggedBatch, prefills: list[LoggedBatch]) -> PassSpan:
-    """Return the stretch between two lines; a throughput leaves out the first token of each output."""
-    samples = LOG_INTERVAL * (before.running + after.running) / 2
-    tokens = samples * after.accepted
-    kv_tokens = LOG_INTERVAL * ((before.tokens or 0) + (after.tokens or 0)) / 2
-    work = PassWork(
-        LOG_INTERVAL + len(prefills),
-        samples + sum(batch.new_seqs for batch in prefills),
-        kv_tokens,
-        sum(batch.new_tokens for batch in prefills),
-        len(prefills),
-        tokens,
-    )
-    return PassSpan(work, tokens / (after.throughput or 1.0))
+def _contexts(words: Sequence[str], place: int) -> list[tuple[str, ...]]:
+    return [tuple(words[place - size : place]) for size in CONTEXTS if size <= place]
 
 
-def _joined(spans: list[PassSpan]) -> PassSpan:
-    total = PassWork(*map(sum, zip(*(span.work for span in spans), strict=True)))
-    return PassSpan(total, round(sum(span.seconds for span in spans), 4))
-
-
-DEFAULT_MAX_NEW_TOKENS = 128
-"""SGLang's own default."""
+def _expected(followed: Mapping[tuple[str, ...], str], words: Sequence[str], place: int) -> str | None:
+    return next((followed[found] for found in _contexts(words, place) if found in followed), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +194,7 @@ class TrialRunner:
         control = Control()
         meter = MeasuringEngine(
             engine, TrialWatch(request.incumbent), control, left_s, Path(info.log) if info.log else None,
-            bool(request.args.get(name_in(request.args, "enable-mixed-chunk"))),
+            request.args,
         )  # fmt: skip
         try:
             report = await execute(self._job_into(out), engine=meter, info=info, control=control)
@@ -210,9 +206,7 @@ class TrialRunner:
         except EngineLostError as failure:
             meter.stop(("died", str(failure)))
             failed = 0.0
-        result = meter.result()
-        signs = replace(result.signs, prefill_limit=result.signs.prefill_limit or info.prefill_tokens)
-        return replace(result, signs=signs, failed_share=round(failed, 4))
+        return replace(meter.result(info), failed_share=round(failed, 4))
 
     def _job_into(self, out: Path) -> Job:
         """Return the job with the sample as its input, whose blocks are in the order of sending."""
@@ -236,12 +230,11 @@ class CountedAnswers:
 
     _counter: "MeasuringEngine"
     _answers: RowAnswers
-    _requests: Sequence[Request]
 
     def ended(self, index: int, result: Completion | RequestError) -> None:
         """Pass an answer on; see `RowAnswers.ended`."""
         if isinstance(result, Completion):
-            self._counter.ended(result, self._requests[index])
+            self._counter.ended(result)
         self._answers.ended(index, result)
 
     def discourage(self, why: str) -> None:
@@ -258,13 +251,14 @@ class MeasuringEngine:
     _control: Control
     _within_s: float
     _log_path: Path | None
-    _mixes: bool
-    """Whether prefill passes decode too, and the log counts none of what they decode."""
+    _args: Mapping[str, Any]
+    """Flags of the trial."""
     end: End | None = None
     """How the trial ended, and why; None while it runs, and after all rows of the sample."""
     _began: float | None = None
     _log_bytes: int | None = None
     """Size of the log in bytes at the end of the trial."""
+    _answers: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Begin the trial now."""
@@ -278,26 +272,22 @@ class MeasuringEngine:
         """Send a request and count its answer; see `Engine.generate`."""
         self._began = self._began or time.monotonic()
         completion = await self._engine.generate(request, route)
-        self.ended(completion, request)
+        self.ended(completion)
         return completion
 
     async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
         """Send several requests and count their answers; see `Engine.generate_many`."""
         self._began = self._began or time.monotonic()
-        await self._engine.generate_many(requests, route, CountedAnswers(self, answers, requests))
+        await self._engine.generate_many(requests, route, CountedAnswers(self, answers))
 
-    def ended(self, completion: Completion, request: Request) -> None:
+    def ended(self, completion: Completion) -> None:
         """Count an answer."""
         self._last = time.monotonic()
-        prompt = completion.prompt_tokens or 0
-        row = RowLengths(
-            prompt,
-            min(completion.cached_tokens or 0, max(prompt - 1, 0)),
-            sum(tokens or 1 for tokens in completion.completion_tokens),
-            request.sampling.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS),
-            request.sampling.get("ignore_eos") is True,
-        )
-        self._watch.row_ended(row, completion.retractions)
+        prompt, cached = completion.prompt_tokens or 0, completion.cached_tokens or 0
+        tokens = sum(count or 1 for count in completion.completion_tokens)
+        self._watch.row_ended(prompt, cached, tokens, completion.retractions)
+        if len(self._answers) < MOST_ANSWERS:
+            self._answers += completion.texts
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
         """Ask the engine; see `Engine.tokens_of`."""
@@ -324,8 +314,8 @@ class MeasuringEngine:
     async def close(self) -> None:
         """Do nothing: the caller who opened the engine closes it."""
 
-    def result(self) -> TrialResult:
-        """Return the result of the trial, at its end."""
+    def result(self, info: EngineInfo) -> TrialResult:
+        """Return the result of the trial, at its end; `info` has the limits that the log lacks."""
         ended, why = self.end or ("measured", "all rows of the sample")
         at_s = self._last - (self._began or self._last)
         result = self._watch.result(ended, why, at_s, 0.0)
@@ -334,14 +324,17 @@ class MeasuringEngine:
             TrialProgress(at_s, self._watch.tokens, self._watch.rows, self._log_bytes or len(log))
         )
         counted = logged_passes(_lines(log[begin.log_bytes : until.log_bytes]))
-        work = signs_at_start(_lines(log)) | signs_of_passes(counted, until.tokens - begin.tokens)
-        rate = None if self._mixes else output_rate(counted)
+        work = signs_of_passes(counted, until.tokens - begin.tokens)
+        signs = replace(result.signs, **work, repeated=round(words_a_step(self._answers), 2))
+        facts = server_facts(_lines(log), self._args)
+        limits = ServerReady(signs.pool_tokens, info.prefill_tokens, signs.max_running)
+        # with mixed chunks prefill passes decode too, and the log counts none of what they decode
+        mixes = bool(self._args.get(name_in(self._args, "enable-mixed-chunk")))
+        rate = None if mixes else output_rate(counted)
         return replace(
-            result,
-            tokens_per_s=rate or result.tokens_per_s,
-            signs=replace(result.signs, **work),
-            spans=() if self._mixes else spans_of(counted),
-        )
+            result, tokens_per_s=rate or result.tokens_per_s, signs=signs,
+            facts=replace(facts, ready=facts.ready or limits),
+        )  # fmt: skip
 
     def stop(self, end: End | None) -> None:
         """End the trial where a reason is given; the first reason counts."""

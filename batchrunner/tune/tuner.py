@@ -17,6 +17,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from batchrunner.core.errors import EngineStartError, JobError
+from batchrunner.engines.flag_table import FLAGS
 from batchrunner.engines.flags import arguments_in, command_line, numbers_in, variables_in
 from batchrunner.engines.model_files import check_model, with_tp
 from batchrunner.job.engine import GatewayEngine, ServerEngine
@@ -33,7 +34,7 @@ from batchrunner.runner.prepare import PreparedJob, prepare
 from batchrunner.tune.measurement import TrialResult
 from batchrunner.tune.sample import write_sample
 from batchrunner.tune.search import FlagSetting, Search, TrialRequest, changes, key_of
-from batchrunner.tune.space import Args, machine_for
+from batchrunner.tune.space import Args, Machine, machine_for
 from batchrunner.tune.trial import TrialRunner
 
 log = logging.getLogger(__name__)
@@ -63,11 +64,10 @@ class TuningSummary:
     """For each flag: what came of it, or why it was not tried."""
     env: dict[str, str] = field(default_factory=dict)
     """Changes to `engine.env`."""
-
-    @property
-    def _changes(self) -> Args:
-        """The changes as trials name them."""
-        return {**self.args, **{name: int(value) for name, value in self.env.items()}}
+    layout: dict[str, Any] = field(default_factory=dict)
+    """Other changes to `engine`: its kind, its replicas, the GPUs of each (`tp`)."""
+    warnings: list[str] = field(default_factory=list)
+    """What the best flags change beside the speed."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary as `--json` prints it."""
@@ -78,43 +78,57 @@ class TuningSummary:
         head = f"{'output tok/s':>20} {'running':>8} {'KV':>5} {'queue':>6} {'retracted':>10}  flags"
         lines = [f"trials: {self.sample}", head]
         for trial in self.trials:
-            lines += _trial_lines(trial, is_best=trial["args"] == self._changes)
+            lines += _trial_lines(trial)
         lines += ["", *(f"{name}: {note}" for name, note in self.notes.items()), ""]
         lines.append(f"{self.reason}, after {duration(self.spent_s)}")
-        if not self._changes:
+        block = {name: found for name, found in (("args", self.args), ("env", self.env)) if found}
+        block = self.layout | block
+        if not block:
             return [*lines, "the job's own flags are the fastest that were found"]
         gain = self.best_tokens_per_s / self.own_tokens_per_s
         speeds = f"{self.own_tokens_per_s:,.0f} -> {self.best_tokens_per_s:,.0f} output tok/s"
         lines.append(f"{gain:.2f} x as fast as the job's own flags ({speeds}) with")
-        block = {name: found for name, found in (("args", self.args), ("env", self.env)) if found}
-        lines += ["", *yaml.safe_dump({"engine": block}, sort_keys=False).splitlines(), ""]
+        lines += ["", *yaml.safe_dump({"engine": block}, sort_keys=False).splitlines(), "", *self.warnings]
         return [*lines, f"put this into {self.job}"]
 
 
-def summarize(search: Search, source: str, sample: str, spent_s: float) -> TuningSummary:
+def summarize(search: Search, machine: Machine, source: str, sample: str, spent_s: float) -> TuningSummary:
     """Summarize a search; raises EngineStartError where not even the job's own flags work."""
-    own, *_ = search.settings.values()
+    own, best = search.own, search.winner
     if not own.speeds:
         raise EngineStartError(search.reason)
-    best = changes(search.best.args, own.args)
+    found = changes(best.args, own.args)
+    layout: dict[str, Any] = {}
+    if best.replicas != machine.replicas:
+        layout = {"kind": "gateway", "replicas": best.replicas}
+    if machine.says_tp and "tp-size" in found:
+        layout["tp"] = found.pop("tp-size")
+    risky = [name for name in found if name in FLAGS and FLAGS[name].changes_answers]
     held, waiting = "held by the runner's own controller", own.newest.signs.queue
     return TuningSummary(
         job=source,
         sample=sample,
         spent_s=round(spent_s, 1),
         reason=search.reason,
-        own_tokens_per_s=round(geometric_mean(own.speeds), 1),
-        best_tokens_per_s=round(geometric_mean(search.best.speeds), 1),
-        args=arguments_in(best),
-        env=variables_in(best),
-        trials=[_trial(setting, own.args) for setting in search.settings.values() if setting.results],
+        own_tokens_per_s=round(geometric_mean(own.speeds) * machine.replicas / own.replicas, 1),
+        best_tokens_per_s=round(geometric_mean(best.speeds), 1),
+        args=arguments_in(found),
+        env=variables_in(found),
+        layout=layout,
+        trials=[
+            _trial(setting, own.args) | {"best": setting is best}
+            for setting in search.settings.values()
+            if setting.results
+        ],
         notes={"queue": f"{held}; {waiting:.0f} requests waited with the job's own flags", **search.notes},
+        warnings=[f"{name}: answers change: compare some before the run" for name in risky],
     )
 
 
 def _trial(setting: FlagSetting, own: Args) -> dict[str, Any]:
     return {
         "args": changes(setting.args, own),
+        "replicas": setting.replicas,
         "tokens_per_s": setting.speeds or [setting.newest.tokens_per_s],
         "ended": setting.newest.ended,
         "verdict": setting.verdict,
@@ -123,14 +137,15 @@ def _trial(setting: FlagSetting, own: Args) -> dict[str, Any]:
     }
 
 
-def _trial_lines(trial: dict[str, Any], *, is_best: bool) -> list[str]:
+def _trial_lines(trial: dict[str, Any]) -> list[str]:
     signs, speeds = trial["signs"], trial["tokens_per_s"]
     speed = "died" if trial["ended"] == "died" else " ".join(f"{value:,.0f}" for value in speeds)
     limited = f"{signs['running']:.0f}" + (f"/{signs['max_running']}" if signs["max_running"] else "")
     flags = command_line(trial["args"]) or "the job's own"
+    flags += f", {trial['replicas']} replicas" if trial["replicas"] > 1 else ""
     line = (
         f"{speed:>20} {limited:>8} {signs['usage']:>5.2f} {signs['queue']:>6.0f} "
-        f"{signs['retractions_per_min']:>6.0f}/min  {flags}{'  <- best' if is_best else ''}"
+        f"{signs['retractions_per_min']:>6.0f}/min  {flags}{'  <- best' if trial['best'] else ''}"
     )
     return [line, *([f"{'':>54}{trial['verdict']}"] if trial["verdict"] else [])]
 
@@ -140,8 +155,9 @@ def tune(
     *,
     overrides: Sequence[str],
     budget_s: float,
+    allow_fp8: bool = False,
 ) -> TuningSummary:
-    """Find the fastest safe flags for a job on this machine.
+    """Find the fastest safe flags for a job on this machine; with `allow_fp8` also numbers of 8 bits.
 
     Trials are kept under `output.path`/tune, from which the same command resumes. Raises BatchrunError:
     JobError where the run does not launch the engine; TaskHeldError while another process tunes there.
@@ -159,7 +175,8 @@ def tune(
     with contextlib.closing(prepare(job)) as prepared:
         directory = prepared.run_dir.path / TUNE
         with hold_task(prepared.run_dir, directory=directory):
-            return _search(source, prepared, engine, directory, budget_s)
+            machine = machine_for(job, engine, allow_fp8=allow_fp8)
+            return _search(source, prepared, engine, directory, budget_s, machine)
 
 
 def _search(
@@ -168,12 +185,12 @@ def _search(
     engine: ServerEngine,
     directory: Path,
     budget_s: float,
+    machine: Machine,
 ) -> TuningSummary:
     """Try flags within the time; trials that the directory holds are not run again."""
     job = prepared.job
     sample = write_sample(prepared, directory)
     log.info("sample: %s", sample)
-    machine = machine_for(job, engine)
     facts = {
         "rows": fingerprint(job, prepared.dataset.facts(), engine.model),
         "job": [job.order, job.dedupe, job.window, job.tokenize, job.queue],
@@ -186,7 +203,7 @@ def _search(
     search = Search(own, machine)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         spent_s = runner.run(run_search(search, history, trials.run, budget_s))
-    return summarize(search, source, str(sample), spent_s)
+    return summarize(search, machine, source, str(sample), spent_s)
 
 
 def parse_budget(text: str) -> float:
@@ -209,7 +226,7 @@ def engine_to_tune(job: Job) -> ServerEngine:
             return with_tp(job.engine)
         case GatewayEngine(model=str(model)):
             engine = with_tp(job.engine)
-            log.info("a gateway: one replica is tuned alone, for all of them")
+            log.info("a gateway: a trial measures one replica, which stands for all of them")
             return ServerEngine(
                 kind="server", model=model, python=engine.python, env=engine.env,
                 args=engine.args, device=engine.device, start_timeout=engine.start_timeout,
@@ -308,8 +325,7 @@ async def run_search(
 
 
 def _log_trial(number: int, request: TrialRequest, result: TrialResult, search: Search) -> None:
-    own, *_ = search.settings.values()
-    flags = command_line(changes(request.args, own.args)) or "the job's own flags"
+    flags = command_line(changes(request.args, search.own.args)) or "the job's own flags"
     speed = "" if result.ended == "died" else f"{result.tokens_per_s:,.0f} output tok/s, "
     log.info(
         "trial %d: %s (%s): %s%s, %s", number, flags, request.why, speed, result.why, duration(result.cost_s)

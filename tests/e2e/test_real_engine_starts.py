@@ -143,7 +143,8 @@ async def test_a_trial_of_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert own.tokens_per_s > 0
     assert (own.signs.max_running, own.signs.at_limit, own.signs.waits) == (2, True, True)
     assert own.signs.tokens_per_pass == pytest.approx(16 * 2 / 17, rel=0.15)  # a prefill pass for each two
-    assert own.signs.prefill_limit is not None
+    assert own.facts.chunk
+    assert own.facts.arguments["max_running_requests"] == 2
     assert not (tune / "000" / "run").exists()
 
 

@@ -97,7 +97,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert (tune / "trials.jsonl").read_bytes() == trials
     assert again.stderr == ""
     found = json.loads(again.stdout)
-    assert found["trials"][0]["signs"]["attention_backend"] is None
+    assert found["trials"][0]["signs"]["max_running"] == 2  # not of the old log
     assert found["args"] == block["engine"]["args"]
 
 

@@ -17,9 +17,11 @@ def server(device: str = "cuda", spare_gb: float = 13.5, **arguments: Any) -> Se
     ready = ServerReady(20_000, 8192, 64, 4096, spare_gb if device == "cuda" else None)
     facts = Facts(
         arguments={"device": device, "mem_fraction_static": 0.83, **arguments}, ready=ready, card="H100",
-        card_gb=80.0, weights_gb=16.0,
+        card_gb=80.0, weights_gb=16.0, quantised="", idle_gpus=2,
     )  # fmt: skip
-    return Server(facts, 64, 0.3, output_tokens=200, longest_output=340, most_pool_tokens=60_000)
+    return Server(
+        facts, 64, 0.3, output_tokens=200, longest_output=340, most_pool_tokens=60_000, repeated=2.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,7 +39,9 @@ def server(device: str = "cuda", spare_gb: float = 13.5, **arguments: Any) -> Se
         ("graph-off", "cuda-graph-max-bs-decode", 256),
         ("slow-backend", "attention-backend", "fa3"),
         ("small-prefills", "prefill-decode-interval", 20),
-        ("full", "quantization", "fp8"),
+        ("wide-numbers", "quantization", "fp8"),
+        ("layout", "tp-size", 2),
+        ("repeated", "speculative-algorithm", "NGRAM"),
     ],
 )
 def test_a_sign_has_a_next_value(sign: str, name: str, value: object) -> None:
@@ -48,7 +52,7 @@ def test_a_sign_has_a_next_value(sign: str, name: str, value: object) -> None:
 def test_the_last_value_has_no_next() -> None:
     """What is at its end already, or is as it should be, stays."""
     at_end = server(schedule_conservativeness=0.1, attention_backend="fa3", quantization="fp8")
-    for sign, name in (("held", "schedule-conservativeness"), ("full", "quantization")):
+    for sign, name in (("held", "schedule-conservativeness"), ("wide-numbers", "quantization")):
         assert next_setting(sign, name, at_end, Flags()) == {}
     assert next_setting("slow-backend", "attention-backend", at_end, Flags()) == {
         "attention-backend": "flashinfer"
@@ -66,6 +70,27 @@ def test_a_server_must_have_what_a_flag_needs() -> None:
             assert flag.fits(sign, on_cpu) == (flag.needs in {None, "a CPU"})
             embedding = Server(server().facts, decodes=False)
             assert flag.fits(sign, embedding) == (flag.needs != "a CPU" and sign not in OF_DECODING)
+
+
+@pytest.mark.parametrize(
+    ("tp", "idle", "weights_gb", "heads", "sizes"),
+    [
+        (1, 7, 16.0, 32, [2]),
+        (2, 6, 16.0, 32, [1, 4]),
+        (8, 0, 16.0, 32, [4]),
+        (2, 0, 39.0, 32, []),
+        (1, 0, 16.0, 32, []),
+        (2, 6, 16.0, 14, [1]),
+    ],
+)
+def test_gpus_are_shared_out_in_other_ways(
+    tp: int, idle: int, weights_gb: float, heads: int, sizes: list[int]
+) -> None:
+    """Half or twice as many for a replica, where weights fit, heads divide, and the GPUs are there."""
+    found = server(tp_size=tp)
+    found.facts.idle_gpus, found.facts.weights_gb = idle, weights_gb
+    found.facts.config = {"num_attention_heads": heads}
+    assert list(FLAGS["tp-size"].values("layout", found)) == sizes
 
 
 def test_memory_that_a_step_takes_comes_from_the_pool() -> None:

@@ -8,13 +8,14 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 from batchrunner.engines.flags import CLIP, Flags
-from batchrunner.engines.simulation.replica import CostModel, PassWork, Replica, RowLengths
-from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest, StepResult
-from batchrunner.tune.measurement import PassSpan, TrialProgress, TrialResult, TrialWatch
+from batchrunner.engines.logs.lines import ServerReady
+from batchrunner.engines.logs.reader import Facts
+from batchrunner.engines.simulation.replica import CostModel, Replica
+from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
+from batchrunner.tune.measurement import TrialResult, TrialWatch
 from batchrunner.tune.search import Search, TrialRequest, key_of
 from batchrunner.tune.space import Args, Machine
 from batchrunner.tune.tuner import TrialHistory, TuningSummary, run_search, summarize
@@ -41,40 +42,6 @@ class Card:
         return 80 * (1 - fraction) - self.other_gb
 
 
-class LoggedCost(CostModel):
-    """A cost model that keeps what it was asked: the log of a server."""
-
-    def __init__(self, *_: float) -> None:
-        self.steps: list[tuple[PassWork, float]] = []
-
-    def step_s(self, step: StepResult) -> float:
-        seconds = super().step_s(step)
-        tokens = 0 if step.kind == "prefill" else step.steps * step.running
-        self.steps.append((PassWork().plus(step, tokens), seconds))
-        return seconds
-
-    def rate(self, begin_s: float, until_s: float) -> float:
-        """Return output tokens a second between two times, as the server's log has it."""
-        ends = accumulate(seconds for _, seconds in self.steps)
-        tokens = sum(
-            work.tokens for (work, _), at_s in zip(self.steps, ends, strict=True) if begin_s < at_s <= until_s
-        )
-        return tokens / (until_s - begin_s)
-
-    def spans(self, slow: float) -> tuple[PassSpan, ...]:
-        """Return the second half of the steps as 40 stretches."""
-        steady = self.steps[len(self.steps) // 2 :]
-        each = len(steady) // 40 + 1
-        pieces = [steady[at : at + each] for at in range(0, len(steady), each)]
-        return tuple(
-            PassSpan(
-                PassWork(*map(sum, zip(*(work for work, _ in piece), strict=True))),
-                slow * sum(seconds for _, seconds in piece),
-            )
-            for piece in pieces
-        )
-
-
 @dataclass
 class Lab:
     """Measures settings as `TrialRunner.run` does, with no engine and no clock."""
@@ -91,8 +58,6 @@ class Lab:
     seed: int = 1
     deadly: Any = lambda args: None
     """Return why a server with these flags dies, or None."""
-    logs: bool = False
-    """Whether the server's log tells what passes cost, as a real one does."""
     chunk: int = 8192
     """Default of the server's `--chunked-prefill-size`."""
     card: Card | None = None
@@ -115,8 +80,7 @@ class Lab:
         luck = random.Random(f"{self.seed} {sorted(request.args.items())} {request.turn}")
         slow = math.exp(luck.gauss(0, self.noise))
         config = self.config(request.args)
-        cost = LoggedCost(*self.cost)
-        replica = Replica(config, cost)
+        replica = Replica(config, self.cost)
         watch, waiting = TrialWatch(request.incumbent), list(reversed(self.rows))
         now = 0.0  # as the replica's clock has it; the trial's is `slow` times as long
         end = None
@@ -129,9 +93,7 @@ class Lab:
             now += TICK_S
             for ended in replica.advance(now):
                 sample = ended.sample
-                known, most = sample.prompt_tokens if self.logs else 0, sample.max_new_tokens
-                row = RowLengths(known, 0, sample.outputs, most or sample.outputs)
-                watch.row_ended(row, sample.retractions)
+                watch.row_ended(sample.prompt_tokens, 0, sample.outputs, sample.retractions)
             end = watch.record_load(now * slow, [replica.load])
             if end is None and not replica.busy and not waiting:
                 end = ("measured", "all rows")
@@ -141,18 +103,19 @@ class Lab:
         scheduler = replica.scheduler
         passes = scheduler.prefill_passes + scheduler.decode_passes
         signs = replace(
-            result.signs, tokens_per_pass=watch.tokens / passes, prefill_limit=config.chunked_prefill_tokens
+            result.signs,
+            tokens_per_pass=watch.tokens / passes,
+            prefill_per_pass=scheduler.prefilled_tokens / scheduler.prefill_passes,
+            decodes_per_prefill=scheduler.decode_passes / scheduler.prefill_passes,
         )
-        if self.logs:
-            per_pass = scheduler.prefilled_tokens / scheduler.prefill_passes
-            signs = replace(signs, prefill_per_pass=per_pass)
-            begin, until = watch.measured_span(TrialProgress(now * slow, watch.tokens, watch.rows))
-            rate = cost.rate(begin.at_s / slow, until.at_s / slow) / slow
-            result = replace(result, spans=cost.spans(slow), tokens_per_s=rate)
+        arguments = {name.replace("-", "_"): value for name, value in request.args.items()}
+        spare_gb = None
         if self.card is not None:
             fraction = self._fraction(request.args)
-            signs = replace(signs, spare_gb=self.card.spare_gb(fraction), mem_fraction=fraction)
-        return replace(result, signs=signs)
+            spare_gb, arguments["mem_fraction_static"] = self.card.spare_gb(fraction), fraction
+        chunk = config.chunked_prefill_tokens
+        ready = ServerReady(config.max_total_tokens, chunk, config.max_running, gpu_gb=spare_gb)
+        return replace(result, signs=signs, facts=Facts(arguments=arguments, ready=ready))
 
     def _fraction(self, args: Args) -> float:
         fraction: float = args.get("mem-fraction-static", 0.7)
@@ -208,7 +171,7 @@ def tuned(
 ) -> tuple[TuningSummary, Search]:
     search = Search(args, machine)
     spent_s = asyncio.run(run_search(search, kept or Kept(), lab.run, budget_s))
-    return summarize(search, "job.yaml", "all rows", spent_s), search
+    return summarize(search, machine, "job.yaml", "all rows", spent_s), search
 
 
 CARD = Machine(Flags(), cpu=False, card="NVIDIA H100 80GB HBM3", card_gb=80)

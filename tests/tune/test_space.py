@@ -9,24 +9,39 @@ import pytest
 
 from batchrunner.engines.flag_table import FLAGS
 from batchrunner.engines.flags import CLIP, Flags, arguments_in, command_line, numbers_in, variables_in
+from batchrunner.engines.logs.lines import ServerReady
+from batchrunner.engines.logs.reader import Facts
 from batchrunner.tune.measurement import TrialResult, TrialSigns
 from batchrunner.tune.search import Search
-from batchrunner.tune.space import Args, TuningState
+from batchrunner.tune.space import Args
 from batchrunner.tune.space import candidates as candidates_of
 from tests.support.tuning_lab import CARD, CPU, ROWS, Lab, tuned
 
-BUSY = TrialSigns(running=30, max_running=256, queue=100, empty_share=0, usage=0.5, prefill_limit=2048)
+BUSY = TrialSigns(running=30, max_running=256, queue=100, empty_share=0, usage=0.5)
 PUT = "schedule-conservativeness"
+OF_SERVER = {
+    "mem_fraction": 0.83, "spare_gb": None, "backend": None, "chunk": 2048, "model": None, "quantised": "",
+    "weights_gb": None,
+}  # fmt: skip
 
 
-def candidates(name: str, args: Args, signs: dict[str, Any], machine: dict[str, Any]) -> list[Args] | str:
-    """Return the flags that are tried after a trial with these signs, or why none is."""
-    state = TuningState(args, replace(BUSY, **signs), replace(CARD, **machine))
-    found = candidates_of(FLAGS[name], state)
+def candidates(name: str, args: Args, told: dict[str, Any], machine: dict[str, Any]) -> list[Args] | str:
+    """Return the flags that are tried after a trial with these signs and facts, or why none is."""
+    own = OF_SERVER | {key: value for key, value in told.items() if key in OF_SERVER}
+    signs = replace(BUSY, **{key: value for key, value in told.items() if key not in OF_SERVER})
+    arguments = {"attention_backend": own["backend"], "mem_fraction_static": own["mem_fraction"]}
+    given = {key.replace("-", "_"): value for key, value in args.items() if value is not None}
+    facts = Facts(
+        arguments=arguments | given,
+        ready=ServerReady(None, own["chunk"], signs.max_running, gpu_gb=own["spare_gb"]),
+        model=own["model"], quantised=own["quantised"], weights_gb=own["weights_gb"],
+    )  # fmt: skip
+    result = TrialResult("measured", "", 1.0, 100.0, signs=signs, facts=facts)
+    found = candidates_of(FLAGS[name], result, replace(CARD, **machine))
     return found if isinstance(found, str) else [change.args for change in found]
 
 
-FULL = {"usage": 0.97, "mem_fraction": 0.83}
+FULL = {"usage": 0.97}
 TRIED: list[tuple[str, Args, dict[str, Any], list[Args]]] = [
     (PUT, {}, {}, [{PUT: 0.3}]),
     (PUT, {PUT: None}, {}, [{PUT: 0.3}]),
@@ -36,7 +51,10 @@ TRIED: list[tuple[str, Args, dict[str, Any], list[Args]]] = [
         [{"mem-fraction-static": 0.91}, {"mem-fraction-static": 0.84}],
     ),
     ("mem-fraction-static", {}, {**FULL, "spare_gb": 4.6}, [{"mem-fraction-static": 0.84}]),
-    ("chunked-prefill-size", {}, {"prefill_per_pass": 1900.0}, [{"chunked-prefill-size": 4096}]),
+    (
+        "chunked-prefill-size", {}, {"prefill_per_pass": 1900.0, "spare_gb": 60.0},
+        [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 16_384}],
+    ),
     (
         "max-running-requests", {}, {"running": 250, "usage": 0.3},
         [{"max-running-requests": 1024}, {"max-running-requests": 512}],
@@ -50,7 +68,15 @@ TRIED: list[tuple[str, Args, dict[str, Any], list[Args]]] = [
         [{"cuda-graph-max-bs-decode": 512}, {"cuda-graph-max-bs-decode": 512, "mem-fraction-static": 0.82}],
     ),
     ("schedule-policy", {}, {"cached_share": 0.6, "queue": 60}, [{"schedule-policy": "lpm"}]),
-    ("attention-backend", {}, {"attention_backend": "fa3"}, [{"attention-backend": "flashinfer"}]),
+    ("attention-backend", {}, {"backend": "fa3"}, [{"attention-backend": "flashinfer"}]),
+    (CLIP, {}, {"longest_output": 340}, [{CLIP: 340}]),
+    (
+        "prefill-decode-interval", {},
+        {"decodes_per_prefill": 1.5, "prefill_per_pass": 60.0, "output_tokens": 72.0},
+        [{"prefill-decode-interval": 12}],
+    ),
+    ("speculative-algorithm", {}, {"repeated": 3.0},
+     [{"speculative-algorithm": "NGRAM", "max-running-requests": 32}]),
     (
         "enable-hierarchical-cache", {}, {"cached_share": 0.5, "usage": 0.98},
         [{"enable-hierarchical-cache": True}],
@@ -77,9 +103,13 @@ LEFT: list[tuple[str, Args, dict[str, Any], str]] = [
     ("max-running-requests", {}, {"running": 250, "usage": 0.95}, "not the case: as many requests"),
     ("max-running-requests", {}, {"running": 7.0, "max_running": 8, "usage": 0.89}, "no further value"),
     ("chunked-prefill-size", {}, {"prefill_per_pass": 300.0}, "not the case: prefill passes take all"),
-    ("chunked-prefill-size", {}, {"prefill_limit": 32_768, "prefill_per_pass": 3e4}, "no further value"),
+    ("chunked-prefill-size", {}, {"chunk": 32_768, "prefill_per_pass": 3e4}, "no further value"),
     ("cuda-graph-max-bs-decode", {}, {"graph_off_share": 0.02}, "not the case: decode passes run without"),
     ("schedule-policy", {}, {"cached_share": 0.6, "queue": 300}, "no further value"),
+    ("speculative-algorithm", {}, {"repeated": 1.1}, "no further value"),
+    (CLIP, {CLIP: 360}, {"longest_output": 340}, "no further value"),
+    ("quantization", {}, {}, "it changes answers: only with --allow fp8"),
+    ("tp-size", {}, {}, "no further value"),
     ("enable-hierarchical-cache", {}, {"cached_share": 0.5}, "not the case: prompts share prefixes"),
     ("enable-hierarchical-cache", {"enable-hierarchical-cache": True}, {"cached_share": 0.5, "usage": 0.98},
      "no further value"),
@@ -116,6 +146,15 @@ ON_CARDS: list[tuple[str, Args, dict[str, Any], dict[str, Any], list[Args] | str
         "mem-fraction-static", {}, {**FULL, "spare_gb": 6.5}, {"card_gb": 24},
         [{"mem-fraction-static": 0.93}, {"mem-fraction-static": 0.84}],
     ),
+    ("tp-size", TWO, {}, {"cards": 8}, [{"tp-size": 1}, {"tp-size": 4}]),
+    (
+        "tp-size", {}, {}, {"cards": 2, "config": MIXTURE},
+        [{"tp-size": 2, "ep-size": 2}, {"tp-size": 2, "ep-size": 1}],
+    ),
+    ("quantization", {}, {}, {"allow_fp8": True}, [{"quantization": "fp8"}]),
+    ("quantization", {}, {"quantised": "awq"}, {"allow_fp8": True}, "no further value"),
+    ("quantization", {}, {}, {"allow_fp8": True, "card": "NVIDIA A100"}, "it needs FP8"),
+    ("kv-cache-dtype", {}, {}, {"allow_fp8": True}, [{"kv-cache-dtype": "fp8_e4m3"}]),
     ("ep-size", TWO, {}, {"config": MIXTURE}, [{"ep-size": 2}]),
     ("ep-size", TWO, {}, {}, "no further value"),
     ("attn-dp-size", TWO, {}, {"config": LATENT}, [{"attn-dp-size": 2}]),

@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 
 from batchrunner.core.errors import JobError
-from batchrunner.engines.simulation.replica import PassWork
 from batchrunner.job.load import load_job
 from batchrunner.tune.trial import (
-    LOG_INTERVAL,
     logged_passes,
     output_rate,
-    signs_at_start,
+    server_facts,
     signs_of_passes,
-    spans_of,
+    words_a_step,
 )
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import job_of
@@ -39,15 +37,18 @@ def test_what_is_launched_for_a_job(tmp_path: Path) -> None:
 
 def test_the_log_tells_the_rest() -> None:
     """Passes, graphs and the card's spare memory are read from the lines of SGLang's own guides."""
-    assert signs_at_start(LOG.splitlines()) == {
-        "spare_gb": 13.5,
-        "prefill_limit": 8192,
-        "mem_fraction": 0.83,
-        "attention_backend": "fa3",
-        "model": "LlamaForCausalLM",
-    }
+    facts = server_facts(LOG.splitlines(), {"tp-size": 2, "max-running-requests": 8, "api-key": "secret"})
+    assert facts.arguments == {
+        "mem_fraction_static": 0.83, "attention_backend": "fa3", "tp_size": 1, "max_running_requests": 8,
+    }  # fmt: skip
+    assert facts.ready
+    assert (facts.ready.gpu_gb, facts.chunk, facts.weights_gb) == (13.5, 8192, 15.0)
+    assert facts.model == "LlamaForCausalLM"
     work = signs_of_passes(logged_passes(LOG.splitlines()), tokens=4200)
-    assert work == {"tokens_per_pass": 200.0, "prefill_per_pass": 800.0, "graph_off_share": 0.5}
+    assert work == {
+        "tokens_per_pass": 200.0, "prefill_per_pass": 800.0, "decodes_per_prefill": 20.0,
+        "graph_off_share": 0.5,
+    }  # fmt: skip
     rates = [line for line in LOG.splitlines() if "Decode" in line] * 3
     several = signs_of_passes(logged_passes(rates), tokens=0)
     assert (several["running"], several["usage"]) == (266.5, 0.82)
@@ -61,15 +62,10 @@ def test_the_log_tells_the_rest() -> None:
     assert on_cpu["graph_off_share"] is None
 
 
-def test_what_passes_were_and_took() -> None:
-    """Between two lines of decode passes lie ten of them and the prefills; the throughput tells the time."""
-    prefill, decode = ([line for line in LOG.splitlines() if word in line] for word in ("Prefill", "Decode"))
-    (span,) = spans_of(logged_passes([decode[0], prefill[0], prefill[0], decode[0]]))
-    assert span.work == PassWork(LOG_INTERVAL + 2, 2330 + 4, 3709590, 1600, 2, 2330)
-    assert span.seconds == pytest.approx(2330 / 4594.01, abs=1e-3)
-    assert spans_of(logged_passes(prefill)) == ()
-    many = spans_of(logged_passes(decode * 300))
-    assert len(many) <= 80
-    assert sum(span.work.passes for span in many) == 599 * LOG_INTERVAL
-    other = [line.replace("17:18:05]", "17:18:05 DP1]") for line in decode]
-    assert spans_of(logged_passes([*decode, *other])) == ()
+def test_words_of_a_step_with_n_grams() -> None:
+    """Outputs that say what others said are foreseen; those that differ are not."""
+    reports = [f"The patient has a stable condition and number {n}." for n in range(50)]
+    assert words_a_step(reports) > 3
+    assert words_a_step([" ".join(f"w{n * 100 + k}" for k in range(40)) for n in range(20)]) < 2.1
+    assert words_a_step([f"{n}{n}x" for n in range(20)]) == 1
+    assert words_a_step([]) == 1

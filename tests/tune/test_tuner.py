@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from batchrunner.engines.simulation.replica import PassWork, RowLengths
-from batchrunner.tune.measurement import PassSpan, TrialResult, TrialSigns
+from batchrunner.engines.logs.lines import ServerReady
+from batchrunner.engines.logs.reader import Facts
+from batchrunner.tune.measurement import TrialResult, TrialSigns
 from batchrunner.tune.tuner import TrialHistory
 
 RESULT = TrialResult(
     "measured", "all rows", 40.0, 100.0, 12.0, signs=TrialSigns(running=3.5),
-    rows=(RowLengths(10, 2, 30, 50, fixed=True),),
-    spans=(PassSpan(PassWork(11, 30.0, 4.0, 5.0, 1, 6.0), 0.5),),
+    facts=Facts(arguments={"tp_size": 2}, ready=ServerReady(1000, 8192, 48), weights_gb=7.5, quantised=""),
 )  # fmt: skip
 
 
 def test_a_trial_is_read_as_it_was(tmp_path: Path) -> None:
-    """Lengths of rows and costs of passes too: a search that goes on has the same forecasts.
+    """Its server too: a search that goes on proposes the same.
 
     A record that a crash cut short does not count.
     """
