@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 19_300,
     "output": 24_500,
     "input": 36_100,
-    "engines": 47_000,
+    "engines": 47_100,
     "advise": 11_900,
     "report": 10_900,
     "dispatch": 29_500,
