@@ -23,7 +23,7 @@ from tests.support.server_thread import PATIENCE_S
 PACKAGE = Path(batchrunner.__file__).parent
 FOLDERS = (
     "core", "job", "output", "input", "engines", "advise", "report", "dispatch",
-    "runner", "tune", "api", "ray", "cli",
+    "runner", "forecast", "tune", "api", "ray", "cli",
 )  # fmt: skip
 """The package's folders and files, each of which imports only from those before it."""
 FILES = {
@@ -109,10 +109,11 @@ MOST_TOKENS = {
     "report": 10_900,
     "dispatch": 29_500,
     "runner": 26_100,
-    "tune": 10_900,
+    "forecast": 6_600,
+    "tune": 11_500,
     "api": 3_200,
     "ray": 5_200,
-    "cli": 4_100,
+    "cli": 4_200,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}

@@ -1,13 +1,14 @@
 """The library: blocking calls, their asynchronous counterparts, and an engine for several runs.
 
-engine: `open_engine`. runs: `run`, `arun`. generation: `generate`. streaming: `stream`. tasks: `embed`,
-`score`, `rerank`. results: the table that most of these return. `batchrunner` exports the functions; the
-command needs none of them.
+engine: `open_engine`. runs: `run`, `arun`, `estimate`. generation: `generate`. streaming: `stream`. tasks:
+`embed`, `score`, `rerank`. results: the table that most of these return. `batchrunner` exports the functions;
+the command needs none of them.
 """
 
 from batchrunner.api.runs import arun, open_engine, run
 from batchrunner.api.streaming import stream
 from batchrunner.api.tables import aembed, agenerate, arerank, ascore, embed, generate, rerank, score
+from batchrunner.forecast.estimate import estimate
 
 __all__ = [
     "aembed",
@@ -16,6 +17,7 @@ __all__ = [
     "arun",
     "ascore",
     "embed",
+    "estimate",
     "generate",
     "open_engine",
     "rerank",

@@ -18,7 +18,7 @@ import typer
 from typer import Typer
 from typer.core import TyperGroup
 
-from batchrunner.cli.jobs import check, init, schema, tune
+from batchrunner.cli.jobs import check, estimate, init, schema, tune
 from batchrunner.cli.options import EXIT_CODES
 from batchrunner.cli.results import advise, merge, report, status
 from batchrunner.cli.running import batch, engine, ray, run, slurm
@@ -227,11 +227,11 @@ def _main(
 
 
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    run, batch, init, check, tune, engine, slurm, ray, status, merge, report, advise, schema,
+    run, batch, init, check, estimate, tune, engine, slurm, ray, status, merge, report, advise, schema,
 )  # fmt: skip
 """The commands, in the order in which `--help` lists them."""
 for _each in _COMMANDS:
-    app.command(epilog=EXIT_CODES if _each in {run, batch, tune, ray} else None)(_each)
+    app.command(epilog=EXIT_CODES if _each in {run, batch, estimate, tune, ray} else None)(_each)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Commands that make and improve a job: init, check, tune, schema."""
+"""Commands that make, look at and improve a job: init, check, estimate, tune, schema."""
 
 import logging
 from typing import Annotated, Literal
@@ -56,6 +56,45 @@ def check(
     found = check_job(job, with_limit(overrides, limit))
     show(found.as_dict() if as_json else found.lines())
     raise typer.Exit(found.exit_code)
+
+
+def estimate(
+    job: JobArgument,
+    overrides: SetOption = None,
+    limit: LimitOption = None,
+    rows: Annotated[int, typer.Option(metavar="N", min=2, help="Rows of the sample at most.")] = 500,
+    price: Annotated[
+        float | None, typer.Option(metavar="P", min=0, help="Price of a GPU-hour, for the cost.")
+    ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Tell it for so many replicas, without a trial.")
+    ] = None,
+    workers: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Tell it for so many tasks that --join the run.")
+    ] = 1,
+    quiet: QuietOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell how long a job takes, and what it costs, by a sample.
+
+    The job's engine answers the sample, 2 % of the rows at most; they are done then, and the run goes on from
+    there. Asked again, as with --replicas 8 or other flags of the scheduler, it tells without an engine.
+
+    Example: batchrun estimate jobs/summarize.yaml --price 2.50
+    """
+    from batchrunner.forecast.estimate import estimate as estimate_job  # noqa: PLC0415
+    from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
+
+    log_to_stderr(quiet=quiet)
+    found = estimate_job(
+        job,
+        overrides=with_limit(overrides, limit),
+        rows=rows,
+        price=price,
+        replicas=replicas,
+        workers=workers,
+    )
+    show(found.as_dict() if as_json else found.lines())
 
 
 def tune(

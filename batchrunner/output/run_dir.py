@@ -23,6 +23,8 @@ LEAST_FREE_BYTES = 16 << 20
 """A run does not begin on a disk with less free space than this."""
 ENGINE_STARTING = "engine-starting"
 """Name of the file in a task directory that is there while the task's engine starts."""
+ESTIMATE = "estimate.json"
+"""Name of the file in an output path that `batchrun estimate` writes."""
 TUNE = "tune"
 """Name of the directory in an output path that `batchrun tune` writes to."""
 MAIN_TASK = "main"
@@ -32,7 +34,7 @@ _PART = re.compile(r"part-(.+)-(\d{6,})\.parquet")
 _MERGED = re.compile(r"merged/(merged-\d+\.parquet|_SUCCESS)")
 _OURS = re.compile(
     r"parts/(part-.+-\d{6,}\.parquet|\.part-.+\.tmp)|(leases|tasks/[^/]+)/.+"
-    r"|run\.json|report\.(json|html)|events\.jsonl|engine[^/]*\.log"
+    r"|run\.json|report\.(json|html)|estimate\.json|events\.jsonl|engine[^/]*\.log"
 )
 """Names of what the tasks of a run write."""
 _DIRECTORIES = re.compile(r"parts|(leases|tasks)(/.+)?")

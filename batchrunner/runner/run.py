@@ -90,14 +90,15 @@ async def execute(
     fresh: bool = False,
     retry_failed: bool = False,
     join: bool = False,
+    only: BitMap64 | None = None,
     displays: Sequence[Display] = (),
     control: Control | None = None,
 ) -> Report:
     """Run a job to its end and return the report, which is also in report.json.
 
     `engine` is an open engine, with its `info`; without one the job's own is opened and closed. With `join`
-    this task shares the rows with all others that do. Raises BatchrunError if the run could not start or go
-    on; finished rows are kept.
+    this task shares the rows with all others that do; with `only` it leaves other rows to a later start.
+    Raises BatchrunError if the run could not start or go on; finished rows are kept.
     """
     if join and fresh:
         raise JobError(
@@ -117,7 +118,7 @@ async def execute(
         lock = await unless_away(
             lambda: control.run(lambda: stack.enter_context(hold_task(run_dir, control.sleep))), job, control
         )
-        run = Run(prepared, lock, control, displays)
+        run = Run(prepared, lock, control, displays, only)
         model = info.model if info else model_of(job.engine)
         await control.run(lambda: run.plan(model, fresh=fresh, retry_failed=retry_failed))
         fresh = fresh and job.output.reuse is None  # else what was there is gone by now
@@ -257,11 +258,17 @@ class Run:
     """Times of earlier attempts of this task."""
 
     def __init__(
-        self, prepared: PreparedJob, lock: TaskLock, control: Control, displays: Sequence[Display]
+        self,
+        prepared: PreparedJob,
+        lock: TaskLock,
+        control: Control,
+        displays: Sequence[Display],
+        only: BitMap64 | None,
     ) -> None:
-        """Begin an attempt of a task on which the `lock` is held."""
+        """Begin an attempt of a task on which the `lock` is held; `only` these rows are sent, if given."""
         self.prepared, self.lock, self.control, self.displays = prepared, lock, control, displays
         self.counts, self.events = RowCounts(), EventLog(prepared.run_dir.events)
+        self._only = only
         self.done = DoneRows()
         """Rows that earlier attempts of this task ended."""
         self.turns: TurnStore | None = None
@@ -306,11 +313,12 @@ class Run:
             if reuse is not None and todo:
                 todo -= reuse.take(run_dir, self.lock, selected, todo)
                 self.counts = reuse.counts
+            total, todo = len(selected | self.done.rows), todo if self._only is None else todo & self._only
             place = run_dir.task_directory
             copy, self.order = find_sorted_copy(prepared, todo, place) or prepare_order(
                 prepared, todo, place, self.lock.token, control.check
             )
-            self.rows = FixedRows(prepared, todo, len(selected | self.done.rows), copy)
+            self.rows = FixedRows(prepared, todo, total, copy)
             self.rows_of_run = len(selected)
 
     def _plan_joined(self, *, retry_failed: bool) -> None:
@@ -542,7 +550,8 @@ class Run:
         if failure is not None:
             return failure.exit_code, str(failure)
         if report.rows_left > report.rows_of_others:
-            return self.control.exit_code, self.control.reason or "stopped"
+            sampled = "stopped" if self._only is None else "a sample of the rows is done"
+            return self.control.exit_code, self.control.reason or sampled
         if unheld:
             gone = f"{unheld:,} rows are left that no living task holds: run the same command again"
             return self.control.exit_code, self.control.reason or gone

@@ -17,7 +17,7 @@ HEAD = """# Python library
 All that `import batchrunner` exports. Everything else is internal and may change at any time. The errors,
 with their exit codes, are on the page on [exit codes](exit-codes.md#errors-of-the-library)."""
 
-ORDER = ("run", "generate", "embed", "score", "rerank", "open_engine", "stream")
+ORDER = ("run", "estimate", "generate", "embed", "score", "rerank", "open_engine", "stream")
 """Functions in the order of the page."""
 AWAITED = """## Awaited calls
 

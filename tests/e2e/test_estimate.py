@@ -1,0 +1,76 @@
+"""`batchrun estimate`: a sample is answered and kept, and what it tells of the rest is true."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import JobError
+from tests.conftest import batchrun, job_of, report_of, results_of, write_job, write_rows
+from tests.support.fake_sglang import FakeSGLang
+
+LOOSE = 1.4
+"""How much slower a simulated engine may be on a machine that is busy with other tests."""
+SIMULATED = {"kind": "simulated", "step_s": 0.004, "max_running": 32, "max_total_tokens": 40_000}
+
+
+def estimated(path: Path, *options: object) -> dict[str, Any]:
+    result = batchrun("estimate", path, "--json", *options)
+    assert result.exit_code == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_the_sample_tells_the_rest_and_is_not_sent_again(tmp_path: Path) -> None:
+    """The time is that of the run that follows; each row is answered once; a second estimate asks nothing."""
+    words = [f"{number} " + "word " * (number * 7 % 60) for number in range(1000)]
+    write_rows(tmp_path / "input.parquet", 1000, text=words)
+    job = job_of(tmp_path, SIMULATED, sampling={"max_new_tokens": 200, "temperature": 0.5})
+    path = write_job(job, tmp_path)
+    first = estimated(path, "--price", "3")
+    sampled = results_of(job)
+    assert 30 <= len(sampled) == first["rows_sampled"] <= 60
+    assert first["rows_to_do"] == 1000 - len(sampled)
+    rows = sorted(row["row"] for row in sampled)
+    assert rows[0] < 100  # all over the input
+    assert rows[-1] > 900
+    again = estimated(path, "--price", "3")
+    assert len(results_of(job)) == len(sampled)
+    assert again["seconds"]["median"] == pytest.approx(first["seconds"]["median"], rel=0.05)
+    assert again["cost"]["high"] == pytest.approx(3 * again["gpu_hours"]["high"], rel=0.02)
+    eight = estimated(path, "--replicas", "4", "--workers", "2")
+    assert eight["seconds"]["median"] < first["seconds"]["median"] / 4
+    told = batchrun("estimate", path)
+    assert "limited by: decode" in told.stdout
+
+    assert batchrun(path).exit_code == 0
+    report = report_of(job)
+    assert report["rows_ok"] == len({row["row"] for row in results_of(job)}) == 1000
+    assert first["seconds"]["low"] / LOOSE < report["wall_s"] < first["seconds"]["high"] * LOOSE
+    left = [row["completion_tokens"] for row in results_of(job) if row["row"] not in rows]
+    assert first["tokens"]["output"]["low"] * 0.9 < sum(left) < first["tokens"]["output"]["high"] * 1.1
+    assert batchrun("estimate", path).exit_code == 2  # nothing is left to do
+
+
+def test_a_server_that_tells_no_load(server: FakeSGLang, tmp_path: Path) -> None:
+    """The rows that the sample takes are the only ones asked; one that cannot be sent is counted."""
+    job = job_of(tmp_path, server)
+    write_rows(tmp_path / "input.parquet", 200, text=["", *(f"text {at}" for at in range(199))])
+    found = batchrunner.estimate(job, rows=40)
+    assert found.rows_not_sendable == 1
+    assert len({row["row"] for row in results_of(job)}) == found.rows_sampled == 30
+    assert 0 < found.seconds.low <= found.seconds.median <= found.seconds.high
+    batchrunner.estimate(job)
+    assert len(results_of(job)) == 30
+
+
+def test_rows_that_are_all_refused(server: FakeSGLang, tmp_path: Path) -> None:
+    job = job_of(tmp_path, server, prompt={"text": "nowhere"})
+    with pytest.raises(batchrunner.BatchrunError):
+        batchrunner.estimate(job)
+    with pytest.raises(JobError):
+        batchrunner.estimate({**job, "prompt": {}})
