@@ -113,7 +113,7 @@ MOST_TOKENS = {
     "tune": 10_900,
     "api": 3_200,
     "ray": 5_200,
-    "cli": 4_400,
+    "cli": 4_300,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
