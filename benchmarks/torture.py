@@ -24,7 +24,7 @@ truncated, or a file is added. No row of a new content may be in the results, an
 rows are missing.
 
 The engine is simulated, for the number of kills; `--real N` adds rounds with the real SGLang on the CPU and a
-tiny random model at temperature 0, every second one behind the real gateway. In each of them the gateway, a
+tiny random model at temperature 0, every second one on two replicas. In each of them a
 scheduler and the runner are killed, one after the other, each after another part.
 """
 
@@ -152,21 +152,17 @@ def _change(source: Path, what: str) -> None:
 
 
 def real_rounds(scratch: Path, source: Path, tokenizer: Path, rounds: int, seed: int, totals: Totals) -> None:
-    """Kill the gateway, a scheduler and the runner in the middle of real work."""
+    """Kill a scheduler and the runner in the middle of real work."""
     model = str(make_tiny_llama(scratch / "tiny", tokenizer))
     server: dict[str, Any] = {"model": model, "device": "cpu", "args": {"max-running-requests": 16}}
-    engines: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-        ({"kind": "server", **server}, ("scheduler", "runner")),
-        ({"kind": "gateway", "replicas": 2, **server}, ("gateway", "scheduler", "runner")),
-    ]
-    expected, calls = undisturbed(scratch / "calm-real", source, engines[0][0])
+    engines = ({"kind": "server", **server}, {"kind": "gateway", "replicas": 2, **server})
+    expected, calls = undisturbed(scratch / "calm-real", source, engines[0])
     made = random.Random(seed)
     for number in range(rounds):
         folder = scratch / f"real-{number}"
         folder.mkdir()
-        engine, kinds = engines[number % 2]
-        one = Round(folder, job_for(folder, source, engine), expected, totals, made, calls)
-        one.go(kills=1, strike=partial(one.kill_each, kinds))
+        one = Round(folder, job_for(folder, source, engines[number % 2]), expected, totals, made, calls)
+        one.go(kills=1, strike=partial(one.kill_each, ("scheduler", "runner")))
         told = f"{totals.kills} kills, with the real engine: {totals.of_real_engine()}"
         print(f"real round {number + 1} of {rounds}: {told}", file=sys.stderr, flush=True)
 

@@ -339,16 +339,10 @@ def _status(process: subprocess.Popen[bytes]) -> int | None:
 
 
 def _victim(kind: str, pid: int) -> int | None:
-    """Return the runner, or a process of this kind that it has started; None while there is none.
-
-    The gateway's threads are those of Rust's tokio.
-    """
+    """Return the runner, or the first scheduler that it has started; None while there is none."""
     if kind == "runner":
         return pid
-    for each in _below(pid):
-        if "tokio" in _threads_of(each) if kind == "gateway" else b"sglang::scheduler" in _command_of(each):
-            return each
-    return None
+    return next((each for each in _below(pid) if b"sglang::scheduler" in _command_of(each)), None)
 
 
 def _below(pid: int) -> list[int]:
@@ -365,12 +359,3 @@ def _command_of(pid: int) -> bytes:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     return b""
-
-
-def _threads_of(pid: int) -> str:
-    """Return the names of its threads."""
-    names = ""
-    for thread in Path(f"/proc/{pid}/task").glob("*/comm"):
-        with contextlib.suppress(OSError):
-            names += thread.read_text()
-    return names

@@ -43,7 +43,7 @@ def read_run(run: Path | RunDir) -> Situation:
         client = task.client
         for path in _logs(own):
             log.source = f"{own.task} {path.stem}"
-            with contextlib.suppress(InputError):  # a gateway's log, or of a server that never started
+            with contextlib.suppress(InputError):  # of a server that never started
                 log.read(path)
     load.settle()
     _lengths(run_dir, client)

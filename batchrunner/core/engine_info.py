@@ -55,10 +55,8 @@ class EngineInfo:
     """Most prompt tokens that one scheduler computes in one forward pass."""
     caches_prefixes: bool = True
     """Whether the engine has a prefix cache, which computes a common prefix of prompts once."""
-    keeps_together: bool = False
-    """Whether a gateway chooses the scheduler by the requests' `affinity`."""
     routes: tuple[str, ...] = ("engine",)
-    """Destinations of requests: the URLs of replicas, the URL of a gateway, or "engine"."""
+    """Destinations of requests at the start: the URLs of replicas, or "engine"."""
     tokenizing: TokenizerInfo | None = None
     """How the engine tokenizes prompts."""
     connections: int | None = None
@@ -108,7 +106,7 @@ class SchedulerLoad:
     max_running: int | None = None
     """Most requests that decode at once."""
     route: str = "engine"
-    """Route that leads to the scheduler, one of EngineInfo.routes."""
+    """Route that leads to the scheduler."""
     taken_at: float | None = None
     """Time of the reading by the scheduler's clock; two polls may return the same reading."""
     work: float | None = None

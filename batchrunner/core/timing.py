@@ -18,10 +18,8 @@ class Timing:
     silent_scheduler: float = 5.0
     """Time without a fresh load sample after which a scheduler's window is held."""
     model_check: float = 1.0
-    """Pause between two questions to an attached server for its model, which a proxy may change unseen."""
-    worker_check: float = 0.02
-    """Pause, for each worker of a gateway, between two questions to all of them for their models. Answers
-    wait for the next question."""
+    """Pause between two questions to an attached server for its model, which a proxy may change unseen, and
+    to a gateway for its workers."""
     progress: float = 1.0
     """Shortest pause between two calls of a program's `on_progress`."""
     more_rows: float = 0.02

@@ -99,8 +99,6 @@ class Request(NamedTuple):
     """Sampling parameters, named as for SGLang's `/generate`."""
     lora_path: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    affinity: str | None = None
-    """Routing key for a gateway: requests with the same key should go to the same replica."""
     continues: bool = False
     """Whether a last message of the assistant is the beginning of the answer, which goes on from there."""
     asks: AskedColumns | None = None

@@ -70,7 +70,7 @@ class RouteRecord:
                 items=request.items[:1],
                 item_ids=request.item_ids[:1],
             )
-        return request._replace(prompt=prompt, sampling=FEW_TOKENS, asks=None, affinity=None)
+        return request._replace(prompt=prompt, sampling=FEW_TOKENS, asks=None)
 
 
 def is_why(row: PendingRow, max_attempts: int) -> bool:

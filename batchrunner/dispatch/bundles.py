@@ -6,7 +6,7 @@ A bundle is only a way of sending. Each row has its slot, its attempt and its an
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -80,18 +80,15 @@ class BundleSize:
     long as a bundle may wait, and the size is that of the burst in which the average row ended.
     """
 
-    def __init__(
-        self, fill_s: float, fixed: int | None = None, *, short: bool = False, replicas: int = 1
-    ) -> None:
+    def __init__(self, fill_s: float, fixed: int | None = None, *, short: bool = False) -> None:
         """Let a bundle wait for `fill_s` seconds at most; `fixed` rows are the size in any case.
 
-        Tell whether answers are known to be `short`, and how many `replicas` share the route's rows.
+        Tell whether answers are known to be `short`.
         """
         self.most_tokens = MOST_TOKENS
         """Prompt tokens that a bundle holds at most, unless one row has more."""
         self._fill_s = fill_s
         self._fixed = fixed
-        self._parts = SHARE * replicas
         self._rows = FIRST_ROWS if short else 1
         self._since: float | None = None  # begin of the period
         self._burst_began = 0.0
@@ -117,7 +114,7 @@ class BundleSize:
         """Return the size while so many rows are in flight or wait for their bundle; 0 and 1 are one row."""
         if self._fixed is not None:
             return self._fixed
-        return min(self._rows, outstanding // self._parts)
+        return min(self._rows, outstanding // SHARE)
 
     def _end_period(self, now: float, span_s: float) -> None:
         if span_s >= PERIOD_S:
@@ -285,29 +282,22 @@ class BundleSender:
     _events: EventLog
     _one_by_one: str | None
     """Why each row is a request of its own; None where there is no reason."""
-    _one_replica: bool
-    """Whether a gateway gives a whole request to one replica."""
     _told: bool = False
     _works: bool = False
     """Whether the engine has answered a bundle."""
     _refused: int = 0
     _outstanding: int = 0
-    _filling: dict[str | None, _Filling] = field(default_factory=dict)
-    """By the key of the rows that may share a request; None is that of rows that go anywhere."""
-    _in_fillings: int = 0
+    _filling: _Filling | None = None
     _sending: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def send(self, request: Request, *, alone: bool, group: str | None = None) -> Completion:
-        """Send a request once, `alone` or with others, and wait for its answer; see `Engine.generate`.
-
-        `group` names rows that belong on one replica behind a gateway, for the prefix that they share.
-        """
+    async def send(self, request: Request, *, alone: bool) -> Completion:
+        """Send a request once, `alone` or with others, and wait for its answer; see `Engine.generate`."""
         self._outstanding += 1
         try:
             self._size.taken(request)
             most = self._size.rows(self._outstanding)
             if most > 1 and not alone and self._may_share(request):
-                completion = await self._share(request, most, group if self._one_replica else None)
+                completion = await self._share(request, most)
                 if completion is not None:
                     return completion
             self._totals.add(1)
@@ -329,40 +319,35 @@ class BundleSender:
             self._tell(why)
         return why is None
 
-    async def _share(self, request: Request, most: int, key: str | None) -> Completion | None:
+    async def _share(self, request: Request, most: int) -> Completion | None:
         loop, tokens = asyncio.get_running_loop(), prompt_tokens(request)
         row = BundledRow(request, loop.create_future())
         most_tokens = self._size.most_tokens
-        filling = self._filling.get(key)
+        filling = self._filling
         if filling is not None and filling.tokens + tokens > most_tokens:
-            self._send_filled(key)
+            self._send_filled(filling)
             filling = None
         if filling is None:
-            filling = self._filling[key] = _Filling()
-            loop.call_later(TIMING.bundle_fill, self._send_late, key, filling)
+            filling = self._filling = _Filling()
+            loop.call_later(TIMING.bundle_fill, self._send_filled, filling)
         filling.rows.append(row)
         filling.tokens += tokens
-        self._in_fillings += 1
         if len(filling.rows) >= most or filling.tokens >= most_tokens:
-            self._send_filled(key)
+            self._send_filled(filling)
         self._send_if_nothing_else_comes()
         return await row.answer
 
-    def _send_late(self, key: str | None, filling: _Filling) -> None:
+    def _send_filled(self, filling: _Filling) -> None:
         """Send a bundle that was begun, if it is not sent yet."""
-        if self._filling.get(key) is filling:
-            self._send_filled(key)
+        if self._filling is filling:
+            self._filling = None
+            self._start([row for row in filling.rows if not row.answer.done()])
 
     def _send_if_nothing_else_comes(self) -> None:
-        """Send bundles soon where all rows wait for them: those that are taken at once still join them."""
-        if self._filling and self._in_fillings == self._outstanding:
-            for key, filling in self._filling.items():
-                asyncio.get_running_loop().call_soon(self._send_late, key, filling)
-
-    def _send_filled(self, key: str | None) -> None:
-        rows = self._filling.pop(key).rows
-        self._in_fillings -= len(rows)
-        self._start([row for row in rows if not row.answer.done()])
+        """Send a bundle soon where all rows wait for it: those that are taken at once still join it."""
+        filling = self._filling
+        if filling is not None and len(filling.rows) == self._outstanding:
+            asyncio.get_running_loop().call_soon(self._send_filled, filling)
 
     def _start(self, rows: Sequence[BundledRow]) -> None:
         """Send rows in one request; a single one sends itself."""
@@ -424,6 +409,18 @@ class BundleSender:
         self._events.write("bundles_off", route=self._route, why=why)
 
 
+class BundleSenders(dict[str, BundleSender]):
+    """What sends the rows of each route of an engine; a route has one when it gets its first row."""
+
+    def __init__(self, make: Callable[[str], BundleSender]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, route: str) -> BundleSender:
+        sender = self[route] = self._make(route)
+        return sender
+
+
 def bundle_senders(
     job: Job,
     engine: Engine,
@@ -431,12 +428,10 @@ def bundle_senders(
     passes: ForwardPasses | None,
     totals: BundleTotals,
     events: EventLog,
-    *,
-    schedulers: int,
-) -> dict[str, BundleSender]:
+) -> BundleSenders:
     """Return what sends the rows of each route of an open engine, as the job's `bundle` says.
 
-    `passes` are those of a task without decoding; a gateway's one route leads to so many `schedulers`.
+    `passes` are those of a task without decoding.
     """
     fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
     if info.simulated:  # it has no front process
@@ -445,18 +440,16 @@ def bundle_senders(
     short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
     # a list of rows without decoding has one reply: what keeps texts alone is no matter there
     one_by_one = info.one_by_one if passes is None else None
-    one_replica = info.keeps_together and passes is None
 
     def sender(route: str) -> BundleSender:
         size: BundleSize | PassSize
         if passes is not None and fixed is None:
             size = PassSize(passes)
         else:
-            replicas = schedulers if one_replica else 1
-            size = BundleSize(TIMING.bundle_fill, fixed, short=short, replicas=replicas)
-        return BundleSender(engine, route, size, totals, events, one_by_one, one_replica)
+            size = BundleSize(TIMING.bundle_fill, fixed, short=short)
+        return BundleSender(engine, route, size, totals, events, one_by_one)
 
-    return {route: sender(route) for route in info.routes}
+    return BundleSenders(sender)
 
 
 def why_alone(request: Request) -> str | None:

@@ -109,10 +109,10 @@ class Feeder:
             some = list(group)
             probes = [task.row.request._replace(sampling=ONE_TOKEN, asks=None) for task in some]
             sent = [
-                self._engine.generate(probe._replace(affinity=key), route)
+                self._engine.generate(probe, route)
                 for task, probe in zip(some, await self._tokenizer.tokenize(probes), strict=True)
                 if not isinstance(probe, Outcome)
-                for key, route in self._caches_for(task)
+                for route in self._caches_for(task)
             ]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LONGEST_PRIMING_S):
@@ -120,14 +120,14 @@ class Feeder:
             for task in some:
                 task.row.prefix_ready_at = time.monotonic()
 
-    def _caches_for(self, task: PrimeTask) -> Iterator[tuple[str, str]]:
-        """Yield affinity key and route of each cache that needs the prefix."""
-        row, routes = task.row, self._routes
-        if task.on_every_replica or row.group is None:
+    def _caches_for(self, task: PrimeTask) -> Iterator[str]:
+        """Yield the route of each cache that needs the prefix."""
+        group, routes = task.row.group, self._routes
+        if task.on_every_replica or group is None:
             for copy in range(max(self._reorderer.caches, len(routes))):
-                yield f"{row.request.ref.row}.primer.{copy}", routes[copy % len(routes)]
+                yield routes[copy % len(routes)]
             return
-        yield row.affinity, self._backlog.home_of(row.group)
+        yield self._backlog.home_of(group)
 
 
 ACCEPTED_RATIO, ACCEPTED_S = 2.0, 1.0
@@ -155,8 +155,6 @@ class Dispatcher:
     _events: EventLog
     _limits: LimitsSpec
     """The job's."""
-    by_affinity: bool
-    """Whether requests carry a key by which a gateway keeps prefix groups together."""
     _in_flight: dict[PendingRow, None] = field(default_factory=dict)
     """Rows in flight, the oldest first."""
     _refused_since: float | None = None
@@ -209,14 +207,12 @@ class Dispatcher:
         row.route = route
         record = self._records[route]
         row.answered_before, row.refused_before = record.answered, record.refused
-        request = row.request._replace(affinity=row.affinity) if self.by_affinity else row.request
+        request = row.request
         completion: Completion | None = None
         error: RequestError | None = None
         self._in_flight[row] = None
         try:
-            completion = await self._senders[route].send(
-                request, alone=row.attempts > 1, group=request.affinity if row.group is not None else None
-            )
+            completion = await self._senders[route].send(request, alone=row.attempts > 1)
         except RequestError as failure:
             error = failure
         finally:

@@ -216,7 +216,7 @@ class AttemptProgress:
         self.load = LoadSummary(self._concurrency, self._slots)
         self._rates = Rates(self.began, counts=6)
         self._time_left = TimeLeft(self.began)
-        self._token_rates = {route: Rates(self.began, counts=1) for route in self._concurrency.info.routes}
+        self._token_rates = defaultdict[str, Rates](lambda: Rates(self.began, counts=1))  # by route
         self.incidents: list[dict[str, Any]] = []
         """Deaths, hangs and healing of the engine's servers, for report.json."""
 
@@ -285,9 +285,8 @@ class AttemptProgress:
                 found[name]["window"] = min(known.controller.window, windows[known.route])
             if known.controller.corner is not None:
                 found[name]["corner"] = str(known.controller.corner)
-        for route, rates in self._token_rates.items():
-            ends = concurrency.ends[route]
-            (tokens_s,) = rates.update(now, ends.output_tokens)
+        for route, ends in concurrency.ends.items():
+            (tokens_s,) = self._token_rates[route].update(now, ends.output_tokens)
             if (only := concurrency.only_scheduler_on(route)) is not None:
                 found[only]["output_tokens_per_s"] = round(tokens_s, 1)
                 found[only]["retractions"] = ends.retractions

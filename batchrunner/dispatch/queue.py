@@ -116,13 +116,6 @@ class PendingRow(msgspec.Struct, eq=False):
         """Bytes of the prompt and its images in memory."""
         return self.prompt_bytes + self.request.media_bytes
 
-    @property
-    def affinity(self) -> str:
-        """Key by which a gateway chooses a replica: the group's; after a failed attempt one of its own."""
-        if self.attempts > 1:
-            return f"{self.request.ref.row}.{self.attempts}"
-        return str((self.group or self).request.ref.row)
-
 
 class RowSource(Protocol):
     """Where the rows of an attempt come from: files, leases, or a program."""
@@ -165,7 +158,7 @@ OUT_S = 600.0
 
 @dataclass(slots=True)
 class _RouteSlots:
-    window: int
+    window: int = 0
     in_flight: int = 0
     cools_until: float = 0.0
     cooldown_s: float = FIRST_COOLDOWN_S
@@ -177,7 +170,9 @@ class Slots:
 
     def __init__(self, windows: Mapping[str, int]) -> None:
         """`windows` gives the slots of each route, 1 at least."""
-        self._routes = {route: _RouteSlots(window) for route, window in windows.items()}
+        self._routes = defaultdict[str, _RouteSlots](_RouteSlots)  # more may come
+        for route, window in windows.items():
+            self.resize(route, window)
         self.in_flight = 0
         """Requests in flight on all routes."""
 
@@ -344,8 +339,8 @@ class DispatchQueue:
         self._slots = slots
         self._any_route: deque[PendingRow] = deque()
         self._turns: deque[PendingRow] = deque()  # of rollouts, before those
-        self._kept: dict[str, deque[PendingRow]] = {route: deque() for route in slots.by_route}
-        self._promised = dict.fromkeys(slots.by_route, 0)  # rows that are kept, or still to come
+        self._kept = defaultdict[str, deque[PendingRow]](deque, {route: deque() for route in slots.by_route})
+        self._promised: Counter[str] = Counter()  # rows that are kept, or still to come
         self._refused = defaultdict[tuple[str, ...], deque[PendingRow]](deque)  # by the routes that refused
         self._count = 0  # read for every row, however many routes there are
         self._bytes = 0

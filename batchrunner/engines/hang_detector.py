@@ -70,16 +70,11 @@ class SilenceTimer:
 class HangDetector:
     """A silence timer for one server, and one for each of its schedulers if it has several (DP ranks)."""
 
-    def __init__(self, least_s: float, *, alone: bool = True) -> None:
-        """Take `limits.hang`, and whether all rows in flight are this server's.
-
-        Behind a gateway they are not: there only a replica's load shows whether it has any.
-        """
+    def __init__(self, least_s: float) -> None:
+        """Take `limits.hang`."""
         self._least_s = least_s
-        self._alone = alone
         self._timers: dict[str, SilenceTimer] = {}
         self._progress: dict[str, object] = {}
-        self._has_work = False
 
     def poll(
         self, now: float, loads: Sequence[SchedulerLoad], *, in_flight: int, answers: int = 0
@@ -92,12 +87,9 @@ class HangDetector:
         """
         progress = progress_of(loads)
         self._progress |= progress
-        if loads:
-            self._has_work = any(load.has_work for load in loads)
         if not self._progress:
             return None
-        busy = in_flight > 0 and (self._alone or self._has_work or not loads)
-        hang = self._timer("").poll(now, (answers, *self._progress.values()), busy=busy)
+        hang = self._timer("").poll(now, (answers, *self._progress.values()), busy=in_flight > 0)
         for load in loads if len(loads) > 1 else ():
             busy = in_flight > 0 and load.has_work
             hang = self._timer(load.scheduler).poll(now, progress[load.scheduler], busy=busy) or hang

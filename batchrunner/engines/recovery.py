@@ -37,8 +37,7 @@ TAIL_BYTES = 4 << 20
 HEAD_BYTES = 1 << 20
 """Bytes read of a log's beginning, which has a server's arguments (16 kB a process) and limits."""
 MOST_LINES = 3
-# the last is the picture with which the gateway begins, to the end of its line
-_PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s|[\u2800-\u28ff].*)\s*")
+_PREFIX = re.compile(r"^(\[[^\]]*\]|\d{4}-\d\d-\d\d[ T]\S+|[A-Z]+:?\s)\s*")
 # for example: torch.OutOfMemoryError: CUDA out of memory / launch_server.py: error: … / Not enough memory.
 _CAUSE = re.compile(
     r"^(?:- )?([\w.]*(Error|Exception|Interrupt|Exit)\b: .+|[\w. ]+: error: .+|.*out of memory.*"
@@ -67,7 +66,7 @@ def cause_in(log: Path, since: int = 0) -> str:
 
 
 def unstamped(line: str) -> str:
-    """Return a line without time stamp and colours, which the gateway writes to files too."""
+    """Return a line without time stamp and colours."""
     return _PREFIX.sub("", clean(line).strip()).strip()
 
 

@@ -93,37 +93,28 @@ class ServerEngine(LaunchedEngine):
 
 
 class GatewayEngine(LaunchedEngine):
-    """Replicas of one model behind SGLang's Model Gateway: the run starts them, or they already run at `url`.
+    """Replicas of one model: the run starts them, or they are the workers of SGLang's Model Gateway at `url`.
 
-    A replica or gateway that the run started is restarted when it dies.
+    Rows go to them directly, each by its own load. One that the run started is restarted when it dies.
     """
 
     kind: Literal["gateway"]
-    """`gateway`: replicas behind SGLang's Model Gateway, started by the run (`model`) or running (`url`)."""
+    """`gateway`: replicas that the run starts (`model`), or the workers of a Model Gateway (`url`)."""
     model: ModelName | None = None
-    """Model directory, or a model name that SGLang can load: the run starts and stops replicas and
-    gateway."""
+    """Model directory, or a model name that SGLang can load: the run starts and stops the replicas."""
     url: Url | None = None
-    """Address of a gateway that already runs. Its workers must be reachable too, to read their load."""
+    """Address of a gateway that already runs. Rows go to the workers that it lists, directly."""
     api_key_env: str = "SGLANG_API_KEY"
     """With `url`: name of the environment variable with the API key of gateway and workers."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Number of replicas. `auto` is one for every `tp` visible GPUs, and one on a CPU."""
-    gateway_args: dict[str, Any] = {}
-    """Arguments of the gateway, `smg launch`, such as `{log-level: info}`. By itself it runs with the policy
-    `manual` and routing keys from batchrunner: rows with a common prefix go to one replica, all others to the
-    one with the fewest requests."""
-
-    @field_validator("gateway_args")
-    @classmethod
-    def _reserved_gateway_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
-        reserved = ("host", "port", "prometheus-host", "prometheus-port", "api-key", "worker-urls")
-        return _checked_args(args, reserved, "gateway_args")
 
     @model_validator(mode="after")
     def _launched_or_found(self) -> GatewayEngine:
         if (self.model is None) == (self.url is None):
-            raise ValueError("give `model` (the run starts replicas and gateway) or `url` (they run already)")
+            raise ValueError(
+                "give `model` (the run starts replicas) or `url` (they run already, behind a gateway)"
+            )
         launch_only = type(self).model_fields.keys() - {"kind", "model", "url", "api_key_env"}
         if self.url is not None and self.model_fields_set & launch_only:
             names = ", ".join(sorted(self.model_fields_set & launch_only))

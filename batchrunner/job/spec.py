@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, field_validator, model_va
 
 from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.types import ForwardTask
-from batchrunner.job.engine import EngineSpec, GatewayEngine
+from batchrunner.job.engine import EngineSpec
 from batchrunner.job.fields import (
     CountOrShare,
     Duration,
@@ -34,7 +34,7 @@ from batchrunner.job.output import (
 )
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import SamplingSpec, check_regex
-from batchrunner.job.tasks import GENERATE, PASSED_ON, TASKS, ChoiceTask, RerankTask, ScoreTask, TaskName
+from batchrunner.job.tasks import GENERATE, TASKS, ChoiceTask, RerankTask, ScoreTask, TaskName
 
 CHOICES = "prompt.choices"
 DOCUMENTS = "prompt.documents"
@@ -351,10 +351,6 @@ class Job(Spec):
             (
                 "prompt_logprobs" in asked and (TOOL_CALLS in asked or prompt.tools is not None),
                 "output.columns: SGLang gives tool_calls of chats only, and prompt_logprobs of other prompts",
-            ),
-            (
-                isinstance(self.engine, GatewayEngine) and self.engine.url and self.task not in PASSED_ON,
-                f"task: {self.task}: the gateway does not pass it on: use engine.kind attach with urls",
             ),
         )
         for is_wrong, message in rules:

@@ -525,9 +525,6 @@ TASKS: dict[str, type[ForwardTask]] = {
     kind.name: kind for kind in (EmbedTask, ScoreTask, RerankTask, RewardTask, ClassifyTask)
 }
 """The tasks without decoding."""
-PASSED_ON = {GENERATE, EMBED, ScoreTask.name}
-"""Tasks whose rows a gateway passes on; it lacks the endpoints of the others."""
-
 
 _CLASSES = 3
 """Classes of the model of the simulated engine."""

@@ -208,7 +208,7 @@ def _newest(run_dir: RunDir) -> dict[str, Any] | None:
 def without_secrets(job: Job) -> dict[str, Any]:
     """Return the job as run.json keeps it: values that may be secret (all of `engine.env`) become ***."""
     spec = job.model_dump(mode="json", exclude_unset=True)
-    for section in ("env", "args", "gateway_args"):
+    for section in ("env", "args"):
         values = spec["engine"].get(section, {})
         masked = [name for name in values if section == "env" or _SECRET.search(name)]
         values.update(dict.fromkeys(masked, "***"))

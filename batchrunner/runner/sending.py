@@ -281,9 +281,7 @@ class Sending:
             keeps_prompts=job.accept.feedback,
         )  # fmt: skip
         self.bundles = BundleTotals()
-        senders = bundle_senders(
-            job, engine, info, concurrency.passes, self.bundles, events, schedulers=self.reorderer.caches
-        )
+        senders = bundle_senders(job, engine, info, concurrency.passes, self.bundles, events)
         checker = None
         if self._plan.checks:
             from batchrunner.dispatch.checks import AnswerChecker  # noqa: PLC0415 - only for such jobs
@@ -298,7 +296,7 @@ class Sending:
         )  # fmt: skip
         self._dispatcher = Dispatcher(
             self._backlog, slots, senders, checker, self.reorderer, concurrency, self._load_control, events,
-            job.limits, by_affinity=info.keeps_together,
+            job.limits,
         )  # fmt: skip
 
     async def send(self) -> None:

@@ -171,10 +171,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**EMBED, "accept": {"regex": "a"}}, "accept.regex: does not go with task: embed"),
     ({"output": {"dtype": "float16"}}, "goes with task: embed"),
     ({**LABELS, "task": "generate"}, "labels: goes with task: score"),
-    (
-        {"task": "reward", "engine": {"kind": "gateway", "url": "http://gw:1"}},
-        "task: reward: the gateway does not pass it on",
-    ),
     ({"task": "score"}, "task: score: takes either labels"),
     ({**RERANK, "prompt": {"text": "text"}}, "task: rerank: prompt.documents is missing"),
     ({**RERANK, "prompt": {"text": "text", "documents": "id"}}, "must hold texts or lists of texts"),

@@ -63,7 +63,7 @@ def fragile_job(
     return job_of(directory, engine, rows=rows, limits=limits)
 
 
-@pytest.mark.parametrize("kind", ["server", pytest.param("gateway", marks=pytest.mark.gateway)])
+@pytest.mark.parametrize("kind", ["server", "gateway"])
 def test_a_poisonous_row_is_found(tmp_path: Path, kind: str) -> None:
     """The row that kills the engine, or replicas here and there, fails and says so; no other is blamed."""
     job = fragile_job(tmp_path, 300, poison="row 117", limits={"max_attempts": 1})
@@ -251,9 +251,8 @@ print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     assert len(starts_of(tmp_path)) == 1
 
 
-@pytest.mark.gateway
 def test_replicas_share_what_was_learned(tmp_path: Path) -> None:
-    """Behind a gateway the change that one replica's death led to reaches the other at its next start."""
+    """The change that one replica's death led to reaches the other at its next start."""
     engine = {**hungry(tmp_path), "kind": "gateway", "replicas": 2}
     job = job_of(tmp_path, engine, rows=400)
     run_job(job, tmp_path)

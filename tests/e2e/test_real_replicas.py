@@ -1,13 +1,10 @@
-"""Real replicas behind the real gateway."""
+"""Real replicas, which the run starts."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +13,8 @@ import pytest
 import batchrunner
 from batchrunner.engines.launched.fleet import LaunchedFleet
 from batchrunner.engines.launched.supervisor import SupervisedProgram
-from tests.conftest import SMALL_MODEL, eventually, job_of, require_engine, results_of, rows_in
-from tests.support.engine_processes import START_S, descendants_of
+from tests.conftest import SMALL_MODEL, eventually, job_of, require_engine, results_of
+from tests.support.engine_processes import descendants_of
 from tests.support.tiny_model import make_tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -26,7 +23,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose chat template begins the reasoning itself."""
-    require_engine("sglang", "smg")
+    require_engine("sglang")
     model = make_tiny_llama(tmp_path_factory.mktemp("tiny") / "model", SMALL_MODEL)
     (model / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: <think>\n"
@@ -44,7 +41,7 @@ def fleet_of(tiny: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def replicas(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[batchrunner.OpenEngine]:
-    """Two real replicas behind the real gateway."""
+    """Two real replicas."""
     logs = tmp_path_factory.mktemp("fleet")
     with batchrunner.open_engine(fleet_of(tiny), log_dir=logs) as engine:
         yield engine
@@ -100,7 +97,7 @@ def _check_reasoning(engine: batchrunner.OpenEngine) -> None:
 
 
 def _check_bundles(engine: batchrunner.OpenEngine, directory: Path) -> None:
-    """Rows share requests through the gateway, and each has its own output and counts."""
+    """Rows share requests, and each has its own output and counts."""
     found = []
     for most_rows, bundle in ((8, 8), (1, "off")):
         job = _long_job(directory / str(bundle), fleet_of(directory), rows=64, tokens=8)
@@ -126,32 +123,4 @@ def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None
     _check_bundles(replicas, tmp_path / "bundles")
     for log in fleet._log_dir.glob("engine-*.log"):
         assert log.stat().st_mode & 0o77 == 0
-    assert len(list(fleet._log_dir.glob("engine-*.log"))) == 3
-
-
-def test_gateway_that_is_killed(
-    replicas: batchrunner.OpenEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is started again with both replicas, and the run goes on."""
-    fleet = _fleet(replicas)
-    gateway = fleet._gateway
-    assert gateway is not None
-    job = _long_job(tmp_path, fleet_of(tmp_path), rows=300)
-    job["limits"] = {"max_attempts": 1}
-    parts = tmp_path / "run" / "parts"
-    victims = _processes(gateway)
-
-    def strike() -> None:
-        eventually(lambda: any(parts.glob("part-*.parquet")), START_S)
-        for pid in victims:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-
-    with ThreadPoolExecutor(1) as thread:
-        striking = thread.submit(strike)
-        report = batchrunner.run(job, engine=replicas)
-        striking.result()
-    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 300, 0)
-    assert rows_in(job) == list(range(300))
-    assert "the gateway died (exit 137)" in caplog.text
-    assert "the gateway is back" in caplog.text
+    assert len(list(fleet._log_dir.glob("engine-*.log"))) == 2

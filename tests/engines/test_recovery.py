@@ -286,10 +286,3 @@ def test_what_counts_as_work(told: Callable[[int], list[SchedulerLoad]], hangs: 
     """A forward pass does, counted or seen in what is running; a reply to a poll does not."""
     detector = HangDetector(1.0)
     assert any(detector.poll(step / 2, told(step), in_flight=8) for step in range(40)) is hangs
-
-
-def test_a_replica_behind_a_gateway_without_rows() -> None:
-    """Rows in flight at the gateway are another replica's where this one tells that it has none."""
-    idle, working = HangDetector(1.0, alone=False), HangDetector(1.0, alone=False)
-    assert not any(idle.poll(step / 2, [load(0, 1)], in_flight=8) for step in range(100))
-    assert any(working.poll(step / 2, [load(4, 1)], in_flight=8) for step in range(100))

@@ -27,7 +27,6 @@ from tests.conftest import (
         ({}, "give `model`"),
         ({"url": "http://a", "tp": 2}, "tp: goes with `model`"),
         ({"model": "a", "tp": 2, "args": {"tp_size": 2}}, "engine.tp and --tp-size say the same"),
-        ({"model": "a", "gateway_args": {"--port": 2}}, "leave it out of engine.gateway_args"),
     ],
 )
 def test_wrong_jobs(engine: dict[str, Any], said: str) -> None:

@@ -277,7 +277,7 @@ class FakeSGLang(ServerThread):
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if refusal := self._locked(request) or _refusal_of(body):
+        if refusal := self._locked(request):
             return refusal
         if self._is_dead and request.transport is not None:
             request.transport.abort()
@@ -580,10 +580,3 @@ def _chat(sent: Sent, samples: list[dict[str, Any]]) -> dict[str, Any]:
         },
         "metadata": {"weight_version": "default"},
     }
-
-
-def _refusal_of(body: object) -> web.Response | None:
-    """Refuse what is no object: so a run asks whether a gateway passes requests on unread."""
-    if isinstance(body, dict):
-        return None
-    return web.json_response({"object": "error", "message": "not an object", "code": 400}, status=400)

@@ -1,8 +1,7 @@
 """Load samples → a controller for each scheduler → the windows of the routes that lead to them → their slots.
 
-A route that leads to one scheduler has that scheduler's window. A route that leads to several, which its
-gateway or server chooses from, has the sum of their windows, and while one queue of the route is over the
-band none of its windows grows.
+A route has the window of its scheduler. A server with several DP ranks, which chooses one itself, has the sum
+of their windows, and while one queue is over the band none of its windows grows.
 
 `LoadControl` polls four times a second, resizes the slots, and writes each change with its reason as an
 event. All else here is pure: no clock, no I/O.
@@ -115,9 +114,8 @@ def shares(
 class ConcurrencyLimits:
     """Decides how many requests each route may have in flight.
 
-    A route of its own leads to one scheduler. A gateway, or a server with several DP ranks, chooses the
-    scheduler itself: there this run's requests are assumed to be spread as the schedulers' own running +
-    waiting say, and the rows that end to be spread evenly.
+    A server with several DP ranks chooses the scheduler itself: there this run's requests are assumed to be
+    spread as the schedulers' own running + waiting say, and the rows that end to be spread evenly.
     """
 
     info: EngineInfo
@@ -137,7 +135,7 @@ class ConcurrencyLimits:
     _on_route: defaultdict[str, list[KnownScheduler]] = field(default_factory=lambda: defaultdict(list))
     """Schedulers by route."""
     ends: dict[str, RouteEnds] = field(init=False)
-    """Rows that ended on each route."""
+    """Rows that ended on each route; there may be more routes later."""
     _shared_at: float | None = None  # a clock may begin anywhere
     _most_of_rest: dict[str, int] = field(default_factory=dict)
     """Share of each route in the rows that are left."""
@@ -159,11 +157,11 @@ class ConcurrencyLimits:
     def windows(self) -> dict[str, int]:
         """Window of each route."""
         if self.fixed is not None:
-            share = max(1, -(-self.fixed // len(self.info.routes)))
-            return dict.fromkeys(self.info.routes, min(share, self.most))
+            share = max(1, -(-self.fixed // len(self.ends)))
+            return dict.fromkeys(self.ends, min(share, self.most))
         return {
             route: max(1, min(self._wanted(route), self._most_of_rest.get(route, self.most)))
-            for route in self.info.routes
+            for route in self.ends
         }
 
     @property
@@ -171,7 +169,7 @@ class ConcurrencyLimits:
         """Sum of all routes' windows, without the limits on the last rows."""
         if self.fixed is not None:
             return sum(self.windows.values())
-        return sum(map(self._wanted, self.info.routes))
+        return sum(map(self._wanted, self.ends))
 
     def _wanted(self, route: str) -> int:
         return min(self.most, sum(scheduler.controller.window for scheduler in self._on_route[route]))
@@ -248,6 +246,7 @@ class ConcurrencyLimits:
         controller = Controller(name, window, band, most=self.most, now=now)
         self.known[name] = KnownScheduler(name, load.route, controller, heard_at=now)
         self._on_route[load.route].append(self.known[name])
+        self.ends.setdefault(load.route, RouteEnds())
         why = f"{why}; #queue-req {band.low:,}-{band.high:,} ({band.why})"
         return Decision(name, 0, controller.window, controller.state, why)
 
@@ -317,7 +316,7 @@ class ConcurrencyLimits:
 
     def _share_out(self, left: int, now: float) -> list[Decision]:
         """Limit each route to its share of what is left; return a decision when that begins to matter."""
-        if len(self.info.routes) == 1:
+        if len(self.ends) == 1:
             return []
         silent = {r for r, on in self._on_route.items() if on and all(s.is_silent(now) for s in on)}
         gap_s = now - (now if self._shared_at is None else self._shared_at)

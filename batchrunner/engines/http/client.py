@@ -4,8 +4,8 @@ A row is a POST whose reply comes whole; so is a list of rows of a task without 
 bundle, a list of prompts with `stream: true`, by events, each with the `index` of its row: one when a row
 ends, and one after its first token where more follow.
 
-`HttpEngine` is the client. `AttachedServers` is the engine of servers that run already, or of a gateway and
-its workers: others restart them if they fail. The engine of servers that we start is in `launched/fleet.py`.
+`HttpEngine` is the client. `AttachedServers` is the engine of servers that run already, or of a gateway's
+workers: others restart them if they fail. The engine of servers that we start is in `launched/fleet.py`.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -46,7 +46,6 @@ from batchrunner.engines.http.connections import open_connections
 from batchrunner.engines.http.guard import (
     FailureClassifier,
     GuardedConnector,
-    Model,
     ModelGuard,
     common_model,
     model_in,
@@ -59,8 +58,8 @@ from batchrunner.engines.http.server_info import (
     NOT_SGLANG,
     ServerQuestions,
     ServerStatus,
-    WorkerList,
     describe,
+    gateway_workers,
     in_words,
     pooling_note,
 )
@@ -80,21 +79,16 @@ LONGEST_TICK_S = 1.0
 EVENTS_A_ROW = 4
 """Events a row, two of which are usual, above which a server does not heed `stream_interval`."""
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
-GATEWAY_ROUTE = "gateway"
-AFFINITY_HEADER = "X-SMG-Routing-Key"
-"""With the gateway's policy `manual` requests with the same value go to the same replica."""
-PASSES_ON = "start smg 1.13 with --disable-retries, and a --policy that reads no requests, such as manual"
 _END = b"[DONE]"
 _OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
 _NO_SUCH_PATH = {404, 405}
-_NOT_UNDERSTOOD = {400, 404, 422}
 
 Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True, eq=False)
 class Endpoint:
-    """The address of a server or a gateway."""
+    """The address of a server."""
 
     url: str
     senders: dict[str, PostSender] = field(default_factory=dict)
@@ -126,8 +120,7 @@ class Endpoint:
 class HttpEngine(Engine):
     """Sends requests to replicas of one model, each of whose URLs is a route, and polls their loads.
 
-    Behind a gateway all requests take the one route `gateway`, and the replicas are only polled. Who makes
-    one of it, calls `connect` when the servers are there.
+    Who makes one of it, calls `connect` when the servers are there.
     """
 
     def __init__(
@@ -145,7 +138,7 @@ class HttpEngine(Engine):
         self.endpoints: dict[str, Endpoint] = {}
         """Where requests are sent, by route."""
         self.replicas: Sequence[str] = []
-        """URLs of the servers that are polled; those behind a gateway may change."""
+        """URLs of the servers that get rows; those of a gateway may change."""
         self.guard = ModelGuard()
         self._incidents: list[Incident] = []
         self.failures = FailureClassifier(self._is_alive, excuses)
@@ -154,13 +147,11 @@ class HttpEngine(Engine):
         if api_key:
             SECRETS.add(api_key)
         self._limits = limits
-        self._behind_gateway = False
-        self._hangs: defaultdict[str, HangDetector] = defaultdict(
-            lambda: HangDetector(limits.hang, alone=not self._behind_gateway)
-        )
+        self._hangs: defaultdict[str, HangDetector] = defaultdict(lambda: HangDetector(limits.hang))
         """By the URLs of servers."""
         self._rows: aiohttp.ClientSession | None = None
         self._questions: aiohttp.ClientSession | None = None
+        self._asks: ServerQuestions | None = None
         self._load_path: str | None = None
         """Path at which servers report their load; None where there is none."""
         self._first = Endpoint("")
@@ -169,28 +160,21 @@ class HttpEngine(Engine):
         self._vocabulary: int | None = None
         self._model_names: frozenset[str] = frozenset()
 
-    async def connect(
-        self, urls: Sequence[str], gateway: str | None = None, workers: WorkerList | None = None
-    ) -> EngineInfo:
-        """Connect to the replicas, and to their gateway; read the description of every replica.
+    async def connect(self, urls: Sequence[str], *, of_gateway: bool = False) -> EngineInfo:
+        """Connect to the replicas, and read the description of each.
 
-        With the list of `workers` of a gateway that others started, no answer counts before all of them have
-        said that they serve the run's model. Raises EngineStartError where a replica cannot be reached or
-        cannot do the work.
+        Raises EngineStartError where one, which may be a worker `of_gateway`, cannot be reached or cannot do
+        the work.
         """
         self.replicas = urls
-        self._behind_gateway = gateway is not None
-        routes = {GATEWAY_ROUTE: gateway} if gateway else {url: url for url in urls}
-        self.endpoints = {route: Endpoint(url) for route, url in routes.items()}
+        self.endpoints = {url: Endpoint(url) for url in urls}
         self._first = Endpoint(urls[0])
         self._clock = asyncio.create_task(self._end_late_requests())
-        # a gateway on this machine has two connections for each row, with the same limit on files
-        near = gateway is not None and urlsplit(gateway).hostname in LOOPBACK
-        connections, limited_by = open_connections(len(routes), servers=len(urls), through_gateway=near)
-        self._open_sessions([*urls, *routes.values()])
+        connections, limited_by = open_connections(len(urls))
+        self._open_sessions(urls)
         assert self._questions is not None
-        questions = ServerQuestions(self._questions, behind_gateway=self._behind_gateway)
-        told = [await questions.at_start(url, self._task) for url in urls]
+        self._asks = ServerQuestions(self._questions, of_gateway=of_gateway)
+        told = [await self._asks.at_start(url, self._task) for url in urls]
         models, servers = [model for model, _ in told], [server for _, server in told]
         model = common_model([*map(model_in, models, servers)])
         source = "the server tells no load (no /v1/loads, no /metrics)"
@@ -200,9 +184,9 @@ class HttpEngine(Engine):
                 break
         loads = await self.loads()
         info = describe(models, servers, loads if {load.server for load in loads} >= set(urls) else [])
-        self._guard_model(model, questions, workers)
-        if gateway is not None:
-            await self._check_gateway(self.endpoints[GATEWAY_ROUTE])
+        self.guard.model = model
+        for url in urls:
+            self.guard.watch(url, functools.partial(self._asks.model, url, model))
         self._vocabulary = vocabulary_of(str(models[0]["model_path"]))
         names = [found.get(key) for found in models for key in ("served_model_name", "model_path")]
         self._model_names = frozenset(str(name) for name in names if name)
@@ -215,7 +199,6 @@ class HttpEngine(Engine):
             routes=tuple(self.endpoints),
             connections=connections,
             connections_by=limited_by,
-            keeps_together=gateway is not None,
             notes=tuple(notes),
         )
 
@@ -231,19 +214,17 @@ class HttpEngine(Engine):
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once; see `Engine.generate`."""
         wire.refuse_deadly(request, self._vocabulary)
-        endpoint, headers = self.endpoints[route], self._affinity(request)
+        endpoint = self.endpoints[route]
         reply: bytes | list[bytes]
         if request.task is not None:
-            reply = await self._post_task(endpoint, [request], headers)
+            reply = await self._post_task(endpoint, [request])
         else:
             if request.kind == "body":
                 body = with_model(request.prompt, self._model_name(request.prompt.model))
             else:
                 body = wire.bytes_of(wire.body_of(request))
-            reply = await self._post(endpoint, wire.path_of(request), body, headers)
+            reply = await self._post(endpoint, wire.path_of(request), body)
         completion = replies.completion_of(request, reply)
-        if self.guard.confirms:
-            await self.guard.confirm(endpoint.url)
         if completion.weights != self.guard.weights or endpoint.url in self.guard.in_doubt:
             await self.guard.check_answer(endpoint.url, completion.weights)
         return completion
@@ -259,10 +240,9 @@ class HttpEngine(Engine):
                 answers.ended(place, refusal)
         if not rows:
             return
-        headers = self._affinity(rows[0].request)
         send = self._send_bundle if rows[0].request.task is None else self._send_list
         try:
-            await send(self.endpoints[route], rows, answers, headers)
+            await send(self.endpoints[route], rows, answers)
         except EngineBusyError:
             raise
         except RequestError as failure:  # of one row, which is found alone
@@ -273,12 +253,11 @@ class HttpEngine(Engine):
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
         """Ask the first replica; see `Engine.tokens_of`."""
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
-        sent_at = time.monotonic()
-        answer = await self._exchange(self._first, wire.TOKENIZE_PATH, body, None, replies.whole)
+        answer = await self._exchange(self._first, wire.TOKENIZE_PATH, body, replies.whole)
         if answer.status in _NO_SUCH_PATH:
             return None
         if answer.status != _OK:
-            raise await self._refusal(self._first, answer, sent_at)
+            raise self._refusal(self._first, answer)
         return replies.tokens_in(answer.content)
 
     def incidents(self) -> list[Incident]:
@@ -300,8 +279,6 @@ class HttpEngine(Engine):
             elif loads:
                 self.failures.record(url, alive=True)
                 found += loads
-        if self._behind_gateway:
-            return [replace(load, route=GATEWAY_ROUTE) for load in found]
         return found
 
     async def _loads_of(self, url: str, path: str) -> list[SchedulerLoad] | None:
@@ -315,13 +292,12 @@ class HttpEngine(Engine):
 
     def _hang_of(self, url: str, loads: Sequence[SchedulerLoad]) -> Hang | None:
         """Return the silence of a server that hangs; `loads` are those of all that answered the last poll."""
-        alone = not self._behind_gateway
-        endpoint = self.endpoints[url if alone else GATEWAY_ROUTE]
+        endpoint = self.endpoints[url]
         return self._hangs[url].poll(
             time.monotonic(),
             [load for load in loads if load.server == url],
             in_flight=endpoint.in_flight,
-            answers=endpoint.answers if alone else 0,
+            answers=endpoint.answers,
         )
 
     def _open_sessions(self, urls: Sequence[str]) -> None:
@@ -342,27 +318,6 @@ class HttpEngine(Engine):
         # a question gets a connection of its own: one from before may lead to a server that is on its way out
         self._questions = session(aiohttp.TCPConnector(limit=0, force_close=True))
 
-    def _guard_model(self, model: Model, questions: ServerQuestions, workers: WorkerList | None) -> None:
-        """Guard the model of every address that takes rows; that of replicas that we started too."""
-        self.guard.model = model
-        if workers is not None:
-            self.guard.confirms = True
-
-            async def of_workers() -> Mapping[str, Model]:
-                try:
-                    self.replicas = await workers.addresses() or self.replicas
-                except EngineStartError as failure:  # the gateway ends: rows will find out
-                    log.debug("the gateway's workers: %s", failure)
-                return await questions.models(self.replicas, model)
-
-            self.guard.watch(workers.url, of_workers, pause_s=TIMING.worker_check * len(self.replicas))
-
-        async def of_server(url: str) -> Mapping[str, Model]:
-            return {url: await questions.model(url, model)}
-
-        for url in () if self._behind_gateway else self.replicas:
-            self.guard.watch(url, functools.partial(of_server, url))
-
     async def _end_late_requests(self) -> None:
         """End requests that take too long: a timer for each would be 8 % of the instructions of a row."""
         while True:
@@ -374,10 +329,6 @@ class HttpEngine(Engine):
     async def _is_alive(self, url: str) -> bool:
         return self._questions is not None and await ServerStatus(self._questions, url).is_alive()
 
-    def _affinity(self, request: Request) -> dict[str, str] | None:
-        """Return the header by which a gateway chooses a replica."""
-        return {AFFINITY_HEADER: request.affinity} if self._behind_gateway and request.affinity else None
-
     def _model_name(self, name: str | None) -> str | None:
         """Return the name of the model that a whole request is sent with; None for none.
 
@@ -388,60 +339,25 @@ class HttpEngine(Engine):
             return name  # : for a LoRA adapter
         return wire.ANY_MODEL
 
-    async def _post(
-        self, endpoint: Endpoint, path: str, body: bytes, headers: Mapping[str, str] | None
-    ) -> bytes:
+    async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
         """Send a body and return the reply; raises RequestError, with its `body`, where that is no answer."""
-        sent_at = time.monotonic()
-        answer = await self._exchange(endpoint, path, body, headers, replies.whole)
+        answer = await self._exchange(endpoint, path, body, replies.whole)
         if answer.status != _OK or not answer.content.lstrip().startswith(JSON_BEGINS):
-            raise await self._refusal(endpoint, answer, sent_at)
+            raise self._refusal(endpoint, answer)
         return answer.content
 
-    async def _post_task(
-        self,
-        endpoint: Endpoint,
-        requests: Sequence[Request],
-        headers: Mapping[str, str] | None,
-    ) -> list[bytes]:
+    async def _post_task(self, endpoint: Endpoint, requests: Sequence[Request]) -> list[bytes]:
         """Send requests of one task without decoding, and return the replies; raises as `_post`."""
         task = requests[0].task
         assert task is not None
         bodies = [wire.bytes_of(body) for body in task.bodies(requests)]
-        return [await self._post(endpoint, task.path, body, headers) for body in bodies]
+        return [await self._post(endpoint, task.path, body) for body in bodies]
 
-    def _is_read_by_gateway(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> bool:
-        """Tell whether a gateway itself has not understood a request: it reads requests without a worker."""
-        own = endpoint is self.endpoints.get(GATEWAY_ROUTE) and not answer.by_worker
-        return own and answer.status in _NOT_UNDERSTOOD
-
-    async def _check_gateway(self, gateway: Endpoint) -> None:
-        """Raise EngineStartError for a gateway that reads requests: it leaves out what it does not know.
-
-        It gets a request that is none: a gateway that does not read it leaves the refusal to a worker.
-        """
-        try:
-            answer = await self._exchange(gateway, wire.GENERATE_PATH, b"[]", None, replies.whole)
-        except RequestError as failure:
-            raise EngineStartError(f"{gateway.url}: {failure}") from None
-        if self._is_read_by_gateway(gateway, answer):
-            said = replies.error_of(answer.status, answer.content)
-            raise EngineStartError(
-                f"{gateway.url}: the gateway reads requests, or has no worker that is ready ({said})",
-                hint=PASSES_ON,
-            )
-
-    async def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer, sent_at: float) -> RequestError:
+    def _refusal(self, endpoint: Endpoint, answer: replies.WholeAnswer) -> RequestError:
         """Return what an answer with another status than 200, or without JSON, means for its rows."""
         error = replies.error_of(answer.status, answer.content, answer.retry_after)
-        if self._is_read_by_gateway(endpoint, answer):
-            return EngineDownError(f"the gateway has no worker: it read a request itself ({error})")
         if isinstance(error, EngineBusyError) and answer.status != HTTPStatus.TOO_MANY_REQUESTS:
             self.guard.doubt(endpoint.url)
-        if isinstance(error, EngineDownError):  # a gateway names the replica that is down
-            named = next((url for url in self.replicas if f"{url}/" in str(error)), None)
-            if named is not None:
-                return await self.failures.classify(named, sent_at, str(error))
         return error
 
     async def _send_list(
@@ -449,17 +365,14 @@ class HttpEngine(Engine):
         endpoint: Endpoint,
         rows: Sequence[PlacedRequest],
         answers: RowAnswers,
-        headers: Mapping[str, str] | None,
     ) -> None:
         """Send a list of rows of one task, all of which end with the one reply."""
         requests = [row.request for row in rows]
-        found = await self._post_task(endpoint, requests, headers)
+        found = await self._post_task(endpoint, requests)
         try:
             results = replies.answers_of(requests, found)
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise BundleRefusedError(f"the answer cannot be read: {failure}") from None
-        if self.guard.confirms:
-            await self.guard.confirm(endpoint.url)
         await self.guard.check_answer(endpoint.url, None)
         for row, result in zip(rows, results, strict=True):
             answers.ended(row.place, result)
@@ -469,27 +382,24 @@ class HttpEngine(Engine):
         endpoint: Endpoint,
         rows: Sequence[PlacedRequest],
         answers: RowAnswers,
-        headers: Mapping[str, str] | None,
     ) -> None:
         """Send prompts in one body, and pass on the answer of each when it comes."""
         body = wire.bytes_of(wire.bundle_body([row.request for row in rows]))
         bundle = BundleAnswer(rows, answers, endpoint, self.guard)
-        sent_at = time.monotonic()
-        answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, headers, bundle.read)
+        answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read)
         if bundle.events > EVENTS_A_ROW * len(rows):
             answers.discourage(f"the server sent {bundle.events} events for {len(rows)} rows")
         if answer is None:
             return
         if answer.status == _OK and answer.content.lstrip().startswith(JSON_BEGINS):
             raise BundleRefusedError("the answer to several rows is no stream of events")
-        raise await self._refusal(endpoint, answer, sent_at)
+        raise self._refusal(endpoint, answer)
 
     async def _exchange(
         self,
         endpoint: Endpoint,
         path: str,
         body: bytes,
-        headers: Mapping[str, str] | None,
         read: Callable[[PostedAnswer], Awaitable[Answer]],
     ) -> Answer:
         """Send a body and read the answer; raises what a failure on the way means for the rows."""
@@ -505,7 +415,7 @@ class HttpEngine(Engine):
         try:
             if endpoint.url in self.guard.in_doubt:
                 await self.guard.confirm(endpoint.url)
-            posted = await sender.post(body, headers)
+            posted = await sender.post(body)
             try:
                 answer = await read(posted)
             finally:
@@ -537,10 +447,7 @@ class HttpEngine(Engine):
             case aiohttp.ClientConnectorError():
                 return EngineDownError(f"no connection to {url}: {in_words(failure)}")
             case aiohttp.ClientError() | OSError():
-                what = f"connection lost: {in_words(failure)}"
-                if self._behind_gateway:  # it only passes rows on: none of them is why it ended
-                    return EngineDownError(what)
-                return await self.failures.classify(url, sent_at, what)
+                return await self.failures.classify(url, sent_at, f"connection lost: {in_words(failure)}")
         log.debug("an answer of %s", url, exc_info=failure)
         return AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})")
 
@@ -589,8 +496,6 @@ class BundleAnswer:
 
         Raises AnotherModelError where the server serves another model.
         """
-        if self.guard.confirms:
-            await self.guard.confirm(self.endpoint.url)
         for content in events:
             if content == _END:
                 continue
@@ -624,9 +529,10 @@ class BundleAnswer:
 
 
 class AttachedServers(HttpEngine):
-    """Replicas of one model, or a Model Gateway: one route to all its workers, whose loads are polled.
+    """Replicas of one model, which run already: given by their URLs, or the workers of a Model Gateway.
 
-    A replica that hangs gets no rows for a while, or until it moves; a gateway chooses its workers itself.
+    One that hangs gets no rows for a while, or until it moves. Rows go to a gateway's workers directly: it
+    cannot give each as many as it is fast enough for, and would only pass them on. Its list is followed.
     """
 
     def __init__(
@@ -641,29 +547,29 @@ class AttachedServers(HttpEngine):
         """Take the URLs of the replicas, or that of a `gateway`, which knows them."""
         super().__init__(api_key=api_key, limits=limits, task=task)
         self._urls = urls
-        self._workers = WorkerList(gateway, api_key) if gateway else None
+        self._gateway = gateway
         self._closed: dict[str, tuple[float, object]] = {}
         """By server that hangs: the time until which it gets no rows, and its load when it was found."""
-        self._model_watch: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> EngineInfo:
         """Connect and read the description of every server; see `Engine.open`."""
-        if self._workers is None:
-            info = await self.connect(self._urls)
-            self._model_watch = asyncio.create_task(self._watch_model())
+        gateway, urls = self._gateway, self._urls
+        if gateway is not None:
+            urls = await gateway_workers(gateway, self._api_key)
+            if not urls:
+                raise EngineStartError(f"{gateway}: the gateway has no workers that speak HTTP")
+        info = await self.connect(urls, of_gateway=gateway is not None)
+        self._watching = asyncio.create_task(self._watch())
+        if gateway is None:
             return info
-        urls = await self._workers.addresses()
-        if not urls:
-            raise EngineStartError(f"{self._workers.url}: the gateway has no workers that speak HTTP")
-        gateway = self._workers.url
-        info = await self.connect(urls, gateway=gateway, workers=self._workers)
-        notes = (f"{len(urls)} workers behind the gateway {gateway}: {', '.join(urls)}", *info.notes)
+        notes = (f"{len(urls)} workers of the gateway {gateway}: {', '.join(urls)}", *info.notes)
         return replace(info, kind="gateway", notes=notes)
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler that answers now; raises AnotherModelError for a new model."""
-        if self._model_watch is not None and self._model_watch.done():
-            self._model_watch.result()
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
         loads = await super().loads()
         for url in self.replicas:
             progress = progress_of(load for load in loads if load.server == url)
@@ -677,27 +583,40 @@ class AttachedServers(HttpEngine):
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._model_watch is not None:
-            self._model_watch.cancel()
-            await asyncio.gather(self._model_watch, return_exceptions=True)
-        if self._workers is not None:
-            await self._workers.close()
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
         await super().close()
 
-    async def _watch_model(self) -> None:
-        """Ask servers for their model now and then: behind a proxy it may become another one unseen."""
+    async def _watch(self) -> None:
+        """Follow the gateway's list; ask servers for their model: behind a proxy it may change unseen."""
         while True:
             await asyncio.sleep(TIMING.model_check)
-            for url in self._urls:
+            if self._gateway is not None:
+                with contextlib.suppress(EngineStartError):  # it is away: rows do not need it
+                    self._follow(await gateway_workers(self._gateway, self._api_key))
+            for url in self.replicas:
                 with contextlib.suppress(EngineDownError):  # it is away: rows find out
                     await self.guard.confirm(url)
 
+    def _follow(self, urls: Sequence[str]) -> None:
+        """Send rows to the workers that the gateway lists now, and no more to others."""
+        for url in set(self.replicas).difference(urls):
+            log.info("%s gets no more rows: the gateway lists it no more", url)
+            self.endpoints[url].closed = f"the gateway lists {url} no more"
+        for url in set(urls).difference(self.replicas):
+            log.info("%s gets rows: the gateway lists it", url)
+            if url in self.endpoints:
+                self.endpoints[url].closed = None
+                continue
+            assert self._asks is not None
+            self.endpoints[url] = Endpoint(url)
+            self.guard.watch(url, functools.partial(self._asks.model, url, self.guard.model))
+        self.replicas = urls
+
     def _close(self, url: str, why: str, progress: object) -> None:
-        """Send no more rows to a server that hangs; behind a gateway nothing can be done."""
+        """Send no more rows to a server that hangs."""
         self._incidents.append(Incident("hangs", url, why))
-        if self._behind_gateway:
-            log.warning("%s: only its gateway can take it out", why)
-            return
         hang_s = self._limits.hang
         log.warning("%s: its rows are sent again, and it gets none for %g s or until it moves", why, hang_s)
         self._closed[url] = time.monotonic() + hang_s, progress

@@ -16,8 +16,6 @@ OWN_FILES = 12
 heartbeat, lease, report. Five are open at once in a run of small parts."""
 STATUS_FILES = 2
 """Connections to each server that carry no rows: one for its load, one for its model."""
-GATEWAY_FILES = 32
-"""File descriptors that a gateway on this machine has beside two for each row."""
 _LIMITS_TRIED = (1 << 20, 1 << 16, 10_240)
 """Soft limits that are tried where the hard one is refused: Linux and macOS have maxima below it."""
 PORT_SHARE = 0.9
@@ -102,17 +100,14 @@ def _port_range() -> tuple[int, int]:
     return low, high
 
 
-def open_connections(addresses: int, *, servers: int = 1, through_gateway: bool = False) -> tuple[int, str]:
+def open_connections(addresses: int) -> tuple[int, str]:
     """Return how many connections can be open to this many addresses, and the limit that says so, in words.
 
-    Each of the `servers` is polled too. A gateway on this machine (`through_gateway`) has the same limit on
-    files and needs two for a row.
+    Each is polled too.
     """
     low, high = _port_range()
     limit = raise_file_limit()
-    files = limit - len([*Path("/dev/fd").iterdir()]) - OWN_FILES - STATUS_FILES * servers
-    if through_gateway:
-        files = min(files, (limit - GATEWAY_FILES) // 2)
+    files = limit - len([*Path("/dev/fd").iterdir()]) - OWN_FILES - STATUS_FILES * addresses
     files, ports = max(files, 1), int((high - low + 1) * PORT_SHARE) * addresses
     if files <= ports:
         return files, f"open files (ulimit -n {limit}, of which {files} are left for connections)"

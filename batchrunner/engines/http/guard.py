@@ -2,8 +2,8 @@
 
 A connection leads to one process for as long as it lives. So a new connection takes a request only once its
 server has said, after the connection was made, that it serves the run's model (`GuardedConnector`). Behind a
-proxy or a gateway that says nothing: there the question is put again after each sign of an absence (`doubt`),
-or before an answer counts (`confirm`).
+proxy that says nothing: there the question is put again after each sign of an absence (`doubt`), before an
+answer counts (`confirm`).
 """
 
 import asyncio
@@ -59,8 +59,8 @@ def common_model(models: Sequence[Model]) -> dict[str, str]:
     return alike
 
 
-ModelQuestion = Callable[[], Awaitable[Mapping[str, Model]]]
-"""Asks what the servers behind one address serve, by URL; raises EngineDownError without an answer."""
+ModelQuestion = Callable[[], Awaitable[Model]]
+"""Asks what the server at an address serves; raises EngineDownError without an answer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,12 +68,9 @@ class _Address:
     """An address that takes requests, and the questions about the model there."""
 
     question: ModelQuestion
-    pause_s: float
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     next_question: asyncio.Task[BatchrunError | EngineDownError | None] | None = None
     """A question that is not put yet; it ends with what is wrong."""
-    asked_at: float = 0.0
-    """Time of the last question, in seconds of the loop's clock."""
 
 
 class ModelGuard:
@@ -86,13 +83,11 @@ class ModelGuard:
         """Version of the weights that all answers have had."""
         self.in_doubt: dict[str, int] = {}
         """Addresses where another server may be by now, with the number of signs of it."""
-        self.confirms = False
-        """Whether no answer counts before its servers have said again which model they serve."""
         self._addresses: dict[str, _Address] = {}
 
-    def watch(self, url: str, question: ModelQuestion, *, pause_s: float = 0.0) -> None:
-        """Guard the address `url`; there are `pause_s` seconds at least from one question to the next."""
-        self._addresses[url] = _Address(question, pause_s)
+    def watch(self, url: str, question: ModelQuestion) -> None:
+        """Guard the address `url`."""
+        self._addresses[url] = _Address(question)
 
     def addresses_at(self, url: URL) -> Sequence[str]:
         """Return the guarded addresses that a connection to a URL may be for."""
@@ -128,15 +123,14 @@ class ModelGuard:
 
     async def _ask(self, url: str, address: _Address) -> BatchrunError | EngineDownError | None:
         async with address.lock:
-            loop = asyncio.get_running_loop()
-            await asyncio.sleep(max(0.0, address.asked_at + address.pause_s - loop.time()))
-            address.next_question, address.asked_at = None, loop.time()
+            await asyncio.sleep(0)  # for all who ask now
+            address.next_question = None
             doubts = self.in_doubt.get(url)
             try:
-                for server, model in (await address.question()).items():
-                    for name, was in self.model.items():
-                        if model.get(name, was) != was:
-                            raise _another_model(server, name, was, model[name])
+                model = await address.question()
+                for name, was in self.model.items():
+                    if model.get(name, was) != was:
+                        raise _another_model(url, name, was, model[name])
             except (BatchrunError, EngineDownError) as wrong:
                 return wrong
             if self.in_doubt.get(url) == doubts:

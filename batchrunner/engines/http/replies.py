@@ -169,14 +169,9 @@ MOST_ANSWER_BYTES = 128 << 20
 """Most bytes of an answer, or of an event in one: a part of the results holds 64 MiB."""
 ERROR_CHARACTERS = 500
 """Most characters of an error message in a result row."""
-WORKER_HEADER = "X-SMG-Routed-Worker-Id"
-"""The gateway gives it to all that it passes on from a worker, and to nothing that it says itself."""
 _OK = HTTPStatus.OK.value
 _BUSY = {429, 502, 503, 504}
 _REFUSED = {400, 404, 413, 422}
-_REPLICA_DOWN = re.compile(rb'"(call_upstream_|read_response_|no_(available_|healthy_)?workers)')
-"""A gateway's error codes where no replica took the row, or where the replica ended before the answer was
-complete."""
 _DATA = b"data:"
 JSON_BEGINS = b"{", b"["
 """Beginnings of every answer; what begins otherwise is a page for people."""
@@ -197,8 +192,6 @@ class WholeAnswer(msgspec.Struct):
     status: int
     content: bytes
     retry_after: str | None = None
-    by_worker: bool = True
-    """Whether a server said it; false for a refusal by a gateway itself, or by a server without one."""
 
 
 async def whole(answer: PostedAnswer) -> WholeAnswer:
@@ -213,10 +206,8 @@ async def whole(answer: PostedAnswer) -> WholeAnswer:
             if len(found) > MOST_ANSWER_BYTES:
                 raise AttemptFailedError(f"the answer is larger than {MOST_ANSWER_BYTES >> 20} MiB")
         content = bytes(found)
-    if answer.status == _OK:
-        return WholeAnswer(answer.status, content)
-    headers = answer.headers
-    return WholeAnswer(answer.status, content, headers.get("Retry-After"), WORKER_HEADER in headers)
+    retry_after = None if answer.status == _OK else answer.headers.get("Retry-After")
+    return WholeAnswer(answer.status, content, retry_after)
 
 
 class EventLines:
@@ -247,8 +238,6 @@ def error_of(status: int, body: bytes, retry_after: str | None = None) -> Reques
     error: RequestError
     if status == HTTPStatus.OK:
         error = EngineDownError(f"not an answer of SGLang: {said or 'nothing'}")
-    elif status >= HTTPStatus.INTERNAL_SERVER_ERROR and _REPLICA_DOWN.search(body):
-        error = EngineDownError(message)
     elif status == HTTPStatus.UNAUTHORIZED:  # it would be so for any row
         error = EngineDownError(f"refuses the API key ({message}): see engine.api_key_env")
     elif status in _BUSY:

@@ -4,12 +4,8 @@ The load is from `/v1/loads` or else from `/metrics`. `/model_info` and `/server
 TokenizerInfo.
 """
 
-import asyncio
 import contextlib
-import logging
-import math
 import re
-import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -24,8 +20,6 @@ from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.guard import Model, model_in
 from batchrunner.engines.model_files import model_identity, takes_mean
 from batchrunner.job.tasks import TASKS, TaskName
-
-log = logging.getLogger(__name__)
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
 """Paths of the server's description of itself."""
@@ -257,11 +251,11 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
 class ServerQuestions:
     """Asks servers what they are: at the start, where an odd answer ends the run, and later."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, behind_gateway: bool) -> None:
+    def __init__(self, session: aiohttp.ClientSession, *, of_gateway: bool) -> None:
         self._session = session
         self._remedy = (
-            "the gateway's workers must be within reach from here too, for their load"
-            if behind_gateway
+            "the gateway's workers must be within reach from here: rows go to them directly"
+            if of_gateway
             else "start the server, or correct engine.urls"
         )
 
@@ -283,23 +277,15 @@ class ServerQuestions:
             )
         return model, server
 
-    async def model(self, url: str, run_model: Model, timeout_s: float | None = None) -> dict[str, str]:
+    async def model(self, url: str, run_model: Model) -> dict[str, str]:
         """Return what a server says of its model now; raises EngineDownError where it does not say.
 
-        It has `timeout_s` seconds for each answer, `TIMING.server_open` if none are given. Its arguments are
-        read too only if the run's model has a field that they alone tell.
+        Its arguments are read too only if the run's model has a field that they alone tell.
         """
-        timeout_s = timeout_s or TIMING.server_open
+        timeout_s = TIMING.server_open
         found = await self._model_info(url, timeout_s)
         more = run_model.keys() - model_in(found).keys()
         return model_in(found, await self._ask(url, SERVER_INFO, timeout_s) if more else {})
-
-    async def models(self, urls: Sequence[str], run_model: Model) -> dict[str, Model]:
-        """Return what each worker says; one that does not answer answers no rows either, and is left out."""
-        found = await asyncio.gather(
-            *(self.model(url, run_model, TIMING.status_timeout) for url in urls), return_exceptions=True
-        )
-        return {url: model for url, model in zip(urls, found, strict=True) if isinstance(model, dict)}
 
     async def _model_info(self, url: str, timeout_s: float) -> dict[str, Any]:
         found = await self._ask(url, MODEL_INFO, timeout_s)
@@ -459,97 +445,30 @@ def pooling_note(model: Mapping[str, Any]) -> str | None:
     )
 
 
-TIMEOUT_S = 10.0
-POLL_S = 0.1
-ASK_AGAIN_S = 10.0
-"""Seconds after which a change that has not happened is requested again: the gateway queues changes."""
-GIVE_UP_S = 120.0
+async def gateway_workers(url: str, api_key: str | None) -> list[str]:
+    """Return the URLs of a Model Gateway's workers; raises EngineStartError where there is no list."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        async with aiohttp.ClientSession(headers=headers) as session:
+            status, reply = await ServerStatus(session, url).mapping("/workers", TIMING.server_open)
+    except NOT_REACHED as failure:
+        raise EngineStartError(
+            f"{url}: no connection ({in_words(failure)})", hint="start the gateway, or correct engine.url"
+        ) from None
+    if status in KEY_REFUSED:
+        raise EngineStartError(f"{url}: refuses the API key ({status})", hint="see engine.api_key_env")
+    if not isinstance(reply.get("workers"), list):
+        raise EngineStartError(f"{url}: is not SGLang's Model Gateway (GET /workers gave {status})")
+    return workers_in(reply["workers"])
 
 
-class WorkerList:
-    """The list of workers of one Model Gateway, read and changed over HTTP; it may be down at any time."""
-
-    def __init__(self, url: str, api_key: str | None) -> None:
-        self.url = url
-        self._key = api_key
-        self._session: aiohttp.ClientSession | None = None
-        self._one_at_a_time = asyncio.Lock()
-
-    async def close(self) -> None:
-        """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    async def addresses(self) -> list[str]:
-        """Return the URL of every worker that speaks HTTP; raises EngineStartError where there is no list."""
-        try:
-            status, reply = await self._ask("GET", "/workers")
-        except NOT_REACHED as failure:
-            raise EngineStartError(
-                f"{self.url}: no connection ({failure})", hint="start the gateway, or correct engine.url"
-            ) from None
-        if status in KEY_REFUSED:
-            raise EngineStartError(
-                f"{self.url}: refuses the API key ({status})", hint="see engine.api_key_env"
-            )
-        if status != 200 or not isinstance(reply.get("workers"), list):  # noqa: PLR2004
-            raise EngineStartError(f"{self.url}: is not SGLang's Model Gateway (GET /workers gave {status})")
-        return [*workers_in(reply["workers"])]
-
-    async def bring_to(self, wanted: set[str]) -> bool:
-        """Add and remove workers until the list is `wanted`; return False if it is not within 120 s.
-
-        `wanted` may change meanwhile, and a gateway that does not answer is asked again until it does.
-        """
-        async with self._one_at_a_time:
-            began = time.monotonic()
-            asked: dict[str, float] = {}
-            while (now := time.monotonic()) - began < GIVE_UP_S:
-                try:
-                    _, reply = await self._ask("GET", "/workers")
-                    listed = workers_in(reply["workers"])
-                    wrong = wanted ^ listed.keys()
-                    if not wrong:
-                        return True
-                    for url in wrong:
-                        if now - asked.get(url, -math.inf) >= ASK_AGAIN_S:
-                            asked[url] = now
-                            await self._change(url, listed.get(url))
-                except (*NOT_REACHED, KeyError) as failure:
-                    log.debug("the gateway's list of workers: %r", failure)
-                    asked.clear()
-                await asyncio.sleep(POLL_S)
-            return False
-
-    async def _change(self, url: str, listed_as: str | None) -> None:
-        if listed_as is not None:
-            await self._ask("DELETE", f"/workers/{listed_as}")
-        else:
-            at_once = {"drain_settle_secs": 0}  # a worker that is taken off the list is gone
-            await self._ask("POST", "/workers", {"url": url, "api_key": self._key, "health": at_once})
-
-    async def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, dict[str, Any]]:
-        if self._session is None:
-            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            self._session = aiohttp.ClientSession(
-                headers=headers, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S)
-            )
-        async with self._session.request(method, self.url + path, json=body) as response:
-            content = await response.read()
-            try:
-                reply = orjson.loads(content)
-            except orjson.JSONDecodeError:
-                reply = {}
-            return response.status, reply if isinstance(reply, dict) else {}
-
-
-def workers_in(workers: Any) -> dict[str, str]:
-    """Return the id of each worker in a gateway's list that speaks HTTP, by its URL."""
-    return {
-        str(worker["url"]).rstrip("/"): str(worker.get("id"))
-        for worker in (workers if isinstance(workers, list) else ())
+def workers_in(listed: Any) -> list[str]:
+    """Return the URLs of the workers in a gateway's list that speak HTTP, and are not on their way out."""
+    return [
+        str(worker["url"]).rstrip("/")
+        for worker in (listed if isinstance(listed, list) else ())
         if isinstance(worker, dict)
         and str(worker.get("url")).startswith("http")
         and worker.get("connection_mode") != "grpc"
-    }
+        and worker.get("status") != "draining"
+    ]

@@ -312,15 +312,14 @@ class PostSender:
         is_known = tuple(int(part) for part in aiohttp.__version__.split(".")[:2]) <= _NEWEST_KNOWN
         self.is_direct = is_known and not (session.trust_env and _has_proxy(url))
 
-    async def post(self, body: bytes, headers: Mapping[str, str] | None) -> PostedAnswer:
-        """Send a body with further `headers`, and wait for the head of the answer.
+    async def post(self, body: bytes) -> PostedAnswer:
+        """Send a body, and wait for the head of the answer.
 
         Raises aiohttp.ClientError, OSError, or EngineDownError for a redirect that is not followed.
         """
         if not self.is_direct:
-            answer = await self._post_by_session(self._url, body, headers)
-            return await self._follow(answer, body, headers) if answer.status in _REDIRECTS else answer
-        more = _lines(headers).encode() if headers else b""
+            answer = await self._post_by_session(self._url, body)
+            return await self._follow(answer, body) if answer.status in _REDIRECTS else answer
         try:
             connection = await self._connector.connect(self._request, [], self._session.timeout)
         except TimeoutError:
@@ -330,9 +329,7 @@ class PostSender:
             assert protocol is not None
             assert protocol.transport is not None
             protocol.set_response_params(read_until_eof=True)
-            protocol.transport.write(
-                b"%b%bContent-Length: %d\r\n\r\n%b" % (self._head, more, len(body), body)
-            )
+            protocol.transport.write(b"%bContent-Length: %d\r\n\r\n%b" % (self._head, len(body), body))
             message, content = await protocol.read()
             while message.code < 200:  # noqa: PLR2004 - it only announces an answer, such as 100 Continue
                 message, content = await protocol.read()
@@ -343,18 +340,14 @@ class PostSender:
             raise
         answer = DirectAnswer(message.code, message.headers, content, connection)
         if message.code in _REDIRECTS:
-            return await self._follow(answer, body, headers)
+            return await self._follow(answer, body)
         return answer
 
-    async def _post_by_session(
-        self, url: URL, body: bytes, headers: Mapping[str, str] | None
-    ) -> PostedAnswer:
+    async def _post_by_session(self, url: URL, body: bytes) -> PostedAnswer:
         payload = aiohttp.BytesPayload(body, content_type=JSON)
-        return await self._session.post(url, data=payload, headers=headers, allow_redirects=False)
+        return await self._session.post(url, data=payload, allow_redirects=False)
 
-    async def _follow(
-        self, answer: PostedAnswer, body: bytes, headers: Mapping[str, str] | None
-    ) -> PostedAnswer:
+    async def _follow(self, answer: PostedAnswer, body: bytes) -> PostedAnswer:
         """Post a body to where an answer leads; raises EngineDownError where no engine answers there.
 
         The key goes along: so it must be the same server, or the same host by TLS.
@@ -367,7 +360,7 @@ class PostSender:
                 to.host == self._url.host and to.scheme == "https"
             )
             if is_same and answer.status != _SEE_OTHER:
-                answer = await self._post_by_session(to, body, headers)
+                answer = await self._post_by_session(to, body)
                 is_json = "json" in answer.headers.get("Content-Type", "")
                 if answer.status == _OK or (is_json and answer.status not in _REDIRECTS):
                     return answer

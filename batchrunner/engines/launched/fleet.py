@@ -1,10 +1,9 @@
-"""The engine of a run that starts its own servers: one, or replicas behind a gateway (`smg`)."""
+"""The engine of a run that starts its own servers: one, or replicas."""
 
 import asyncio
 import dataclasses
 import functools
 import logging
-import math
 import os
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
@@ -25,9 +24,8 @@ from batchrunner.engines.device import (
     server_args,
 )
 from batchrunner.engines.http.client import HttpEngine
-from batchrunner.engines.http.connections import HeldPort, free_port, raise_file_limit
+from batchrunner.engines.http.connections import HeldPort, raise_file_limit
 from batchrunner.engines.http.guard import FailureClassifier
-from batchrunner.engines.http.server_info import WorkerList
 from batchrunner.engines.launched.supervisor import SupervisedProgram, to_argv
 from batchrunner.engines.model_files import cards_of, check_model, model_identity, split_over, with_tp
 from batchrunner.engines.recovery import EndedServer, Healer, healer_for
@@ -42,103 +40,10 @@ START_TRIES = 3
 once, two draw the same one in 28 of 8,000 starts."""
 TOKENIZERS = "tokenizer-worker-num"
 """Argument above 1 of which SGLang 0.5.23 refuses to start with an API key."""
-GATEWAY_START_S = 120.0
-"""Longest start of the gateway. It takes half a second on a quiet machine."""
-NEVER_S = 10**9
-LATER_S = 60.0
-"""Seconds that the gateway waits for an answer beyond the runner's own limit, which is to end first."""
-
-
-class GatewayProcess(SupervisedProgram):
-    """A gateway that is restarted, and the list of workers that it should have.
-
-    It starts without workers, and they are added over HTTP. So there is one way to add them at the first
-    start, when a replica comes back and when the gateway does, and their key is in no command line.
-    """
-
-    needs = "smg: install batchrunner[gateway], or set engine.python"
-
-    def __init__(
-        self, spec: GatewayEngine, incidents: list[Incident], *, key: str, log_dir: Path, limits: LimitsSpec
-    ) -> None:
-        super().__init__(
-            "smg.launch_router",
-            key=key,
-            environ=program_environment(spec.env),
-            log_path=log_dir / "engine-gateway.log",
-            python=spec.python,
-            name="the gateway",
-            incidents=incidents,
-        )
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
-        self.argv = ["--host", "127.0.0.1", "--port", str(port), *to_argv(_gateway_arguments(spec, limits))]
-        self._workers = WorkerList(self.url, key)
-        self._listed: set[str] = set()
-
-    async def start(self) -> None:
-        """Start it and wait until it takes workers; raises EngineStartError where it does not."""
-        await self.launch()
-        # not /readiness, which is 503 before there is a worker
-        await self.wait_until_ready(self.url + "/health", GATEWAY_START_S)
-
-    async def set_up(self, *, up: bool) -> None:
-        """Give a restarted gateway its workers again."""
-        if up:
-            await self._workers.bring_to(self._listed)
-
-    async def take_workers(self, urls: Sequence[str]) -> None:
-        """Give the gateway its first workers; raises EngineStartError where it does not take them."""
-        self._listed.update(urls)
-        if not await self._workers.bring_to(self._listed):
-            raise EngineStartError(self.failure_message("did not take the replicas"))
-
-    async def list_worker(self, url: str, *, listed: bool) -> None:
-        """Put a worker on the gateway's list, or take it off."""
-        (self._listed.add if listed else self._listed.discard)(url)
-        if not await self._workers.bring_to(self._listed):
-            log.warning("the gateway's list is not what it should be: %s", ", ".join(sorted(self._listed)))
-
-    async def close(self) -> None:
-        """End the gateway."""
-        await self._workers.close()
-        await self.stop()
-
-
-def _gateway_arguments(spec: GatewayEngine, limits: LimitsSpec) -> dict[str, Any]:
-    """Return the gateway's arguments. Bodies up to 512 MB pass by default."""
-    return {
-        # a new affinity key goes to the replica with the fewest requests, and the same key follows it. Rows
-        # without a common prefix have a key each, so keys are forgotten soon (of itself: after four hours)
-        "policy": "manual",
-        "assignment-mode": "min_load",
-        "max-idle-secs": 300,
-        # the runner retries, with pauses. Without retries the gateway passes requests on as they are
-        "disable-retries": True,
-        "max-concurrent-requests": 0,  # no limit, and so no queue of its own
-        "request-timeout-secs": math.ceil(limits.request_timeout + LATER_S),
-        # the runner takes out what ended or hangs, and the gateway nothing: a queue and a full KV pool are
-        # what the runner aims at, and an answer may take long
-        "disable-circuit-breaker": True,
-        "disable-worker-overload-protection": True,
-        "disable-health-check": True,
-        "disable-load-monitoring": True,
-        "worker-stall-secs": NEVER_S,
-        "worker-wedge-secs": NEVER_S,
-        "shutdown-grace-period-secs": 1,
-        "log-level": "warn",  # `info` is two lines a row
-        # its metrics cannot be turned off, and two gateways cannot share the default port
-        "prometheus-host": "127.0.0.1",
-        "prometheus-port": free_port(),
-        **spec.gateway_args,
-    }
 
 
 class SGLangServer(SupervisedProgram):
-    """One `sglang.launch_server` with the job's arguments or safer ones, restarted when it dies or hangs.
-
-    Without a `gateway` all rows in flight are its own.
-    """
+    """One `sglang.launch_server` with the job's arguments or safer ones, restarted when it dies or hangs."""
 
     def __init__(
         self,
@@ -151,7 +56,6 @@ class SGLangServer(SupervisedProgram):
         name: str = "the engine",
         environ: Mapping[str, str] | None = None,
         healer: Healer | None = None,
-        gateway: GatewayProcess | None = None,
         failures: FailureClassifier,
         incidents: list[Incident],
     ) -> None:
@@ -176,7 +80,6 @@ class SGLangServer(SupervisedProgram):
         self._args: dict[str, Any] = {}  # of the last start
         self._kills: int | None = None  # the kernel's count at the last start
         self._healer = healer
-        self._gateway = gateway
         self._failures = failures
 
     async def start(self) -> None:
@@ -224,17 +127,14 @@ class SGLangServer(SupervisedProgram):
         self._port.release()
 
     async def set_up(self, *, up: bool) -> None:
-        """Put the server back into the gateway, or take it out."""
+        """Record whether the server is alive, which tells why rows are cut off."""
         self._failures.record(self.url, alive=up)
-        if self._gateway:
-            await self._gateway.list_worker(self.url, listed=up)
 
 
 class LaunchedFleet(HttpEngine):
     """Servers that live as long as this object is open, and never longer than this process.
 
-    One server takes rows directly. Replicas take those that generate through a gateway, and those of other
-    tasks directly, each by its own load. The run goes on while one of them is left.
+    Each takes rows by its own load. The run goes on while one of them is left.
     """
 
     def __init__(
@@ -255,36 +155,25 @@ class LaunchedFleet(HttpEngine):
         )
         self._spec = spec
         self._log_dir = log_dir
-        self._gateway = (
-            GatewayProcess(spec, self._incidents, key=self._key, log_dir=log_dir, limits=limits)
-            if isinstance(spec, GatewayEngine) and task == GENERATE
-            else None
-        )
         self._replicas: dict[str, SGLangServer] = {}
         self._healer: Healer | None = None
         self._watching: list[asyncio.Task[None]] = []
 
     async def open(self) -> EngineInfo:
-        """Start servers and gateway, all at once, and wait until they are ready; see `Engine.open`."""
+        """Start the servers, all at once, and wait until they are ready; see `Engine.open`."""
         model = self._spec.model
         assert model is not None
         check_model(model)
         spec = self._spec = await asyncio.to_thread(with_tp, self._spec)
         cpu = on_cpu(spec.device)
-        raise_file_limit()  # before they start: they inherit it, and the gateway needs two files a row
+        raise_file_limit()  # before they start: they inherit it
         self._healer = await asyncio.to_thread(healer_for, spec, model, self._incidents, cpu=cpu)
         made = self._make_servers(model, cpu=cpu)
         self._replicas = {server.url: server for server in made}
-        programs: list[SGLangServer | GatewayProcess] = [*self._replicas.values()]
-        if self._gateway:
-            programs.append(self._gateway)
-        log_path = programs[-1].log_path
-        await _all_or_first_failure([program.start() for program in programs])
-        if self._gateway:
-            await self._gateway.take_workers([*self._replicas])
-        info = await self.connect([*self._replicas], self._gateway.url if self._gateway else None)
-        self._watching = [asyncio.create_task(program.watch()) for program in programs]
-        counted = not (self._gateway or cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
+        await _all_or_first_failure([server.start() for server in made])
+        info = await self.connect([*self._replicas])
+        self._watching = [asyncio.create_task(server.watch()) for server in made]
+        counted = isinstance(spec, ServerEngine) and not (cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
             info,
             kind=spec.kind,
@@ -292,7 +181,7 @@ class LaunchedFleet(HttpEngine):
             card=None if cpu else await asyncio.to_thread(card_name),
             gpus=len(gpus()) if counted else None,
             tp=split_over(spec.args),
-            log=str(log_path),
+            log=str(made[-1].log_path),
             notes=(*((CPU_NOTE,) if cpu else ()), *info.notes),
         )
 
@@ -307,14 +196,10 @@ class LaunchedFleet(HttpEngine):
         await super().generate_many(requests, route, answers)
 
     async def _until_up(self, route: str) -> None:
-        lost = [replica.lost for replica in self._replicas.values() if replica.lost]
-        if self._gateway is None:
-            replica = self._replicas[route]
-            if replica.lost and len(lost) < len(self._replicas):
-                raise EngineDownError(str(replica.lost))  # other replicas do its rows
-            await replica.ready()
-        elif self._gateway.lost or len(lost) == len(self._replicas):
-            raise self._gateway.lost or lost[0]
+        replica = self._replicas[route]
+        if replica.lost and not all(each.lost for each in self._replicas.values()):
+            raise EngineDownError(str(replica.lost))  # other replicas do its rows
+        await replica.ready()
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each server; restart what hangs."""
@@ -331,18 +216,17 @@ class LaunchedFleet(HttpEngine):
         return await self._replicas[url].excuses(sent_at)
 
     async def close(self) -> None:
-        """End the gateway, the servers and everything they started."""
+        """End the servers and everything they started."""
         for watching in self._watching:
             watching.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
         await super().close()
-        stops = [replica.close() for replica in self._replicas.values()]
-        await asyncio.gather(*stops, *([self._gateway.close()] if self._gateway else []))
+        await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
 
     def _make_servers(self, model: str, *, cpu: bool) -> list[SGLangServer]:
         spec = self._spec
         make = functools.partial(
-            SGLangServer, spec, model, key=self._key, cpu=cpu, healer=self._healer, gateway=self._gateway,
+            SGLangServer, spec, model, key=self._key, cpu=cpu, healer=self._healer,
             failures=self.failures, incidents=self._incidents,
         )  # fmt: skip
         if not isinstance(spec, GatewayEngine):

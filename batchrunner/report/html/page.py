@@ -225,7 +225,7 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
 def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the engine's arguments and limits, and the versions of the software."""
     info, spec = facts["engine"], facts["job"]["engine"]
-    args = {**(spec.get("args") or {}), **(spec.get("gateway_args") or {})}
+    args = spec.get("args") or {}
     limits = ("max_running", "max_total_tokens", "context_length", "prefill_tokens", "card", "log")
     return [
         *((f"--{str(name).lstrip('-')}", str(value)) for name, value in args.items()),

@@ -20,12 +20,11 @@ from yarl import URL
 from batchrunner.core.errors import (
     AttemptFailedError,
     BundleRefusedError,
-    EngineBusyError,
     EngineDownError,
 )
 from batchrunner.core.types import Completion, Request, RequestBody, RowRef
 from batchrunner.engines.http.connections import HeldPort, free_port
-from batchrunner.engines.http.replies import EventLines, completion_of, error_of
+from batchrunner.engines.http.replies import EventLines, completion_of
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from tests.support.reader_checks import (
     ANY_JSON,
@@ -150,11 +149,10 @@ async def test_the_request_of_the_session() -> None:
         for by_session in (False, True):
             sender = PostSender(session, target)
             sender.is_direct = not by_session
-            answer = await sender.post(b'{"text": "a"}', {"X-SMG-Routing-Key": "7"})
+            answer = await sender.post(b'{"text": "a"}')
             assert (answer.status, await body_of(answer)) == (200, b"answer")
     direct, other = seen.requests
     assert direct == other
-    assert direct[2]["X-SMG-Routing-Key"] == "7"
     assert direct[2]["Authorization"] == "Bearer secret"
 
 
@@ -164,12 +162,12 @@ async def test_connections_are_used_again() -> None:
     async with serving(seen.answer) as url, aiohttp.ClientSession() as session:
         short, long = PostSender(session, url / "short"), PostSender(session, url / "long")
         for _ in range(3):
-            assert await body_of(await short.post(b"{}", None)) == b"answer"
+            assert await body_of(await short.post(b"{}")) == b"answer"
         assert len(seen.connections) == 1
-        (await long.post(b"{}", None)).release()
-        assert await body_of(await short.post(b"{}", None)) == b"answer"
+        (await long.post(b"{}")).release()
+        assert await body_of(await short.post(b"{}")) == b"answer"
         assert len(seen.connections) == 2
-        assert len(await body_of(await long.post(b"{}", None))) == 3_000_000
+        assert len(await body_of(await long.post(b"{}"))) == 3_000_000
         assert len(seen.connections) == 2
 
 
@@ -182,7 +180,7 @@ async def test_a_redirect_is_followed(status: int, *, by_session: bool) -> None:
     async with serving(seen.answer) as url, aiohttp.ClientSession(headers=KEY) as session:
         sender = PostSender(session, url / "moved")
         sender.is_direct = not by_session
-        answer = await sender.post(b'{"text": "a"}', {"X-SMG-Routing-Key": "7"})
+        answer = await sender.post(b'{"text": "a"}')
         assert (answer.status, await body_of(answer)) == (200, b"answer")
     first, second = seen.requests
     assert second[:2] == ("POST", "/elsewhere")
@@ -206,7 +204,7 @@ async def test_a_redirect_that_is_refused(other: str) -> None:
     seen.moved = OTHERS[other]
     async with serving(seen.answer) as url, aiohttp.ClientSession(headers=KEY) as session:
         with pytest.raises(EngineDownError) as refused:
-            await PostSender(session, url / "moved").post(b'{"text": "a"}', None)
+            await PostSender(session, url / "moved").post(b'{"text": "a"}')
     status, place = seen.moved
     assert str(refused.value).startswith(f"{status}: http://127.0.0.1:")
     assert f"{place}: correct engine.urls" in str(refused.value)
@@ -217,7 +215,7 @@ async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatc
     async with serving(seen.answer) as proxy, aiohttp.ClientSession(trust_env=True) as session:
         monkeypatch.setenv("http_proxy", str(proxy))
         monkeypatch.delenv("no_proxy", raising=False)
-        answer = await PostSender(session, URL("http://engine.invalid:1234/generate")).post(b"{}", None)
+        answer = await PostSender(session, URL("http://engine.invalid:1234/generate")).post(b"{}")
         assert await body_of(answer) == b"answer"
     assert seen.requests[0][1] == "http://engine.invalid:1234/generate"
 
@@ -237,7 +235,7 @@ async def test_a_cancelled_post_ends_its_connection() -> None:
     async with server, aiohttp.ClientSession() as session:
         port = server.sockets[0].getsockname()[1]
         sender = PostSender(session, URL.build(scheme="http", host="127.0.0.1", port=port))
-        post = asyncio.ensure_future(sender.post(b"{}", None))
+        post = asyncio.ensure_future(sender.post(b"{}"))
         await begun.wait()
         post.cancel()
         await ended.wait()
@@ -277,20 +275,6 @@ def test_good_answers_pass_the_check() -> None:
 def test_any_answer_can_be_read_and_written(reply: bytes, kind: str, samples: int) -> None:
     """Whatever comes is an answer that the results can hold, or a failed attempt."""
     check_answer(reply, kind, samples)
-
-
-def _error_body(code: str) -> bytes:
-    message = "error sending request for url (http://127.0.0.1:1/generate)"
-    return json.dumps({"error": {"type": "Internal Server Error", "code": code, "message": message}}).encode()
-
-
-def test_what_the_gateway_says() -> None:
-    """A worker out of reach is nobody's fault and no sign of load; other errors mean what they always do."""
-    for status, code in [(500, "call_upstream_request_error"), (503, "no_available_workers")]:
-        assert type(error_of(status, _error_body(code))) is EngineDownError
-    assert type(error_of(500, _error_body("internal_error"))) is AttemptFailedError
-    assert type(error_of(503, b'{"error": {"message": "The request queue is full."}}')) is EngineBusyError
-    assert type(error_of(500, b"[]")) is AttemptFailedError
 
 
 @given(

@@ -23,7 +23,7 @@ from batchrunner.core.errors import (
     EngineStartError,
 )
 from batchrunner.core.processes import STOP_SIGNALS
-from batchrunner.engines.launched.fleet import GatewayProcess, LaunchedFleet, gpu_slices
+from batchrunner.engines.launched.fleet import LaunchedFleet, gpu_slices
 from batchrunner.engines.model_files import with_tp
 from batchrunner.job.engine import GatewayEngine
 from batchrunner.job.spec import LimitsSpec
@@ -66,10 +66,8 @@ def test_the_jobs_own_gpus_are_dealt_out(
 
 
 def test_command_lines(tmp_path: Path) -> None:
-    """The job's own arguments win over ours, and each replica has its own port, log and GPUs."""
-    spec = GatewayEngine(
-        kind="gateway", model="org/model", replicas=2, tp=2, gateway_args={"log_level": "info"}
-    )
+    """Each replica has its own port, log and GPUs."""
+    spec = GatewayEngine(kind="gateway", model="org/model", replicas=2, tp=2)
     fleet = LaunchedFleet(with_tp(spec), log_dir=tmp_path, limits=LimitsSpec())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
@@ -78,24 +76,8 @@ def test_command_lines(tmp_path: Path) -> None:
     assert [server.environ["CUDA_VISIBLE_DEVICES"] for server in servers] == ["0,1", "2,3"]
     assert len({server.url for server in servers}) == 2
     assert [server.log_path.name for server in servers] == ["engine-replica-0.log", "engine-replica-1.log"]
-    gateway = GatewayProcess(
-        spec, [], key=fleet._key, log_dir=tmp_path, limits=LimitsSpec(request_timeout=90)
-    )
-    line = " ".join(gateway.argv)
-    assert "--request-timeout-secs 150" in line
-    assert "--log-level info" in line
-    assert "--policy manual --assignment-mode min_load" in line
-    assert fleet._key not in line
     for server in made:
         asyncio.run(server.close())  # gives its port back
-
-
-@pytest.mark.parametrize(("task", "has_gateway"), [("generate", True), ("embed", False), ("score", False)])
-def test_replicas_of_other_tasks_need_no_gateway(tmp_path: Path, task: Any, *, has_gateway: bool) -> None:
-    """Their rows go to the replicas directly."""
-    spec = GatewayEngine(kind="gateway", model="org/model", replicas=2)
-    fleet = LaunchedFleet(spec, log_dir=tmp_path, limits=LimitsSpec(), task=task)
-    assert (fleet._gateway is not None) == has_gateway
 
 
 ANSWERS = """
@@ -126,16 +108,6 @@ def test_several_tokenizers_have_no_key(
     assert batchrunner.run(job_of(tmp_path, {**engine, "args": args})).rows_ok == 10
     assert ("--api-key" in json.loads((tmp_path / "seen").read_text())) == has_key
     assert ("every user of this machine can use it" in caplog.text) != has_key
-
-
-def test_interpreter_without_a_gateway(tmp_path: Path) -> None:
-    """It is told so by name, with what to install."""
-    bare = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True, timeout=PATIENCE_S)
-    spec = GatewayEngine(kind="gateway", model="org/model", python=f"{bare}/bin/python")
-    gateway = GatewayProcess(spec, [], key="x", log_dir=tmp_path, limits=LimitsSpec(request_timeout=9))
-    with pytest.raises(EngineStartError, match=r"has no smg: install batchrunner\[gateway\]"):
-        asyncio.run(gateway.start())
 
 
 LAUNCHER = Path(batchrunner.__file__).parent / "engines" / "launched" / "launcher.py"
