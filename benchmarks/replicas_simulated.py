@@ -20,7 +20,7 @@ from typing import Any
 import pyarrow as pa
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
-from batchrunner.core.types import Request, RowRef
+from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.dispatch.concurrency.law import tokens_a_row
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import DispatchQueue, PendingRow, Slots
@@ -98,7 +98,7 @@ class Run:
         ratio = self.uncached_tokens / least_tokens(self._rows)
         return {"to_least": round(ratio, 3), "seconds": round(self.now, 1), "rows": [*self.ended.values()]}
 
-    def batches(self) -> Iterator[list[Request]]:
+    def batches(self) -> Iterator[list[Request | Outcome]]:
         """Read the rows."""
         nothing = pa.RecordBatch.from_pylist([{}])
         for first in range(0, len(self._rows), BATCH_ROWS):
@@ -108,6 +108,9 @@ class Run:
                 Request(RowRef(row, nothing, 0), "text", text_of(each), {"max_new_tokens": each.outputs})
                 for row, each in enumerate(batch, first)
             ]
+
+    def stop(self) -> None:
+        """Do nothing: a run in virtual time is never stopped."""
 
     def _loads(self) -> list[SchedulerLoad]:
         loads = [replica.load for replica in self._replicas.values()]

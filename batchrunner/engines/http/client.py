@@ -556,7 +556,7 @@ class AttachedServers(HttpEngine):
         """Connect and read the description of every server; see `Engine.open`."""
         gateway, urls = self._gateway, self._urls
         if gateway is not None:
-            urls = await gateway_workers(gateway, self._api_key)
+            urls = await gateway_workers(gateway, self.api_key)
             if not urls:
                 raise EngineStartError(f"{gateway}: the gateway has no workers that speak HTTP")
         info = await self.connect(urls, of_gateway=gateway is not None)
@@ -594,7 +594,7 @@ class AttachedServers(HttpEngine):
             await asyncio.sleep(TIMING.model_check)
             if self._gateway is not None:
                 with contextlib.suppress(EngineStartError):  # it is away: rows do not need it
-                    self._follow(await gateway_workers(self._gateway, self._api_key))
+                    self._follow(await gateway_workers(self._gateway, self.api_key))
             for url in self.replicas:
                 with contextlib.suppress(EngineDownError):  # it is away: rows find out
                     await self.guard.confirm(url)
