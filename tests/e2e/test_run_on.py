@@ -1,4 +1,4 @@
-"""The files of the pages below docs/run-on, each checked by the program that it is for, as far as that goes here.
+"""The files of the pages below docs/run-on, each checked by the program that it is for where that goes here.
 
 Programs that are not the project's have environments of their own below data/, which the first test makes.
 """
