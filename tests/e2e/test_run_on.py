@@ -147,7 +147,7 @@ ORCHESTRATORS = {
     "airflow": (
         "apache-airflow==3.3.2",
         "summarise_dag.py",
-        "import summarise_dag; run = summarise_dag.{dag}.test(); assert run.state == 'success', run.state",
+        "import summarise_dag; run = summarise_dag.DAG.test(); assert run.state == 'success', run.state",
     ),
     "dagster": (
         "dagster==1.13.28",
