@@ -47,7 +47,7 @@ def environment(*packages: str) -> Path:
     python, done = directory / "bin" / "python", directory / "complete"
     if not done.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", directory], check=True)
-        install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]
+        install = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages]
         installed = subprocess.run(install, check=False, capture_output=True, text=True, timeout=INSTALL_S)
         if installed.returncode:
             pytest.skip(f"{packages[0]} cannot be installed here: {installed.stderr.splitlines()[-1:]}")
