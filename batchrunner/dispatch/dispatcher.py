@@ -34,7 +34,8 @@ from batchrunner.core.timing import pause_before_retry
 from batchrunner.core.types import Completion, Outcome, Request
 from batchrunner.dispatch.blame import RouteRecord, is_why
 from batchrunner.dispatch.bundles import BundleSender
-from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits, LoadControl
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.dispatch.load_control import LoadControl
 from batchrunner.dispatch.queue import MOST_DEATHS, OUT_S, Backlog, PendingRow, ResultSink, RowSource, Slots
 from batchrunner.dispatch.reorder import PrimeTask, Reorderer
 from batchrunner.dispatch.tokenize import RowTokenizer

@@ -24,13 +24,9 @@ from batchrunner.dispatch.concurrency.law import (
     UNKNOWN_ENGINE_WINDOW,
     tokens_a_row,
 )
-from batchrunner.dispatch.concurrency.limits import (
-    ConcurrencyLimits,
-    LoadControl,
-    SendingRun,
-    write_changes,
-)
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.dispatcher import Dispatcher, Feeder
+from batchrunner.dispatch.load_control import LoadControl, SendingRun, write_changes
 from batchrunner.dispatch.progress import AttemptProgress
 from batchrunner.dispatch.queue import Backlog, ResultSink, RowSource, Slots
 from batchrunner.dispatch.reorder import OutputLengths, Reorderer, ReuseDistance

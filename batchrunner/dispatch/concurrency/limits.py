@@ -1,41 +1,20 @@
-"""Load samples → a controller for each scheduler → the windows of the routes that lead to them → their slots.
+"""Load samples → a controller for each scheduler → the windows of the routes that lead to them. Pure.
 
 A route has the window of its scheduler. A server with several DP ranks, which chooses one itself, has the sum
 of their windows, and while one queue is over the band none of its windows grows.
-
-`LoadControl` polls four times a second, resizes the slots, and writes each change with its reason as an
-event. All else here is pure: no clock, no I/O.
 """
 
-import asyncio
-import logging
 import math
-import operator
 import sys
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion
 from batchrunner.dispatch.bundles import ForwardPasses
-from batchrunner.dispatch.concurrency.law import (
-    Controller,
-    CornerChange,
-    Decision,
-    Reading,
-    first_window,
-)
-from batchrunner.dispatch.queue import Backlog, Slots
-from batchrunner.engines.base import Engine
-from batchrunner.output.events import EventLog
-
-log = logging.getLogger(__name__)
-
-GONE_AFTER_S = 15.0
-"""Seconds without a load sample after which one of several schedulers of a route counts as dead."""
+from batchrunner.dispatch.concurrency.law import Controller, CornerChange, Decision, Reading, first_window
 
 
 @dataclass(slots=True, eq=False)
@@ -201,7 +180,6 @@ class ConcurrencyLimits:
                 scheduler.controller.state = "fixed" if unsent else "tail"
                 scheduler.controller.corner = None
             return [] if self.fixed is not None else changes
-        changes += self._forget_gone(loads, now)
         changes += self._share_out(unsent + sum(in_flight.values()), now)
         changes += self._sample(loads, in_flight, now)
         for scheduler in self.known.values():
@@ -249,19 +227,6 @@ class ConcurrencyLimits:
         self.ends.setdefault(load.route, RouteEnds())
         why = f"{why}; #queue-req {band.low:,}-{band.high:,} ({band.why})"
         return Decision(name, 0, controller.window, controller.state, why)
-
-    def _forget_gone(self, loads: Sequence[SchedulerLoad], now: float) -> list[Decision]:
-        """Forget the schedulers of a shared route that are silent while others report."""
-        decisions = []
-        for route in {load.route for load in loads}:
-            on = self._on_route[route]
-            gone = [s for s in on if now - s.heard_at > GONE_AFTER_S] if len(on) > 1 else []
-            for s in gone:
-                why = f"no load sample for {now - s.heard_at:.0f} s"
-                decisions.append(Decision(s.name, s.controller.window, 0, "gone", why))
-                del self.known[s.name]
-                on.remove(s)
-        return decisions
 
     def _sample(
         self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float
@@ -327,109 +292,3 @@ class ConcurrencyLimits:
             for route, most in self._most_of_rest.items()
             if most < self._wanted(route) <= before.get(route, sys.maxsize)
         ]
-
-
-def fair_shares(whole: int, wanted: Sequence[int]) -> list[int]:
-    """Divide slots among runs, the oldest first: as equally as what each wants allows.
-
-    One that wants less leaves its part to the others; what nobody wants is the oldest run's.
-    """
-    parts, left = [0] * len(wanted), whole
-    for others, at in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
-        parts[at] = min(wanted[at], -(-left // (len(wanted) - others)))
-        left -= parts[at]
-    parts[0] += left
-    return parts
-
-
-@dataclass(slots=True, eq=False)
-class SendingRun:
-    """A run that sends rows to an engine."""
-
-    slots: Slots
-    backlog: Backlog
-    events: EventLog
-
-
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class LoadControl:
-    """Polls the engine's load while rows are sent, and resizes the slots of its routes.
-
-    Runs that use the engine at once have one control, and share its windows: the law sees them as one.
-    """
-
-    _engine: Engine
-    concurrency: ConcurrencyLimits
-    _runs: list[SendingRun] = field(default_factory=list)
-    """The oldest first."""
-    _poll: asyncio.Task[tuple[Sequence[SchedulerLoad], float]] | None = None
-    """The poll that the runs wait for."""
-
-    @property
-    def in_use(self) -> bool:
-        """Whether a run sends rows."""
-        return bool(self._runs)
-
-    def join(self, run: SendingRun) -> None:
-        """Give a run its share of the slots, as far as the others leave it."""
-        self._runs.append(run)
-        self._apply(())
-
-    def leave(self, run: SendingRun) -> None:
-        """Give the slots of a run that has ended to the others."""
-        self._runs.remove(run)
-        if self._runs:
-            self._apply(())
-        elif self._poll is not None:
-            self._poll.cancel()
-
-    async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
-        """Poll until cancelled; call `polled` with each sample once the slots are resized. It may raise.
-
-        A sample is empty where the load is unknown; its time is in seconds of the monotonic clock. Runs that
-        share the engine wait for the same polls.
-        """
-        while True:
-            if self._poll is None or self._poll.done():
-                pause_s = 0.0 if self._poll is None else TIMING.load_poll
-                self._poll = asyncio.ensure_future(self._sample(pause_s))
-            polled(*await asyncio.shield(self._poll))
-
-    async def _sample(self, pause_s: float) -> tuple[Sequence[SchedulerLoad], float]:
-        await asyncio.sleep(pause_s)
-        loads = await self._engine.loads()
-        now = time.monotonic()
-        in_flight: Counter[str] = Counter()
-        for run in self._runs:
-            in_flight.update(run.slots.by_route)
-        unsent = sum(run.backlog.unsent for run in self._runs)
-        self._apply(self.concurrency.observe(loads, in_flight, now, unsent=unsent))
-        return loads, now
-
-    def refused(self, route: str, why: str, now: float) -> None:
-        """Narrow the windows of a route that took no request, or let one wait too long."""
-        self._apply(self.concurrency.backpressure(route, why, now))
-
-    def _apply(self, changes: Iterable[Decision | CornerChange]) -> None:
-        """Resize the slots: together the runs have no more requests in flight than a window allows."""
-        changes = [*changes]
-        unsent = [run.backlog.unsent for run in self._runs]
-        for route, window in self.concurrency.windows.items():
-            in_flight = [run.slots.in_flight_on(route) for run in self._runs]
-            free = max(0, window - sum(in_flight))
-            parts = fair_shares(window, [*map(operator.add, in_flight, unsent)])
-            for run, part, taken in zip(self._runs, parts, in_flight, strict=True):
-                granted = min(part, taken + free)
-                free -= max(0, granted - taken)
-                run.slots.resize(route, granted)
-        for run in self._runs:
-            write_changes(run.events, changes)
-            run.backlog.wake_dispatcher()
-
-
-def write_changes(events: EventLog, changes: Iterable[Decision | CornerChange]) -> None:
-    """Write changes of windows and corners to the event log."""
-    for change in changes:
-        events.write("window" if isinstance(change, Decision) else "corner", **asdict(change))
-        if isinstance(change, CornerChange) and change.corner == Corner.HELD:
-            log.info("%s: the server holds back: %s", change.scheduler, change.reason)

@@ -16,7 +16,6 @@ from batchrunner.dispatch.concurrency.limits import (
     PRIOR_ROWS,
     ConcurrencyLimits,
     RouteEnds,
-    fair_shares,
     shares,
 )
 
@@ -54,15 +53,6 @@ def test_shares_follow_the_speed() -> None:
     assert 430 < shares(routes, 1000, 120.0)["fast"] < 570
 
 
-@given(whole=st.integers(1, 5000), wanted=st.lists(st.integers(0, 2000), min_size=1, max_size=12))
-def test_runs_share_slots_fairly(whole: int, wanted: list[int]) -> None:
-    """All slots are given, and no run that wants more has fewer than another, but for one slot."""
-    parts = fair_shares(whole, wanted)
-    assert sum(parts) == whole
-    least = min((part for part, want in zip(parts, wanted, strict=True) if part < want), default=whole)
-    assert all(part <= least + 1 for part, want in zip(parts, wanted, strict=True) if part <= want)
-
-
 def signal(route: str, queue: int) -> SchedulerLoad:
     return SchedulerLoad(route, "loads", 256, queue, 0.5, 1000, 2000, 256, route, None)
 
@@ -95,27 +85,11 @@ def test_rows_that_come_back_end_the_tail() -> None:
     assert admission.known["a"].controller.state == "steady"
 
 
-@pytest.mark.parametrize("silence", ["the tail", "no poll"])
-def test_schedulers_of_one_route_after_a_silence(silence: str) -> None:
-    """DP ranks, or a gateway's replicas: those that speak again are not gone, one that is silent is."""
-    info = EngineInfo(kind="attach", model="m", routes=("r",))
-    admission = ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
-    ranks = [replace(signal("r", 300), scheduler=f"r#dp{n}") for n in range(3)]
-    admission.begin(ranks, 0.0, unsent=100)
-    for second in range(1, 31):  # the last rows are long, or the server is away and comes back
-        polled = ranks[:2] if silence == "the tail" else []
-        admission.observe(polled, {"r": 20}, float(second), unsent=0 if silence == "the tail" else 50)
-    told = admission.observe(ranks[:2], {"r": 19}, 31.0, unsent=1)
-    gone = [d.scheduler for d in told if isinstance(d, Decision) and d.state == "gone"]
-    assert gone == ["r#dp2"]
-    assert set(admission.known) == {"r#dp0", "r#dp1"}
-
-
 @pytest.mark.parametrize("told_by", ["load", "rows"])
-def test_a_retraction_counts_for_its_worker(told_by: str) -> None:
-    """One of four workers behind a gateway retracts requests: only its load tells it, and it alone counts.
+def test_a_retraction_counts_for_its_rank(told_by: str) -> None:
+    """One of four DP ranks retracts requests: only its load tells it, and it alone counts.
 
-    Rows do not say which worker it was, so without the load's word each has a fourth of them.
+    Rows do not say which rank it was, so without the load's word each has a fourth of them.
     """
     info = EngineInfo(kind="attach", model="m", routes=("r",))
     admission = ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)

@@ -1,0 +1,128 @@
+"""Polls the engine's load four times a second → the windows → the slots of the runs that use the engine.
+
+Each change of a window is written with its reason as an event.
+"""
+
+import asyncio
+import logging
+import operator
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+
+from batchrunner.core.engine_info import Corner, SchedulerLoad
+from batchrunner.core.timing import TIMING
+from batchrunner.dispatch.concurrency.law import CornerChange, Decision
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.dispatch.queue import Backlog, Slots
+from batchrunner.engines.base import Engine
+from batchrunner.output.events import EventLog
+
+log = logging.getLogger(__name__)
+
+
+def fair_shares(whole: int, wanted: Sequence[int]) -> list[int]:
+    """Divide slots among runs, the oldest first: as equally as what each wants allows.
+
+    One that wants less leaves its part to the others; what nobody wants is the oldest run's.
+    """
+    parts, left = [0] * len(wanted), whole
+    for others, at in enumerate(sorted(range(len(wanted)), key=wanted.__getitem__)):
+        parts[at] = min(wanted[at], -(-left // (len(wanted) - others)))
+        left -= parts[at]
+    parts[0] += left
+    return parts
+
+
+@dataclass(slots=True, eq=False)
+class SendingRun:
+    """A run that sends rows to an engine."""
+
+    slots: Slots
+    backlog: Backlog
+    events: EventLog
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class LoadControl:
+    """Polls the engine's load while rows are sent, and resizes the slots of its routes.
+
+    Runs that use the engine at once have one control, and share its windows: the law sees them as one.
+    """
+
+    _engine: Engine
+    concurrency: ConcurrencyLimits
+    _runs: list[SendingRun] = field(default_factory=list)
+    """The oldest first."""
+    _poll: asyncio.Task[tuple[Sequence[SchedulerLoad], float]] | None = None
+    """The poll that the runs wait for."""
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a run sends rows."""
+        return bool(self._runs)
+
+    def join(self, run: SendingRun) -> None:
+        """Give a run its share of the slots, as far as the others leave it."""
+        self._runs.append(run)
+        self._apply(())
+
+    def leave(self, run: SendingRun) -> None:
+        """Give the slots of a run that has ended to the others."""
+        self._runs.remove(run)
+        if self._runs:
+            self._apply(())
+        elif self._poll is not None:
+            self._poll.cancel()
+
+    async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
+        """Poll until cancelled; call `polled` with each sample once the slots are resized. It may raise.
+
+        A sample is empty where the load is unknown; its time is in seconds of the monotonic clock. Runs that
+        share the engine wait for the same polls.
+        """
+        while True:
+            if self._poll is None or self._poll.done():
+                pause_s = 0.0 if self._poll is None else TIMING.load_poll
+                self._poll = asyncio.ensure_future(self._sample(pause_s))
+            polled(*await asyncio.shield(self._poll))
+
+    async def _sample(self, pause_s: float) -> tuple[Sequence[SchedulerLoad], float]:
+        await asyncio.sleep(pause_s)
+        loads = await self._engine.loads()
+        now = time.monotonic()
+        in_flight: Counter[str] = Counter()
+        for run in self._runs:
+            in_flight.update(run.slots.by_route)
+        unsent = sum(run.backlog.unsent for run in self._runs)
+        self._apply(self.concurrency.observe(loads, in_flight, now, unsent=unsent))
+        return loads, now
+
+    def refused(self, route: str, why: str, now: float) -> None:
+        """Narrow the windows of a route that took no request, or let one wait too long."""
+        self._apply(self.concurrency.backpressure(route, why, now))
+
+    def _apply(self, changes: Iterable[Decision | CornerChange]) -> None:
+        """Resize the slots: together the runs have no more requests in flight than a window allows."""
+        changes = [*changes]
+        unsent = [run.backlog.unsent for run in self._runs]
+        for route, window in self.concurrency.windows.items():
+            in_flight = [run.slots.in_flight_on(route) for run in self._runs]
+            free = max(0, window - sum(in_flight))
+            parts = fair_shares(window, [*map(operator.add, in_flight, unsent)])
+            for run, part, taken in zip(self._runs, parts, in_flight, strict=True):
+                granted = min(part, taken + free)
+                free -= max(0, granted - taken)
+                run.slots.resize(route, granted)
+        for run in self._runs:
+            write_changes(run.events, changes)
+            run.backlog.wake_dispatcher()
+
+
+def write_changes(events: EventLog, changes: Iterable[Decision | CornerChange]) -> None:
+    """Write changes of windows and corners to the event log."""
+    for change in changes:
+        events.write("window" if isinstance(change, Decision) else "corner", **asdict(change))
+        if isinstance(change, CornerChange) and change.corner == Corner.HELD:
+            log.info("%s: the server holds back: %s", change.scheduler, change.reason)
