@@ -107,7 +107,7 @@ MOST_TOKENS = {
     "engines": 44_900,
     "advise": 11_900,
     "report": 10_900,
-    "dispatch": 29_300,
+    "dispatch": 29_200,
     "runner": 26_100,
     "forecast": 6_400,
     "tune": 10_900,
