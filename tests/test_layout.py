@@ -23,7 +23,7 @@ from tests.support.server_thread import PATIENCE_S
 PACKAGE = Path(batchrunner.__file__).parent
 FOLDERS = (
     "core", "job", "output", "input", "engines", "advise", "report", "dispatch",
-    "runner", "forecast", "tune", "api", "ray", "cli",
+    "runner", "forecast", "tune", "api", "ray", "serve", "cli",
 )  # fmt: skip
 """The package's folders and files, each of which imports only from those before it."""
 FILES = {
@@ -113,7 +113,8 @@ MOST_TOKENS = {
     "tune": 10_900,
     "api": 3_200,
     "ray": 5_200,
-    "cli": 4_300,
+    "serve": 5_900,
+    "cli": 4_700,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from batchrunner.cli.jobs import check, estimate, init, schema, tune
 from batchrunner.cli.options import EXIT_CODES
 from batchrunner.cli.results import advise, merge, report, status
-from batchrunner.cli.running import batch, engine, ray, run, slurm
+from batchrunner.cli.running import batch, engine, ray, run, serve, slurm
 from batchrunner.core.console import (
     lost_output,
     open_standard_streams,
@@ -227,7 +227,7 @@ def _main(
 
 
 _COMMANDS: tuple[Callable[..., None], ...] = (
-    run, batch, init, check, estimate, tune, engine, slurm, ray, status, merge, report, advise, schema,
+    run, batch, init, check, estimate, tune, engine, serve, slurm, ray, status, merge, report, advise, schema,
 )  # fmt: skip
 """The commands, in the order in which `--help` lists them."""
 for _each in _COMMANDS:

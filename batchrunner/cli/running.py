@@ -1,11 +1,12 @@
-"""Commands that send rows, or start what answers them: run, batch, engine, slurm, ray."""
+"""Commands that send rows, or start what answers them: run, batch, engine, serve, slurm, ray."""
 
 import contextlib
 import os
 import secrets
 import threading
 from collections.abc import Iterator
-from typing import Annotated, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -26,6 +27,9 @@ from batchrunner.cli.options import (
 from batchrunner.core.console import show, tell
 from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.core.types import MetricsAddress
+
+if TYPE_CHECKING:
+    from batchrunner.job.tasks import TaskName
 
 
 @contextlib.contextmanager
@@ -175,6 +179,49 @@ def engine(
         tell(f"ready until Ctrl-C; where it is used: export SGLANG_API_KEY={key}")
         show(opened.info.routes)
         threading.Event().wait()
+
+
+def serve(
+    engine: Annotated[
+        list[str],
+        typer.Option(
+            metavar="MODEL|URL|BASE.yaml",
+            help="A model, the address of a server (may be repeated for replicas), or a job with an engine.",
+        ),
+    ],
+    directory: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="The directory of files and batches.")
+    ],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes any free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address of this machine; any but localhost needs BATCHRUN_API_KEY.")
+    ] = "127.0.0.1",
+    task: Annotated[
+        str, typer.Option(metavar="TASK", help="What the model does: generate or embed.")
+    ] = "generate",
+    max_file_mb: Annotated[int, typer.Option(metavar="N", min=1, help="Largest file, in MB.")] = 1000,
+    max_files: Annotated[int, typer.Option(metavar="N", min=1, help="Most files, also of results.")] = 10_000,
+    overrides: SetOption = None,
+    verbose: VerboseOption = False,
+) -> None:
+    """Serve OpenAI's Files and Batches for one's own engine, and print the address.
+
+    OpenAI's clients take it as base_url. Ctrl-C ends it; start it again to go on.
+
+    Example: batchrun serve --engine Qwen/Qwen3-8B --dir state
+    """
+    from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415 - the command starts fast
+    from batchrunner.serve.server import Limits  # noqa: PLC0415
+    from batchrunner.serve.server import serve as serve_batches  # noqa: PLC0415
+
+    log_to_stderr(verbose=verbose)
+    if task not in {"generate", "embed"}:
+        raise JobError(f"--task {task}", hint="give generate or embed")
+    limits = Limits(max_file_mb * 1_000_000, max_files)
+    serve_batches(
+        engine, directory.expanduser(), host=host, port=port, task=cast("TaskName", task), limits=limits,
+        overrides=overrides or (),
+    )  # fmt: skip
 
 
 def slurm(

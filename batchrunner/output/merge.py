@@ -320,6 +320,12 @@ def _unusual(value: object) -> Any:
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
+EXPIRED = "This request could not be executed before the completion window expired."
+CANCELLED = "This request was not executed: the batch was cancelled."
+_CODES = {EXPIRED: "batch_expired", CANCELLED: "batch_cancelled"}
+"""OpenAI's codes of lines that a batch left when it ended early, by their errors."""
+
+
 def results_path(given: str, option: str) -> Path:
     """Return the path of a file that results can be written to; raises OutputError, naming the `option`."""
     if given == "-":
@@ -392,7 +398,7 @@ def _result_line(row: dict[str, Any], digest: str) -> dict[str, Any]:
         answered = _STATUS.fullmatch(error)
         status, said = (int(answered[1]), answered[2]) if answered else (0, error)
         refused = row["attempts"] == 0 or 0 < status < HTTPStatus.INTERNAL_SERVER_ERROR
-        code = "invalid_request" if refused else "request_failed"
+        code = _CODES.get(error) or ("invalid_request" if refused else "request_failed")
         told = {"code": code, "message": error}
         body = _error_body(orjson.loads(own or "null"), {"message": said, "type": code, "code": status})
     response = {"status_code": status, "request_id": f"req_{number}", "body": body}
