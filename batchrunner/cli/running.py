@@ -210,18 +210,19 @@ def serve(
 
     Example: batchrun serve --engine Qwen/Qwen3-8B --dir state
     """
-    from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415 - the command starts fast
-    from batchrunner.serve.server import Limits  # noqa: PLC0415
+    import uvloop  # noqa: PLC0415 - the command starts fast
+
+    from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
     from batchrunner.serve.server import serve as serve_batches  # noqa: PLC0415
 
     log_to_stderr(verbose=verbose)
     if task not in {"generate", "embed"}:
         raise JobError(f"--task {task}", hint="give generate or embed")
-    limits = Limits(max_file_mb * 1_000_000, max_files)
-    serve_batches(
-        engine, directory.expanduser(), host=host, port=port, task=cast("TaskName", task), limits=limits,
-        overrides=overrides or (),
+    serving = serve_batches(
+        engine, directory.expanduser(), host=host, port=port, task=cast("TaskName", task),
+        overrides=overrides or (), most_bytes=max_file_mb * 1_000_000, most_files=max_files,
     )  # fmt: skip
+    uvloop.run(serving)
 
 
 def slurm(

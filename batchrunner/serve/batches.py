@@ -167,6 +167,7 @@ class Batches:
                 errors = await asyncio.to_thread(self._check, batch)
             if errors:
                 await self._fail(batch, errors)
+                self._state.drop_run(batch["id"])
                 return
             state = batch["status"] if control.reason == CANCELLED else "in_progress"
             await self._state.save(batch, status=state, in_progress_at=now())
@@ -237,9 +238,11 @@ class Batches:
 
     async def _publish(self, batch: Record) -> None:
         """Make files of the results and of the lines that failed, with the same names after any kill."""
-        names = {key: f"file-{batch['id']}-{key}" for key in ("output", "error")}
+        names = {key: f"{batch['id'].replace('batch_', 'file-')}-{key}" for key in ("output", "error")}
         output, error = map(self._state.content_of, names.values())
-        await asyncio.to_thread(publish, RunDir(self._state.run_of(batch["id"])), output, error)
+        run = RunDir(self._state.run_of(batch["id"]))
+        if not await asyncio.to_thread(publish, run, output, error):
+            raise BatchrunError("lines are missing in its results")
         for key, file in names.items():
             if self._state.content_of(file).stat().st_size:
                 await self._state.add_file(file, f"{batch['id']}_{key}.jsonl", "batch_output")

@@ -12,6 +12,7 @@ READ = {
     "of the server "
     "that `batchrun advise` watches; `engine.api_key_env` names another variable. Servers that are started "
     "have it too, or one of their own where it is not set.",
+    "BATCHRUN_API_KEY": "Key that clients of `batchrun serve` send; any `--host` but localhost needs it.",
     "XDG_CACHE_HOME": "Directory of caches, `~/.cache` by default. Below it, in `batchrunner/`, is what "
     "out-of-memory "
     "recovery has learned about a model on a GPU.",

@@ -1,0 +1,349 @@
+"""`batchrun serve`: OpenAI's own client, unmodified, on a server of Files and Batches; and kills of it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from openai.types import Batch
+
+from tests.conftest import ROOT, batchrun, eventually
+from tests.support.blocks import blocks_of
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.server_thread import PATIENCE_S
+
+CHAT = "/v1/chat/completions"
+ENDED = {"completed", "failed", "expired", "cancelled"}
+
+
+def requests_of(count: int, *, url: str = CHAT, **body: Any) -> bytes:
+    """Return a batch file of chats."""
+    lines = (
+        {
+            "custom_id": f"r-{number}", "method": "POST", "url": url,
+            "body": {"model": "m", "messages": [{"role": "user", "content": f"question {number}"}], **body},
+        }
+        for number in range(count)
+    )  # fmt: skip
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+class Server:
+    """The command in a process of its own, on a directory."""
+
+    def __init__(self, directory: Path, *options: object, engine: str = "simulated", key: str = "") -> None:
+        self.directory = directory
+        self._command = [
+            sys.executable, "-m", "batchrunner", "serve", "--engine", engine, "--dir", str(directory),
+            "--port", "0", *map(str, options),
+        ]  # fmt: skip
+        self._environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+        if key:
+            self._environ["BATCHRUN_API_KEY"] = key
+        self._key = key or "none"
+
+    def start(self) -> None:
+        """Start it and wait until it serves."""
+        self.process = subprocess.Popen(
+            self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=self._environ
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().strip()
+        assert self.url
+        self.client = openai.OpenAI(base_url=self.url, api_key=self._key, max_retries=0, timeout=PATIENCE_S)
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
+        """End it by a signal; return its exit code."""
+        self.process.send_signal(number)
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for its end; return its exit code."""
+        code = self.process.wait(PATIENCE_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.client.close()
+        return code
+
+    def upload(self, content: bytes) -> str:
+        """Upload a batch file; return its ID."""
+        return self.client.files.create(file=("a.jsonl", content), purpose="batch").id
+
+    def begin(self, file: str, window: Any = "24h", endpoint: Any = CHAT) -> Batch:
+        """Create a batch."""
+        return self.client.batches.create(input_file_id=file, endpoint=endpoint, completion_window=window)
+
+    def ended(self, batch: Batch) -> Batch:
+        """Wait until a batch has ended."""
+        eventually(lambda: self.client.batches.retrieve(batch.id).status in ENDED, every_s=0.05)
+        return self.client.batches.retrieve(batch.id)
+
+    def lines_of(self, file: str | None) -> list[dict[str, Any]]:
+        """Return the lines of a file."""
+        return [json.loads(line) for line in self.client.files.content(file or "").text.splitlines()]
+
+
+@contextlib.contextmanager
+def serving(*args: Any, **options: Any) -> Iterator[Server]:
+    """Run a server, which is gone afterwards."""
+    server = Server(*args, **options)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+FAST, SLOW = ("--set", "engine.step_s=0"), ("--set", "engine.step_s=0.02", "--set", "engine.max_running=8")
+
+
+def test_a_batch_from_upload_to_download(tmp_path: Path) -> None:
+    """What `batchrun batch` writes for a file is what the API gives for it, byte for byte."""
+    content = requests_of(30) + b"no request\n" + requests_of(1, max_tokens=-5)
+    requests = tmp_path / "requests.jsonl"
+    requests.write_bytes(content)
+    by_command = [tmp_path / "out.jsonl", tmp_path / "errors.jsonl"]
+    done = batchrun(
+        "batch", requests, "-o", by_command[0], "--errors", by_command[1], "--model", "simulated", *FAST
+    )
+    assert done.exit_code == 0, done.stderr
+    with serving(tmp_path / "state", *FAST) as server:
+        client = server.client
+        assert [model.id for model in client.models.list()] == ["simulated"]
+        assert client.models.retrieve("simulated").id == "simulated"
+        file = client.files.create(file=("../../odd/\u00e4.jsonl", content), purpose="batch")
+        assert (file.bytes, file.purpose, file.status) == (len(content), "batch", "processed")
+        assert client.files.content(file.id).content == content
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"for": "me"}
+        )
+        assert (batch.status, batch.metadata) == ("validating", {"for": "me"})
+        batch = server.ended(batch)
+        assert batch.status == "completed"
+        assert batch.request_counts is not None
+        assert batch.request_counts.to_dict() == {"total": 32, "completed": 30, "failed": 2}
+        times = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
+        assert times == sorted(times, key=int)  # type: ignore[arg-type]
+        assert batch.expires_at == batch.created_at + 86_400
+        for made, expected in zip((batch.output_file_id, batch.error_file_id), by_command, strict=True):
+            assert made is not None
+            told = client.files.content(made).text.replace(file.id, "FILE")
+            where = str(tmp_path / "state" / "files" / "FILE")
+            assert told.replace(where, str(requests)) == expected.read_text()
+        found = client.files.list(purpose="batch_output")
+        assert {each.id for each in found} == {batch.output_file_id, batch.error_file_id}
+        assert client.files.delete(file.id).deleted
+        assert [each.id for each in client.files.list(purpose="batch")] == []
+        second = server.ended(server.begin(server.upload(requests_of(1))))
+        assert second.error_file_id is None
+        assert [each.id for each in client.batches.list(limit=1)] == [second.id, batch.id]
+        assert client.batches.list(limit=1).has_more
+        names = [path.name for path in (tmp_path / "state" / "batches").rglob("*") if path.is_file()]
+        assert names == ["batch.json"] * 2  # the runs are gone
+        told = server.client.get("/../metrics", cast_to=str)
+        assert 'batchrunner_batches{status="completed"} 2' in told
+        assert server.kill(signal.SIGTERM) == 0
+        server.start()
+
+
+WRONG: dict[str, tuple[int, str | None, Callable[[openai.OpenAI, str], object]]] = {
+    "no file": (404, None, lambda client, _: client.files.retrieve("file-none")),
+    "no content": (404, None, lambda client, _: client.files.content("..%2F..%2Fbatches")),
+    "no batch": (404, None, lambda client, _: client.batches.retrieve("batch_none")),
+    "no model": (404, None, lambda client, _: client.models.retrieve("gpt")),
+    "no chat": (404, None, lambda client, _: client.chat.completions.create(model="m", messages=[])),
+    "purpose": (400, "invalid_value", lambda client, _: client.files.create(file=b"a", purpose="vision")),
+    "no purpose": (400, "missing_required_parameter", lambda client, _: client.post(
+        "/files", cast_to=object, files={"file": b"a"},
+        options={"headers": {"Content-Type": "multipart/form-data"}},
+    )),
+    "no form": (400, None, lambda client, _: client.post("/files", cast_to=object, body={"a": "b"})),
+    "no input": (400, "invalid_value", lambda client, _: _create(client, "file-none")),
+    "results as input": (400, "invalid_value", lambda client, file: _create(client, f"{file}-output")),
+    "endpoint": (400, "invalid_value", lambda client, file: _create(client, file, endpoint="/v1/responses")),
+    "window": (400, "invalid_value", lambda client, file: _create(client, file, completion_window="soon")),
+    "endless": (400, "invalid_value", lambda c, file: _create(c, file, completion_window="9" * 400 + "d")),
+    "metadata": (400, "invalid_value", lambda client, file: _create(client, file, metadata={"a": 1})),
+    "unknown": (400, "unknown_parameter", lambda client, file: _create(client, file, extra_body={"a": 1})),
+    "missing": (400, "missing_required_parameter", lambda client, _: client.post(
+        "/batches", cast_to=object, body={"endpoint": CHAT}
+    )),
+    "limit": (400, "invalid_value", lambda client, _: client.batches.list(limit=101)),
+    "after": (400, "invalid_value", lambda client, _: client.files.list(after="file-none")),
+}  # fmt: skip
+
+
+def _create(client: openai.OpenAI, file: str, **changes: Any) -> object:
+    return client.batches.create(
+        **{"input_file_id": file, "endpoint": CHAT, "completion_window": "24h", **changes}
+    )
+
+
+def test_calls_that_are_wrong(tmp_path: Path) -> None:
+    """Each has the status and the error object of OpenAI's API, and changes nothing."""
+    with serving(tmp_path / "state", "--max-files", 6, "--max-file-mb", 1, *FAST) as server:
+        file = server.upload(requests_of(1))
+        for name, (status, code, call) in WRONG.items():
+            with pytest.raises(openai.APIStatusError) as caught:
+                call(server.client, file)
+            assert (name, caught.value.status_code, caught.value.code) == (name, status, code)
+            assert isinstance(caught.value.body, dict)
+            assert caught.value.body.keys() == {"message", "type", "param", "code"}
+        batch = server.ended(server.begin(file))
+        with pytest.raises(openai.ConflictError, match="status 'completed'"):
+            server.client.batches.cancel(batch.id)
+        with pytest.raises(openai.APIStatusError, match="larger than") as large:
+            server.upload(b"a" * 1_000_001)
+        assert large.value.status_code == 413
+        for _ in range(4):
+            server.upload(b"a" * 1_000_000)
+        with pytest.raises(openai.BadRequestError, match="delete some"):
+            server.upload(b"a")
+        assert len([*server.client.files.list()]) == 6
+        assert len([*(server.directory / "files").iterdir()]) == 12
+
+
+def test_batches_that_fail(tmp_path: Path) -> None:
+    """A file that is no batch file, or one for another endpoint, is taken, and its batch has the reasons."""
+    with serving(tmp_path / "state", *FAST) as server:
+        binary = server.ended(server.begin(server.upload(b"\x00\xff\n" * 3)))
+        empty = server.ended(server.begin(server.upload(b"")))
+        other = server.ended(server.begin(server.upload(requests_of(3)), endpoint="/v1/completions"))
+        for batch in (binary, empty, other):
+            assert batch.status == "failed"
+            assert batch.failed_at is not None
+            assert batch.errors is not None
+            assert str(tmp_path) not in batch.errors.to_json()
+        told = [batch.errors.data[0] for batch in (binary, empty, other)]  # type: ignore[union-attr,index]
+        assert [(error.code, error.line) for error in told] == [
+            ("invalid_file", 1), ("invalid_file", None), ("mismatched_url", 1),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("early", ["cancelled", "expired"])
+def test_a_batch_ends_early(tmp_path: Path, early: str) -> None:
+    """What is done is in the output, and each other line in the errors, also after a kill."""
+    with serving(tmp_path / "state", *SLOW) as server:
+        file = server.upload(requests_of(400, max_tokens=10))
+        batch = server.begin(file, window="4s" if early == "expired" else "24h")
+        with pytest.raises(openai.ConflictError):
+            server.client.files.delete(file)
+
+        def some_are_done() -> bool:
+            counts = server.client.batches.retrieve(batch.id).request_counts
+            return counts is not None and counts.completed > 60  # those of a second are in no journal
+
+        eventually(some_are_done)
+        if early == "cancelled":
+            assert server.client.batches.cancel(batch.id).status == "cancelling"
+            server.kill()
+            server.start()
+        batch = server.ended(batch)
+        assert batch.status == early
+        assert getattr(batch, f"{early}_at") is not None
+        done, left = server.lines_of(batch.output_file_id), server.lines_of(batch.error_file_id)
+        assert done
+        assert sorted(int(line["custom_id"][2:]) for line in done + left) == [*range(400)]
+        assert {line["error"]["code"] for line in left} == {f"batch_{early}"}
+        assert {line["response"] for line in left} == {None}
+
+
+def test_a_small_batch_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
+    """Batches at once have equal parts of the engine."""
+    with serving(tmp_path / "state", *SLOW) as server:
+        large = server.begin(server.upload(requests_of(2000, max_tokens=10)))
+        small = server.begin(server.upload(requests_of(20, max_tokens=10)))
+        assert server.ended(small).status == "completed"
+        assert server.client.batches.retrieve(large.id).status == "in_progress"
+        server.client.batches.cancel(large.id)
+
+
+def test_kills_lose_nothing(tmp_path: Path) -> None:
+    """Whatever is uploaded or accepted is there after a kill; each line is answered, and once."""
+    server, random_s = Server(tmp_path / "state", *SLOW), random.Random(7)
+    content, files, batches = requests_of(40, max_tokens=10), list[str](), list[Batch]()
+    for _ in range(5):
+        server.start()
+        client = server.client
+
+        def call(client: openai.OpenAI = client) -> None:
+            with contextlib.suppress(openai.APIError):
+                while True:
+                    files.append(client.files.create(file=("a", content), purpose="batch").id)
+                    batches.append(_create(client, files[-1]))  # type: ignore[arg-type]
+
+        calling = threading.Thread(target=call)
+        calling.start()
+        time.sleep(random_s.uniform(0.1, 1.0))
+        server.kill()
+        calling.join()
+    with serving(tmp_path / "state", *SLOW) as last:
+        assert batches
+        assert not [*(tmp_path / "state" / "files").glob(".*")]
+        for file in files:
+            assert last.client.files.content(file).content == content
+        for batch in [last.client.batches.retrieve(batch.id) for batch in batches[:8]]:
+            done = last.ended(batch)
+            assert done.status == "completed"
+            names = [line["custom_id"] for line in last.lines_of(done.output_file_id)]
+            assert names == [f"r-{number}" for number in range(40)]
+
+
+def test_who_may_call(tmp_path: Path) -> None:
+    """Without a key only programs on this machine, and no page of a browser; else who has the key."""
+    refused = batchrun("serve", "--engine", "simulated", "--dir", tmp_path, "--host", "0.0.0.0")
+    assert (refused.exit_code, refused.stderr.count("BATCHRUN_API_KEY")) == (2, 1)
+
+    def status(server: Server, path: str, **headers: str) -> int:
+        port = int(server.url.split("/")[2].split(":")[1])
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
+            connection.request("GET", path, headers=headers)
+            return connection.getresponse().status
+
+    with serving(tmp_path / "one", *FAST) as server:
+        assert status(server, "/v1/files") == 200
+        assert status(server, "/v1/files", Origin="https://evil.example") == 403
+        assert status(server, "/v1/files", Host="evil.example") == 403
+    with serving(tmp_path / "two", *FAST, key="secret-key") as server:
+        assert [*server.client.files.list()] == []
+        assert status(server, "/health") == 200
+        for path in ("/v1/files", "/metrics", "/v1/batches/x"):
+            assert status(server, path) == 401
+            assert status(server, path, Authorization="Bearer wrong") == 401
+
+
+def test_the_engine_is_away_for_a_while(tmp_path: Path, server: FakeSGLang) -> None:
+    """A signal stops the server while requests are in flight, and the next start goes on."""
+    server.script = lambda _: "held"
+    with serving(tmp_path / "state", engine=server.url) as served:
+        batch = served.begin(served.upload(requests_of(4)))
+        server.wait_for(4)
+        served.process.send_signal(signal.SIGINT)
+        server.answer_held()
+        assert served.wait() == 0
+        server.script = lambda _: "answer"
+        served.start()
+        assert served.ended(batch).status == "completed"
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/how-to/serve.md: its program, with the address of the server."""
+    monkeypatch.chdir(tmp_path)
+    blocks = blocks_of(ROOT / "docs" / "how-to" / "serve.md")
+    (program,) = (block.text for block in blocks if block.language == "python")
+    with serving(tmp_path / "state", *FAST) as server:
+        exec(program.replace("http://localhost:8000/v1", server.url), {})
+    assert len((tmp_path / "results.jsonl").read_text().splitlines()) == 100
