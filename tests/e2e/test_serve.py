@@ -80,7 +80,7 @@ class Server:
 
     def upload(self, content: bytes) -> str:
         """Upload a batch file; return its ID."""
-        return self.client.files.create(file=("a.jsonl", content), purpose="batch").id
+        return str(self.client.files.create(file=("a.jsonl", content), purpose="batch").id)
 
     def begin(self, file: str, window: Any = "24h", endpoint: Any = CHAT) -> Batch:
         """Create a batch."""
@@ -136,7 +136,7 @@ def test_a_batch_from_upload_to_download(tmp_path: Path) -> None:
         assert batch.request_counts is not None
         assert batch.request_counts.to_dict() == {"total": 32, "completed": 30, "failed": 2}
         times = [batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at]
-        assert times == sorted(times, key=int)  # type: ignore[arg-type]
+        assert times == sorted(times, key=int)
         assert batch.expires_at == batch.created_at + 86_400
         for made, expected in zip((batch.output_file_id, batch.error_file_id), by_command, strict=True):
             assert made is not None
@@ -227,7 +227,7 @@ def test_batches_that_fail(tmp_path: Path) -> None:
             assert batch.failed_at is not None
             assert batch.errors is not None
             assert str(tmp_path) not in batch.errors.to_json()
-        told = [batch.errors.data[0] for batch in (binary, empty, other)]  # type: ignore[union-attr,index]
+        told = [batch.errors.data[0] for batch in (binary, empty, other)]
         assert [(error.code, error.line) for error in told] == [
             ("invalid_file", 1), ("invalid_file", None), ("mismatched_url", 1),
         ]  # fmt: skip
@@ -283,7 +283,7 @@ def test_kills_lose_nothing(tmp_path: Path) -> None:
             with contextlib.suppress(openai.APIError):
                 while True:
                     files.append(client.files.create(file=("a", content), purpose="batch").id)
-                    batches.append(_create(client, files[-1]))  # type: ignore[arg-type]
+                    batches.append(_create(client, files[-1]))
 
         calling = threading.Thread(target=call)
         calling.start()
@@ -327,7 +327,7 @@ def test_who_may_call(tmp_path: Path) -> None:
 
 def test_the_engine_is_away_for_a_while(tmp_path: Path, server: FakeSGLang) -> None:
     """A signal stops the server while requests are in flight, and the next start goes on."""
-    server.script = lambda _: "held"
+    server.script = lambda _: "hold"
     with serving(tmp_path / "state", engine=server.url) as served:
         batch = served.begin(served.upload(requests_of(4)))
         server.wait_for(4)
