@@ -17,6 +17,7 @@ from typing import IO, Annotated, Any
 
 import orjson
 from aiohttp import BodyPartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from batchrunner.core.console import show
@@ -242,8 +243,8 @@ class Api:
             temporary = stack.enter_context(whole_file(self._state.content_of(file)))
             try:
                 fields = await self._take_form(request, temporary)
-            except ValueError as failure:
-                raise ApiError(400, f"The form cannot be read: {failure}.") from None
+            except (ValueError, ConnectionError, HttpProcessingError):
+                raise ApiError(400, "The form of the upload cannot be read to its end.") from None
             for name in ("file", "purpose"):
                 if name not in fields:
                     raise missing(name)
