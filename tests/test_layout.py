@@ -102,7 +102,7 @@ def test_class_names_are_unique() -> None:
 MOST_TOKENS = {
     "core": 9_700,
     "job": 19_200,
-    "output": 24_800,
+    "output": 24_600,
     "input": 36_100,
     "engines": 44_900,
     "advise": 11_900,
@@ -113,8 +113,8 @@ MOST_TOKENS = {
     "tune": 10_900,
     "api": 3_200,
     "ray": 5_200,
-    "serve": 6_000,
-    "cli": 4_800,
+    "serve": 5_900,
+    "cli": 4_600,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
