@@ -14,9 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 from batchrunner.core.errors import JobError
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine
-from batchrunner.job.call import with_rollout
 from batchrunner.job.engine import EngineSpec
-from batchrunner.job.load import EngineLike, load_job, parse_engine, read_job_file
+from batchrunner.job.load import EngineLike, load_job, parse_engine
 from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
 from batchrunner.output.files import write_json, writing
@@ -124,7 +123,7 @@ def run(
     Raises BatchrunError; a report with exit code 3 (too many failed rows) or 1 (a deadline) is returned, not
     raised.
     """
-    loaded = load_job(_with_rollout(job, rollout), overrides=overrides, engine=_spec_of(engine))
+    loaded = load_job(job, overrides=overrides, engine=_spec_of(engine), rollout=rollout)
     displays = make_displays(progress=progress, on_progress=on_progress)
     return run_blocking(loaded, engine, fresh=fresh, retry_failed=retry_failed, join=join, displays=displays)
 
@@ -163,17 +162,6 @@ def run_blocking(job: Job, engine: OpenEngine | None, **options: Any) -> Report:
         return engine.start(job, **options).wait()
     with open_portal() as portal:
         return PortalWork(portal, functools.partial(execute, job, **options)).wait()
-
-
-def _with_rollout(job: JobSource, function: Callable[..., Any] | None) -> JobSource:
-    if function is None:
-        return job
-    tree: Any = job
-    if isinstance(job, Job):
-        tree = job.model_dump(exclude_unset=True)
-    elif not isinstance(job, Mapping):
-        tree = {"python_path": [str(Path(job).absolute().parent)], **read_job_file(job)}
-    return {**tree, "prompt": with_rollout(tree.get("prompt") or {}, function)}
 
 
 def _spec_of(engine: OpenEngine | None) -> EngineSpec | None:

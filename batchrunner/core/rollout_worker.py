@@ -15,6 +15,7 @@ import pickle
 import socket
 import struct
 import time
+import types
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -119,7 +120,7 @@ class _Rollout:
     worker: _Worker
     task: asyncio.Task[None] | None = None
     asked: count[int] = field(default_factory=count)
-    waiting: dict[int, asyncio.Future[str]] = field(default_factory=dict)
+    waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
 
     async def generate(
         self, prompt: Any, *, schema: Any = None, tools: Any = None, **sampling: Any
@@ -141,48 +142,43 @@ class _Rollout:
         answer = self.waiting[number] = asyncio.get_running_loop().create_future()
         self.worker.send(self.number, number, ask)
         try:
-            found = json.loads(await answer)
+            completion, error = await answer
         finally:
             del self.waiting[number]
-        if found["error"] is not None:
-            raise GenerateError(found["error"])
-        return RolloutAnswer(**{name: found[name] for name in RolloutAnswer.__slots__})
+        if error is not None:
+            raise GenerateError(error)
+        columns = {name: values[0] for name, values in completion.columns.items()}
+        return RolloutAnswer(
+            completion.texts[0], completion.finish_reasons[0], completion.prompt_tokens,
+            completion.cached_tokens, completion.completion_tokens[0], columns,
+        )  # fmt: skip
 
 
 _CURRENT: ContextVar[_Rollout | None] = ContextVar("rollout", default=None)
 
 
-@dataclass(slots=True, eq=False)
-class _Steps(Coroutine[Any, Any, Any]):
-    """A coroutine of a rollout; while its code runs, the shared memory says whose it is and since when."""
-
-    coroutine: Coroutine[Any, Any, Any]
-    rollout: _Rollout
-
-    def send(self, value: Any) -> Any:
-        """Run it up to its next await."""
-        return self._run(self.coroutine.send, value)
-
-    def throw(self, *failure: Any) -> Any:
-        """Run it up to its next await, from an exception on."""
-        return self._run(self.coroutine.throw, *failure)
-
-    def close(self) -> None:
-        """End it."""
-        self._run(self.coroutine.close)
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self.coroutine.__await__()
-
-    def _run(self, step: Callable[..., Any], *given: Any) -> Any:
-        steps = self.rollout.worker.steps
-        STEP.pack_into(steps, 0, self.rollout.number, time.monotonic())
+@types.coroutine
+def _steps(coroutine: Any, rollout: _Rollout) -> Generator[Any, Any, Any]:
+    """Run a coroutine of a rollout; while its code runs, the shared memory says whose and since when."""
+    step, given = coroutine.send, None
+    while True:
+        STEP.pack_into(rollout.worker.steps, 0, rollout.number, time.monotonic())
         try:
-            return step(*given)
+            awaited = step(given)
+        except StopIteration as end:
+            return end.value
         except (SystemExit, KeyboardInterrupt) as ended:  # they would end the loop, and with it all rows
             raise RuntimeError(f"{type(ended).__name__}: {ended}") from ended
         finally:
-            STEP.pack_into(steps, 0, 0, 0.0)
+            STEP.pack_into(rollout.worker.steps, 0, 0, 0.0)
+        try:
+            step, given = coroutine.send, (yield awaited)
+        except BaseException as failure:  # noqa: BLE001 - it is the coroutine's
+            step, given = coroutine.throw, failure
+
+
+async def _marked(coroutine: Any, rollout: _Rollout) -> Any:
+    return await _steps(coroutine, rollout)
 
 
 class _Worker:
@@ -231,5 +227,5 @@ class _Worker:
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
     rollout = _CURRENT.get()
     if rollout is not None and asyncio.iscoroutine(coroutine):
-        coroutine = _Steps(coroutine, rollout)
+        coroutine = _marked(coroutine, rollout)
     return asyncio.Task(coroutine, loop=loop, **options)

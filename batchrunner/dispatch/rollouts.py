@@ -16,12 +16,11 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-import msgspec
 from xxhash import xxh3_128_digest
 
 from batchrunner.core.errors import JobError, RowRefusedError
@@ -31,7 +30,8 @@ from batchrunner.core.rollout_worker import STEP, frame, read_frame
 from batchrunner.core.types import LEFT_OUT, Completion, Outcome, Request, Tools
 from batchrunner.dispatch.queue import Backlog, PendingRow, ResultSink, RowSource, Slots
 from batchrunner.dispatch.tokenize import RowTokenizer
-from batchrunner.input.messages import ASSISTANT, conversation
+from batchrunner.input.python_prompts import with_prompt
+from batchrunner.job.hook_loading import kind_of_prompt
 from batchrunner.job.load import validated
 from batchrunner.job.output import CONVERSATION, MADE_ROWS, REASONING, RESULT_COLUMNS, TOOL_CALLS, TURNS
 from batchrunner.job.prompt import tool_problem
@@ -48,11 +48,9 @@ for something else than the engine."""
 LEAST_AHEAD, AHEAD_SHARE = 8, 1 / 8
 """Rows in the queue, or on their way there, up to which others are opened; the share is of the slots."""
 MOST_OPEN, MOST_OPEN_BYTES = 8192, 512 << 20
-"""Rows that are open at once, and the bytes of their turns."""
+"""Rows that are open at once, and the bytes of their answers."""
 ROWS_A_PROCESS = 16
 """Open rows of each process before another one is started."""
-MOST_DEATHS = 3
-"""Deaths of its process, without a row that is why, after which a row fails."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,10 +59,9 @@ class Ask:
 
     rollout: Rollout
     key: TurnKey
+    outcome: Outcome | None = None
     number: int | None = None
     """By which its function knows it; None where the function has not asked it since it was last started."""
-    turn: str | None = None
-    """The answer, or the error, as JSON."""
 
     @property
     def is_dropped(self) -> bool:
@@ -88,57 +85,53 @@ class Rollout:
     """How often its function has asked each request, since it was last started."""
     last: str = ""
     """What it asked last."""
-    unanswered: int = 0
     first: PendingRow | None = None
     """The first row that it sent, to whose replica the others go."""
     process: RolloutProcess | None = None
     number: int = 0
     """By which the process knows it: another one at each start."""
     deaths: int = 0
+    """Deaths of its process for which no row is known to be why."""
     began: float = field(default_factory=time.monotonic)
     timer: asyncio.TimerHandle | None = None
 
-    @property
-    def row(self) -> int:
-        """Ordinal of the row."""
-        return self.request.ref.row
 
-
-class RolloutProcess:
+class RolloutProcess(HookProcess):
     """A process that runs rollouts."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         """Start it, and load the function; blocks. Raises HookLostError."""
         with tempfile.TemporaryFile() as memory:
             memory.truncate(STEP.size)
-            self._steps = mmap.mmap(memory.fileno(), STEP.size)
-            self.process = HookProcess(setup, "rollout_worker", memory.fileno())
-        self.process.facts()
+            self._step = mmap.mmap(memory.fileno(), STEP.size)
+            super().__init__(setup, "rollout_worker", memory.fileno())
+        self.facts()
         self.rollouts: dict[int, Rollout] = {}
         """Those that run in it, by their numbers."""
+        self.is_alone = False
+        """Whether it takes only one."""
         self.why: str | None = None
         """Why it was killed."""
 
     async def connect(self) -> None:
         """Open the connection to it."""
-        connection = socket.socket(fileno=os.dup(self.process.channel.fileno()))
+        connection = socket.socket(fileno=os.dup(self.channel.fileno()))
         self.reader, self._writer = await asyncio.open_connection(sock=connection)
 
     @property
-    def step(self) -> tuple[int, float]:
+    def step(self) -> tuple[Any, ...]:
         """Number of the rollout whose code runs, 0 for none, and since when."""
-        number, since = STEP.unpack_from(self._steps)
-        return number, since
+        return STEP.unpack_from(self._step)
 
     def send(self, *values: Any) -> None:
         """Send a frame, unless the process has ended."""
         if not self._writer.is_closing():
             self._writer.write(frame(*values))
 
-    def end(self) -> None:
+    async def shut(self) -> None:
         """Kill it, and wait for its end."""
         self._writer.close()
-        self.process.end()
+        await asyncio.to_thread(self.end)
 
 
 class Rollouts:
@@ -164,17 +157,17 @@ class Rollouts:
         self._open: set[Rollout] = set()
         self._starting: set[Rollout] = set()
         self._processes: list[RolloutProcess] = []
+        self._choosing, self._alone = asyncio.Lock(), asyncio.Semaphore(functions.most)
         self._numbers = count(1)
         self._asked: list[tuple[Ask, str]] = []
         self._news = asyncio.Event()
-        self._choosing = asyncio.Lock()
         self._bytes = 0
         self.turns = 0
         """Requests of rollouts that were answered, without those that were stored."""
 
     def state(self) -> dict[str, int]:
         """Return how many rows are open, how many of these wait for no answer, and the turns so far."""
-        idle = sum(not rollout.unanswered for rollout in self._open)
+        idle = sum(all(ask.outcome for ask in rollout.asks.values()) for rollout in self._open)
         return {"open": len(self._open), "waiting_for_tools": idle, "turns": self.turns}
 
     async def run(self) -> None:
@@ -194,9 +187,7 @@ class Rollouts:
             for rollout in self._open:
                 if rollout.timer is not None:
                     rollout.timer.cancel()
-            for process in self._processes:
-                process.process.kill()
-            await asyncio.gather(*(asyncio.to_thread(process.end) for process in self._processes))
+            await asyncio.gather(*(process.shut() for process in self._processes))
 
     async def _open_all(self) -> None:
         batches = self._source.batches()
@@ -208,10 +199,10 @@ class Rollouts:
                 if isinstance(item, Outcome):  # the row cannot be read
                     await self._results.put(item)
                     continue
-                await self._backlog.wait_for_room(
-                    max(LEAST_AHEAD, int(self._slots.window * AHEAD_SHARE)), self._coming
-                )
-                await self._open_row(item)
+                ahead = max(LEAST_AHEAD, int(self._slots.window * AHEAD_SHARE))
+                await self._backlog.wait_for_room(ahead, self._coming)
+                if not self._backlog.is_stopping:
+                    await self._open_row(item)
 
     def _coming(self) -> int:
         """Return how many rows come into the queue soon; many where no more can be open."""
@@ -219,31 +210,45 @@ class Rollouts:
         return MOST_OPEN if is_full else len(self._starting)
 
     async def _open_row(self, request: Request) -> None:
-        if self._backlog.is_stopping:
-            return
         self._backlog.expect(1)
         rollout = Rollout(self, request)
         self._open.add(rollout)
-        for key, turn in (self._turns.take(rollout.row) if self._turns is not None else {}).items():
-            rollout.asks[key] = Ask(rollout, key, turn=turn)
-            self._bytes += len(turn)
-        loop, limit_s = asyncio.get_running_loop(), self._limits.rollout
-        rollout.timer = loop.call_later(
-            limit_s, self._fail, rollout, f"took more than {limit_s:g} s (limits.rollout)"
-        )
+        if self._turns is not None:
+            for key, (completion, attempts) in self._turns.take(request.ref.row).items():
+                known = Outcome(request.ref, completion, None, None, attempts)
+                rollout.asks[key] = Ask(rollout, key, known)
+        limit_s = self._limits.rollout
+        why = f"took more than {limit_s:g} s (limits.rollout)"
+        rollout.timer = asyncio.get_running_loop().call_later(limit_s, self._fail, rollout, why)
         await self._start(rollout)
 
     async def _start(self, rollout: Rollout) -> None:
         """Run a rollout from its beginning, with the answers that it has had."""
         async with self._choosing:
-            process = min(self._processes, key=lambda each: len(each.rollouts), default=None)
-            is_busy = process is None or len(process.rollouts) >= ROWS_A_PROCESS
-            if process is None or (is_busy and len(self._processes) < self._functions.most):
-                process = await asyncio.to_thread(RolloutProcess, self._functions.setup)
-                self._processes.append(process)
-                await process.connect()
+            some = [process for process in self._processes if not process.is_alone]
+            process = min(some, key=lambda each: len(each.rollouts), default=None)
+            is_busy = process is not None and len(process.rollouts) >= ROWS_A_PROCESS
+            if process is None or (is_busy and len(some) < self._functions.most):
+                process = await self._new_process()
                 self._group.create_task(self._listen(process))
-        if rollout not in self._open:
+        self._place(rollout, process)
+
+    async def _start_alone(self, rollout: Rollout) -> None:
+        """Run a rollout in a process of its own: with its next death it is known to be why."""
+        async with self._alone:
+            process = await self._new_process()
+            process.is_alone = True
+            self._place(rollout, process)
+            await self._listen(process)
+
+    async def _new_process(self) -> RolloutProcess:
+        process = await asyncio.to_thread(RolloutProcess, self._functions.setup)
+        self._processes.append(process)
+        await process.connect()
+        return process
+
+    def _place(self, rollout: Rollout, process: RolloutProcess) -> None:
+        if rollout not in self._open:  # it took too long
             return
         rollout.asked.clear()
         for ask in rollout.asks.values():
@@ -264,11 +269,16 @@ class Rollouts:
                 if asked is not None:
                     self._ask(rollout, asked, value)
                 elif any(ask.number is None for ask in rollout.asks.values()):
-                    await self._start_anew(rollout)
+                    row = rollout.request.ref.row
+                    log.warning(
+                        "row %d: %s asked otherwise when it was run again: it starts anew", row, self._label
+                    )
+                    self._leave(rollout)
+                    await self._start(rollout)
                 else:
                     await self._end(rollout, *value)
         except EOFError:
-            await self._ended(process)
+            await self._run_again(process)
 
     def _ask(self, rollout: Rollout, number: int, text: str) -> None:
         """Take what a rollout asks: it has the answer already, or it is sent."""
@@ -283,12 +293,10 @@ class Rollouts:
         ask = rollout.asks.get(key)
         if ask is None:
             ask = rollout.asks[key] = Ask(rollout, key)
-            rollout.unanswered += 1
             self._asked.append((ask, text))
             self._news.set()
         ask.number = number
-        if ask.turn is not None:
-            self._give(ask)
+        self._give(ask)
 
     async def _send(self) -> None:
         """Put what is asked into the queue; what comes in one turn of the loop is tokenised together."""
@@ -319,43 +327,35 @@ class Rollouts:
         """Store an answer, so that it is never asked for again, and give it to its function."""
         if ask.is_dropped:
             return
-        turn = _turn_of(outcome)
-        if outcome.error is None and self._turns is not None:
-            await self._turns.put(ask.rollout.row, ask.key, turn)
-        ask.turn = turn
-        ask.rollout.unanswered -= 1
-        self._bytes += len(turn) if ask.rollout in self._open else 0
+        completion = outcome.completion
+        if completion is not None and outcome.error is None and self._turns is not None:
+            await self._turns.put(outcome.ref.row, ask.key, completion, outcome.attempts)
+        self._bytes += _bytes_of(outcome)
         self.turns += 1
+        ask.outcome = outcome
         self._give(ask)
 
     def _give(self, ask: Ask) -> None:
-        if ask.number is not None and ask.rollout.process is not None:
-            ask.rollout.process.send(ask.rollout.number, ask.number, ask.turn)
+        if ask.outcome is not None and ask.number is not None and ask.rollout.process is not None:
+            _, found, error, *_ = ask.outcome
+            answer = found and found._replace(columns=dict(found.columns))
+            ask.rollout.process.send(ask.rollout.number, ask.number, (answer, error))
 
     def _fail(self, rollout: Rollout, why: str) -> None:
         """End a rollout that goes on."""
-        if rollout.process is not None and rollout in self._open:
+        if rollout.process is not None:
             rollout.process.send(rollout.number, None, None)
-            self._group.create_task(self._end(rollout, None, f"{self._label}: {why}"))
-
-    async def _start_anew(self, rollout: Rollout) -> None:
-        """Run a rollout from its beginning without what it has had: run again it did not ask all of that."""
-        log.warning(
-            "row %d: %s asked otherwise when it was run again: it starts anew", rollout.row, self._label
-        )
-        self._leave(rollout)
-        if self._turns is not None:
-            await self._turns.forget(rollout.row)
-        await self._start(rollout)
+        self._group.create_task(self._end(rollout, None, f"{self._label}: {why}"))
 
     def _leave(self, rollout: Rollout) -> None:
         """Forget what a rollout has asked, and its process."""
         if rollout.process is not None:
             rollout.process.rollouts.pop(rollout.number, None)
-            rollout.process = None
-        self._bytes -= sum(len(ask.turn or "") for ask in rollout.asks.values())
+            if rollout.process.is_alone:
+                rollout.process.kill()
+        self._bytes -= sum(_bytes_of(ask.outcome) for ask in rollout.asks.values() if ask.outcome)
         rollout.asks.clear()
-        rollout.unanswered, rollout.first = 0, None
+        rollout.process = rollout.first = None
 
     async def _end(self, rollout: Rollout, rows: list[dict[str, Any]] | None, error: str | None) -> None:
         """Make the outcome of a row, and store it. Raises StorageError."""
@@ -364,8 +364,7 @@ class Rollouts:
         taken = next((name for row in rows or () for name in row if name in self._taken), None)
         if taken is not None:
             error = f"{self._label}: a result has a column {taken!r} already: name yours otherwise"
-        turns = [json.loads(ask.turn) for ask in rollout.asks.values() if ask.turn is not None]
-        outcome = _outcome_of(rollout, turns, rows or [], error)
+        outcome = _outcome_of(rollout, rows or [], error)
         self._open.discard(rollout)
         self._starting.discard(rollout)
         if rollout.timer is not None:
@@ -374,22 +373,20 @@ class Rollouts:
         await self._backlog.end(PendingRow(rollout.request), outcome)
         self._backlog.wake_feeder()
 
-    async def _ended(self, process: RolloutProcess) -> None:
+    async def _run_again(self, process: RolloutProcess) -> None:
         """Run the rollouts of a process that has ended again, but for the one that is why."""
         number, _ = process.step
-        how = process.why or await asyncio.to_thread(process.process.how_it_ended)
+        how = process.why or await asyncio.to_thread(process.how_it_ended)
         self._processes.remove(process)
-        await asyncio.to_thread(process.end)
-        again = []
-        for rollout in process.rollouts.copy().values():
+        await process.shut()
+        for rollout in [*process.rollouts.values()]:
             rollout.deaths += number == 0
-            if rollout.number == number or rollout.deaths >= MOST_DEATHS:
+            if rollout.number == number or process.is_alone:
                 await self._end(rollout, None, f"{self._label}: {how}")
+            elif rollout.deaths > 1:
+                self._group.create_task(self._start_alone(rollout))
             else:
-                again.append(rollout)
-        log.warning("%s: a process %s: its other %d rows are run again", self._label, how, len(again))
-        for rollout in again:
-            await self._start(rollout)
+                await self._start(rollout)
 
     async def _watch(self) -> None:
         """Kill processes whose loop is blocked."""
@@ -400,108 +397,68 @@ class Rollouts:
                 number, since = process.step
                 if number and time.monotonic() - since > limit_s:
                     process.why = f"took more than {limit_s:g} s between two awaits (limits.python)"
-                    process.process.kill()
+                    process.kill()
             self._starting.clear()
             self._backlog.wake_feeder()
 
 
+def _bytes_of(outcome: Outcome) -> int:
+    return len(outcome.completion.texts[0] or "") if outcome.completion is not None else 0
+
+
 def _request_of(base: Request, given: Mapping[str, Any]) -> Request:
     """Return what `generate` asks as a request; raises RowRefusedError for what cannot be sent."""
-    prompt, tools, own = given["prompt"], given["tools"], given["sampling"]
+    own, tools = given["sampling"], given["tools"]
     try:
+        kind, prompt = kind_of_prompt(given["prompt"])
         spec = validated(SamplingSpec, own, "generate")
-    except JobError as failure:
-        raise RowRefusedError(failure.message) from None
-    if spec.n != 1:
-        raise RowRefusedError("generate: n: await several calls instead (asyncio.gather)")
-    sampling = {**base.sampling}
-    if any(name in own for name in GRAMMARS):
-        sampling = {name: value for name, value in sampling.items() if name not in GRAMMARS}
-    sampling |= spec.model_dump(include={*own} - {"n", "lora_path", "tool_choice"})
+    except (ValueError, JobError) as failure:
+        raise RowRefusedError(f"generate: {failure}".replace("generate: generate", "generate")) from None
+    problem = None if tools is None else tool_problem(tools)
+    if problem is not None or spec.n != 1:
+        raise RowRefusedError(f"generate: {problem or 'n: await several calls, by asyncio.gather'}")
+    sampling = {
+        name: value
+        for name, value in base.sampling.items()
+        if name not in GRAMMARS or not {*GRAMMARS} & own.keys()
+    }
+    sampling |= spec.model_dump(include={*own} - {"n", "lora_path", "tool_choice"}, exclude_none=True)
     if isinstance(sampling.get("json_schema"), dict):
-        sampling["json_schema"] = json.dumps(sampling["json_schema"], ensure_ascii=False)
+        sampling["json_schema"] = json.dumps(sampling["json_schema"])
+    known, asks = base.tools or Tools(None), base.asks
+    found = Tools(tools or known.tools, spec.tool_choice or known.choice, by_row=True)
+    if kind != "messages" and asks is not None:
+        names = asks.names - {REASONING, TOOL_CALLS}
+        asks = asks._replace(names=names) if names else None
     request = base._replace(
-        sampling={name: value for name, value in sampling.items() if value is not None},
+        sampling=sampling,
         lora_path=spec.lora_path or base.lora_path,
+        tools=found if found.tools or found.choice else None,
+        asks=asks,
     )
-    if isinstance(prompt, list) and prompt and all(isinstance(item, dict) for item in prompt):
-        messages = conversation("generate", prompt, continues=True)
-        if tools is not None and (problem := tool_problem(tools)):
-            raise RowRefusedError(f"generate: tools: {problem}")
-        known = base.tools or Tools(None)
-        found = Tools(tools or known.tools, spec.tool_choice or known.choice, by_row=True)
-        return request._replace(
-            kind="messages", prompt=messages, continues=messages[-1]["role"] == ASSISTANT,
-            tools=found if found.tools or found.choice else None,
-        )  # fmt: skip
-    asks = base.asks and base.asks._replace(names=base.asks.names - {REASONING, TOOL_CALLS})
-    request = request._replace(
-        tools=None, chat_template_kwargs=None, asks=asks if asks and asks.names else None, continues=False
-    )
-    if tools is not None:
-        raise RowRefusedError("generate: tools go with messages")
-    if isinstance(prompt, str) and prompt:
-        return request._replace(kind="text", prompt=prompt)
-    if isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt):
-        return request._replace(kind="input_ids", prompt=prompt)
-    raise RowRefusedError("generate: give messages, a text or token ids")
+    return with_prompt(request, "generate", kind, prompt)
 
 
-def _turn_of(outcome: Outcome) -> str:
-    """Return an answer, or an error, as the function and the disk get it."""
-    found = outcome.completion
-    columns = dict(found.columns) if found else {}
-    asked = columns.pop(ASKED_AGAIN, [None])[0]
-    return json.dumps(
-        {
-            "text": found.texts[0] if found else None,
-            "finish_reason": found.finish_reasons[0] if found else None,
-            "prompt_tokens": found.prompt_tokens if found else None,
-            "cached_tokens": found.cached_tokens if found else None,
-            "completion_tokens": found.completion_tokens[0] if found else None,
-            "columns": {name: values[0] for name, values in columns.items()},
-            "error": outcome.error,
-            "attempts": outcome.attempts,
-            "rejected": asked.rejected if asked else (),
-        }
-    )
-
-
-def _outcome_of(
-    rollout: Rollout, turns: Sequence[Mapping[str, Any]], rows: list[dict[str, Any]], error: str | None
-) -> Outcome:
-    """Return the outcome of a row: tokens and tries are sums over its turns."""
-
-    def total(name: str) -> int | None:
-        known = [turn[name] for turn in turns if turn[name] is not None]
-        return sum(known) if known else None
-
-    good = [turn for turn in turns if turn["error"] is None]
-    last = good[-1] if good else {"text": None, "finish_reason": None}
-    text: Any = last["text"]
-    columns: dict[str, Any] = {TURNS: [len(turns)]}
-    if error is None:
-        columns[MADE_ROWS] = rows
-    elif rollout.last:
-        columns[CONVERSATION] = [_conversation(rollout, last["text"])]
-    rejected = tuple(Rejected(*each) for turn in turns for each in turn["rejected"])
+def _outcome_of(rollout: Rollout, rows: list[dict[str, Any]], error: str | None) -> Outcome:
+    """Return the outcome of a row: tokens and tries are sums over its answers."""
+    outcomes = [ask.outcome for ask in rollout.asks.values() if ask.outcome is not None]
+    known = [outcome.completion for outcome in outcomes if outcome.completion is not None]
+    good = [outcome.completion for outcome in outcomes if outcome.completion and outcome.error is None]
+    rejected = [each for found in known for asked in found.columns.get(ASKED_AGAIN, ()) for each in asked[1]]
+    columns: dict[str, Any] = {TURNS: [len(outcomes)], MADE_ROWS: rows}
     if rejected:
-        columns[ASKED_AGAIN] = [AskedAgain(1 + len(rejected), rejected, error is None)]
-    reason = last["finish_reason"] if rows or error is not None else LEFT_OUT
+        found = AskedAgain(1 + len(rejected), tuple(Rejected(*each) for each in rejected), error is None)
+        columns[ASKED_AGAIN] = [found]
+    if error is not None and rollout.last:
+        columns[CONVERSATION] = [rollout.last]
+    last: Any = good[-1] if good else Completion([None], [None], [None], None, None)  # type: ignore[list-item]
     completion = Completion(
-        [text], [reason], [total("completion_tokens")], total("prompt_tokens"),
-        total("cached_tokens"), columns=columns,
-    )  # fmt: skip
-    again = sum(max(0, turn["attempts"] - 1) for turn in turns)
-    seconds = time.monotonic() - rollout.began
-    return Outcome(rollout.request.ref, completion, error, seconds, 1 + again)
-
-
-def _conversation(rollout: Rollout, answer: str | None) -> str:
-    """Return what a rollout asked last as JSON, with the answer where it had one."""
-    prompt = json.loads(rollout.last)["prompt"]
-    is_chat = isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)
-    messages = [*prompt] if is_chat else [{"role": "user", "content": prompt}]
-    if not rollout.unanswered and answer is not None:
-        messages.append({"role": ASSISTANT, "content": answer})
-    return msgspec.json.encode(messages).decode()
+        last.texts,
+        last.finish_reasons if rows or error is not None else [LEFT_OUT],
+        [sum(each.output_tokens for each in good)],
+        sum(each.prompt_tokens or 0 for each in good),
+        sum(each.cached_tokens or 0 for each in good),
+        columns=columns,
+    )
+    attempts = 1 + sum(max(0, outcome.attempts - 1) for outcome in outcomes)
+    return Outcome(rollout.request.ref, completion, error, time.monotonic() - rollout.began, attempts)

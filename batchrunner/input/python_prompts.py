@@ -1,11 +1,12 @@
 """Prompts that a Python function of the job makes, many rows at a time."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.hook_worker import HookFacts, HookResult
-from batchrunner.core.types import Outcome, Request
+from batchrunner.core.types import Outcome, PromptKind, Request
 from batchrunner.input.dataset import ColumnSource, usable_columns
 from batchrunner.input.messages import ASSISTANT, conversation
 from batchrunner.job.hook_loading import PROMPT
@@ -21,6 +22,16 @@ def columns_given(facts: HookFacts, source: ColumnSource) -> list[str]:
     for name in facts.reads:
         source.field(name, where=f"{facts.where}: {facts.name}")
     return [*facts.reads]
+
+
+def with_prompt(request: Request, label: str, kind: PromptKind, prompt: Any) -> Request:
+    """Return a request with a prompt; raises RowRefusedError, which begins with the label, for a bad chat."""
+    if kind != "messages":
+        return request._replace(
+            kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False, tools=None
+        )
+    messages = conversation(label, prompt, continues=True)
+    return request._replace(kind=kind, prompt=messages, continues=messages[-1]["role"] == ASSISTANT)
 
 
 class PythonPrompts:
@@ -57,13 +68,7 @@ class PythonPrompts:
     def _filled(self, request: Request, result: HookResult) -> Request | Outcome:
         if result.error is not None or result.value is None:  # a row without an error is left out
             return Outcome(request.ref, None, result.error, None, 0)
-        kind, prompt = result.value
-        if kind != "messages":
-            return request._replace(
-                kind=kind, prompt=prompt, chat_template_kwargs=None, continues=False, tools=None
-            )
         try:
-            messages = conversation(self._label, prompt, continues=True)
+            return with_prompt(request, self._label, *result.value)
         except RowRefusedError as failure:
             return Outcome(request.ref, None, str(failure), None, 0)
-        return request._replace(kind=kind, prompt=messages, continues=messages[-1]["role"] == ASSISTANT)

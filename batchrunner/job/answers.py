@@ -49,7 +49,7 @@ class AnswerPlan:
     checks: bool = False
     """Whether answers are looked at."""
     asked: frozenset[str] | None = None
-    """What `generate` of a rollout brings of ANSWER_COLUMNS; None where rows are requests."""
+    """What the answers of a rollout bring of ANSWER_COLUMNS; None where rows are requests."""
     task: ForwardTask | None = None
     """The task, if it is one without decoding, whose columns are then `parsed`."""
 
@@ -76,50 +76,38 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
         return AnswerPlan((), parsed=task.columns, task=task)
     if job.prompt.is_batch:
         return AnswerPlan((RESPONSE,))
-    parsed = functions.facts[PARSE].columns if functions and PARSE in functions.facts else ()
+    of_rollouts = job.prompt.rollout is not None
+    maker = ROLLOUT if of_rollouts else PARSE
+    parsed = functions.facts[maker].columns if functions and maker in functions.facts else ()
     given, wanted = job.sampling.json_schema, job.accept.json_
     schema = next((each for each in (wanted, given) if isinstance(each, dict)), None)
     has_schema = given is not None or schema is not None
     checks_json = has_schema if wanted is None else bool(wanted)
     names = {*job.output.asked}
-    if job.prompt.rollout is not None:
-        return _plan_rollouts(job, functions, names)
     names |= {REASONING} if job.prompt.is_chat else set()
     names |= {PARSED} if has_schema else set()
     names |= {TOOL_CALLS} if job.prompt.tools is not None else set()
+    schema_by_row, asked = isinstance(given, FromColumn) and schema is None, None
+    if of_rollouts:  # each request may have a schema of its own
+        checks_json, schema_by_row = wanted is not False, wanted is None
+        schema = None if schema_by_row else schema
+        asked = frozenset({*job.output.asked, REASONING, TOOL_CALLS})
+        names = {*ROLLOUT_COLUMNS} - ({RETURNED} if parsed else set())
     names -= {*job.input.carried_names}
     names -= {name for name, _ in parsed}
     on_length = job.on_length or ("fail" if checks_json and has_schema else "keep")
     return AnswerPlan(
-        tuple(name for name in ANSWER_COLUMNS if name in names),
+        tuple(name for name in (*ANSWER_COLUMNS, *ROLLOUT_COLUMNS) if name in names),
         job.sampling.n,
         job.output.top_logprobs,
         parsed,
         checks_json,
         schema,
-        isinstance(given, FromColumn) and schema is None,
+        schema_by_row,
         on_length,
         (job.accept.tries or TRIES) if job.has_check else 1,
         checks_json or job.accept.has_condition or on_length != "keep" or PARSED in names,
-    )
-
-
-def _plan_rollouts(job: Job, functions: HookPool | None, asked: set[str]) -> AnswerPlan:
-    """Return the plan of a run with rollouts: what each answer must be, and the columns of its rows."""
-    made = functions.facts[ROLLOUT].columns if functions is not None else ()
-    left_out = {*job.input.carried_names, *(name for name, _ in made), *([RETURNED] if made else [])}
-    wanted = job.accept.json_
-    return AnswerPlan(
-        tuple(name for name in ROLLOUT_COLUMNS if name not in left_out),
-        top_logprobs=job.output.top_logprobs,
-        parsed=made,
-        checks_json=wanted is not False,
-        schema=wanted if isinstance(wanted, dict) else None,
-        schema_by_row=wanted is None,
-        on_length=job.on_length or "keep",
-        tries=(job.accept.tries or TRIES) if job.has_check else 1,
-        checks=True,
-        asked=frozenset({*asked, REASONING, TOOL_CALLS}),
+        asked,
     )
 
 

@@ -55,10 +55,8 @@ class LibraryCall:
         Raises JobError, and InputError where there is no prompt.
         """
         prompt = self.prompt
-        if self.rollout is not None:
-            prompt = with_rollout(prompt or {}, self.rollout)
-        elif prompt is None:
-            prompt = default_prompt(schema)
+        if prompt is None:
+            prompt = default_prompt(schema) if self.rollout is None else {}
         if not isinstance(prompt, Mapping):
             template = "user" if self.task == GENERATE else "text"
             prompt = {template if isinstance(prompt, str) else "python": prompt}
@@ -84,14 +82,7 @@ class LibraryCall:
                 raise JobError(f"task_options: {name!r} with task: {self.task}", hint=f"it takes {takes}")
             section, _, key = places[name].rpartition(".")
             (tree[section] if section else tree)[key] = value
-        return load_job(tree)
-
-
-def with_rollout(prompt: Any, function: str | Callable[..., Any]) -> dict[str, Any]:
-    """Return the `prompt` part of a job with the function of rollouts; raises JobError for another prompt."""
-    if not isinstance(prompt, Mapping):
-        raise JobError("rollout", hint="leave out prompt: the function makes the prompts")
-    return {**prompt, "rollout": function}
+        return load_job(tree, rollout=self.rollout)
 
 
 def default_prompt(schema: pa.Schema) -> str:

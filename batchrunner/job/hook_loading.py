@@ -17,7 +17,7 @@ import msgspec
 import typing_extensions
 
 from batchrunner.core.hook_worker import ROLLOUT, HookFacts, HookLoadError, UnusableValueError, failure_text
-from batchrunner.core.types import ColumnKind
+from batchrunner.core.types import ColumnKind, PromptKind
 
 PROMPT, PARSE, CHECK = "prompt.python", "parse", "accept.python"
 """Places of functions in a job, by which the pool knows them: a row becomes a prompt, an answer becomes
@@ -108,9 +108,8 @@ def _made_row(value: Any, known: Annotations) -> dict[str, Any]:
     """Return what a rollout returned as values of columns; without an annotation as JSON has them."""
     if known.columns:
         return row_value(value, known)
-    given = msgspec.to_builtins(
-        value._asdict() if hasattr(value, "_asdict") else value, enc_hook=_plain_object
-    )
+    value = value._asdict() if hasattr(value, "_asdict") else value
+    given = msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain_object))
     if not isinstance(given, dict):
         raise ValueError(f"returned {_a(value)}: return a dict, or a list of them")  # noqa: TRY004
     return given
@@ -274,11 +273,13 @@ def _plain_object(value: Any) -> Any:
     raise TypeError(f"{_a(value)} is neither a scalar nor a list or dict of such")
 
 
-def _prompt(value: Any) -> tuple[str, Any] | None:
+def _prompt(value: Any) -> tuple[PromptKind, Any] | None:
     """Return a prompt's kind and its value; None for a row that is left out."""
-    if value is None:
-        return None
-    given = msgspec.to_builtins(value, enc_hook=_plain_object)
+    return None if value is None else kind_of_prompt(msgspec.to_builtins(value, enc_hook=_plain_object))
+
+
+def kind_of_prompt(given: Any) -> tuple[PromptKind, Any]:
+    """Return a prompt's kind and its value; raises ValueError for what is none."""
     if isinstance(given, str) and given:
         return "text", given
     if isinstance(given, (list, tuple)) and given:
@@ -286,7 +287,7 @@ def _prompt(value: Any) -> tuple[str, Any] | None:
             return "messages", [*given]
         if all(type(item) is int for item in given):
             return "input_ids", [*given]
-    raise ValueError(f"returned {_a(value)}: return messages, a text, token ids, or None")
+    raise ValueError(f"{_a(given)} is no prompt: give messages, a text or token ids")
 
 
 def _judgement(value: Any) -> bool | str:

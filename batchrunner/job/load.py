@@ -48,13 +48,14 @@ def load_job(
     overrides: Sequence[str] = (),
     engine: EngineSpec | None = None,
     name: str | None = None,
+    rollout: object = None,
 ) -> Job:
     """Return the job from a YAML file (`-`: standard input), a mapping or a Job, with overrides applied.
 
     `overrides` are texts `a.b=c`, where c is YAML or a plain text. `engine` is used if the job has none;
-    `name` stands for the source in errors. Raises JobError.
+    `name` stands for the source in errors, `rollout` is the function of `prompt.rollout`. Raises JobError.
     """
-    if isinstance(source, Job) and not overrides:
+    if isinstance(source, Job) and not overrides and rollout is None:
         return source
     if isinstance(source, (str, Path)):
         tree = read_job_file(source)
@@ -62,6 +63,8 @@ def load_job(
         tree = _deep_copy(source if isinstance(source, Mapping) else source.model_dump(exclude_unset=True))
     else:
         raise JobError("job", hint=f"give a path, a mapping or a Job (got {source!r:.60})")
+    if rollout is not None:
+        tree["prompt"] = {**(tree.get("prompt") or {}), "rollout": rollout}
     if engine is not None:
         tree.setdefault("engine", engine.model_dump(exclude_unset=True))
     if "engine" in tree:

@@ -62,7 +62,8 @@ TURNS, CONVERSATION, RETURNED = "turns", "conversation", "returned"
 ROLLOUT_COLUMNS = {
     "rollout": "Number of the row among those that the function returned for an input row, from 0.",
     TURNS: "How often the function was answered.",
-    CONVERSATION: "What the function of a row that failed asked last, as JSON; null for other rows.",
+    CONVERSATION: "What the function of a row that failed asked last, as JSON; null for other rows. Its last "
+    "answer is `output`.",
     RETURNED: "What the function returned, as JSON, where it has no annotation. Merged results have it as "
     "columns.",
 }

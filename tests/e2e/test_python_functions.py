@@ -133,10 +133,10 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         5: f"{place}:10: took more than 6 s (limits.python)",
         6: "prompt.python: hooks:prompt: took more than 6 s (limits.python)",
         7: f"{place}:15: MemoryError (limits.python_memory_gb)",
-        8: "prompt.python: hooks:prompt: returned a dict: return messages, a text, token ids, or None",
+        8: "prompt.python: hooks:prompt: a dict is no prompt: give messages, a text or token ids",
         9: "prompt.python: hooks:prompt: message 1 has the unknown role 'nobody'",
-        10: "prompt.python: hooks:prompt: returned a list: return messages, a text, token ids, or None",
-        11: "prompt.python: hooks:prompt: returned a str: return messages, a text, token ids, or None",
+        10: "prompt.python: hooks:prompt: a list is no prompt: give messages, a text or token ids",
+        11: "prompt.python: hooks:prompt: a str is no prompt: give messages, a text or token ids",
     }
     assert sorted(server.prompts) == sorted(f"row {n}" for n in (0, *range(12, 40)))
 

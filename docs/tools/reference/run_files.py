@@ -5,7 +5,7 @@ import pyarrow as pa
 from batchrunner.core.types import ForwardTask
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.arrow_types import type_name
-from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS
+from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS, ROLLOUT_COLUMNS
 from batchrunner.job.tasks import TASKS, ChoiceTask
 from batchrunner.output.columns import ANSWER_TYPES, schema_of_run
 from docs.tools.reference.markdown import table
@@ -26,6 +26,10 @@ Those that `output.columns` names stand after all others, in this order: see
 [whole answers](../how-to/whole-answers.md). With `sampling.n` above 1 each value is a list with one for each
 output, but for `prompt_logprobs`."""
 
+ROLLOUTS = """## Rows of `prompt.rollout`
+
+They have these columns, and those that [the function](../how-to/rollouts.md) returns, which replace others of
+their names."""
 OF_TASKS = """## Columns of other tasks
 
 A job whose `task` is not `generate` has no columns `output`, `finish_reason` and `completion_tokens`. Its own
@@ -43,10 +47,13 @@ def result_columns() -> str:
     asked = table(
         head, ([f"`{name}`", str(ANSWER_TYPES[name]), text] for name, text in ANSWER_COLUMNS.items())
     )
+    rollouts = table(
+        head, ([f"`{name}`", str(ANSWER_TYPES[name]), text] for name, text in ROLLOUT_COLUMNS.items())
+    )
     tasks = {f"`{name}`": kind() for name, kind in TASKS.items()}
     tasks = {**tasks, f"`{ChoiceTask.name}` with `prompt.choices`": ChoiceTask()}
     own = table(["task", *head], (row for name, task in tasks.items() for row in _own_columns(name, task)))
-    parts = [RESULTS, always, ASKED, asked, OF_TASKS, own]
+    parts = [RESULTS, always, ASKED, asked, ROLLOUTS, rollouts, OF_TASKS, own]
     return "\n\n".join(parts)
 
 
