@@ -103,7 +103,7 @@ MOST_TOKENS = {
     "core": 9_700,
     "job": 19_100,
     "output": 24_500,
-    "input": 36_500,
+    "input": 36_200,
     "engines": 44_900,
     "advise": 11_900,
     "report": 10_900,
