@@ -23,6 +23,8 @@ from batchrunner.output.run_json import require_run_json
 
 MOST_PARTS = 20
 """Newest parts that are read for the lengths of outputs."""
+FEWEST_PASSES = 4
+"""Log lines of decode passes that a window needs."""
 FULL = 0.9
 """Share of the window in flight from which the window counts as full."""
 SAME_FLAGS = ("version", "card", "max_running", "prefill_tokens")
@@ -117,6 +119,8 @@ class _TaskReader:
                     self._start, self._tracks, self._retractions, self._began = event, {}, 0, None
                 case "engine_died" | "engine_hangs":
                     self._began = None
+                case "engine_adapts":
+                    self._restart()
                 case "engine_recalled" | "engine_healed" if (
                     not _new_args(event).items() <= self._learned.items()
                 ):
@@ -127,7 +131,7 @@ class _TaskReader:
                 case "order":
                     self.client.possible_share = _possible_share(event)
                 case "sample" if event.keys() >= _SAMPLED:
-                    self._add(event)
+                    self.add(event)
 
     def _restart(self) -> None:
         """Forget the load so far: it is of servers with other flags."""
@@ -140,7 +144,8 @@ class _TaskReader:
     def _track(self, scheduler: str) -> str:
         return self._tracks.setdefault(scheduler, f"{self._name} {len(self._tracks)}")
 
-    def _add(self, sample: Mapping[str, Any]) -> None:
+    def add(self, sample: Mapping[str, Any], server: str | None = None) -> None:
+        """Add a sample of all schedulers, or what it says of one server."""
         client, signals = self.client, sample["signals"]
         retracted, self._retractions = self._retractions, sample.get("retractions", 0)
         in_flight, window, done = sample["in_flight"], sample["window"], sample["rows_done"]
@@ -155,6 +160,8 @@ class _TaskReader:
             return
         self._load.retractions += self._retractions - retracted
         for load in signals:
+            if server not in {None, load["scheduler"].partition("#")[0]}:
+                continue
             one = LoadSample(
                 sample["time"], load["running"], load["queue"], load["token_usage"], load.get("max_running"),
                 rate=sample["output_tokens_per_s"] / len(signals), unsent=unsent,
@@ -166,6 +173,53 @@ class _TaskReader:
             client.at_window += full
             client.on_way += full and 2 * running < in_flight
             client.resting += not full and sample.get("resting", 0) > 0
+
+
+class ServerWatch:
+    """What one server does while the run goes on, in a window of steady work that may begin anew."""
+
+    def __init__(self, run_dir: RunDir, url: str, log: Path, since: int) -> None:
+        """Read its log from the byte `since` on."""
+        self._run_dir, self._url, self._log_path, self._at = run_dir, url, log, since
+        self._client = _client(require_run_json(run_dir))
+        self._log = LogReader()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the load so far: steady work begins once as many rows have ended as run at once."""
+        self._load = Series()
+        self._task = _TaskReader("", self._load, self._client)
+
+    def take(self, sample: Mapping[str, Any]) -> None:
+        """Add a sample, and what the server has logged meanwhile."""
+        self._task.add(sample, self._url)
+        if not self._load.counted:
+            self._log.series = Series()
+        with contextlib.suppress(OSError), self._log_path.open("rb") as file:
+            file.seek(self._at)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._at += len(line)
+                    self._log.take(line.decode(errors="replace"))
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the window; 0 while it has too little to say."""
+        enough = self._load.enough and self._log.series.counted >= FEWEST_PASSES and self.rate
+        return self._load.busy_s if enough else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Output tokens a second, by the server's log."""
+        told = [(sample.running, sample.rate) for sample in self._log.series.samples if sample.rate]
+        seconds = sum(running / rate for running, rate in told)
+        return sum(running for running, _ in told) / seconds if seconds else 0.0
+
+    @property
+    def situation(self) -> Situation:
+        """What the rules of advice read."""
+        _lengths(self._run_dir, self._client)
+        return Situation(self._load, self._log.series, self._log.facts, self._client)
 
 
 def _alike(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -128,8 +128,9 @@ class SchedulerLoad:
 class Incident(NamedTuple):
     """An event in the life of an engine's server during a run, for the event log."""
 
-    what: Literal["recalled", "died", "healed", "hangs", "back", "lost"]
-    """`healed`: restarted with safer arguments; `recalled`: begins with those of an earlier run."""
+    what: Literal["recalled", "died", "healed", "hangs", "back", "lost", "adapts", "adapted"]
+    """`healed`: restarted with safer arguments; `recalled`: begins with those of an earlier run; `adapts`:
+    restarted with other flags; `adapted`: what these gained."""
     who: str
     """Name of the server in log lines, or its URL."""
     why: str = ""

@@ -75,6 +75,8 @@ class Timing:
     """Pause between two polls of `/metrics` by `advise`, a long text whose gauges are seconds old."""
     ray_poll: float = 0.5
     """Pause between two looks at the workers of a job on a Ray cluster."""
+    adapt: float = 30.0
+    """Shortest steady work by which the flags of servers are judged while a run goes on."""
     trial_steady: float = 10.0
     """Shortest steady time for which a trial of `tune` is measured, many polls long."""
     trial_judged: float = 5.0

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MOST_NAMED = 8
 """Schedulers whose figures are shown one by one; of more, the sum and the range."""
-REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost"})
+REPORTED = frozenset({"recalled", "died", "hangs", "healed", "lost", "adapts", "adapted"})
 """Kinds of incidents that report.json lists; changes of a gateway's workers are in the event log only."""
 SPAN_S = 30.0
 """Seconds over which a rate is taken."""

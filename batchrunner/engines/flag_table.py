@@ -280,7 +280,8 @@ def _fraction_for_pool(s: Server) -> list[float]:
 
 def _larger_chunk(s: Server) -> list[int]:
     now = int(s.now("chunked-prefill-size") or 0)
-    return [min(times * now, LARGEST_CHUNK) for times in (2, MOST_TIMES)] if 0 < now < LARGEST_CHUNK else []
+    bolder = (max(2 * now, CHUNKS[-1]), MOST_TIMES * now)
+    return [min(value, LARGEST_CHUNK) for value in bolder] if 0 < now < LARGEST_CHUNK else []
 
 
 def _smaller_chunk(s: Server) -> list[int]:
@@ -503,8 +504,8 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         {
             "chunk-full": Move(
                 _larger_chunk,
-                "up: doubled, up to 16384 (with a lower mem-fraction-static, as far as weights and a pool "
-                "allow)",
+                "up: doubled, from 2048 to 16384 (with a lower mem-fraction-static, as far as weights and a "
+                "pool allow)",
                 "G1; measured on the real engine",
                 "1.5 MB of memory a token of the chunk; longer pauses in decoding",
             ),

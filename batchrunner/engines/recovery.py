@@ -12,6 +12,7 @@ remembers them.
 import hashlib
 import logging
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -28,7 +29,7 @@ from batchrunner.engines.logs.lines import Phase, clean
 from batchrunner.engines.logs.reader import Facts, LogReader
 from batchrunner.engines.model_files import model_identity, split_over
 from batchrunner.job.engine import LaunchedEngine
-from batchrunner.output.files import write_json
+from batchrunner.output.files import make_directory, write_json
 
 log = logging.getLogger(__name__)
 
@@ -235,28 +236,28 @@ class Healer:
         """Write down, for the next run, what was learned; `args` are of a server that runs at a run's end."""
         if self._changes and self._had_all(args):
             learned = {"args": self.args, "why": self._why, "on": f"{datetime.now(UTC):%Y-%m-%d}"}
-            try:
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                write_json(self._file, learned)
-            except (OSError, BatchrunError) as failure:
-                log.warning("what worked is not remembered for the next run: %s", failure)
+            remember(self._file, learned)
 
     def _had_all(self, args: Mapping[str, Any]) -> bool:
         return all(args.get(name) == value for name, value in self.args.items())
 
 
-def healer_for(spec: LaunchedEngine, model: str, incidents: list[Incident], *, cpu: bool) -> Healer | None:
-    """Return the healer of a job's servers; None if the job wants none.
-
-    What it learns holds for one model, card and version of SGLang.
-    """
-    if not spec.heal:
-        return None
+def learned_file(spec: LaunchedEngine, model: str, *, cpu: bool) -> Path:
+    """Return the file for what holds for one model, card and version of SGLang."""
     card = "CPU" if cpu else str(next(iter(cards()), None))
     about = (model_identity(model), split_over(spec.args), card, version_of(spec.python, spec.env))
     digest = hashlib.sha256(repr(about).encode()).hexdigest()[:12]
-    name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2])[:60]
-    return Healer(spec.args, cache_directory() / "engines" / f"{name}-{digest}.json", incidents)
+    name = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rpartition("/")[2])
+    return cache_directory() / "engines" / f"{name}-{digest}.json"
+
+
+def remember(file: Path, learned: Mapping[str, Any]) -> None:
+    """Write down what a run learned, for the next one; other runs may write the file too."""
+    try:
+        make_directory(file.parent)
+        write_json(file, learned, writer=secrets.token_hex(4))
+    except (OSError, BatchrunError) as failure:
+        log.warning("what worked is not remembered for the next run: %s", failure)
 
 
 def read_server(server: EndedServer) -> tuple[Facts, Flags]:

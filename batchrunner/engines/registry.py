@@ -21,10 +21,18 @@ from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName, pooling_args
 
 
-def make_engine(spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec, task: TaskName = GENERATE) -> Engine:
+def make_engine(
+    spec: EngineSpec,
+    *,
+    log_dir: Path,
+    limits: LimitsSpec,
+    task: TaskName = GENERATE,
+    shape: str | None = None,
+) -> Engine:
     """Make the engine that the spec describes, not yet open; a launched one logs into `log_dir`.
 
-    An engine that loads the model does so for the `task`; any other must have a model for it.
+    An engine that loads the model does so for the `task`; any other must have a model for it. With the
+    `shape` of a job, the flags of launched servers are adapted to it.
     """
     spec = for_task(spec, task)
     match spec:
@@ -38,7 +46,7 @@ def make_engine(spec: EngineSpec, *, log_dir: Path, limits: LimitsSpec, task: Ta
         case ServerEngine() | GatewayEngine():
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
-            return LaunchedFleet(spec, log_dir=log_dir, limits=limits, task=task)
+            return LaunchedFleet(spec, log_dir=log_dir, limits=limits, task=task, shape=shape)
         case SimulatedEngine():
             from batchrunner.engines.simulated import Simulator  # noqa: PLC0415
 

@@ -64,6 +64,15 @@ class LaunchedEngine(Spec):
     heal: bool = True
     """Whether a server that dies out of memory is restarted with safer arguments. Later runs with this model,
     GPU and version of SGLang begin with them. `false` uses `args` unchanged."""
+    adapt: Literal["auto", "off"] = "auto"
+    """Whether flags that the job does not name change while a run goes on, where a sign of SGLang's tuning
+    guides lasts and the time left is worth a restart. Later runs of such a job begin with the best ones.
+    `off` changes none."""
+
+    @field_validator("adapt", mode="before")
+    @classmethod
+    def _off(cls, adapt: object) -> object:
+        return "off" if adapt is False else adapt  # YAML reads off as false
 
     @field_validator("args")
     @classmethod

@@ -89,8 +89,8 @@ class Report:
     load: dict[str, Any] = field(default_factory=dict)
     """The engine's load: shares of steady time, retractions, the window over time."""
     incidents: list[dict[str, Any]] = field(default_factory=list)
-    """Incidents of the engine, in order: `what` (died, hangs, healed, lost, or recalled from an earlier run),
-    `who` and `why`; for changed arguments also `kind`, `old` and `new`."""
+    """Incidents of the engine, in order: `what` (died, hangs, healed, lost, adapts, adapted, or recalled
+    from an earlier run), `who` and `why`; for changed arguments also `kind`, `old`, `new` and `gain`."""
     sharing: dict[str, Any] = field(default_factory=dict)
     """Shared prefixes: tokens that rows share with an earlier row, how many of them were cached, and the
     reuse distance at the end, in prefill tokens."""

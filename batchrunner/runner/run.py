@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -31,6 +33,7 @@ from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import find_sorted_copy, prepare_order
+from batchrunner.job.engine import LaunchedEngine
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.output.counts import RowCounts
@@ -190,11 +193,21 @@ OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_c
 """What a start that finds nothing to do writes anew: the start before may have died without its report."""
 
 
+def shape_of(job: Job, task: TaskName) -> str | None:
+    """Return a digest of what makes jobs alike; None if the servers' flags may not change for this one."""
+    adapts = isinstance(job.engine, LaunchedEngine) and job.engine.adapt == "auto"
+    if not adapts or task != GENERATE or job.window != "auto":
+        return None
+    alike = job.model_dump_json(include={"prompt", "sampling", "engine"})
+    return hashlib.sha256(alike.encode()).hexdigest()[:12]
+
+
 async def open_engine_of(
     job: Job, task: TaskName, log_directory: Path, control: Control, stack: contextlib.AsyncExitStack
 ) -> tuple[Engine, EngineInfo]:
     """Open the engine of a job for a task of a model; `stack` closes it. Raises BatchrunError."""
-    engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=task)
+    shape = shape_of(job, task)
+    engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=task, shape=shape)
     stack.push_async_callback(engine.close)
     return engine, await control.wait_for(engine.open(), "while the engine was starting")
 
@@ -370,6 +383,11 @@ class Run:
         self.earlier = attempt_spans(self.prepared.run_dir.events)
         sending, writer = await self._build(engine, info)
         self._write_run_json(info)  # not before: a job that was refused is not the one that is to go on
+        if isinstance(self.prepared.job.engine, LaunchedEngine):
+            from batchrunner.runner.adapt import adaptation_of  # noqa: PLC0415 - only for such engines
+
+            ends_at = sending.progress.began + (self.prepared.job.limits.deadline or math.inf)
+            sending.adaptation = adaptation_of(engine, self.prepared.run_dir, ends_at)
         failure: BatchrunError | None = None
         added: list[str] = []
         rows_on_disk, self.control.stage = True, "sending"

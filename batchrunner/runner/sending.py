@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
     from batchrunner.dispatch.rollouts import Rollouts
     from batchrunner.output.turns import TurnStore
+    from batchrunner.runner.adapt import Adaptation
 
 
 log = logging.getLogger(__name__)
@@ -241,6 +242,8 @@ class Sending:
     """Rows of earlier attempts."""
     _turns: TurnStore | None = None
     """Where turns of rollouts are stored; None where nothing is."""
+    adaptation: Adaptation | None = None
+    """What changes the servers' flags, where they may change."""
     _loads: Sequence[SchedulerLoad] = ()
     """The newest load sample."""
     _next_sample: float = 0.0
@@ -327,6 +330,12 @@ class Sending:
         if now >= self._next_sample:
             self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
             self._events.write("sample", **sample)
+            if self.adaptation is not None:
+                try:
+                    self.adaptation.take({"time": now, **sample})
+                except Exception:  # the rows matter more
+                    log.exception("the servers' flags are not adapted any more")
+                    self.adaptation = None
         self._outlet.check()
         deadline_s = self._job.limits.deadline
         if deadline_s is not None and now > self._began + deadline_s:

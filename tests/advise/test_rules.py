@@ -160,7 +160,7 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     ),
     "short prompts that fill small chunks": (
         LogWriter().started(chunk=512).decode(30).mixed_prefill(30, n=1, new=512),
-        {"prefill-full": "--chunked-prefill-size 1024"},
+        {"prefill-full": "--chunked-prefill-size 2048 --mem-fraction-static 0.82"},
     ),
     "long prompts, and no room but the weights'": (
         LogWriter().started(weights_gb=60).decode(30).prefill(30, n=1, new=8192), {},
@@ -388,7 +388,7 @@ SHORT = {"outputs": 600, "output_tokens": 24_000}
         ("pages-large", "page_size", {"ignore_eos": True, **SHORT}, {"page-size": 1}),
         ("pages-large", "page_size", {"ignore_eos": True, "outputs": 6, "output_tokens": 6000}, None),
         ("pages-large", "page_size", SHORT, None),
-        ("small-prefills", "small_chunk", {}, {"chunked-prefill-size": 512}),
+        ("small-prefills", "small_chunk", {}, {"chunked-prefill-size": 2048}),
     ],
 )  # fmt: skip
 def test_a_bad_flag_of_the_real_engine_is_named_first(

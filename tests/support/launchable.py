@@ -141,3 +141,65 @@ class Handler(Server):
             self.wfile.write(f"data: {event}\\n\\n".encode())
             self.wfile.flush()
 """
+
+SLOTS = """
+import threading
+
+def option(name, default):
+    return int(sys.argv[sys.argv.index(name) + 1]) if name in sys.argv else default
+
+slots = option("--max-running-requests", 4)
+with open(os.environ["STARTS"], "a") as starts:
+    print(slots, file=starts)
+exec(os.environ.get("AT_START", ""))
+print(f"server_args=ServerArgs(max_running_requests={slots}, schedule_conservativeness=1.0)", flush=True)
+print(f"max_total_num_tokens=9000, chunked_prefill_size=8192, max_running_requests={slots}, context_len=99")
+free, lock = threading.Semaphore(slots), threading.Lock()
+running = waiting = 0
+pace = float(os.environ.get("PACE", 1))  # of a row, with more slots than 4
+
+def tell():
+    while True:
+        time.sleep(0.1)
+        if running:
+            rate = running * (pace if slots > 4 else 1) * 20
+            print(f"Decode batch, #running-req: {running}, #token: 9, token usage: {usage()}, "
+                  f"gen throughput (token/s): {rate}, #queue-req: {waiting}", flush=True)
+
+def usage():
+    return min(0.95, running * 0.07)
+
+threading.Thread(target=tell, daemon=True).start()
+
+class Loads(dict):
+    def get(self, path, default):
+        if path != "/v1/loads":
+            return super().get(path, default)
+        return {"loads": [{
+            "num_running_reqs": running, "num_waiting_reqs": waiting, "token_usage": usage(),
+            "max_running_requests": slots, "max_total_num_tokens": 9000, "dp_rank": 0,
+            "timestamp": time.time()}]}
+
+class Handler(Server):
+    known = Loads({
+        "/ready": {}, "/health": {}, "/v1/loads": {}, "/model_info": {"model_path": "slots"},
+        "/server_info": {"version": "0.5.23", "max_running_requests": slots}})
+    def asked(self, body):
+        global running, waiting
+        with lock:
+            waiting += 1
+        with free:
+            with lock:
+                waiting, running = waiting - 1, running + 1
+            exec(os.environ.get("AT_ROW", ""))
+            time.sleep(0.1 / (pace if slots > 4 else 1))
+            with lock:
+                running -= 1
+        self.answer("to " + body["text"])
+"""
+"""A server with 4 places, of which the job knows nothing, or as many as it is told; a row takes 0.1 s."""
+
+
+def with_slots(directory: Path, **environ: str) -> dict[str, Any]:
+    """Return the `engine` of a job that launches a server with too few places; `starts` has those of each."""
+    return launchable(directory, SLOTS, STARTS=str(directory / "starts"), **environ)

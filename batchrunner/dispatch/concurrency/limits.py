@@ -246,8 +246,7 @@ class ConcurrencyLimits:
             if on > 1:
                 total = busy[load.route]
                 ours = round(ours * ((load.running + load.queue) / total if total else 1 / on))
-            if not decodes:
-                scheduler.controller.band = self._band(load)
+            scheduler.controller.band = self._band(load)  # it may have been started with other limits
             seen = Reading(
                 load.running,
                 load.queue,

@@ -6,12 +6,15 @@ import functools
 import logging
 import os
 import secrets
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
+from batchrunner.core.files import read_json
+from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import RowAnswers
 from batchrunner.engines.device import (
@@ -23,12 +26,13 @@ from batchrunner.engines.device import (
     program_environment,
     server_args,
 )
+from batchrunner.engines.flags import arguments_in, command_line, variables_in
 from batchrunner.engines.http.client import HttpEngine
 from batchrunner.engines.http.connections import HeldPort, raise_file_limit
 from batchrunner.engines.http.guard import FailureClassifier
-from batchrunner.engines.launched.supervisor import SupervisedProgram, to_argv
+from batchrunner.engines.launched.supervisor import PLANNED, SupervisedProgram, to_argv
 from batchrunner.engines.model_files import cards_of, check_model, model_identity, split_over, with_tp
-from batchrunner.engines.recovery import EndedServer, Healer, healer_for
+from batchrunner.engines.recovery import EndedServer, Healer, learned_file, remember
 from batchrunner.job.engine import GatewayEngine, LaunchedEngine, ServerEngine
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TaskName
@@ -40,6 +44,28 @@ START_TRIES = 3
 once, two draw the same one in 28 of 8,000 starts."""
 TOKENIZERS = "tokenizer-worker-num"
 """Argument above 1 of which SGLang 0.5.23 refuses to start with an API key."""
+
+
+class FlagMemory:
+    """The flags and variables that were found best for a shape of job, and what each step gained."""
+
+    def __init__(self, file: Path, incidents: list[Incident]) -> None:
+        self._file = file
+        known = read_json(file)
+        self.args: Mapping[str, Any] = known.get("args", {})
+        """Those with which a run starts, beside the job's own."""
+        self.gains: Mapping[str, float] = known.get("gains", {})
+        """Gain of each step that was tried: 0.1 is a tenth more output tokens a second."""
+        if self.args:
+            why = "found best by an earlier run of such a job"
+            log.info("starting with %s, %s; delete %s to forget", command_line(self.args), why, file)
+            incidents.append(Incident("recalled", "the engine", why, {"new": self.args}))
+
+    def learn(self, args: Mapping[str, Any], step: str, gain: float) -> None:
+        """Write down what to start with, and the gain of a step; other tasks of a run do so too."""
+        self.args = args
+        self.gains = {**read_json(self._file).get("gains", {}), **self.gains, step: round(gain, 3)}
+        remember(self._file, {"args": args, "gains": self.gains})
 
 
 class SGLangServer(SupervisedProgram):
@@ -56,6 +82,7 @@ class SGLangServer(SupervisedProgram):
         name: str = "the engine",
         environ: Mapping[str, str] | None = None,
         healer: Healer | None = None,
+        adapted: Mapping[str, Any] = {},
         failures: FailureClassifier,
         incidents: list[Incident],
     ) -> None:
@@ -77,6 +104,15 @@ class SGLangServer(SupervisedProgram):
         ]  # fmt: skip
         self._start_timeout_s = spec.start_timeout
         self._given = server_args(spec.args, cpu=cpu)
+        self._named = {**spec.args, **spec.env}
+        self._environ = self.environ
+        self.adapted = dict(adapted)
+        """Flags and variables that it has beside the job's own."""
+        self._before: Mapping[str, Any] | None = {} if adapted else None  # what it goes back to
+        self.start_s = 0.0
+        """Seconds that its last start took."""
+        self.has_work = False
+        """Whether it had rows at the last poll, while it is not up."""
         self._args: dict[str, Any] = {}  # of the last start
         self._kills: int | None = None  # the kernel's count at the last start
         self._healer = healer
@@ -89,7 +125,8 @@ class SGLangServer(SupervisedProgram):
         """
         tries_left = START_TRIES
         while True:
-            self._args = {**self._given, **(self._healer.args if self._healer else {})}
+            self._args = {**self._given, **arguments_in(self.adapted), **self._safer}
+            self.environ = {**self._environ, **variables_in(self.adapted)}
             self.argv = [*self._own_argv, *to_argv(self._args)]
             if str(self._args.get(TOKENIZERS, 1)) != "1":
                 self.key = ""
@@ -99,6 +136,7 @@ class SGLangServer(SupervisedProgram):
                 )  # fmt: skip
             self._kills = oom_kills()
             log.info("starting SGLang at %s; its log: %s", self.url, self.log_path)
+            began = time.monotonic()
             await self.launch()
             try:
                 await self.wait_until_ready(self.url + "/ready", self._start_timeout_s)
@@ -110,10 +148,47 @@ class SGLangServer(SupervisedProgram):
                     raise
                 await self.stop()
             else:
+                self.start_s = time.monotonic() - began
                 return
+
+    @property
+    def _safer(self) -> Mapping[str, Any]:
+        return self._healer.args if self._healer else {}
+
+    @property
+    def fixed(self) -> Mapping[str, Any]:
+        """What no sign changes: what the job names, what a death has changed, and variables that are set."""
+        return {**self._named, **self._safer, **variables_in(self.adapted)}
+
+    def adapt(self, args: Mapping[str, Any], why: str) -> None:
+        """Restart it with other flags and variables, once its rows have ended; it goes back if it dies."""
+        self._change(args, why)
+        self.up = False
+        self._settled.clear()
+        self.hangs(PLANNED)
+
+    def keep(self) -> None:
+        """Take its flags for good: from now on a death is no fault of theirs."""
+        self._before = None
+
+    def _change(self, args: Mapping[str, Any], why: str) -> None:
+        log.warning("%s: starts again with %s: %s", self.name, command_line(args) or "the job's flags", why)
+        self.incidents.append(Incident("adapts", self.name, why, {"old": self.adapted, "new": dict(args)}))
+        self._before, self.adapted = self.adapted, dict(args)
+
+    async def drain(self) -> None:
+        """Let its rows end, while others wait or go to other replicas; for as long as a start takes."""
+        self.has_work = True
+        until = time.monotonic() + self.start_s
+        while self.has_work and time.monotonic() < until:  # noqa: ASYNC110 - it is a poll that tells
+            await asyncio.sleep(TIMING.load_poll)
 
     def heal(self) -> bool:
         """Change the next start's arguments by the cause of death; return whether any help."""
+        if self._before is not None:
+            self._change(self._before, self.failure_message("does not live with them"))
+            self.keep()
+            return True
         if self._healer is None or self.exit_code is None:
             return False
         kills = (oom_kills() or 0) - (self._kills or 0)
@@ -144,6 +219,7 @@ class LaunchedFleet(HttpEngine):
         log_dir: Path,
         limits: LimitsSpec,
         task: TaskName = GENERATE,
+        shape: str | None = None,
     ) -> None:
         # not `token_urlsafe`: a - at its head would read as an option
         self._key = os.environ.get("SGLANG_API_KEY") or secrets.token_hex(24)
@@ -157,6 +233,9 @@ class LaunchedFleet(HttpEngine):
         self._log_dir = log_dir
         self._replicas: dict[str, SGLangServer] = {}
         self._healer: Healer | None = None
+        self._shape = shape
+        self.memory: FlagMemory | None = None
+        """What is known of flags for this shape of job; None where they do not change."""
         self._watching: list[asyncio.Task[None]] = []
 
     async def open(self) -> EngineInfo:
@@ -167,7 +246,11 @@ class LaunchedFleet(HttpEngine):
         spec = self._spec = await asyncio.to_thread(with_tp, self._spec)
         cpu = on_cpu(spec.device)
         raise_file_limit()  # before they start: they inherit it
-        self._healer = await asyncio.to_thread(healer_for, spec, model, self._incidents, cpu=cpu)
+        if spec.heal or self._shape:
+            file = await asyncio.to_thread(learned_file, spec, model, cpu=cpu)
+            self._healer = Healer(spec.args, file, self._incidents) if spec.heal else None
+        if self._shape:
+            self.memory = FlagMemory(file.with_suffix(f".{self._shape}.json"), self._incidents)
         made = self._make_servers(model, cpu=cpu)
         self._replicas = {server.url: server for server in made}
         await _all_or_first_failure([server.start() for server in made])
@@ -184,6 +267,11 @@ class LaunchedFleet(HttpEngine):
             log=str(made[-1].log_path),
             notes=(*((CPU_NOTE,) if cpu else ()), *info.notes),
         )
+
+    @property
+    def servers(self) -> Sequence[SGLangServer]:
+        """All servers."""
+        return [*self._replicas.values()]
 
     async def generate(self, request: Request, route: str) -> Completion:
         """Send one request once, to one server not before it is up; see `Engine.generate`."""
@@ -206,6 +294,7 @@ class LaunchedFleet(HttpEngine):
         loads = await super().loads()
         for url, replica in self._replicas.items():
             if not replica.up:
+                replica.has_work = self.endpoints[url].in_flight > 0
                 self._hangs[url].restarted()
             elif hang := self._hang_of(url, loads):
                 replica.hangs(hang)
@@ -227,7 +316,8 @@ class LaunchedFleet(HttpEngine):
         spec = self._spec
         make = functools.partial(
             SGLangServer, spec, model, key=self._key, cpu=cpu, healer=self._healer,
-            failures=self.failures, incidents=self._incidents,
+            adapted=self.memory.args if self.memory else {}, failures=self.failures,
+            incidents=self._incidents,
         )  # fmt: skip
         if not isinstance(spec, GatewayEngine):
             return [make(log_path=self._log_dir / "engine-server.log")]

@@ -25,6 +25,8 @@ from batchrunner.engines.recovery import cause_in, head_and_tail
 log = logging.getLogger(__name__)
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
+PLANNED = Hang(0.0, "is started again as planned")
+"""What stands for a hang where a program is restarted though it is well."""
 MOST_QUICK_DEATHS = 8
 """More quick deaths in succession are a crash loop. A row that kills the engine is given up after four
 deaths, so the limit tolerates two such rows in succession."""
@@ -58,8 +60,9 @@ class SupervisedProgram(ABC):
     """Whether it is in use: it runs, and is ready."""
     lost: EngineLostError | None = None
     """Why the program is not restarted any more, once that is so."""
+    log_begins: int = 0
+    """Byte of its log at which the last start begins."""
     _process: asyncio.subprocess.Process | None = None
-    _log_begins: int = 0
     _hung: asyncio.Future[Hang] | None = None
     _healed: bool = False
     _judged_at: float = -math.inf
@@ -85,13 +88,13 @@ class SupervisedProgram(ABC):
 
     def logged(self) -> list[str]:
         """Return the first and the last lines that the program logged since its last start."""
-        return head_and_tail(self.log_path, self._log_begins)
+        return head_and_tail(self.log_path, self.log_begins)
 
     async def launch(self) -> None:
         """Start the program; raises EngineStartError where the interpreter cannot be run."""
         python = self.python or sys.executable
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._log_begins = self.log_path.stat().st_size if self.log_path.exists() else 0
+        self.log_begins = self.log_path.stat().st_size if self.log_path.exists() else 0
         try:
             self._process = await asyncio.create_subprocess_exec(
                 python, str(LAUNCHER),
@@ -139,11 +142,11 @@ class SupervisedProgram(ABC):
 
     def found_port_taken(self) -> bool:
         """Tell whether the last start failed because another process has one of its ports."""
-        return "address already in use" in cause_in(self.log_path, self._log_begins).lower()
+        return "address already in use" in cause_in(self.log_path, self.log_begins).lower()
 
     def failure_message(self, what: str) -> str:
         """Return the program's name and `what`, with the exit status and the cause from the log."""
-        cause = cause_in(self.log_path, self._log_begins)
+        cause = cause_in(self.log_path, self.log_begins)
         package = self.module.partition(".")[0]
         if f"No module named '{package}'" in cause or f"No module named {package}" in cause:
             return f"{self.name} {what}: {self.python or sys.executable} has no {self.needs}"
@@ -155,6 +158,9 @@ class SupervisedProgram(ABC):
         await self._settled.wait()
         if self.lost is not None:
             raise self.lost
+
+    async def drain(self) -> None:  # noqa: B027 - where nothing is under way
+        """Let what is under way end, for a while, before a planned restart."""
 
     def hangs(self, hang: Hang) -> None:
         """Have the program ended and restarted: it is up, but does nothing."""
@@ -189,8 +195,7 @@ class SupervisedProgram(ABC):
             self._settled.clear()
             lived_s = time.monotonic() - began - (hang.silent_s if hang else 0)
             cause = await self._take_down(hang)
-            log.warning("%s", cause)
-            self._judge(healed=hang is None and self.heal())
+            self._judge(healed=hang is PLANNED or self.heal())
             if not self._healed:
                 quick_deaths = quick_deaths + 1 if lived_s < TIMING.quick_death else 1
             if quick_deaths > MOST_QUICK_DEATHS:
@@ -237,7 +242,11 @@ class SupervisedProgram(ABC):
     async def _take_down(self, hang: Hang | None) -> str:
         """Report why the program is of no use any more, take it out of use, and end it if it hangs."""
         cause = f"{self.name} {hang.why}" if hang else self.failure_message("died")
-        self.incidents.append(Incident("hangs" if hang else "died", self.name, cause))
+        if hang is PLANNED:
+            await self.drain()
+        else:
+            self.incidents.append(Incident("hangs" if hang else "died", self.name, cause))
+            log.warning("%s", cause)
         await self.set_up(up=False)
         if hang:
             await self.stop()

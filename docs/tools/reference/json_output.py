@@ -41,13 +41,14 @@ FAILURES = {
 }
 INCIDENTS = {
     "what": "`died`, `hangs`, `healed` (started with safer arguments), `recalled` (began with those of "
-    "an earlier run) "
-    "or `lost` (not started again).",
+    "an earlier run)"
+    ", `adapts` (restarted with other flags), `adapted` (what these gained) or `lost` (not started again).",
     "who": "Name of the server in log lines, or its address.",
     "why": "Reason, in a sentence.",
     "kind": "Where memory ran out; with `healed` only.",
-    "old": "Arguments before; with `healed` only.",
-    "new": "Arguments now; with `healed` and `recalled` only.",
+    "old": "Arguments before; with `healed` and `adapts` only.",
+    "new": "Arguments now; with `healed`, `recalled`, `adapts` and `adapted` only.",
+    "gain": "With `adapted` only: 0.1 is a tenth more output tokens a second; -1 where the server did not live.",
 }
 STATUS = {
     "path": "Output path of the run.",

@@ -1,0 +1,144 @@
+"""Changes the flags of launched servers while a run goes on, one step at a time, by the signs of advice.
+
+A sign that lasts for a window of steady work names a step. It is worth a restart if its gain, times the time
+left, is more than three times what the restart costs. Then one server is started again with it, and its
+output tokens a second are compared: with those before, and with what the other servers do meanwhile. What
+gains is kept, and the other servers follow one by one; what loses is taken back where that pays. Both are
+remembered. There is no clock here: a sample of the run is a step in time.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from batchrunner.advise.from_run import ServerWatch
+from batchrunner.advise.rules import apply_all
+from batchrunner.core.engine_info import Incident
+from batchrunner.core.timing import TIMING
+from batchrunner.engines.base import Engine
+from batchrunner.engines.flags import command_line, name_in, of_arguments
+from batchrunner.engines.launched.fleet import FlagMemory, LaunchedFleet, SGLangServer
+from batchrunner.output.run_dir import RunDir
+
+log = logging.getLogger(__name__)
+
+EXPECTED = 0.05
+"""Gain of a step that was never tried with this model, machine and shape of job."""
+WORTH = 3.0
+"""Multiple of a restart's cost that a step has to gain."""
+LEAST_GAIN = 0.02
+"""Gain from which a step counts as one: less is noise."""
+STEPS = frozenset({
+    "conservative", "running-capped", "memory-left", "cuda-graph", "prefill-full", "running-low",
+    "long-prompts", "retractions", "pool-small",
+})  # fmt: skip
+"""Rules of advice whose flags change while a run goes on."""
+
+
+def adaptation_of(engine: Engine, run_dir: RunDir, ends_at: float) -> "Adaptation | None":
+    """Return what adapts the servers of an engine to the run; None where their flags do not change."""
+    if not isinstance(engine, LaunchedFleet) or engine.memory is None:
+        return None
+    servers = {s: ServerWatch(run_dir, s.url, s.log_path, s.log_begins) for s in engine.servers}
+    return Adaptation(servers, engine.memory, ends_at)
+
+
+class Step(NamedTuple):
+    """A change of flags or variables."""
+
+    name: str
+    """The rule that calls for it, and what they were before."""
+    args: Mapping[str, Any]
+    why: str
+
+
+class Adaptation:
+    """Watches servers, and restarts them with other flags. It is told each sample of the run."""
+
+    def __init__(
+        self, servers: Mapping[SGLangServer, ServerWatch], memory: FlagMemory, ends_at: float
+    ) -> None:
+        """Take the servers, what is known of flags for this job, and the time of the run's deadline."""
+        self._servers = servers
+        self._memory = memory
+        self._ends_at = ends_at
+        self._sample: Mapping[str, Any] = {}
+        self._work = self._go()
+
+    def take(self, sample: Mapping[str, Any]) -> None:
+        """Take a `sample` event, with its time."""
+        self._sample = sample
+        for watch in self._servers.values():
+            watch.take(sample)
+        next(self._work)
+
+    def _go(self) -> Iterator[None]:
+        while True:
+            yield from self._window()
+            for server, watch in self._servers.items():
+                if step := self._next_step(server, watch):
+                    yield from self._try(server, step)
+                    break
+
+    def _window(self) -> Iterator[None]:
+        """Wait until all servers are up, and then for a window of steady work."""
+        while not all(server.up for server in self._servers):
+            yield
+        for watch in self._servers.values():
+            watch.begin()
+        yield
+        while any(watch.busy_s < TIMING.adapt for watch in self._servers.values()):
+            yield
+
+    def _next_step(self, server: SGLangServer, watch: ServerWatch) -> Step | None:
+        """Return the first step that a sign calls for, and that pays."""
+        situation = watch.situation
+        facts = situation.facts
+        for advice in apply_all(situation, of_arguments(facts.version, facts.arguments)):
+            args = {**advice.args, **advice.env}
+            old = command_line({name: situation.server.now(name) for name in args})
+            name = f"{advice.rule}, {old}"
+            may_change = advice.rule in STEPS and not any(
+                name_in(server.fixed, n) in server.fixed for n in args
+            )
+            if args and may_change and self._pays(server, self._memory.gains.get(name, EXPECTED)):
+                return Step(name, args, advice.sign)
+        return None
+
+    def _pays(self, server: SGLangServer, gain: float) -> bool:
+        """Tell whether a gain is worth a restart now: the rows in flight end, and the server starts."""
+        sample = self._sample
+        life_s = sample["in_flight"] / max(sample["rows_per_s"], 1e-9)
+        cost_s = server.start_s + min(server.start_s, life_s)
+        left_s = min(sample["time_left_s"] or 0.0, self._ends_at - sample["time"])
+        is_tail = sample["unsent"] <= sample["window"]
+        is_calm = not is_tail and all(each.up for each in self._servers)
+        return is_calm and gain * left_s > WORTH * cost_s
+
+    def _try(self, server: SGLangServer, step: Step) -> Iterator[None]:
+        """Try a step with one server; keep it, and let the others follow, or take it back."""
+        old, new = server.adapted, {**server.adapted, **step.args}
+        before = {each: watch.rate for each, watch in self._servers.items()}
+        server.adapt(new, step.why)
+        yield from self._window()
+        gain, what = -1.0, "dropped"
+        if lives := server.adapted == new:
+            faster = {each: watch.rate / before[each] for each, watch in self._servers.items()}
+            gain, what = faster.pop(server) / fmean(faster.values() or [1.0]) - 1, "kept"
+        server.keep()
+        is_good = gain >= LEAST_GAIN
+        self._memory.learn(new if is_good else self._memory.args, step.name, gain)
+        restarts = {each: {**each.adapted, **step.args} for each in self._servers if is_good}
+        restarts.pop(server, None)
+        if lives and self._pays(server, -gain):
+            restarts, what = {server: old}, "taken back"
+        why = f"{command_line(step.args)}: {1 + gain:.2f} x the output tokens a second: {what}"
+        log.warning("%s: %s", server.name, why)
+        server.incidents.append(Incident("adapted", server.name, why, {"new": step.args, "gain": gain}))
+        for each, args in restarts.items():
+            if self._pays(each, abs(gain)):
+                each.adapt(args, f"{server.name} showed {1 + gain:.2f} x")
+                while not each.up:
+                    yield
+                each.keep()

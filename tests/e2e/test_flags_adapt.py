@@ -1,0 +1,118 @@
+"""Flags of launched servers change while the run goes on: what gains stays, and no row is lost by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchrunner.core.timing import TIMING
+from batchrunner.engines.logs.series import GUIDES
+from batchrunner.runner import adapt, sending
+from tests.conftest import events_of, job_of, report_of, results_of, run_job
+from tests.support.launchable import with_slots
+from tests.support.runs import rows_once
+
+ROWS = 600
+AGAIN = ("--fresh", "--set", "input.limit=200")
+"""What a second run is given."""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Judge by a second of work, and expect a step to pay: a loaded machine starts a server for seconds."""
+    for name, value in {"adapt": 1.0, "launch_poll": 0.02, "first_retry": 0.01, "load_poll": 0.05}.items():
+        monkeypatch.setattr(TIMING, name, value)
+    monkeypatch.setattr(GUIDES, "span_s", 0.5)
+    monkeypatch.setattr(sending, "SAMPLE_S", 0.1)
+    monkeypatch.setattr(adapt, "WORTH", 0.01)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def slotted(
+    directory: Path, rows: int = ROWS, engine: Mapping[str, Any] = {}, environ: Mapping[str, str] = {}
+) -> dict[str, Any]:
+    spec = {**with_slots(directory, **environ), **engine}
+    return job_of(directory, spec, rows=rows, limits={"max_attempts": 1})
+
+
+def starts_of(directory: Path) -> list[int]:
+    """Return the places of each start, and forget them."""
+    found = [int(line) for line in (directory / "starts").read_text().split()]
+    (directory / "starts").unlink()
+    return found
+
+
+def verdicts(job: dict[str, Any]) -> list[str]:
+    return [
+        told["why"].rpartition(": ")[2] for told in report_of(job)["incidents"] if told["what"] == "adapted"
+    ]
+
+
+def test_a_step_that_gains_is_kept(tmp_path: Path) -> None:
+    """It is told in the log, as events and in the report; the next run of such a job starts with it."""
+    job = slotted(tmp_path, 2 * ROWS)
+    result = run_job(job, tmp_path)
+    rows_once(job, 2 * ROWS)
+    first, *others = starts_of(tmp_path)
+    assert first == 4 < min(others)
+    assert verdicts(job)[0] == "kept"
+    events = events_of(job)
+    assert events.count("engine_adapts") == len(others)
+    assert "engine_died" not in events
+    assert "the engine: starts again with --max-running-requests" in result.stderr
+    run_job(job, tmp_path, *AGAIN)
+    assert starts_of(tmp_path) == others[-1:]
+    assert events_of(job)[0] == "engine_recalled"
+
+
+@pytest.mark.parametrize(
+    "death", [{"AT_START": "if slots > 4: sys.exit('no')"}, {"AT_ROW": "if running > 4: os._exit(1)"}]
+)
+def test_a_step_that_kills_is_dropped(tmp_path: Path, death: dict[str, str]) -> None:
+    """The server goes back to what it had; no row is at fault, and no later run tries it."""
+    job = slotted(tmp_path, environ=death)
+    run_job(job, tmp_path)
+    rows_once(job, ROWS)
+    first, tried, back = starts_of(tmp_path)
+    assert (first, back) == (4, 4)
+    assert tried > 4
+    assert verdicts(job) == ["dropped"]
+    run_job(job, tmp_path, *AGAIN)
+    assert starts_of(tmp_path) == [4]
+
+
+def test_a_step_that_loses_is_taken_back(tmp_path: Path) -> None:
+    """And no later run tries it."""
+    job = slotted(tmp_path, environ={"PACE": "0.05"})
+    run_job(job, tmp_path)
+    rows_once(job, ROWS)
+    assert starts_of(tmp_path)[::2] == [4, 4]
+    assert verdicts(job) == ["taken back"]
+    run_job(job, tmp_path, *AGAIN)
+    assert starts_of(tmp_path) == [4]
+
+
+@pytest.mark.parametrize(
+    "engine", [{"adapt": "off"}, {"args": {"max-running-requests": 4}}, {"adapt": False}]
+)
+def test_what_the_job_says_stays(tmp_path: Path, engine: dict[str, Any]) -> None:
+    """A flag that it names is not touched, nor any flag where it wants none changed."""
+    job = slotted(tmp_path, 200, engine)
+    run_job(job, tmp_path)
+    assert starts_of(tmp_path) == [4]
+
+
+def test_replicas_follow_one_by_one(tmp_path: Path) -> None:
+    """One tries the step, beside the other; once it gains, the other one follows."""
+    job = slotted(tmp_path, 4 * ROWS, {"kind": "gateway", "replicas": 2})
+    run_job(job, tmp_path)
+    rows_once(job, 4 * ROWS)
+    assert {row["error"] for row in results_of(job)} == {None}
+    events = [told for told in report_of(job)["incidents"] if told["what"] in {"adapts", "adapted"}]
+    one, verdict, other = events[:3]
+    assert [one["what"], verdict["what"], other["what"]] == ["adapts", "adapted", "adapts"]
+    assert one["who"] == verdict["who"] != other["who"]
+    assert one["new"] == other["new"]

@@ -1,0 +1,162 @@
+"""When a server is started again with other flags, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchrunner.advise.situation import Situation
+from batchrunner.core.engine_info import Incident
+from batchrunner.core.timing import TIMING
+from batchrunner.engines.launched.fleet import FlagMemory
+from batchrunner.engines.logs.lines import ServerReady
+from batchrunner.engines.logs.reader import Facts
+from batchrunner.engines.logs.series import LoadSample, Series
+from batchrunner.runner.adapt import EXPECTED, WORTH, Adaptation
+
+TICK_S = 2.0
+START_S = 10.0
+
+
+@dataclass(eq=False)
+class Server:
+    """A server with as many places as its flags say, 4 without; `rate` is what it puts out with some."""
+
+    rate: Mapping[int, float]
+    name: str = "replica 0"
+    adapted: dict[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    up: bool = True
+    start_s: float = START_S
+    incidents: list[Incident] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    down_s: float = 0.0
+    window_s: float = 0.0
+    slow: float = 1.0
+
+    @property
+    def places(self) -> int:
+        return int(self.adapted.get("max-running-requests", 4))
+
+    @property
+    def speed(self) -> float:
+        return self.rate[self.places] * self.slow
+
+    def adapt(self, args: Mapping[str, Any], why: str) -> None:
+        self.adapted, self.up, self.down_s = dict(args), False, START_S
+        self.starts.append(self.places)
+
+    def keep(self) -> None:
+        pass
+
+    # it is its own watch
+    def begin(self) -> None:
+        self.window_s = 0.0
+
+    def take(self, _: Mapping[str, Any]) -> None:
+        self.down_s -= TICK_S
+        self.up = self.up or self.down_s <= 0
+        self.window_s += TICK_S * self.up
+
+    @property
+    def busy_s(self) -> float:
+        return self.window_s
+
+    @property
+    def situation(self) -> Situation:
+        load, most = Series(), self.places
+        for at in range(40):
+            load.add("one", LoadSample(float(at), min(most, 16), 99, min(most, 16) / 16, most))
+        arguments = {"max_running_requests": most, "schedule_conservativeness": 0.3}
+        return Situation(load, Series(), Facts(arguments=arguments, ready=ServerReady(9000, 8192, most, 99)))
+
+
+@dataclass
+class Watch:
+    """What is seen of a server; its log tells a rate."""
+
+    server: Server
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.server, "speed" if name == "rate" else name)
+
+
+def adaptation(directory: Path, *servers: Server, ends_at: float = 1e9) -> Adaptation:
+    watches: Any = {server: Watch(server) for server in servers}
+    return Adaptation(watches, FlagMemory(directory / "learned.json", []), ends_at)
+
+
+def run(it: Adaptation, ticks: int, left_s: float | None, **sample: Any) -> None:
+    usual = {"in_flight": 10, "rows_per_s": 10.0, "unsent": 999, "window": 20}
+    for _ in range(ticks):
+        it.take({**usual, "time": 0, "time_left_s": left_s, **sample})
+
+
+GAINS, LOSES = {4: 40.0, 16: 120.0}, {4: 40.0, 16: 30.0}
+LIFE_S = 1.0  # of a row, 10 in flight at 10 a second
+NEEDED_S = WORTH * (START_S + LIFE_S) / EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("left_s", "sample", "restarts"),
+    [
+        (NEEDED_S * 1.01, {}, True),
+        (NEEDED_S * 0.99, {}, False),
+        (None, {}, False),
+        (1e6, {"time": 1e9}, False),
+        (1e6, {"unsent": 20}, False),
+    ],
+)
+def test_a_step_has_to_pay(tmp_path: Path, left_s: float, sample: Any, *, restarts: bool) -> None:
+    """Three times the start and the drain, at a twentieth of the time left; never near the end."""
+    server = Server(GAINS)
+    run(adaptation(tmp_path, server), 100, left_s, **sample)
+    assert server.starts == ([16] if restarts else [])
+
+
+def test_what_was_measured_counts_the_next_time(tmp_path: Path) -> None:
+    """A step that gained threefold pays with far less time left; one that lost is not tried again."""
+    for rates, starts in ((GAINS, [16]), (LOSES, [])):
+        run(adaptation(tmp_path, Server(rates)), 100, 1e6)
+        again = Server(rates)
+        run(adaptation(tmp_path, again), 100, NEEDED_S / 10)
+        assert again.starts == starts
+        (tmp_path / "learned.json").unlink()
+
+
+def test_a_loss_is_taken_back(tmp_path: Path) -> None:
+    """Where the time left is worth it."""
+    server = Server(LOSES)
+    run(adaptation(tmp_path, server), 100, 1e6)
+    assert server.starts == [16, 4]
+
+
+def test_a_sign_has_to_last(tmp_path: Path) -> None:
+    """Nothing is restarted before a window of steady work."""
+    server = Server(GAINS)
+    run(adaptation(tmp_path, server), int(TIMING.adapt / TICK_S) - 1, 1e6)
+    assert not server.starts
+
+
+def test_replicas_are_compared_with_each_other(tmp_path: Path) -> None:
+    """What slows all of them down is no loss of the step; one at a time is restarted."""
+    servers = [Server(GAINS, f"replica {n}") for n in range(3)]
+    it, most_down = adaptation(tmp_path, *servers), 0
+    for _ in range(300):
+        run(it, 1, 1e6)
+        most_down = max(most_down, sum(not server.up for server in servers))
+        for server in servers if servers[0].starts else ():
+            server.slow = 0.2
+    assert [server.starts for server in servers] == [[16]] * 3
+    assert most_down == 1
+
+
+def test_named_flags_are_not_touched(tmp_path: Path) -> None:
+    """Under any of their names."""
+    server = Server(GAINS, fixed={"max-running-requests": 4})
+    run(adaptation(tmp_path, server), 100, 1e6)
+    assert not server.starts
