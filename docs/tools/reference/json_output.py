@@ -48,7 +48,7 @@ INCIDENTS = {
     "kind": "Where memory ran out; with `healed` only.",
     "old": "Arguments before; with `healed` and `adapts` only.",
     "new": "Arguments now; with `healed`, `recalled`, `adapts` and `adapted` only.",
-    "gain": "With `adapted` only: 0.1 is a tenth more output tokens a second; -1 where the server did not live.",
+    "gain": "With `adapted` only: 0.1 is a tenth more output tokens a second; -1 where the server died.",
 }
 STATUS = {
     "path": "Output path of the run.",
