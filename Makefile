@@ -88,6 +88,7 @@ bench-simulation: $(ENGINE) ## Simulated scheduler beside the real one
 bench-order: $(ENGINE) ## Prefix-aware order beside Engine.generate, real engine
 bench-advice: $(ENGINE) ## What a bad value of each flag costs, and whether advice names it
 bench-tune-simulated: .venv/.dev ## batchrun tune from five bad starts beside 60 random settings, simulated
+bench-ngrams: $(ENGINE) ## Tune's replay of answers beside SGLang's n-gram corpus
 bench-card: $(ENGINE) ## Default flags, advice and tuning on a GPU
 
 $(filter bench-%,$(TARGETS)): bench-%:

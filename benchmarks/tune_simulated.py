@@ -16,10 +16,12 @@ import asyncio
 import random
 import sys
 import time
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.engines.flags import CLIP
-from batchrunner.engines.simulation.replica import RowLengths, steady_work
+from batchrunner.engines.simulation.replica import WAITING, PassWork
+from batchrunner.engines.simulation.scheduler import DECAY_STEPS, Scheduler, SchedulerConfig, SimulatedRequest
 from batchrunner.tune.measurement import Incumbent
 from batchrunner.tune.search import Search, TrialRequest, margin_to_stop, trial_noise
 from batchrunner.tune.tuner import run_search
@@ -33,6 +35,8 @@ SEED = 29
 GOAL, GOAL_DROPPED = 0.95, 0.05
 NOISE = 0.03
 """Standard deviation of a trial's log speed."""
+GENERATIONS, FEWEST_ENDS = 2, 500
+"""Generations that the long run counts after one that warms up, and samples that end there at least."""
 RANDOM = 60
 ROWS = 6000
 POOL_TOKENS = 60_000
@@ -74,10 +78,34 @@ def lab(rows: list[tuple[int, int, int]], noise: float = 0.0, seed: int = 1) -> 
     return Lab(rows, pool_tokens=POOL_TOKENS, max_running=256, cost=TINY_CPU, noise=noise, seed=seed)
 
 
+def steady_work(config: SchedulerConfig, rows: list[tuple[int, int, int]]) -> PassWork:
+    """Return the work of steady time, with the rows sent again and again.
+
+    It begins once a generation has ended and the scheduler's new-token ratio has had the passes to fall.
+    """
+    scheduler = Scheduler(config)
+    coming = cycle(rows)
+    work = PassWork()
+    peak = ended = 0
+    end: int | None = None
+    while end is None or ended < end:
+        while scheduler.queue < WAITING:
+            scheduler.submit(SimulatedRequest(*next(coming)))
+        before = scheduler.generated_tokens
+        step = scheduler.step()
+        assert step is not None, "samples wait"
+        ended += len(step.finished)
+        peak = max(peak, scheduler.running)
+        if end is not None:
+            work = work.plus(step, scheduler.generated_tokens - before)
+        elif ended >= peak > 0 and scheduler.prefill_passes + scheduler.decode_passes >= DECAY_STEPS:
+            end = ended + max(GENERATIONS * peak, FEWEST_ENDS)
+    return work
+
+
 def true_speed(rows: list[tuple[int, int, int]], args: Args) -> float:
     """Return output tokens per second in the long run."""
-    lengths = [RowLengths(prompt, 0, output, asked) for prompt, output, asked in rows]
-    work = steady_work(lab(rows).config(args), lengths)
+    work = steady_work(lab(rows).config(args), rows)
     return work.tokens / TINY_CPU.work_s(work)
 
 

@@ -115,7 +115,8 @@ CONTEXTS = (8, 4, 3, 2, 1)
 """Words before a place by which what followed them before is found, the longest first."""
 DRAFT = 11
 """Most words that a decode step tries: SGLang's default of `--speculative-num-draft-tokens`, less its own."""
-_WORD = re.compile(r"\w+|\W")
+WORD = re.compile(r"\s?\w+|\s?[^\w\s]|\s")
+"""About a token: a space belongs to the word after it."""
 
 
 def words_a_step(answers: Iterable[str]) -> float:
@@ -127,7 +128,7 @@ def words_a_step(answers: Iterable[str]) -> float:
     followed: dict[tuple[str, ...], str] = {}
     put_out = steps = 0
     for answer in answers:
-        words = _WORD.findall(answer)[:MOST_WORDS]
+        words = WORD.findall(answer)[:MOST_WORDS]
         put_out += len(words)
         at = 0
         while at < len(words):

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from batchrunner.engines.device import Gpu
 from batchrunner.engines.flag_table import FLAGS
 from batchrunner.engines.flags import CLIP, Flags, arguments_in, command_line, numbers_in, variables_in
 from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.reader import Facts
+from batchrunner.job.load import load_job
 from batchrunner.tune.measurement import TrialResult, TrialSigns
 from batchrunner.tune.search import Search
-from batchrunner.tune.space import Args
+from batchrunner.tune.space import Args, machine_for
 from batchrunner.tune.space import candidates as candidates_of
+from batchrunner.tune.tuner import engine_to_tune
+from tests.conftest import job_of
 from tests.support.tuning_lab import CARD, CPU, ROWS, Lab, tuned
 
 BUSY = TrialSigns(running=30, max_running=256, queue=100, empty_share=0, usage=0.5)
@@ -212,3 +217,33 @@ def test_arguments_and_variables_go_their_own_ways() -> None:
     assert command_line(args) == f"{CLIP}=256 --max-running-requests 8 --enable-metrics"
     assert numbers_in({CLIP: "256", "HF_HUB_OFFLINE": "1"}) == {CLIP: 256}
     assert numbers_in({CLIP: "many"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ({"kind": "server"}, (4, 1, False)),
+        ({"kind": "server", "tp": 2}, (4, 1, True)),
+        ({"kind": "gateway"}, (4, 4, False)),
+        ({"kind": "gateway", "tp": 2}, (4, 2, True)),
+        ({"kind": "gateway", "replicas": 2}, (2, 2, False)),
+        ({"kind": "gateway", "args": {"tp-size": 2}, "env": {"CUDA_VISIBLE_DEVICES": "0,1"}}, (2, 1, False)),
+        ({"kind": "gateway", "device": "cpu"}, (1, 1, False)),
+    ],
+)
+def test_the_gpus_that_a_job_may_take(
+    engine: dict[str, Any], expected: tuple[int, int, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that are visible, unless it says how many replicas it has."""
+    visible = engine.get("env", {}).get("CUDA_VISIBLE_DEVICES", "0,1,2,3").split(",")
+    for name, answer in {
+        "on_cpu": lambda device: device == "cpu",
+        "cards": lambda: [Gpu("NVIDIA H100", 80 << 30)] * 4,
+        "gpus": lambda _: visible,
+        "installed": lambda *_: Flags(),
+    }.items():
+        monkeypatch.setattr(f"batchrunner.tune.space.{name}", answer)
+    monkeypatch.setattr("batchrunner.engines.model_files.cards", list)
+    job = load_job(job_of(tmp_path, {"model": "org/name", **engine}))
+    machine = machine_for(job, engine_to_tune(job))
+    assert (machine.cards, machine.replicas, machine.says_tp) == expected

@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from itertools import cycle
 from typing import NamedTuple
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.engines.simulation.scheduler import (
-    DECAY_STEPS,
     Scheduler,
     SchedulerConfig,
     SimulatedRequest,
@@ -16,23 +14,6 @@ from batchrunner.engines.simulation.scheduler import (
 
 WAITING = 50
 """Samples that wait behind those that run."""
-GENERATIONS = 2
-"""Generations that are counted, after one that warms up; a generation is as many samples as run at once."""
-FEWEST_ENDS = 500
-"""Samples that end in steady time at least: fewer are too few lengths to stand for all."""
-
-
-class RowLengths(NamedTuple):
-    """A row as the scheduler sees it, in tokens."""
-
-    prompt: int
-    cached: int
-    """Tokens of the prompt that the cache had."""
-    output: int
-    asked: int
-    """`max_new_tokens`."""
-    fixed: bool = False
-    """Whether it ignores the end of the text (`ignore_eos`)."""
 
 
 class PassWork(NamedTuple):
@@ -60,35 +41,6 @@ class PassWork(NamedTuple):
             self.prefills + (step.steps if step.kind == "prefill" else 0),
             self.tokens + tokens,
         )
-
-
-def steady_work(config: SchedulerConfig, rows: Sequence[RowLengths]) -> PassWork:
-    """Return the work of steady time, with the rows sent again and again.
-
-    It begins once a generation has ended and the scheduler's new-token ratio has had the passes to fall.
-    Raises ValueError where a row does not fit into the pool.
-    """
-    scheduler = Scheduler(config)
-    coming = cycle(rows)
-    work = PassWork()
-    peak = ended = 0
-    end: int | None = None
-    while end is None or ended < end:
-        while scheduler.queue < WAITING:
-            row = next(coming)
-            prefix = (("shared", row.cached),) if row.cached else ()
-            sample = SimulatedRequest(row.prompt, row.output, row.asked, ignore_eos=row.fixed, prefix=prefix)
-            scheduler.submit(sample)
-        before = scheduler.generated_tokens
-        step = scheduler.step()
-        assert step is not None, "samples wait"
-        ended += len(step.finished)
-        peak = max(peak, scheduler.running)
-        if end is not None:
-            work = work.plus(step, scheduler.generated_tokens - before)
-        elif ended >= peak > 0 and scheduler.prefill_passes + scheduler.decode_passes >= DECAY_STEPS:
-            end = ended + max(GENERATIONS * peak, FEWEST_ENDS)
-    return work
 
 
 PARTS = 5
