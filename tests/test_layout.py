@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 19_100,
     "output": 24_500,
     "input": 36_200,
-    "engines": 45_700,
+    "engines": 45_500,
     "advise": 12_300,
     "report": 10_900,
     "dispatch": 28_900,
