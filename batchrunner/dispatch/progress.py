@@ -49,27 +49,36 @@ class Rates:
 
 
 class TimeLeft:
-    """The time that the rows of an attempt still take, by the pace of those that ended last."""
+    """The time that the rows of an attempt still take, by the pace of those that ended last.
 
-    def __init__(self, now: float) -> None:
-        """No row has ended yet."""
+    Until enough have ended it is that of an estimate, where there is one.
+    """
+
+    def __init__(self, now: float, row_s: float | None = None) -> None:
+        """No row has ended yet; an estimate said that one takes `row_s` seconds."""
         self._rows = self._seconds = 0.0  # the older a row, the less it counts
-        self._done, self._ended = 0, now
+        self._done, self._began, self._ended = 0, now, now
+        self._expected_s, self._trust = row_s or 0.0, 1.0 if row_s else 0.0
 
     def update(self, now: float, done: int, in_flight: int, left: int) -> float | None:
         """Take the rows that ended so far; return the seconds until those that are left have ended.
 
-        It is None before as many rows ended as are in flight: the first to end are the quick ones. It counts
-        down until a row ends, however rarely rows do, and is None once one is overdue.
+        Without an estimate it is None before as many rows ended as are in flight: the first to end are the
+        quick ones. It counts down until a row ends, however rarely rows do, and is None once one is overdue.
         """
         if ended := done - self._done:
             kept = 0.5 ** (ended / max(PACE_ROWS, PACE_ROUNDS * in_flight))
             self._rows = self._rows * kept + ended
             self._seconds = self._seconds * kept + now - self._ended
             self._done, self._ended = done, now
-        if done < max(1, in_flight):
+            self._trust *= kept
+        if done >= max(1, in_flight):
+            row_s = self._trust * self._expected_s + (1 - self._trust) * self._seconds / self._rows
+            left_s = left * row_s - (now - self._ended)
+        elif self._trust:
+            left_s = (done + left) * self._expected_s - (now - self._began)
+        else:
             return None
-        left_s = left * self._seconds / self._rows - (now - self._ended)
         return round(left_s, 1) if left_s >= 0 else None
 
 
@@ -210,12 +219,14 @@ class AttemptProgress:
     """Task of the job."""
     rollouts: Rollouts | None = None
     """Its rollouts; None where rows are requests."""
+    row_s: float | None = None
+    """Seconds that a row takes by an estimate of the run."""
 
     def __post_init__(self) -> None:
         """Count nothing yet."""
         self.load = LoadSummary(self._concurrency, self._slots)
         self._rates = Rates(self.began, counts=6)
-        self._time_left = TimeLeft(self.began)
+        self._time_left = TimeLeft(self.began, self.row_s)
         self._token_rates = defaultdict[str, Rates](lambda: Rates(self.began, counts=1))  # by route
         self.incidents: list[dict[str, Any]] = []
         """Deaths, hangs and healing of the engine's servers, for report.json."""

@@ -67,7 +67,7 @@ SCHEDULER_FLAGS = {
 
 
 class KeptSample(msgspec.Struct):
-    """What the sample told: the content of estimate.json, beside the result."""
+    """What the sample told: the content of estimate.json."""
 
     engine: dict[str, Any]
     """The job's engine without what a forecast may change."""
@@ -79,6 +79,8 @@ class KeptSample(msgspec.Struct):
     """Seconds of a start beside the sending."""
     info: EngineInfo
     attempts: list[Attempt] = []
+    row_s: float | None = None
+    """Seconds of a row in the run that follows, for the time that is left."""
 
     @property
     def rows(self) -> set[int]:
@@ -184,7 +186,7 @@ class SampledAnswers:
         self._answers.discourage(why)
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class SampledEngine:
     """An engine that notes when which answer came, and what it took."""
 
@@ -397,7 +399,9 @@ async def _estimate(prepared: PreparedJob, asked: Asked) -> Estimate:
             if told.seconds.high - told.seconds.low <= NARROW * told.seconds.median:
                 break
     assert told is not None
-    write_json(run_dir.path / ESTIMATE, {**msgspec.to_builtins(sample), "result": told.as_dict()})
+    if asked.replicas is None and asked.workers == 1:
+        sample.row_s = (told.seconds.median - sample.start_s) / max(told.rows_to_do, 1)
+        write_json(run_dir.path / ESTIMATE, msgspec.to_builtins(sample))
     return told
 
 

@@ -18,9 +18,10 @@ from typing import NamedTuple
 from batchrunner.engines.simulation.replica import WAITING, CostModel, PassWork, fit_spans
 from batchrunner.engines.simulation.scheduler import Scheduler, SchedulerConfig, SimulatedRequest
 
-MOST_SIMULATED = 40_000
-"""Rows of a scheduler that are simulated at most; the steady part of a larger job is longer."""
-MOST_SPANS = 48
+MOST_SIMULATED, FEW_SIMULATED = 20_000, 5_000
+"""Rows of a scheduler that are simulated at most, as the steady part of a larger job is longer; and to see
+what other output lengths would change."""
+MOST_SPANS = 24
 """Stretches of passes that costs are fitted to."""
 BIN_ROWS = 12
 """Rows of the sample in a bin of like rows at least."""
@@ -31,6 +32,8 @@ BETWEEN_RUNS = 0.02
 """Deviation of pass times from one time to another on the same machine, as a share, at the least."""
 TAIL = 1.645
 """Deviations from the middle to either end of a 90 % interval."""
+LEAST_S = 1e-6
+"""Seconds that rows take at least: an engine of tests may answer at once."""
 POOL_FULL = 0.85
 """Share of the KV pool in use from which it is what limits, where rows wait and slots are free."""
 
@@ -293,16 +296,18 @@ def forecast(
     lengths, cost = LengthModel(attempts, rows), cost_of(spans)
     share = max(1, round(total / setting.schedulers / setting.workers))
     count = min(share, MOST_SIMULATED)
-    chosen = [rows[at * len(rows) // count % len(rows)] for at in range(count)]
-    factors = [1.0, *(math.exp(sign * TAIL * lengths.deviation) for sign in (-1, 1))]
-    parts = [job_work(setting, lengths.draw(chosen, factor), count) for factor in factors]
-    works = [part.of(share, count) for part in parts]
-    times = [cost.work_s(work) for work in works]
-    if not times[0]:
-        times = [1e-3] * 3
-    by_length = math.log(times[2] / times[1]) / (2 * TAIL)
+
+    def work_of(count: int, deviations: float = 0.0) -> JobWork:
+        chosen = [rows[at * len(rows) // count] for at in range(count)]
+        factor = math.exp(deviations * lengths.deviation)
+        return job_work(setting, lengths.draw(chosen, factor), count)
+
+    whole, (less, more) = work_of(count), [work_of(min(count, FEW_SIMULATED), at).all for at in (-TAIL, TAIL)]
+    work = whole.of(share, count)
+    seconds = max(cost.work_s(work), LEAST_S)
+    by_length = math.log(max(cost.work_s(more), LEAST_S) / max(cost.work_s(less), LEAST_S)) / (2 * TAIL)
     folds = [
-        cost_of([span for at, span in enumerate(spans) if at % FOLDS != fold]).work_s(works[0]) / times[0]
+        cost_of([span for at, span in enumerate(spans) if at % FOLDS != fold]).work_s(work) / seconds
         for fold in range(FOLDS)
         if len(spans) > FOLDS
     ]
@@ -310,12 +315,12 @@ def forecast(
     by_cost = math.hypot(by_cost, BETWEEN_RUNS)
     client = client_s * total / setting.workers
     return SendingForecast(
-        _around(max(times[0], client), math.hypot(by_length, by_cost)),
+        _around(max(seconds, client), math.hypot(by_length, by_cost)),
         _around(lengths.mean * total, lengths.deviation),
         fmean(row.prompt for row in rows) * total,
         fmean(row.cached for row in rows) * total,
-        works[0].passes,
-        "client" if client > times[0] else _limit(cost, works[0], parts[0].pool_share),
+        work.passes,
+        "client" if client > seconds else _limit(cost, work, whole.pool_share),
         tuple(
             f"{what}: ±{100 * math.expm1(TAIL * part):.0f} %"
             for part, what in sorted([(by_length, "output lengths"), (by_cost, "pass times")], reverse=True)

@@ -42,7 +42,7 @@ from batchrunner.output.files import refresh_listing, writing
 from batchrunner.output.liveness import engine_starting
 from batchrunner.output.parts import recover
 from batchrunner.output.resume import DoneRows, done_by_all, drop_failed, read_done
-from batchrunner.output.run_dir import MAIN_TASK, SEGMENT, RunDir
+from batchrunner.output.run_dir import ESTIMATE, MAIN_TASK, SEGMENT, RunDir
 from batchrunner.output.run_json import (
     read_run_json,
     without_secrets,
@@ -465,9 +465,10 @@ class Run:
         if job.prompt.rollout is not None:
             with writing(run_dir.path):
                 self.turns = await asyncio.to_thread(self._open_turns, writer)
+        expected = {} if self._only is not None or prepared.joins else read_json(run_dir.path / ESTIMATE)
         sending = Sending(
             job, rows, engine, load_control, prepared.answers, writer, self.counts, events, self.control,
-            self.displays, began, prepared.functions, self.done, self.turns,
+            self.displays, began, prepared.functions, self.done, self.turns, expected.get("row_s"),
         )  # fmt: skip
         window = sum(load_control.concurrency.windows.values())
         todo = f"{rows.unread:,} rows to do, {rows_done:,} done before"

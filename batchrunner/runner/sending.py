@@ -242,6 +242,8 @@ class Sending:
     """Rows of earlier attempts."""
     _turns: TurnStore | None = None
     """Where turns of rollouts are stored; None where nothing is."""
+    _row_s: float | None = None
+    """Seconds that a row takes by an estimate of the run."""
     adaptation: Adaptation | None = None
     """What changes the servers' flags, where they may change."""
     _loads: Sequence[SchedulerLoad] = ()
@@ -291,7 +293,7 @@ class Sending:
         self._run = SendingRun(slots, self._backlog, events)
         self.progress = AttemptProgress(
             rows, self._done, self._counts, slots, concurrency, self._backlog, self.bundles, engine, events,
-            began=self._began, task=job.task, rollouts=self.rollouts,
+            began=self._began, task=job.task, rollouts=self.rollouts, row_s=self._row_s,
         )  # fmt: skip
         self._dispatcher = Dispatcher(
             self._backlog, slots, senders, checker, self.reorderer, concurrency, self._load_control, events,

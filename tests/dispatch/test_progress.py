@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
+
 from batchrunner.dispatch.progress import TimeLeft
 
 
@@ -29,3 +31,13 @@ def test_nothing_is_told_that_is_not_known() -> None:
     assert time_left.update(20.0, 30, 10, 10) is not None
     assert time_left.update(90.0, 30, 10, 10) is None
     assert time_left.update(91.0, 40, 0, 0) == 0.0
+
+
+def test_an_estimate_tells_the_time_left_at_once() -> None:
+    """From the first second it is what was estimated, and then what rows show, also where that differs."""
+    time_left = TimeLeft(0.0, row_s=2.0)
+    assert time_left.update(1.0, 0, 40, 1000) == 1999.0
+    assert time_left.update(30.0, 4, 40, 996) == 1970.0
+    told = [time_left.update(30.0 + 3.0 * done, 4 + done, 40, 996 - done) for done in range(1, 400)]
+    assert all(left_s is not None for left_s in told)
+    assert told[-1] == pytest.approx(3.0 * 597, rel=0.1)

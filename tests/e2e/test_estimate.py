@@ -10,6 +10,7 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import JobError
+from batchrunner.output.events import read_events
 from tests.conftest import batchrun, job_of, report_of, results_of, write_job, write_rows
 from tests.support.fake_sglang import FakeSGLang
 
@@ -49,6 +50,10 @@ def test_the_sample_tells_the_rest_and_is_not_sent_again(tmp_path: Path) -> None
 
     assert batchrun(path).exit_code == 0
     report = report_of(job)
+    early = [
+        each for each in read_events(Path(job["output"]["path"]) / "events.jsonl") if "in_flight" in each
+    ]
+    assert any(each["time_left_s"] and each["rows_done"] < len(sampled) + 32 for each in early)
     assert report["rows_ok"] == len({row["row"] for row in results_of(job)}) == 1000
     assert first["seconds"]["low"] / LOOSE < report["wall_s"] < first["seconds"]["high"] * LOOSE
     left = [row["completion_tokens"] for row in results_of(job) if row["row"] not in rows]
