@@ -43,8 +43,8 @@ LOCAL = {"localhost", "127.0.0.1", "::1"}
 """Addresses at which the server needs no key."""
 BLOCK_BYTES, MOST_FIELD_BYTES = 1 << 20, 1 << 16
 """Bytes of an upload that are in memory, and most bytes of one of its fields."""
-MOST_USED = 0.9
-"""Share of the disk above which no file is taken: results need room too."""
+FREE_SHARE, FREE_BYTES = 0.05, 10_000_000_000
+"""Share of the disk, or bytes where that is less, that uploads leave free: results need room too."""
 JOBS = (".yaml", ".yml", ".json")
 """Endings of a job file, whose engine is meant."""
 STAGES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -274,8 +274,8 @@ class Api:
     def _write(self, content: IO[bytes], block: bytes) -> None:
         """Write a part of an upload, unless the disk is nearly full."""
         disk = shutil.disk_usage(content.name)
-        if disk.free < (1 - MOST_USED) * disk.total:
-            raise ApiError(413, f"The disk is {MOST_USED:.0%} full: delete files.", "file", "disk_full")
+        if disk.free < min(FREE_SHARE * disk.total, FREE_BYTES):
+            raise ApiError(413, "The disk is nearly full: delete files.", "file", "disk_full")
         content.write(block)
 
     async def _files(self, request: web.Request) -> Record:

@@ -8,6 +8,7 @@ Names on the disk are made here. What clients call a file or a batch is only loo
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import shutil
 import time
@@ -16,6 +17,8 @@ from typing import Any, TypeAlias
 
 from batchrunner.core.files import read_json
 from batchrunner.output.files import make_directory, write_json
+
+log = logging.getLogger(__name__)
 
 Record: TypeAlias = dict[str, Any]
 """A file or a batch, with the keys of OpenAI's API."""
@@ -89,6 +92,7 @@ class State:
             await asyncio.to_thread(make_directory, path.parent)
             await asyncio.to_thread(write_json, path, {**batch})
         self.batches[batch["id"]] = batch
+        log.info("%s: %s %s", batch["id"], batch["status"], batch["request_counts"])
 
     def drop_run(self, batch: str) -> None:
         """Delete the run of a batch, whose results are files."""
