@@ -22,6 +22,10 @@ from batchrunner.output.events import EventLog
 log = logging.getLogger(__name__)
 
 
+SPARE = 16
+"""Slots that a run may have beyond its rows that are ready: what it does not use no other run can."""
+
+
 def fair_shares(whole: int, wanted: Sequence[int]) -> list[int]:
     """Divide slots among runs, the oldest first: as equally as what each wants allows.
 
@@ -106,11 +110,11 @@ class LoadControl:
     def _apply(self, changes: Iterable[Decision | CornerChange]) -> None:
         """Resize the slots: together the runs have no more requests in flight than a window allows."""
         changes = [*changes]
-        unsent = [run.backlog.unsent for run in self._runs]
+        ready = [min(run.backlog.unsent, run.backlog.ready + SPARE) for run in self._runs]
         for route, window in self.concurrency.windows.items():
             in_flight = [run.slots.in_flight_on(route) for run in self._runs]
             free = max(0, window - sum(in_flight))
-            parts = fair_shares(window, [*map(operator.add, in_flight, unsent)])
+            parts = fair_shares(window, [*map(operator.add, in_flight, ready)])
             for run, part, taken in zip(self._runs, parts, in_flight, strict=True):
                 granted = min(part, taken + free)
                 free -= max(0, granted - taken)

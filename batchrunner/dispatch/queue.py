@@ -475,6 +475,11 @@ class Backlog:
         return max(0, to_come + self._unended - self._slots.in_flight)
 
     @property
+    def ready(self) -> int:
+        """Rows in the dispatch queue."""
+        return len(self._queue)
+
+    @property
     def is_over(self) -> bool:
         """Whether the dispatcher has nothing left to send."""
         return self.is_stopping or (self._all_read and self._unended == 0)

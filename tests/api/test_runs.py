@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -267,6 +267,31 @@ async def test_runs_at_once_share_the_engine(tmp_path: Path) -> None:
     ]
     assert (min(windows[0]), max(windows[0])) == (20, 40)  # all of it while it is alone
     assert max(windows[1][1:]) <= 20
+
+
+async def test_who_has_few_rows_leaves_slots_to_others(tmp_path: Path) -> None:
+    """Rows that come slowly, and nobody knows how many, do not hold half of the engine."""
+    slow = {"kind": "simulated", "step_s": 0.01, "max_running": 40}
+    job = job_of(tmp_path, slow, rows=300, sampling={"max_new_tokens": 30})
+
+    async def slowly() -> AsyncIterator[dict[str, str]]:
+        while True:
+            yield {"text": "a"}
+            await asyncio.sleep(0.05)
+
+    async def listen() -> None:
+        async for _ in batchrunner.stream(slowly(), engine=engine, sampling={"max_new_tokens": 5}):
+            pass
+
+    with batchrunner.open_engine(slow) as engine:
+        listening = asyncio.ensure_future(listen())
+        await asyncio.sleep(0.5)
+        assert (await batchrunner.arun(job, engine=engine)).rows_ok == 300
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+    samples = samples_of(tmp_path / "run")[3:]
+    shares = [sample["window"] / sample["signals"][0]["window"] for sample in samples]
+    assert sorted(shares)[len(shares) // 2] > 0.7
 
 
 def samples_of(run: Path) -> list[dict[str, Any]]:
