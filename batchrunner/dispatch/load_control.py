@@ -22,7 +22,7 @@ from batchrunner.output.events import EventLog
 log = logging.getLogger(__name__)
 
 
-SPARE = 16
+SPARE = 8
 """Slots that a run may have beyond its rows that are ready: what it does not use no other run can."""
 
 
