@@ -200,10 +200,10 @@ class TrialRunner:
         try:
             report = await execute(self._job_into(out), engine=meter, info=info, control=control)
             failed = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
-            if report.exit_code == EXIT_STOPPED and meter.end is None:
-                raise BatchrunError(f"the sample could not be sent: {report.reason}")
             if report.failures and not report.rows_ok:
                 meter.stop(("measured", f"all rows failed, such as with: {report.failures[0]['example']}"))
+            if report.exit_code == EXIT_STOPPED and meter.end is None:
+                raise BatchrunError(f"the sample could not be sent: {report.reason}")
         except EngineLostError as failure:
             meter.stop(("died", str(failure)))
             failed = 0.0

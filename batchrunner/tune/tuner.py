@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -31,7 +31,7 @@ from batchrunner.output.run_json import fingerprint
 from batchrunner.output.task_lock import hold_task
 from batchrunner.report.report import duration
 from batchrunner.runner.prepare import PreparedJob, prepare
-from batchrunner.tune.measurement import TrialResult
+from batchrunner.tune.measurement import TrialResult, TrialSigns
 from batchrunner.tune.sample import write_sample
 from batchrunner.tune.search import FlagSetting, Search, TrialRequest, changes, key_of
 from batchrunner.tune.space import Args, Machine, machine_for
@@ -84,7 +84,7 @@ class TuningSummary:
         block = {name: found for name, found in (("args", self.args), ("env", self.env)) if found}
         block = self.layout | block
         if not block:
-            return [*lines, "the job's own flags are the fastest that were found"]
+            return [*lines, "the job's own flags stay: nothing was faster by more than the noise"]
         gain = self.best_tokens_per_s / self.own_tokens_per_s
         speeds = f"{self.own_tokens_per_s:,.0f} -> {self.best_tokens_per_s:,.0f} output tok/s"
         lines.append(f"{gain:.2f} x as fast as the job's own flags ({speeds}) with")
@@ -196,6 +196,7 @@ def _search(
         "job": [job.order, job.dedupe, job.window, job.tokenize, job.queue],
         "engine": [engine.args, engine.env, machine.flags.version],
         "machine": [machine.cpu, machine.card, machine.card_gb],
+        "signs": [sign.name for sign in fields(TrialSigns)],  # results of other versions do not count
     }
     own = {**engine.args, **numbers_in(engine.env)}
     history = TrialHistory(directory / "trials.jsonl", hashlib.sha256(key_of(facts)).hexdigest(), own)

@@ -102,12 +102,16 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("short_trials")
-def test_rows_that_all_fail(tmp_path: Path) -> None:
-    """Where the engine refuses each row there is no speed: one line says so, with what the engine said."""
+@pytest.mark.parametrize("rows", [40, 1500])
+def test_rows_that_all_fail(tmp_path: Path, rows: int) -> None:
+    """Where the engine refuses each row there is no speed: one line says so, with what the engine said.
+
+    Many rows are not waited for: the run of the trial gives up.
+    """
     said = "self.reply(400, {\"message\": f\"temperature {body['sampling_params'].get('temperature')}\"})"
     script = LIMITED.replace('self.answer("to " + body["text"])', said)
     engine = launchable(tmp_path, script, ROOM="20") | {"args": {"max-running-requests": 2}}
-    job = job_of(tmp_path, engine, rows=40, accept={"regex": "x"}, sampling={"temperature": 0.25})
+    job = job_of(tmp_path, engine, rows=rows, accept={"regex": "x"}, sampling={"temperature": 0.25})
     result = batchrun("tune", write_job(job, tmp_path))
     assert result.exit_code == 2, result.stdout
     assert "the job's own flags cannot be measured: all rows failed, such as with: " in result.stderr
