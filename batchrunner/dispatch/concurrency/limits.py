@@ -48,8 +48,6 @@ class KnownScheduler:
 
 HALF_LIFE_S = 60.0
 """Half-life of the recent rows, in seconds: rows of one length end in waves as long as one of them takes."""
-PRIOR_ROWS = 10.0
-"""Rows that each route is assumed to have ended at the start, when all count as equally fast."""
 LEAST_ROWS = 1e-3
 """Fewest recent rows of a route: after a long silence all routes have so many, and are equal."""
 
@@ -62,8 +60,9 @@ class RouteEnds:
     output_tokens: int = 0
     retractions: int = 0
     """Times that these rows were retracted."""
-    recent: float = PRIOR_ROWS
-    """Rows that ended lately: see `shares`."""
+    recent: float = 0.0
+    """Rows that ended lately: see `shares`. At first it is the first window, so that all routes count as
+    about equally fast until a wave of rows has ended."""
     counted: int = 0
     """Rows that `recent` has taken in."""
 
@@ -224,7 +223,7 @@ class ConcurrencyLimits:
         controller = Controller(name, window, band, most=self.most, now=now)
         self.known[name] = KnownScheduler(name, load.route, controller, heard_at=now)
         self._on_route[load.route].append(self.known[name])
-        self.ends.setdefault(load.route, RouteEnds())
+        self.ends.setdefault(load.route, RouteEnds()).recent += controller.window
         why = f"{why}; #queue-req {band.low:,}-{band.high:,} ({band.why})"
         return Decision(name, 0, controller.window, controller.state, why)
 

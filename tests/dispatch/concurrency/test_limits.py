@@ -13,7 +13,6 @@ from batchrunner.core.types import Completion
 from batchrunner.dispatch.bundles import ForwardPasses
 from batchrunner.dispatch.concurrency.law import Decision
 from batchrunner.dispatch.concurrency.limits import (
-    PRIOR_ROWS,
     ConcurrencyLimits,
     RouteEnds,
     shares,
@@ -43,18 +42,30 @@ def test_no_row_is_kept_back(left: int, ended: list[str], silent: set[str], late
 
 def test_shares_follow_the_speed() -> None:
     """A replica ten times as fast gets ten times as much; one that slows down gets less by and by."""
-    fast, slow = RouteEnds(), RouteEnds()
+    fast, slow = RouteEnds(recent=10), RouteEnds(recent=10)
     routes = {"fast": fast, "slow": slow}
     assert shares(routes, 1000, 0.0) == {"fast": 500, "slow": 500}
-    fast.rows += round(100 * PRIOR_ROWS)
-    slow.rows += round(9 * PRIOR_ROWS)
+    fast.rows += 1000
+    slow.rows += 90
     assert shares(routes, 1000, 1.0)["fast"] > 890
-    slow.rows += round(100 * PRIOR_ROWS)
+    slow.rows += 1000
     assert 430 < shares(routes, 1000, 120.0)["fast"] < 570
 
 
 def signal(route: str, queue: int) -> SchedulerLoad:
     return SchedulerLoad(route, "loads", 256, queue, 0.5, 1000, 2000, 256, route, None)
+
+
+def test_the_first_wave_says_nothing_of_the_speed() -> None:
+    """Rows of one length end together: the route that is a second ahead with them is no faster."""
+    info = EngineInfo(kind="attach", model="m", routes=("a", "b"))
+    admission = ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
+    admission.begin([signal("a", 0), signal("b", 0)], 0.0, unsent=960)
+    windows = admission.windows
+    for _ in range(50):
+        admission.ended("a", None)
+    admission.observe([signal("a", 100), signal("b", 100)], windows, 1.0, unsent=910 - sum(windows.values()))
+    assert admission.windows["b"] >= windows["b"]
 
 
 def test_a_long_queue_gets_none_of_the_last_rows() -> None:
