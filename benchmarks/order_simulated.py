@@ -31,7 +31,7 @@ from batchrunner.core.types import Request, RowRef
 from batchrunner.dispatch.queue import PendingRow
 from batchrunner.dispatch.reorder import OutputLengths, PrimeTask, Reorderer, ReuseDistance
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
-from batchrunner.input.order import decide, stretches
+from batchrunner.input.order import STRETCH_BYTES, decide, stretches
 from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet, answer_of
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
@@ -101,6 +101,7 @@ WORKLOADS: dict[str, Callable[[random.Random, int], list[Row]]] = {
     "nested": lambda made, rows: nested(made, (20, rows // 160, 8), (500, 1500, 1000, 60), outputs=50),
     "pairs of texts": lambda made, rows: paired(made, isqrt(rows), 400, outputs=40),
     "growing traces": lambda made, rows: conversations(made, rows // 20, 40, 150, outputs=60),
+    "long traces": lambda made, rows: conversations(made, rows // 60, 120, 150, outputs=30),
     "skewed prefixes": lambda made, rows: skewed(made, rows, 12, 60, outputs=40),
     "unrelated": lambda made, rows: unrelated(
         (lognormal(made, 220, 350), lognormal(made, 200, 200)) for _ in range(rows)
@@ -126,10 +127,18 @@ def planned(rows: list[Row]) -> list[Row]:
     count = len(rows)
     ends = [*range(BATCH_ROWS, count, BATCH_ROWS), count]
     sample = [
-        [text_of(rows[row]).encode() for row in stretch]
+        _cut(text_of(rows[row]).encode() for row in stretch)
         for stretch in stretches(BitMap64(range(count)), ends)
     ]
     return sorted(rows) if decide(sample, count).order == "prefix" else rows
+
+
+def _cut(prompts: Iterator[bytes]) -> list[bytes]:
+    """Return the prompts of a stretch, which ends after STRETCH_BYTES."""
+    found: list[bytes] = []
+    while sum(map(len, found)) < STRETCH_BYTES and (batch := list(itertools.islice(prompts, BATCH_ROWS))):
+        found += batch
+    return found
 
 
 @dataclass(slots=True, eq=False)

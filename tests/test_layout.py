@@ -107,7 +107,7 @@ MOST_TOKENS = {
     "engines": 45_500,
     "advise": 12_300,
     "report": 10_900,
-    "dispatch": 29_000,
+    "dispatch": 29_100,
     "runner": 27_400,
     "forecast": 6_500,
     "tune": 10_900,

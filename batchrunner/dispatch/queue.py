@@ -73,6 +73,8 @@ class PendingRow(msgspec.Struct, eq=False):
     """Prompt tokens (estimated) that the engine computes if the shared prefix is cached."""
     sent_clock: float = 0.0
     """Sum of `new_tokens` over all rows sent so far, this one included."""
+    used_clock: float = 0.0
+    """The same, when the row or one of its followers was sent last."""
     longest_output: float = 0.0
     """Expected output tokens of the row or of its longest follower; 0 where lengths do not matter."""
     group: PendingRow | None = None

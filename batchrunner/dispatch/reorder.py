@@ -96,8 +96,9 @@ PASS_TOKENS = 8192
 """Prefill tokens of one pass, for an engine that does not say: SGLang's chunk on GPUs of 80 GB."""
 PASSES = 1.1
 """Initial reuse distance in prefill passes: above 1 because token counts are estimated."""
-POOL_SHARE, MOST_POOL_SHARE = 0.2, 0.4
-"""Largest initial and largest later distance, as a share of the KV pool."""
+POOL_SHARE, MOST_POOL_SHARE = 0.15, 0.3
+"""Largest initial and largest later distance, as a share of the KV pool. What was used within the largest is
+still cached."""
 LEAST_PASSES = 1 / 8
 """Smallest distance, in prefill passes."""
 MOST_BYTES_A_TOKEN = 6
@@ -161,12 +162,19 @@ class ReuseDistance:
         """Advance the clock by the prompt tokens of a row that goes to the dispatch queue now."""
         row.new_tokens = (row.prompt_bytes - row.shared_bytes) / self.bytes_a_token
         self._clock += row.new_tokens
-        row.sent_clock = self._clock
+        row.sent_clock = row.used_clock = self._clock
+        if row.leader is not None:
+            row.leader.used_clock = self._clock
 
     def is_reached(self, leader: PendingRow) -> bool:
         """Tell whether a sent row is far enough ahead of its followers."""
         own = leader.new_tokens % self._pass_tokens
         return self._clock - leader.sent_clock >= (self._tokens - own) * self._schedulers
+
+    def keeps(self, clock: float, more_bytes: int = 0) -> bool:
+        """Tell whether a prefix last used at a clock stays cached while so many bytes of prompts are sent."""
+        ahead = self._clock - clock + more_bytes / self.bytes_a_token
+        return ahead <= self._most * self._schedulers
 
     def is_first_pass(self, row: PendingRow) -> bool:
         """Tell whether a row may be in the first prefill pass, of all that an empty engine admits."""
@@ -275,15 +283,17 @@ class FollowerRelease:
         Of the followers that are due, those that lead no other row go first, one of each leader in turn: so
         each prefix is used again before it is evicted, however many rows share it. Then the one with the
         longest shared prefix goes, which will be used by its own followers. In the order of their times all
-        that fall due below a common prefix would go, and their prefixes be evicted before that.
+        that fall due below a common prefix would go, and their prefixes be evicted before that. Where the next
+        leader is so long that a prefix would be evicted unused, its followers go before they are due.
         """
         self._find_due()
-        if self._leaders and (not self._due or (last and self._is_near_end())):
+        crowded = not self._due and self._is_crowded()
+        if self._leaders and not crowded and (not self._due or (last and self._is_near_end())):
             row = self._leaders.popleft()
             self._leaders_bytes -= row.prompt_bytes
         elif self._due:
             row = heapq.heappop(self._due)[-1]
-        elif self._held and (last or self._holds_most()):
+        elif self._held and (last or crowded or self._holds_most()):
             row = self._next_held()[-1]
         else:
             return None
@@ -299,6 +309,12 @@ class FollowerRelease:
         _, serial, place, row = heapq.heappop(self._held)
         self._held_bytes -= row.memory_bytes
         return place, serial, row
+
+    def _is_crowded(self) -> bool:
+        """Tell whether the next leader would evict the prefix that was sent first and is still needed."""
+        if self._distance is None or not (self._held and self._leaders):
+            return False
+        return not self._distance.keeps(self._held[0][0], self._leaders[0].prompt_bytes)
 
     def _is_near_end(self) -> bool:
         """Tell whether the last leaders should go now, so that other rows are left to follow behind them.
@@ -492,8 +508,8 @@ class Reorderer:
         return [*primes.values(), *rows]
 
     def _find_leaders(self, window: list[PendingRow]) -> None:
-        """Find the leader of each row of the window; sent rows may lead too."""
-        sent = list(self._sent)
+        """Find the leader of each row of the window; sent rows that are still cached may lead too."""
+        sent = [row for row in self._sent if self._distance is None or self._distance.keeps(row.used_clock)]
         rows = [*sent, *window]
         places = find_leaders([row.prefix for row in rows], len(sent))
         # in the order in which they came: neighbours in sorted order would be admitted in one pass, and

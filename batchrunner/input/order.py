@@ -38,8 +38,9 @@ ALIKE_BYTES = 256
 that nearly all prompts share."""
 FEWEST_ALIKE = 8
 """Fewest alike rows in the sample from which to extrapolate; fewer may be chance."""
-WORTH_IT = 0.05
-"""Additional fraction of prompt bytes, or of rows, that sorting must save to be worth its time and disk."""
+WORTH_IT, LEAST_SAVED = 0.05, 0.01
+"""Fraction of the prompt bytes that are computed in input order, or of the rows, that sorting must save to be
+worth its time and disk; and the least fraction of all prompt bytes, which take about as long to sort."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def decide(
     unsorted, best = shared_fractions(sample, rows)
     equal, most_equal = equal_fractions(keys, rows) if keys else (0.0, 0.0)
     order = "prefix"
-    if best - unsorted >= WORTH_IT:
+    if best - unsorted >= max(LEAST_SAVED, WORTH_IT * (1 - unsorted)):
         why = (
             f"sorted, {best:.0%} of the prompt tokens can come from the cache; in input order {unsorted:.0%}"
         )
