@@ -283,8 +283,8 @@ class FollowerRelease:
         Of the followers that are due, those that lead no other row go first, one of each leader in turn: so
         each prefix is used again before it is evicted, however many rows share it. Then the one with the
         longest shared prefix goes, which will be used by its own followers. In the order of their times all
-        that fall due below a common prefix would go, and their prefixes be evicted before that. Where the next
-        leader is so long that a prefix would be evicted unused, its followers go before they are due.
+        that fall due below a common prefix would go, and their prefixes be evicted before that. Where the
+        next leader is so long that a prefix would be evicted unused, its followers go before they are due.
         """
         self._find_due()
         crowded = not self._due and self._is_crowded()
