@@ -26,7 +26,8 @@ from batchrunner.dispatch.reorder import (
     find_leaders,
 )
 from batchrunner.engines.simulation.scheduler import SchedulerConfig
-from benchmarks.order_simulated import MAX_RUNNING, AsTheRunner, Case, input_of, planned, run
+from benchmarks.control_simulated import MAX_RUNNING
+from benchmarks.order_simulated import AsTheRunner, Case, input_of, planned, run
 from benchmarks.prompts import Row, least_tokens
 from tests.support.prompts import CARRIED, INFO, request, shared, slots, words
 
