@@ -109,7 +109,7 @@ MOST_TOKENS = {
     "report": 10_900,
     "dispatch": 29_200,
     "runner": 27_400,
-    "forecast": 6_500,
+    "forecast": 7_400,
     "tune": 10_900,
     "api": 3_100,
     "ray": 5_200,

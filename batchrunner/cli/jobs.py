@@ -72,6 +72,9 @@ def estimate(
     workers: Annotated[
         int, typer.Option(metavar="N", min=1, help="Tell it for so many tasks that --join the run.")
     ] = 1,
+    cold: Annotated[
+        str | None, typer.Option(metavar="CARD", help="Ask no engine: the range on a card such as H100.")
+    ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -93,6 +96,7 @@ def estimate(
         price=price,
         replicas=replicas,
         workers=workers,
+        cold=cold,
     )
     show(found.as_dict() if as_json else found.lines())
 

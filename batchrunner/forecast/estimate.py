@@ -14,14 +14,14 @@ import msgspec
 from pyroaring import BitMap64
 
 from batchrunner.core.console import counted
-from batchrunner.core.engine_info import EngineInfo
+from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import BatchrunError, CannotTokenizeError, JobError, RequestError
 from batchrunner.core.types import Completion, Outcome, Request, RequestBody
 from batchrunner.dispatch.concurrency.law import BYTES_A_TOKEN, BYTES_AN_ID, UNKNOWN_ENGINE_WINDOW
 from batchrunner.dispatch.tokenize import make_encoder
 from batchrunner.engines.flags import CLIP, name_in
-from batchrunner.engines.model_files import cards_of
-from batchrunner.engines.registry import model_of
+from batchrunner.engines.model_files import cards_of, model_directory
+from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.engines.simulation.scheduler import CLIP_TOKENS, SchedulerConfig
 from batchrunner.forecast.job_time import Attempt, Interval, JobRow, SendingForecast, Setting, forecast
 from batchrunner.input.order import common_length, decide_order, prompt_bytes
@@ -344,18 +344,51 @@ def estimate(
     price: float | None = None,
     replicas: int | None = None,
     workers: int = 1,
+    cold: str | None = None,
 ) -> Estimate:
     """Return what a job takes: its time, GPU-hours, tokens and cost, each with a 90 % interval.
 
     A sample of at most `rows` of its rows, 2 % of all or 30, is answered by the job's engine; these rows are
     done then, and `run` does not send them again. `price` is that of a GPU-hour. `replicas` and `workers`
-    (tasks that join) may be others than the job's: they are not tried. Raises BatchrunError.
+    (tasks that join) may be others than the job's: they are not tried. `cold` names a card, such as H100: no
+    engine is asked then, and what is told is a range. Raises BatchrunError.
     """
     loaded = load_job(job, overrides=overrides)
+    if cold is not None:
+        with contextlib.closing(prepare(loaded)) as prepared:
+            return _cold(prepared, cold, price, (replicas or 1) * workers)
     with contextlib.closing(prepare(loaded)) as prepared, open_portal() as portal:
         asked = Asked(rows, price, replicas, workers)
         found: Estimate = portal.call(lambda: cancelled_once(_estimate(prepared, asked)))
         return found
+
+
+def _cold(prepared: PreparedJob, card: str, price: float | None, copies: int) -> Estimate:
+    """Return the range of what a job takes on so many cards that are not here."""
+    from batchrunner.forecast.cold import cold_forecast  # noqa: PLC0415 - seldom asked for
+
+    model = launched_model(prepared.job.engine)
+    directory = str(model_directory(model)) if model else ""
+    tokenizing = TokenizerInfo(directory, directory)
+    todo = prepared.selected() - read_done(prepared.run_dir).rows
+    if not todo:
+        raise JobError("all rows are done: there is nothing to estimate")
+    found = survey(prepared, todo, EngineInfo("cold", model or "", tokenizing=tokenizing))
+    if not found.rows:
+        raise JobError("no row can be sent: there is nothing to estimate")
+    total = round(len(todo) * len(found.rows) / found.read * (1 - found.equal))
+    told = cold_forecast(model, card, found.rows, total, copies)
+    hours = told.seconds.times(copies / 3600)
+    return Estimate(
+        told.seconds, hours, None if price is None else hours.times(price), _all_tokens(told),
+        round(told.passes), told.limited_by, told.why, len(todo), 0, found.read, found.not_sendable, 0.0,
+        is_range=True,
+    )  # fmt: skip
+
+
+def _all_tokens(told: SendingForecast) -> dict[str, Interval]:
+    prompt, cached = (Interval(*[tokens] * 3) for tokens in (told.prompt_tokens, told.cached_tokens))
+    return {"prompt": prompt, "cached": cached, "output": told.output_tokens}
 
 
 class Asked(NamedTuple):
@@ -465,11 +498,7 @@ def _told_by(prepared: PreparedJob, found: Survey, sample: KeptSample, asked: As
         seconds=seconds,
         gpu_hours=hours,
         cost=None if asked.price is None else hours.times(asked.price),
-        tokens={
-            "prompt": Interval(*[told.prompt_tokens] * 3),
-            "cached": Interval(*[told.cached_tokens] * 3),
-            "output": told.output_tokens,
-        },
+        tokens=_all_tokens(told),
         passes=round(told.passes),
         limited_by=told.limited_by,
         why=told.why,

@@ -73,6 +73,27 @@ def test_a_server_that_tells_no_load(server: FakeSGLang, tmp_path: Path) -> None
     assert len(results_of(job)) == 30
 
 
+def test_a_range_without_an_engine(tmp_path: Path) -> None:
+    """It is told as one, and nothing is sent; an unknown card is one clear line."""
+    model = tmp_path / "model"
+    model.mkdir()
+    shape = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "dtype": "bfloat16"}
+    (model / "config.json").write_text(json.dumps(shape))
+    with (model / "model.safetensors").open("wb") as weights:
+        weights.truncate(16_000_000_000)  # a hole in a file, which takes no disk
+    job = job_of(tmp_path, {"kind": "server", "model": str(model)}, sampling={"max_new_tokens": 100})
+    path = write_job(job, tmp_path)
+    found = estimated(path, "--cold", "H100", "--price", "2")
+    assert found["is_range"]
+    assert found["seconds"]["low"] < found["seconds"]["median"] < found["seconds"]["high"]
+    assert found["tokens"]["output"] == {"median": 300.0, "low": 100.0, "high": 1000.0}
+    assert "a range by data sheets" in batchrun("estimate", path, "--cold", "H100").stdout
+    unknown = batchrun("estimate", path, "--cold", "H1000")
+    assert unknown.exit_code == 2
+    assert "one of A100, H100" in unknown.stderr
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
 def test_rows_that_are_all_refused(server: FakeSGLang, tmp_path: Path) -> None:
     job = job_of(tmp_path, server, prompt={"text": "nowhere"})
     with pytest.raises(batchrunner.BatchrunError):
