@@ -85,6 +85,7 @@ bench-order-simulated: .venv/.light ## Cache hits of several sending orders, sim
 bench-engine: $(ENGINE) ## Throughput beside the best bare loop, real engine
 bench-bundles: $(ENGINE) ## Many rows in one request beside one by one and Engine.generate, real engine
 bench-simulation: $(ENGINE) ## Simulated scheduler beside the real one
+bench-rollouts: $(ENGINE) ## Rows of several turns beside single requests, and under kills, real engine
 bench-order: $(ENGINE) ## Prefix-aware order beside Engine.generate, real engine
 bench-advice: $(ENGINE) ## What a bad value of each flag costs, and whether advice names it
 bench-tune-simulated: .venv/.dev ## batchrun tune from five bad starts beside 60 random settings, simulated

@@ -239,6 +239,8 @@ class Rollouts:
             process = await self._new_process()
             process.is_alone = True
             self._place(rollout, process)
+            if not process.rollouts:  # the row took too long meanwhile
+                process.kill()
             await self._listen(process)
 
     async def _new_process(self) -> RolloutProcess:
@@ -378,6 +380,8 @@ class Rollouts:
         number, _ = process.step
         how = process.why or await asyncio.to_thread(process.how_it_ended)
         self._processes.remove(process)
+        if process.rollouts:
+            log.warning("%s: %s", self._label, how)
         await process.shut()
         for rollout in [*process.rollouts.values()]:
             rollout.deaths += number == 0

@@ -19,6 +19,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.types import Completion, rows_of_column
 from batchrunner.output.arrow_arrays import arrow_array
+from batchrunner.output.files import make_directory
 from batchrunner.output.parts import Journal, read_journal
 from batchrunner.output.run_dir import SEGMENT
 from batchrunner.output.writer import DiskWait
@@ -97,6 +98,7 @@ class TurnStore:
         with self._lock:
             if self._journal is None or self._bytes > SEGMENT_BYTES:
                 self._end_segment()
+                make_directory(self._directory)
                 path = self._directory / f"{SEGMENT}{self._next:06d}-{self._token}"
                 self._journal, self._bytes, self._next = Journal(path), 0, self._next + 1
                 self._segments[path] = BitMap64()

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.fake_sglang import Behaviour, FakeSGLang
+from tests.support.functions import write_module
 from tests.support.launchable import never_ready
 from tests.support.refusals import refusal, told
 from tests.support.server_thread import PATIENCE_S
@@ -49,6 +51,34 @@ def ids_in(bucket: StoreBucket) -> list[int]:
     """Return the ordinals of the rows of all parts, as any reader of the bucket finds them."""
     parts = [pq.read_table(io.BytesIO(bucket.get(key))) for key in bucket.keys("run/parts/")]
     return sorted(row for part in parts for row in part["row"].to_pylist())
+
+
+def test_rollouts_that_were_killed(
+    tmp_path: Path, store_bucket: StoreBucket, cache: Path, server: FakeSGLang
+) -> None:
+    """Answers of rollouts stay in the working copy of this machine: nothing is asked for twice."""
+    write_module(
+        tmp_path,
+        """
+        async def solve(row, generate):
+            first = await generate(f"row {row['id']} first")
+            second = await generate(f"row {row['id']} second")
+            return {"texts": [first.text, second.text]}
+        """,
+    )
+    server.script = lambda sent: "hold" if "second" in sent.prompt else "answer"
+    uri = f"{store_bucket.uri}/run"
+    job = job_of(tmp_path, server, rows=6, output={"path": uri}, prompt={"rollout": "hooks:solve"})
+    file = write_job(job, tmp_path)
+    with started(file) as running:
+        eventually(lambda: len(server.sent) == 12)
+        running.process.send_signal(signal.SIGKILL)
+        running.process.wait()
+    server.wait_until_left()
+    server.script = lambda sent: "answer"
+    assert batchrun(file).exit_code == 0
+    assert {server.prompts.count(f"row {row} first") for row in range(6)} == {1}
+    assert not list(cache.rglob("turns-*"))
 
 
 def test_a_run(tmp_path: Path, store_bucket: StoreBucket, cache: Path) -> None:
