@@ -13,6 +13,7 @@ import math
 import random
 import statistics
 import sys
+import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import batchrunner
 from batchrunner.engines.simulation.scheduler import Scheduler, SchedulerConfig, SimulatedRequest
 from batchrunner.forecast.job_time import Attempt, JobRow, Setting, forecast
 from benchmarks.measure import save
@@ -182,10 +184,33 @@ def virtual(count: int) -> dict[str, Any]:
     return found
 
 
+def real(job: str) -> dict[str, Any]:
+    """Estimate a job on its own engine, and run it; both start anew."""
+    with tempfile.TemporaryDirectory() as scratch:
+        changed = [f"output.path={scratch}/run"]
+        told = batchrunner.estimate(job, overrides=changed)
+        began = time.monotonic()
+        report = batchrunner.run(job, overrides=changed)
+        seconds = time.monotonic() - began
+    return {
+        "job": job, "rows": report.rows_total, "sampled": told.rows_sampled, "seconds": round(seconds, 2),
+        "told": round(told.seconds.median, 2), "error": round(told.seconds.median / seconds - 1, 4),
+        "covered": told.seconds.low <= seconds <= told.seconds.high,
+        "width": round(math.log(told.seconds.high / told.seconds.low), 4),
+        "passes": told.passes, "limited_by": told.limited_by, "why": told.why[0],
+    }  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=200, help="random jobs in virtual time")
+    parser.add_argument("real", nargs="*", metavar="JOB.yaml", help="jobs for their own engines instead")
     options = parser.parse_args()
+    if options.real:
+        each = [real(job) for job in options.real]
+        told = summary(each)
+        save("estimate_real", f"{told}", {**told, "each": each}, ("sglang",), "estimate")
+        return 0
     found = virtual(options.jobs)
     told = found["linear"]
     line = (

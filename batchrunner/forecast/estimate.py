@@ -498,7 +498,7 @@ def _told_by(prepared: PreparedJob, found: Survey, sample: KeptSample, asked: As
         seconds=seconds,
         gpu_hours=hours,
         cost=None if asked.price is None else hours.times(asked.price),
-        tokens=_all_tokens(told),
+        tokens=_all_tokens(told) | ({"output": Interval(0, 0, 0)} if job.forward is not None else {}),
         passes=round(told.passes),
         limited_by=told.limited_by,
         why=told.why,
