@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 19_100,
     "output": 24_600,
     "input": 36_200,
-    "engines": 45_500,
+    "engines": 45_900,
     "advise": 12_300,
     "report": 10_900,
     "dispatch": 29_200,

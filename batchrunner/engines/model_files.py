@@ -224,7 +224,7 @@ def _auto(
         )
     if card is None:
         raise EngineStartError("engine.tp auto: nvidia-smi tells of no GPU here", hint="give a number")
-    count = len(gpus(spec.env)) or len(cards())
+    count = (len(gpus(spec.env)) or len(cards())) * getattr(spec, "nodes", 1)
     if isinstance(spec, GatewayEngine) and isinstance(spec.replicas, int):
         count //= spec.replicas
     heads = config.get("num_attention_heads")

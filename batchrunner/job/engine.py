@@ -77,7 +77,8 @@ class LaunchedEngine(Spec):
     @field_validator("args")
     @classmethod
     def _reserved_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
-        return _checked_args(args, ("model-path", "model", "host", "port", "api-key", "device"), "args")
+        reserved = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")
+        return _checked_args(args, reserved, "args")
 
     @model_validator(mode="after")
     def _one_tp(self) -> Self:
@@ -99,6 +100,9 @@ class ServerEngine(LaunchedEngine):
     """`server`: the run starts and stops it."""
     model: ModelName
     """Model directory, or a model name that SGLang can load."""
+    nodes: Annotated[int, Field(ge=1)] = 1
+    """Machines that the server runs on together, for a model that needs several; `tp` counts the GPUs of all.
+    A task of `batchrun slurm` has as many machines, and `srun` starts SGLang on each."""
 
 
 class GatewayEngine(LaunchedEngine):

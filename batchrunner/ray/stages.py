@@ -44,6 +44,8 @@ def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
     """
     if isinstance(engine, (AttachEngine, SimulatedEngine)) or getattr(engine, "url", None) is not None:
         return 0
+    if getattr(engine, "nodes", 1) > 1:
+        raise JobError("engine.nodes: an actor of Ray is on one machine", hint="use Slurm for such an engine")
     most = int(max(on_nodes, default=0))
     if engine.device == "cpu" or (engine.device == "auto" and not most):
         return 0

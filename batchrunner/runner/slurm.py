@@ -31,7 +31,7 @@ _SCRIPT = """\
 #SBATCH --requeue
 # the script is told so many seconds before the time limit
 #SBATCH --signal=B:USR1@{grace_s}
-#SBATCH --ntasks=1 {sbatch}
+#SBATCH --ntasks={nodes} --nodes={nodes} {sbatch}
 
 batchrun=({batchrun})  # the preamble may set another
 {preamble}
@@ -96,6 +96,7 @@ def array_script(
         logs=shlex.quote(f"--output={pattern}/%A_%a.log"),
         array=shlex.quote(f"--array={array}"),
         grace_s=grace_s,
+        nodes=getattr(loaded.engine, "nodes", 1),
         sbatch=shlex.join(sbatch),
         batchrun=shlex.join([sys.executable, "-m", "batchrunner"]),
         preamble=preamble,

@@ -26,6 +26,7 @@ from batchrunner.engines.http.connections import free_port
 from batchrunner.runner.status import status
 from tests.conftest import batchrun, eventually, job_of, results_of, skip_without, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.launchable import launchable
 from tests.support.server_thread import PATIENCE_S
 
 pytestmark = pytest.mark.slurm
@@ -393,3 +394,56 @@ def test_tasks_that_are_killed(ended: Submitted) -> None:
     ended.check_rows()
     (killed,) = (task["task"] for task in ended.tasks() if "-t2-" in task["task"])
     assert f"took over from {killed}" in ended.log(0) + ended.log(3)
+
+
+RANKS = """
+rank = sys.argv[sys.argv.index("--node-rank") + 1]
+with open(os.environ["SEEN"], "a") as seen:
+    print(rank, *sys.argv, file=seen)
+print("rank", rank, "begins", flush=True)
+if rank == "1":
+    while not os.path.exists(os.environ["DIE"]):
+        time.sleep(0.1)
+    os.unlink(os.environ["DIE"])
+    print("RuntimeError: the second machine is out of order", flush=True)
+    os._exit(7)
+
+class Handler(Server):
+    known = {
+        "/ready": {}, "/health": {}, "/model_info": {"model_path": "two"},
+        "/server_info": {"version": "0.5.23", "max_running_requests": 8},
+    }
+    answered = 0
+    def asked(self, body):
+        Handler.answered += 1
+        if Handler.answered == 5 and not os.path.exists(os.environ["DIED"]):
+            for name in ("DIED", "DIE"):
+                open(os.environ[name], "w").close()
+            time.sleep(600)  # as one that waits for the other machine
+        self.answer("to " + body["text"])
+"""
+
+
+@story
+def an_engine_on_two_machines(slurm: SlurmCluster, here: Path) -> Submitted:
+    files = {name: str(here / name.lower()) for name in ("SEEN", "DIE", "DIED")}
+    engine = {**launchable(here, RANKS, **files), "nodes": 2}
+    job = submit(slurm, job_of(here, engine, rows=40, window=2), here, "--array", "0")
+    job.wait()
+    return job
+
+
+def test_an_engine_on_two_machines(ended: Submitted) -> None:
+    """The death of one machine's part is the server's: both start again, and no row is lost or sent twice."""
+    ended.check_rows()
+    here = ended.run.parent
+    seen = [line.split() for line in (here / "seen").read_text().splitlines()]
+    assert sorted(rank for rank, *_ in seen) == ["0", "0", "1", "1"]
+    for start in (seen[:2], seen[2:]):
+        places = {tuple(words[words.index("--nnodes") : words.index("--node-rank")]) for words in start}
+        assert len(places) == 1
+        assert "--dist-init-addr" in places.pop()
+    (task,) = (ended.run / "tasks").iterdir()
+    log = (task / "engine-server-node1.log").read_text()
+    assert log.count("rank 1 begins") == 2
+    assert "the second machine is out of order" in ended.log(0)

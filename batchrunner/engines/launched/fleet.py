@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import secrets
+import socket
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from batchrunner.engines.device import (
 )
 from batchrunner.engines.flags import arguments_in, command_line, variables_in
 from batchrunner.engines.http.client import HttpEngine
-from batchrunner.engines.http.connections import HeldPort, raise_file_limit
+from batchrunner.engines.http.connections import HeldPort, free_port, raise_file_limit
 from batchrunner.engines.http.guard import FailureClassifier
 from batchrunner.engines.launched.supervisor import PLANNED, SupervisedProgram, to_argv
 from batchrunner.engines.model_files import cards_of, check_model, model_identity, split_over, with_tp
@@ -102,6 +103,18 @@ class SGLangServer(SupervisedProgram):
         self._own_argv = [
             *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)),
         ]  # fmt: skip
+        self._nodes = spec.nodes if isinstance(spec, ServerEngine) else 1
+        if self._nodes > 1:
+            there = os.environ.get("SLURM_JOB_NUM_NODES", "none")
+            if there != str(self._nodes):
+                raise EngineStartError(
+                    f"engine.nodes {self._nodes}: machines of a Slurm job are needed (there: {there})",
+                    hint="start it with `batchrun slurm`",
+                )
+            self.starter = (
+                *("srun", f"--nodes={there}", f"--ntasks={there}", "--ntasks-per-node=1"),
+                *("--overlap", "--kill-on-bad-exit=1"),
+            )  # fmt: skip
         self._start_timeout_s = spec.start_timeout
         self._given = server_args(spec.args, cpu=cpu)
         self._named = {**spec.args, **spec.env}
@@ -128,6 +141,9 @@ class SGLangServer(SupervisedProgram):
             self._args = {**self._given, **arguments_in(self.adapted), **self._safer}
             self.environ = {**self._environ, **variables_in(self.adapted)}
             self.argv = [*self._own_argv, *to_argv(self._args)]
+            if self.starter:
+                meeting = f"{socket.gethostname()}:{free_port()}"
+                self.argv += ["--nnodes", str(self._nodes), "--dist-init-addr", meeting]
             if str(self._args.get(TOKENIZERS, 1)) != "1":
                 self.key = ""
                 log.warning(

@@ -5,9 +5,10 @@ with a pipe as standard input. The first line of the pipe is one JSON object:
 
     {"module": "sglang.launch_server", "argv": ["--port", "30000"], "log": "engine-server.log", "key": "..."}
 
-`key` may be empty. The pipe then stays open for as long as the server is to run: the end of the pipe, by a
-close or a SIGKILL of its owner, kills the server and all that it started. The script ends with the server's
-exit status, 128 + signal where a signal ended it.
+`key` may be empty. With `ranks` srun has started this script on several machines, which have one pipe. The
+pipe then stays open for as long as the server is to run: the end of the pipe, by a close or a SIGKILL of its
+owner, kills the server and all that it started. The script ends with the server's exit status, 128 + signal
+where a signal ended it.
 
 The signals that stop a run (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) often reach all processes of the run: Slurm,
 systemd and `timeout` send them so. Neither this script nor the server takes them, nor what the server
@@ -35,6 +36,7 @@ import os
 import runpy
 import select
 import signal
+import socket
 import time
 from multiprocessing.resource_tracker import ensure_running
 from pathlib import Path
@@ -66,6 +68,17 @@ def read_config(descriptor: int) -> dict[str, Any]:
         line += byte
     config: dict[str, Any] = json.loads(line)
     return config
+
+
+def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return the configuration of one of several machines; each has a log and a port of its own."""
+    argv, log = [*config["argv"], "--node-rank", str(rank)], Path(config["log"])
+    if rank:
+        log = log.with_name(f"{log.stem}-node{rank}{log.suffix}")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            argv += ["--port", str(free.getsockname()[1])]
+    return {**config, "argv": argv, "log": str(log)}
 
 
 def descendants(root: int) -> list[int]:
@@ -155,6 +168,8 @@ def main() -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     config = read_config(0)
+    if config.get("ranks"):
+        config = of_rank(config, int(os.environ["SLURM_PROCID"]))
     log = os.open(config["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # what the server orphans stays within reach
     parent = os.getpid()

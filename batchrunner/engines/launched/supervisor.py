@@ -56,13 +56,14 @@ class SupervisedProgram(ABC):
     incidents: list[Incident]
     argv: Sequence[str] = ()
     """The program's arguments, without the key."""
+    starter: Sequence[str] = ()
+    """A command that starts it on each of several machines; without one it runs here."""
     up: bool = False
     """Whether it is in use: it runs, and is ready."""
     lost: EngineLostError | None = None
     """Why the program is not restarted any more, once that is so."""
-    log_begins: int = 0
-    """Byte of its log at which the last start begins."""
     _process: asyncio.subprocess.Process | None = None
+    _logs: Mapping[Path, int] = field(default_factory=dict)  # where the last start begins in each log
     _hung: asyncio.Future[Hang] | None = None
     _healed: bool = False
     _judged_at: float = -math.inf
@@ -86,24 +87,40 @@ class SupervisedProgram(ABC):
         """The exit status of the last start; None while the program runs, and after `stop`."""
         return self._process.returncode if self._process else None
 
+    @property
+    def log_begins(self) -> int:
+        """Where the last start begins in its log, in bytes."""
+        return self._logs.get(self.log_path, 0)
+
     def logged(self) -> list[str]:
         """Return the first and the last lines that the program logged since its last start."""
-        return head_and_tail(self.log_path, self.log_begins)
+        return [line for log in self._all_logs() for line in head_and_tail(log, self._logs.get(log, 0))]
+
+    def _all_logs(self) -> list[Path]:
+        """Return its log, and those of its other machines."""
+        others = self.log_path.parent.glob(f"{self.log_path.stem}-node*{self.log_path.suffix}")
+        return [self.log_path, *sorted(others)]
+
+    def _cause(self) -> str:
+        """Return what the logs say of the end of the last start, each machine's once."""
+        found = [cause_in(log, self._logs.get(log, 0)) for log in self._all_logs()]
+        return " / ".join(filter(None, dict.fromkeys(found)))
 
     async def launch(self) -> None:
         """Start the program; raises EngineStartError where the interpreter cannot be run."""
         python = self.python or sys.executable
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self.log_begins = self.log_path.stat().st_size if self.log_path.exists() else 0
+        self._logs = {log: log.stat().st_size for log in self._all_logs() if log.exists()}
         try:
             self._process = await asyncio.create_subprocess_exec(
-                python, str(LAUNCHER),
+                *self.starter, python, str(LAUNCHER),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.DEVNULL, env=dict(self.environ),
             )  # fmt: skip
         except OSError as failure:
             raise EngineStartError(f"engine.python {python}: cannot be run: {failure}") from None
         config = {"module": self.module, "argv": self.argv, "key": self.key, "log": str(self.log_path)}
+        config["ranks"] = bool(self.starter)
         assert self._process.stdin is not None
         self._process.stdin.write(orjson.dumps(config) + b"\n")
         await self._process.stdin.drain()
@@ -142,11 +159,11 @@ class SupervisedProgram(ABC):
 
     def found_port_taken(self) -> bool:
         """Tell whether the last start failed because another process has one of its ports."""
-        return "address already in use" in cause_in(self.log_path, self.log_begins).lower()
+        return "address already in use" in self._cause().lower()
 
     def failure_message(self, what: str) -> str:
         """Return the program's name and `what`, with the exit status and the cause from the log."""
-        cause = cause_in(self.log_path, self.log_begins)
+        cause = self._cause()
         package = self.module.partition(".")[0]
         if f"No module named '{package}'" in cause or f"No module named {package}" in cause:
             return f"{self.name} {what}: {self.python or sys.executable} has no {self.needs}"
