@@ -119,7 +119,12 @@ class SupervisedProgram(ABC):
             )  # fmt: skip
         except OSError as failure:
             raise EngineStartError(f"engine.python {python}: cannot be run: {failure}") from None
-        config = {"module": self.module, "argv": self.argv, "key": self.key, "log": str(self.log_path)}
+        config: dict[str, Any] = {
+            "module": self.module,
+            "argv": self.argv,
+            "key": self.key,
+            "log": str(self.log_path),
+        }
         config["ranks"] = bool(self.starter)
         assert self._process.stdin is not None
         self._process.stdin.write(orjson.dumps(config) + b"\n")
