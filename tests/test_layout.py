@@ -112,7 +112,7 @@ MOST_TOKENS = {
     "forecast": 7_400,
     "tune": 10_900,
     "api": 3_100,
-    "ray": 5_200,
+    "ray": 5_300,
     "serve": 6_000,
     "cli": 4_600,
 }
