@@ -115,7 +115,7 @@ SOUGHT = {
     "odd column names": "how-to/prompts.html",
     "NA in CSV": "how-to/data.html#csv",
     "S3": "how-to/object-stores.html",
-    "docker": "start/install.html#container",
+    "docker": "run-on/docker.html",
     "retry failed rows": "how-to/resume.html#send-failed-rows-again",
     "max_new_tokens": "how-to/values-by-row.html",
     "merge to CSV": "how-to/data.html#merge-to-csv-and-other-formats",
