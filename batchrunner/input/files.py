@@ -89,8 +89,7 @@ def find_files(
         except InputError:
             raise
         except read_errors(fs) as failure:  # a name is too long, a directory not accessible
-            why = getattr(failure, "strerror", None) or first_line(failure)
-            raise or_away(InputError(f"{name}: {why}"), failure) from None
+            raise _inaccessible(name, failure) from None
         files = {real: file for real, file in files.items() if run not in Path(real).parents} or files
         if is_directory:
             files = _of_one_kind(name, files)
@@ -114,7 +113,10 @@ def results_of(given: str, storage: StorageSpec) -> str:
     """
     if store_address(given):
         fs, path = _locate(given, storage)
-        is_run = fs.get_file_info(f"{path}/run.json").type == pafs.FileType.File
+        try:
+            is_run = fs.get_file_info(f"{path}/run.json").type == pafs.FileType.File
+        except read_errors(fs) as failure:
+            raise _inaccessible(given, failure) from None
     else:
         is_run = "://" not in given and holds_run(Path(given))
     if not is_run:
@@ -133,6 +135,11 @@ def results_of(given: str, storage: StorageSpec) -> str:
             if not _is_merged(run_dir, total):
                 merge(run_dir)
     return f"{given}/merged"
+
+
+def _inaccessible(name: str, failure: Exception) -> BatchrunError:
+    why = getattr(failure, "strerror", None) or first_line(failure)
+    return or_away(InputError(f"{name}: {why}"), failure)
 
 
 def _is_merged(run_dir: RunDir, rows: int) -> bool:
