@@ -204,7 +204,7 @@ def serve(
     overrides: SetOption = None,
     verbose: VerboseOption = False,
 ) -> None:
-    """Serve OpenAI's Files and Batches for one's own engine, and print the address.
+    """Serve OpenAI's Files and Batches on an engine of yours.
 
     OpenAI's clients take it as base_url. Ctrl-C ends it; start it again to go on.
 

@@ -40,6 +40,8 @@ READ = {
     "SLURM_JOB_ID": "Set by Slurm: names a task in the log and in the run directory.",
     "SLURM_ARRAY_JOB_ID": "Set by Slurm: the same for a job array.",
     "SLURM_ARRAY_TASK_ID": "Set by Slurm: number of the task, for its name.",
+    "SLURM_JOB_NUM_NODES": "Set by Slurm: how many machines a task has, for `engine.nodes`.",
+    "SLURM_PROCID": "Set by Slurm: rank of an engine's process on several machines.",
     "SLURM_RESTART_COUNT": "Set by Slurm: how often the task was requeued, for its name.",
     "SLURMD_NODENAME": "Set by Slurm: name of the node, for the log.",
 }
