@@ -150,7 +150,7 @@ class Estimate:
         ]
         lines += [f"cost: {_told(self.cost, '{:,.2f}'.format)}"] if self.cost else []
         lines += [f"{name} tokens: {_told(each, '{:,.0f}'.format)}" for name, each in self.tokens.items()]
-        return [*lines, *self.why]
+        return [*lines, *sorted(self.why)]  # those of two estimates stand side by side
 
 
 def _plain(value: Any) -> Any:
