@@ -97,7 +97,7 @@ def test_a_search_goes_on_where_it_was(first_s: float, seed: int) -> None:
 def test_it_ends_with_the_best_that_it_saw(
     care: float, running: int, pool: int, memory: int, asked: int
 ) -> None:
-    """No trial was 5 % faster than the setting that it ends with, of all 900: less it does not tell from noise."""
+    """No trial was 5 % faster than the setting that it ends with: less it does not tell from noise."""
     lab = Lab(chat_rows(2500, asked=asked), pool_tokens=pool)
     args = {"schedule-conservativeness": care, "max-running-requests": running}
     found, search = tuned(lab, args, machine=replace(CPU, most_pool_tokens=memory), budget_s=5000)
