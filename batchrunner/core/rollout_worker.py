@@ -1,6 +1,6 @@
 """A process in which the rollouts of many rows run side by side: coroutines of the job's function.
 
-Its other end, `dispatch.rollout_process`, starts them and answers what they ask. A frame on the socket
+Its other end, `dispatch.rollouts`, starts them and answers what they ask. A frame on the socket
 between them is the length of a pickled tuple and this tuple.
 """
 

@@ -257,8 +257,11 @@ async def test_runs_at_once_share_the_engine(tmp_path: Path) -> None:
         job_of(tmp_path / name, slow, rows=rows, **options) for name, rows in (("long", 600), ("short", 80))
     )
     with batchrunner.open_engine(slow) as engine:
-        running = asyncio.ensure_future(batchrunner.arun(long, engine=engine))
-        await asyncio.sleep(1)
+        sampled, tell = asyncio.Event(), asyncio.get_running_loop().call_soon_threadsafe
+        running = asyncio.ensure_future(
+            batchrunner.arun(long, engine=engine, on_progress=lambda _: tell(sampled.set))
+        )
+        await sampled.wait()
         assert (await batchrunner.arun(short, engine=engine)).rows_ok == 80
         assert not running.done()
         assert (await running).rows_ok == 600
