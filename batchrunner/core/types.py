@@ -82,11 +82,6 @@ class Tools(NamedTuple):
     by_row: bool = False
     """Whether other rows may have other tools."""
 
-    @property
-    def must_be_called(self) -> bool:
-        """Whether the server holds the answer to calls, as a grammar does."""
-        return self.choice is not None and self.choice not in ("auto", "none")
-
 
 class Request(NamedTuple):
     """One rendered row."""
