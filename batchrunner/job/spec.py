@@ -346,7 +346,7 @@ class Job(Spec):
             (
                 prompt.rollout is not None
                 and (sampling.n > 1 or self.parse is not None or self.output.reuse),
-                "prompt.rollout: leave out sampling.n, parse and output.reuse",
+                "prompt.rollout goes without sampling.n, parse and output.reuse",
             ),
             (
                 "prompt_logprobs" in asked and (TOOL_CALLS in asked or prompt.tools is not None),

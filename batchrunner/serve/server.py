@@ -27,7 +27,7 @@ from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
 from batchrunner.job.call import job_of_batch
 from batchrunner.job.fields import Duration
 from batchrunner.job.tasks import EMBED, TaskName
-from batchrunner.output.files import using_run, whole_file
+from batchrunner.output.files import make_directory, using_run, whole_file
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.control import SIGNALS, Control
@@ -356,6 +356,7 @@ async def serve(
     async with contextlib.AsyncExitStack() as stack:
         stack.enter_context(SignalWatch(came, SIGNALS))
         with using_run(f"--dir {directory}"):
+            make_directory(directory)
             stack.enter_context(hold_task(RunDir(directory), directory=directory))
             state = State(directory)
         opened, info = await open_engine_of(job, task, directory, control, stack)

@@ -421,7 +421,11 @@ TYPED = "from typing import TypedDict\nclass A(TypedDict):\n  error: str\n"
 REFUSED = [
     ("async def solve(row): pass", {}, "hooks:solve is called with two arguments, the row and generate"),
     ("def solve(row, generate): pass", {}, "hooks:solve is no asynchronous function: write async def"),
-    (TURNS, {"sampling": {"n": 2}}, "prompt.rollout: leave out sampling.n, parse and output.reuse"),
+    (
+        TURNS,
+        {"sampling": {"n": 2}},
+        "prompt.rollout goes without sampling.n, parse and output.reuse",
+    ),
     (
         TYPED + "async def solve(r, g) -> list[A]: pass",
         {},
