@@ -81,7 +81,7 @@ def test_each_option_is_explained(name: str) -> None:
     section = page.split(f"\n## batchrun {name}\n", 1)[1].split("\n## ")[0]
     for parameter in command.params:
         assert parameter.help, f"give {parameter.name} a help text"
-        assert f" {parameter.help} |" in page
+        assert f" {parameter.help} " in page
         option = parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar
         assert option.replace("|", "\\|") in section
     assert command.help

@@ -20,23 +20,23 @@ class Advice:
     """One piece of advice; without a `change` it says that something is as it should be."""
 
     rule: str
-    """Name of the rule in the table."""
+    """Name of the rule."""
     sign: str
-    """The sign that was seen, in one line with figures, share of samples and time span."""
+    """What was seen: figures, share of samples, time span."""
     change: str = ""
-    """The change: a flag with its value, as the installed version spells it, or a field of the job."""
+    """What to change: a flag as the installed version spells it, or a field of the job."""
     args: dict[str, Any] = field(default_factory=dict)
-    """The same for `engine.args`, where the change is server flags; None removes a flag."""
+    """The same as `engine.args`; null removes a flag."""
     effect: str = ""
     """The expected gain."""
     tradeoff: str = ""
     """The cost of the change."""
     certainty: Certainty = "medium"
-    """How certain the advice is: `high`, `medium` or `low`."""
+    """`high`, `medium` or `low`."""
     evidence: dict[str, Any] = field(default_factory=dict)
-    """The figures behind the sign, for `--json`; their names have the units."""
+    """The figures behind the sign; names have the units."""
     env: dict[str, str] = field(default_factory=dict)
-    """Variables of the server for `engine.env`, where no flag but a variable is the change."""
+    """The same as `engine.env`, where a variable is the change."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the advice as `--json` prints it."""

@@ -41,11 +41,9 @@ def open_engine(
 
     Example: `with open_engine({"kind": "server", "model": name}) as engine: run(job, engine=engine)`.
 
-    `engine` is as in a job file, or a short form as for `generate`. A launched server logs into `log_dir`
-    (default: a new temporary directory, which stays after an error only; see `info.log`). It takes jobs of
-    this `task` only: a server that is launched has a model for it. Meanwhile other processes may use it too,
-    by the file `share`, which ends with `.json`: they give its path as their `engine`. Raises JobError or
-    EngineStartError.
+    `engine` is as for `generate`, `task` what its jobs do. A server logs into `log_dir`; by default a
+    temporary directory, which stays after an error. Other processes may use the engine meanwhile by the file
+    `share`, which ends with `.json`: its path is their `engine`. Raises JobError or EngineStartError.
     """
     if task != GENERATE and task not in TASKS:
         raise JobError(f"task {task!r}", hint=f"give one of {', '.join((GENERATE, *TASKS))}")
@@ -115,13 +113,12 @@ def run(
 ) -> Report:
     """Run a job (a path, a mapping or a Job) and return its report; the results are under `output.path`.
 
-    Also works where an event loop is running, which it blocks: prefer `arun` there. `overrides` are texts
-    `a.b=c` as for `--set`; `rollout` is the function of `prompt.rollout`. With `join` the rows are shared
-    with all other starts that say so, as in each worker of a pipeline; a report counts the rows of all.
-    `progress` shows a bar, in a notebook as a widget. `on_progress` is called with a Progress at most once a
-    second and at the end, in the thread of the run.
-    Raises BatchrunError; a report with exit code 3 (too many failed rows) or 1 (a deadline) is returned, not
-    raised.
+    In a program with an event loop use `arun`: this call blocks it. `overrides` are texts `a.b=c`, as for
+    `--set`. `rollout` is the function of `prompt.rollout`. With `join` all starts that say so share the rows,
+    and the report counts the rows of all. `progress` shows a bar. `on_progress` is called with a Progress at
+    most once a second, in the thread of the run.
+
+    Raises BatchrunError. A report with exit code 3 (too many failed rows) or 1 (a deadline) is returned.
     """
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine), rollout=rollout)
     displays = make_displays(progress=progress, on_progress=on_progress)

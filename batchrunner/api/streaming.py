@@ -61,22 +61,17 @@ def stream(
 
     Example: `for row in batchrunner.stream(texts, engine="Qwen/Qwen3-8B"): print(row["output"])`.
 
-    In a program with an event loop write `async for`: a plain `for` blocks it.
+    In a program with an event loop write `async for`: a plain `for` blocks it. The arguments are those of
+    `generate`; `rows` may also be an asynchronous iterator. An iterator may be endless: it is read a few
+    thousand rows ahead, in a thread (an asynchronous one in the running loop), and not while the program is
+    behind. Columns are those of the first rows. Of the rows that are there, up to 512 together, one of each
+    prefix is sent first. `row` is the position in the input.
 
-    The arguments are those of `generate`; `rows` may also be an asynchronous iterator. An iterator is read a
-    few thousand rows ahead, and not while the program is behind; it may be endless. It is read in a thread,
-    an asynchronous one in the running event loop. The columns are those of its first rows. Of the rows that
-    are there, up to 512 together, one of each prefix is sent first, so that the others find it in the cache.
-    Rows come in the order in which they end; `row` is the position in the input. Failed rows have an `error`.
+    `task` is that of a job; `task_options` are the arguments that only `embed`, `score` or `rerank` have.
 
-    `task` is that of a job, and `task_options` are the arguments that only `embed`, `score` or `rerank` have,
-    such as `{"labels": [" yes", " no"]}`; the columns are then those of the task, and a vector is a list.
-
-    Nothing stays on disk: where a crash may lose no answer, give a file to `run`.
-
-    Leaving the loop, closing the generator or cancelling the task ends the requests in flight and closes the
-    engine, unless it is an open one. Raises BatchrunError, and what an iterator of `rows` raises, after the
-    rows that it gave.
+    Nothing stays on disk: where a crash may lose no answer, use `run`. Leaving the loop, closing the
+    generator or cancelling the task ends the requests in flight, and closes the engine unless it is an open
+    one. Raises BatchrunError, and what an iterator of `rows` raises, after the rows that it gave.
     """
     opened, spec = engine_of(engine)
     if opened is not None:

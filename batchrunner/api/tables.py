@@ -100,24 +100,20 @@ def generate(
 ) -> pa.Table:
     """Send every row and return the results as a pyarrow Table in input order.
 
-    `rows` are texts (which become the column `text`), mappings, or a mix, as a list or any iterable; a table
-    or data frame (of pyarrow, pandas, polars or duckdb, or any other that speaks Arrow's C interface); a data
-    set of pyarrow or Hugging Face; or the path of a file, a directory or a glob. An iterator or a data set is
-    read in bounded memory; the results are in memory.
+    `rows` are texts (the column `text`) or mappings, in a list or any iterable; a table or data frame of
+    pyarrow, pandas, polars, duckdb or anything with Arrow's C interface; a data set of pyarrow or Hugging
+    Face; the path of a file, a directory or a glob. Iterators and data sets are read in bounded memory; the
+    results are in memory.
 
-    `prompt` is the user template, the `prompt` part of a job, or a function that makes the prompt of a row;
-    without it the only text column is the prompt. `rollout` in its place is an asynchronous function of a row
-    that asks several times (docs/how-to/rollouts.md). `parse` is a function that makes columns of an
-    answer, as its return type says. Functions run in processes of their own. `engine` is an open engine, the
-    `engine` part of a job, a model's name or directory (a server is started), the address of a server or a
-    list of addresses, or "simulated". `columns` are carried into the result, whose other columns are those
-    of a result row (`row`, `output`, `finish_reason`, …, `error`), and those of `answers` (`output.columns`
-    of a job, such as "logprobs").
-    `accept` and `on_length` are those of a job: which answers are good.
-    `progress` and `on_progress` are as for `run`.
+    `prompt` is the user template, the `prompt` part of a job, or a function of a row; by default the only
+    text column. `rollout` in its place is an asynchronous function that asks several times. `parse` is a
+    function that makes columns of an answer. `engine` is an open engine, the `engine` part of a job, a model
+    (a server is started), an address or a list of addresses, or "simulated". `columns` are carried along.
+    `answers` are `output.columns` of a job; `sampling`, `accept`, `on_length` and `limits` are those of a
+    job. `progress` and `on_progress` are as for `run`.
 
-    Failed rows have an `error`; the table always has as many rows as the input. Raises BatchrunError, and
-    what an iterator of `rows` raises.
+    The table has a row for each of the input; a failed one has an `error`. Raises BatchrunError, and what an
+    iterator of `rows` raises.
     """
     return results_of(
         rows,
@@ -149,16 +145,14 @@ def embed(
     progress: bool = False,
     on_progress: ProgressListener | None = None,
 ) -> pa.Table:
-    """Make a vector of every row and return the results as a pyarrow Table in input order.
+    """Make a vector of every row; return a pyarrow Table in input order.
 
     Example: `embed(["a cat", "a dog"], engine="BAAI/bge-small-en-v1.5").column("embedding")`.
 
-    The arguments are as for `generate`; an open engine is one of `open_engine(…, task="embed")`. `prompt` is
-    the template of a text, or the column with it, the `prompt` part of a job, or a function that makes the
-    text or the token ids of a row. `dtype`, `normalize` and `dimensions` are those of a job's `output`.
-
-    The column `embedding` has lists of numbers; it is null where a row has an `error`. Raises
-    BatchrunError, and what an iterator of `rows` raises.
+    `prompt` is a template, the column with the text, the `prompt` part of a job, or a function that returns a
+    text or token ids. `dtype`, `normalize` and `dimensions` are those of a job's `output`. All else is as for
+    `generate`; an open engine is one of `open_engine(…, task="embed")`. The vector is null where a row has an
+    `error`.
     """
     return results_of(
         rows,
@@ -186,19 +180,14 @@ def score(
     progress: bool = False,
     on_progress: ProgressListener | None = None,
 ) -> pa.Table:
-    """Tell how probable labels or choices are after every row, as a pyarrow Table in input order.
+    """Tell how probable labels or choices are after every row; return a pyarrow Table in input order.
 
     Example: `score(["Is the sky blue? Answer:"], labels=[" yes", " no"], engine="Qwen/Qwen3-8B")`.
 
-    The arguments are as for `generate`; an open engine is one of `open_engine(…, task="score")`. `prompt` is
-    the template of a text, or the column with it, the `prompt` part of a job, or a function that makes the
-    text or the token ids of a row. Give either `labels`, single tokens by their texts or ids, or `choices`, a
-    list of texts for all rows or the column with a list for each.
-
-    The column `scores` has a list for each row: probabilities of the labels among all tokens, or with
-    `softmax` among the labels; or log likelihoods of the choices, which `scores_per_token` and
-    `scores_per_byte` have divided by their lengths. It is null where a row has an `error`. Raises
-    BatchrunError, and what an iterator of `rows` raises.
+    Give `labels`, single tokens by text or id, or `choices`, texts for all rows or the column with a list for
+    each. The column `scores` has probabilities of the labels (with `softmax` among the labels), or log
+    likelihoods of the choices, which `scores_per_token` and `scores_per_byte` divide by length. All else is
+    as for `embed`, with `task="score"`.
     """
     given = choices if choices is None or isinstance(choices, str) else list(choices)
     return results_of(
@@ -225,15 +214,13 @@ def rerank(
     progress: bool = False,
     on_progress: ProgressListener | None = None,
 ) -> pa.Table:
-    """Tell how relevant the documents of every row are to its query, as a pyarrow Table in input order.
+    """Tell how relevant documents are to the query of every row; return a pyarrow Table in input order.
 
     Example: `rerank(rows, prompt="{{ query }}", documents="documents", engine="BAAI/bge-reranker-base")`.
 
-    The arguments are as for `generate`; an open engine is one of `open_engine(…, task="rerank")`. `prompt` is
-    the template of the query, or the column with it; `documents` is the column with a list of texts, or one.
-
-    The column `scores` has a list for each row, in the order of its documents; it is null where a row has an
-    `error`. Raises BatchrunError, and what an iterator of `rows` raises.
+    `prompt` is the template of the query, or its column; `documents` the column with a list of texts, or one.
+    The column `scores` has a list in the order of the documents. All else is as for `embed`, with
+    `task="rerank"`.
     """
     return results_of(
         rows,

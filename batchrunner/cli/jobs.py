@@ -62,18 +62,19 @@ def estimate(
     job: JobArgument,
     overrides: SetOption = None,
     limit: LimitOption = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=2, help="Rows of the sample at most.")] = 500,
+    rows: Annotated[int, typer.Option(metavar="N", min=2, help="Most rows of the sample.")] = 500,
     price: Annotated[
         float | None, typer.Option(metavar="P", min=0, help="Price of a GPU-hour, for the cost.")
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Tell it for so many replicas, without a trial.")
+        int | None, typer.Option(metavar="N", min=1, help="Tell it for so many replicas, untried.")
     ] = None,
     workers: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tell it for so many tasks that --join the run.")
+        int, typer.Option(metavar="N", min=1, help="Tell it for so many tasks with --join.")
     ] = 1,
     cold: Annotated[
-        str | None, typer.Option(metavar="CARD", help="Ask no engine: the range on a card such as H100.")
+        str | None,
+        typer.Option(metavar="CARD", help="Tell a range for a card such as H100, without an engine."),
     ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,
@@ -106,11 +107,11 @@ def tune(
     overrides: SetOption = None,
     limit: LimitOption = None,
     budget: Annotated[
-        str, typer.Option(metavar="TIME", help="Time for all trials together, such as 90s, 30m or 2h.")
+        str, typer.Option(metavar="TIME", help="Time for all trials, such as 90s, 30m or 2h.")
     ] = "30m",
     allow: Annotated[
         Literal["fp8"] | None,
-        typer.Option(metavar="fp8", help="Try numbers of 8 bits too, which change answers a little."),
+        typer.Option(metavar="fp8", help="Try 8-bit numbers too, which change answers a little."),
     ] = None,
     quiet: QuietOption = False,
     as_json: JsonOption = False,

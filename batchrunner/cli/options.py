@@ -7,36 +7,28 @@ import typer
 EXIT_CODES = """exit codes: 0 done · 1 could not go on (run it again to resume) · 2 the job or its input is
 wrong · 3 done, but more rows failed than tolerated · 130/138/143 interrupted (run it again to resume)"""
 
-JobArgument = Annotated[
-    str, typer.Argument(metavar="JOB.yaml", help="The job file; `-` reads it from standard input.")
-]
-RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="The run's output path, such as out/summarize.")
-]
+JobArgument = Annotated[str, typer.Argument(metavar="JOB.yaml", help="The job file; `-` is standard input.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="The run's output path.")]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="A.B=VALUE",
-        help="Override a field, such as input.limit=100; may be repeated.",
+        help="Set a field, such as input.limit=100; may be repeated.",
     ),
 ]
 LimitOption = Annotated[
     int | None,
-    typer.Option(metavar="N", min=1, help="Send the first N rows only, as --set input.limit=N."),
+    typer.Option(metavar="N", min=1, help="Send the first N rows only."),
 ]
 FreshOption = Annotated[bool, typer.Option(help="Discard what is under output.path and start again.")]
 JoinOption = Annotated[
     bool,
-    typer.Option(
-        "--join", help="Share the rows with all other starts that say --join; each takes what is left."
-    ),
+    typer.Option("--join", help="Share the rows with all other starts that say --join."),
 ]
 RetryFailedOption = Annotated[bool, typer.Option(help="Send failed rows again.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
-VerboseOption = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Show notes too, such as where prompts are tokenized.")
-]
+VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show notes too.")]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print the result, or the error, as JSON on standard output.")
 ]
@@ -48,12 +40,12 @@ MetricsPortOption = Annotated[
         metavar="PORT",
         min=0,
         max=65535,
-        help="Serve the run's figures for Prometheus at this port; 0 takes any free one.",
+        help="Serve figures for Prometheus at this port; 0 is any free one.",
     ),
 ]
 MetricsHostOption = Annotated[
     str,
-    typer.Option("--metrics-host", metavar="HOST", help="Address of this machine for --metrics-port."),
+    typer.Option("--metrics-host", metavar="HOST", help="Address for --metrics-port."),
 ]
 
 

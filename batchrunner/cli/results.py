@@ -26,7 +26,7 @@ def merge(
     run: RunArgument,
     file: Annotated[
         str | None,
-        typer.Argument(metavar="FILE", help="The file to write instead of RUN/merged, such as answers.csv."),
+        typer.Argument(metavar="FILE", help="The file to write instead, such as answers.csv."),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace FILE if it exists.")] = False,
     as_json: JsonOption = False,
@@ -74,17 +74,13 @@ def advise(
         str,
         typer.Argument(
             metavar="LOGFILE|URL|RUN",
-            help="A log of SGLang, a server such as http://host:30000, or a run's output path.",
+            help="A log of SGLang, the address of a server, or a run's path.",
         ),
     ],
-    span: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time for which a live server is watched.")
-    ] = 20.0,
+    span: Annotated[float, typer.Option(metavar="SECONDS", help="How long to watch a server.")] = 20.0,
     card: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="The GPU, such as H100, where the log or the server does not tell."
-        ),
+        typer.Option(metavar="NAME", help="The GPU, such as H100, where nothing tells."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

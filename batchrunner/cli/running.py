@@ -94,28 +94,26 @@ def run(
 
 
 def batch(
-    requests: Annotated[
-        str, typer.Argument(metavar="REQUESTS", help="The batch file, in OpenAI's format; also .gz or .zst.")
-    ],
+    requests: Annotated[str, typer.Argument(metavar="REQUESTS", help="The batch file; also .gz or .zst.")],
     output: Annotated[
         str,
-        typer.Option("--output", "-o", metavar="RESULTS", help="The file to write when all lines are done."),
+        typer.Option("--output", "-o", metavar="RESULTS", help="The file to write."),
     ],
     errors: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Where failed lines go; without it they are in RESULTS too."),
+        typer.Option(metavar="FILE", help="Where failed lines go, instead of RESULTS."),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Start a server for this model; `simulated` invents answers."),
+        typer.Option(metavar="MODEL", help="Start a server for this model; `simulated` makes answers up."),
     ] = None,
     url: Annotated[
         list[str] | None,
-        typer.Option(metavar="URL", help="Use the server at this address; may be repeated for replicas."),
+        typer.Option(metavar="URL", help="Use this server; may be repeated for replicas."),
     ] = None,
     job: Annotated[
         str | None,
-        typer.Option(metavar="BASE.yaml", help="Use the engine, limits and order of this job."),
+        typer.Option(metavar="BASE.yaml", help="Take engine, limits and order from this job."),
     ] = None,
     overrides: SetOption = None,
     limit: LimitOption = None,
@@ -128,9 +126,9 @@ def batch(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer the requests of a batch file in OpenAI's format.
+    """Answer a batch file in OpenAI's or vLLM's format.
 
-    vLLM's run-batch has the same format. The run's directory is RESULTS.run. Run it again to resume.
+    The run's directory is RESULTS.run. Run it again to resume.
 
     Example: batchrun batch requests.jsonl -o results.jsonl --model Qwen/Qwen3-8B
     """
@@ -229,9 +227,7 @@ def slurm(
     job: JobArgument,
     array: Annotated[
         str,
-        typer.Option(
-            metavar="RANGE", help="Numbers of the tasks, such as 0-15 or 1,3,7; 0-15%4 runs four at once."
-        ),
+        typer.Option(metavar="RANGE", help="Tasks, such as 0-15 or 1,3,7; 0-15%4 runs four at once."),
     ],
     sbatch: Annotated[
         list[str] | None,
@@ -240,11 +236,11 @@ def slurm(
     overrides: SetOption = None,
     limit: LimitOption = None,
     grace: Annotated[
-        int, typer.Option(metavar="SECONDS", help="Time before the limit at which a task stops sending rows.")
+        int, typer.Option(metavar="SECONDS", help="Stop sending rows so long before the time limit.")
     ] = 120,
     preamble: Annotated[
         str,
-        typer.Option(metavar="TEXT", help="Shell lines that come first, such as 'module load cuda'."),
+        typer.Option(metavar="TEXT", help="Shell lines to begin with, such as 'module load cuda'."),
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -269,14 +265,13 @@ def ray(
     job: JobArgument,
     workers: Annotated[
         int,
-        typer.Option(metavar="N", help="Workers, each with an engine; one without room waits for it."),
+        typer.Option(metavar="N", help="Workers, each with an engine."),
     ] = 1,
     address: Annotated[
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="The cluster's head node; RAY_ADDRESS or the cluster on this machine unless given. "
-            "`local` starts one of this machine alone.",
+            help="The cluster's head node, or `local` for a trial on this machine alone.",
         ),
     ] = None,
     cpus: Annotated[float, typer.Option(metavar="N", help="Cores that Ray keeps for a worker.")] = 1,

@@ -28,11 +28,11 @@ class AttachEngine(Spec):
     kind: Literal["attach"]
     """`attach`: the servers already run."""
     urls: Annotated[list[Url], Field(min_length=1)]
-    """Addresses of the servers, which are replicas of one model; rows are balanced by their load."""
+    """Addresses of the servers, replicas of one model. Rows go to each by its load."""
     api_key_env: str = "SGLANG_API_KEY"
-    """Name of the environment variable with the servers' API key; if it is unset, no key is sent."""
+    """Environment variable with the servers' API key."""
     api_key_file: UserPath | None = None
-    """File with the servers' API key, such as a mounted secret, in place of the variable."""
+    """File with the API key instead, such as a mounted secret."""
 
 
 def _checked_args(args: Mapping[str, Any], reserved: tuple[str, ...], field: str) -> dict[str, Any]:
@@ -48,26 +48,24 @@ class LaunchedEngine(Spec):
     """Base class of engines whose servers the run starts."""
 
     args: dict[str, Any] = {}
-    """Arguments of the SGLang server, such as `{mem-fraction-static: 0.88, enable-metrics: true}`."""
+    """SGLang's server arguments, such as `{mem-fraction-static: 0.88}`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto` uses the GPU if there is one, else SGLang's CPU engine, which is for trials and tests."""
+    """`auto`: a GPU if there is one, else SGLang's CPU engine, which is for trials."""
     python: UserPath | None = None
-    """Path of the Python interpreter that has SGLang installed; by default the one that runs batchrunner."""
+    """Python interpreter that has SGLang. Default: the one that runs batchrunner."""
     env: dict[str, str] = {}
-    """Environment variables for the server, in addition to those of batchrunner."""
+    """Environment variables for the server."""
     start_timeout: Duration = 1800.0
-    """Time within which the server must be ready."""
+    """Time until the server must be ready."""
     tp: Literal["auto"] | Annotated[int, Field(ge=1)] | None = None
-    """GPUs that the weights of a replica are split over (tensor parallelism, SGLang's `--tp-size`). `auto`:
-    the fewest that have room for the weights and a KV pool, by the model's files and the GPUs here; the log
-    says why. By default what `args` say, or 1."""
+    """GPUs of a replica (SGLang's `--tp-size`). `auto`: the fewest with room for weights and a KV pool.
+    Default: what `args` say, or 1."""
     heal: bool = True
-    """Whether a server that dies out of memory is restarted with safer arguments. Later runs with this model,
-    GPU and version of SGLang begin with them. `false` uses `args` unchanged."""
+    """Restart a server that ran out of memory with safer arguments, and begin later runs of this model, GPU
+    and SGLang with them."""
     adapt: Literal["auto", "off"] = "auto"
-    """Whether flags that the job does not name change while a run goes on, where a sign of SGLang's tuning
-    guides lasts and the time left is worth a restart. Later runs of such a job begin with the best ones.
-    `off` changes none."""
+    """Change flags that the job does not name while the run goes on, where a sign lasts and the time left is
+    worth a restart. Later runs of such a job begin with the best."""
 
     @field_validator("adapt", mode="before")
     @classmethod
@@ -136,20 +134,20 @@ class GatewayEngine(LaunchedEngine):
 
 
 class SimulatedEngine(Spec):
-    """No engine: invented answers at a simulated speed, for demonstrations and tests. Results are marked."""
+    """No engine: made-up answers at a made-up speed, for trials and tests. Results are marked."""
 
     kind: Literal["simulated"]
     """`simulated`: the answers are invented."""
     max_running: Annotated[int, Field(ge=1)] = 256
     """Most requests that decode at once."""
     max_total_tokens: Annotated[int, Field(ge=1)] = 400_000
-    """Size of the KV pool in tokens."""
+    """Size of the KV pool."""
     context_length: Annotated[int, Field(ge=1)] = 8192
-    """Most tokens of prompt and output together; longer rows are refused."""
+    """Most tokens of prompt and output; longer rows are refused."""
     step_s: Annotated[float, Field(ge=0)] = 0.02
-    """Seconds per decode step; with 0 answers come at once."""
+    """Time of a decode step; 0 answers at once."""
     dimensions: Annotated[int, Field(ge=1, le=65_536)] = 384
-    """Length of the vectors of `task: embed`, unless `output.dimensions` says another."""
+    """Length of the vectors of `task: embed`."""
 
 
 def _with_short_forms(schema: dict[str, Any]) -> None:

@@ -13,19 +13,16 @@ from batchrunner.job.fields import Duration, Spec, UserPath
 from batchrunner.job.tasks import Dtype
 
 RESULT_COLUMNS = {
-    "row": "Position of the row in the input, from 0.",
-    "output": "The text that the model generated; null if the row failed, unless it failed by its answer "
-    "alone.",
-    "finish_reason": "Why the output ended: `stop` (the model's end, or a stop text), `length` "
-    "(`max_new_tokens`, "
-    "or the context is full), `tool_calls`, or another of SGLang's reasons; `left_out` for a row that "
-    "`prompt.python` left out.",
-    "prompt_tokens": "Tokens of the prompt, as the engine counted them.",
-    "cached_tokens": "Tokens of the prompt that the engine had in its prefix cache.",
-    "completion_tokens": "Tokens of the output, those of reasoning included.",
-    "latency_s": "Seconds from sending the request to its answer, waiting in the engine's queue included.",
-    "attempts": "How often the row was sent; 0 for a row that has the answer of an equal row.",
-    "error": "Why the row failed, in a sentence; null if it succeeded.",
+    "row": "Position in the input, from 0.",
+    "output": "The generated text; null if the row failed, unless its answer was the reason.",
+    "finish_reason": "Why the output ended: `stop`, `length` (cut at `max_new_tokens`, or the context is "
+    "full), `tool_calls`, another of SGLang's reasons, or `left_out` by `prompt.python`.",
+    "prompt_tokens": "Tokens of the prompt, as the engine counts them.",
+    "cached_tokens": "Those of them that came from the prefix cache.",
+    "completion_tokens": "Tokens of the output, reasoning included.",
+    "latency_s": "Seconds from sending to the answer, the engine's queue included.",
+    "attempts": "How often the row was sent; 0 if it has the answer of another one.",
+    "error": "Why the row failed; null if it did not.",
 }
 """Columns of a result besides the carried ones, with their meanings: `row` comes first, the others after the
 carried columns."""
@@ -34,19 +31,16 @@ OF_TEXTS = frozenset({"output", "finish_reason", "completion_tokens"})
 REASONING = "reasoning"
 TOOL_CALLS = "tool_calls"
 ANSWER_COLUMNS = {
-    REASONING: "What the model thought before its answer; null if it did not. It is there by itself where "
-    "prompts are chats, unless a carried column has this name.",
-    TOOL_CALLS: "The calls of tools that the server's `--tool-call-parser` found in a chat's answer; null "
-    "if there are none. It is there by itself where the job has `prompt.tools`, unless a carried column has "
-    "this name.",
-    "output_ids": "The token ids of the output, as the engine gives them.",
-    "logprobs": "Each token of the output: its id, its text, and the logarithm of its probability.",
-    "top_logprobs": "The likeliest tokens at each position of the output, as many as `output.top_logprobs` "
-    "says, in the form of `logprobs`.",
-    "prompt_logprobs": "Each token of the prompt, in the form of `logprobs`; the first has no `logprob`.",
-    "matched_stop": "The stop text, or the id of the end token, that ended the output; null if none did.",
-    "parsed": "The output as JSON: of the type that the JSON Schema gives it, else JSON text; null if it is "
-    "none. It is there by itself where the job has a schema, unless a carried column has this name.",
+    REASONING: "What the model thought first, else null. Always there for chats.",
+    TOOL_CALLS: "Calls that the server's `--tool-call-parser` found, in OpenAI's form, else null. Always "
+    "there with `prompt.tools`.",
+    "output_ids": "Token ids of the output.",
+    "logprobs": "Each token of the output, with the logarithm of its probability.",
+    "top_logprobs": "The likeliest tokens at each position, `output.top_logprobs` of them.",
+    "prompt_logprobs": "Each token of the prompt; the first has no `logprob`.",
+    "matched_stop": "Stop text, or id of the end token, that ended the output, else null.",
+    "parsed": "The output as JSON: of the schema's type, else JSON text; null if it is none. Always there "
+    "with a schema.",
 }
 """Columns that a job can ask for, with their meanings. They come after those of every result."""
 PARSED = "parsed"
@@ -60,12 +54,10 @@ REQUEST_DIGEST = "request_digest"
 lack it."""
 TURNS, CONVERSATION, RETURNED = "turns", "conversation", "returned"
 ROLLOUT_COLUMNS = {
-    "rollout": "Number of the row among those that the function returned for an input row, from 0.",
+    "rollout": "Number among the rows that the function returned for an input row, from 0.",
     TURNS: "How often the function was answered.",
-    CONVERSATION: "What the function of a row that failed asked last, as JSON; null for other rows. Its last "
-    "answer is `output`.",
-    RETURNED: "What the function returned, as JSON, where it has no annotation. Merged results have it as "
-    "columns.",
+    CONVERSATION: "Of a row that failed: what was asked last, as JSON. Its last answer is `output`.",
+    RETURNED: "What a function without annotation returned, as JSON; columns of their own once merged.",
 }
 """Columns of rows that `prompt.rollout` made, with their meanings."""
 MADE_ROWS = "made_rows"
@@ -84,38 +76,34 @@ STORE_DURABLE_S = 10.0
 
 
 class OutputSpec(Spec):
-    """Where the results are written, and what they have besides the columns of every result."""
+    """Where results are written, and what they have besides the usual columns."""
 
     path: UserPath
-    """Directory of the run, with parts/*.parquet, report.json, events.jsonl and the engine's log. Or a URI
-    of an object store (s3://, gs://, az://)."""
+    """Directory of the run, also a URI of an object store (`s3://`, `gs://`, `az://`)."""
     columns: list[AnswerColumn] = []
-    """Further columns of the answers: `reasoning`, `tool_calls`, `output_ids`, `logprobs`, `top_logprobs`,
-    `prompt_logprobs`, `matched_stop`, `parsed`. The columns of every result are always there, and may be
-    named too. Starts of a run may differ in it: once merged, rows of starts without a column have nulls."""
+    """Further columns: `reasoning`, `tool_calls`, `output_ids`, `logprobs`, `top_logprobs`,
+    `prompt_logprobs`, `matched_stop`, `parsed`; the usual ones may be named too. Starts of a run may differ:
+    merged rows of a start without a column have nulls."""
     reuse: UserPath | None = None
-    """Output path of another run, whose answers are taken for rows that ask for the same: whose prompt is
-    equal once it is rendered, and `sampling`, `columns`, model and checks too. Only good answers are taken,
-    and `parse` is called with them again. These rows are not sent, and add no tokens."""
+    """Path of another run, whose good answers are taken for rows with an equal request: prompt, `sampling`,
+    `columns`, model and checks. They are not sent, and add no tokens."""
     top_logprobs: Annotated[int, Field(ge=1, le=MOST_TOP_LOGPROBS)] = 5
-    """Likeliest tokens that the column `top_logprobs` has for each position."""
+    """Tokens for each position in the column `top_logprobs`."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
-    """Most rows of the input in a result file (part), each with all its samples. A part is also written
-    every 30 s, in an object store as often as `durable` says."""
+    """Most input rows in a result file. One is also written every 30 s, in a store every `durable`."""
     durable: Duration = 1.0
-    """Time within which a finished row is safe on disk, in a journal or in a part; in an object store, where
-    it is in a part, 10 s by default."""
+    """Time until a finished row is safe on disk; in an object store until it is uploaded, there 10 s by
+    default."""
     dtype: Dtype = "float32"
-    """With `task: embed`: type of the numbers of a vector."""
+    """With `task: embed`: type of a vector's numbers."""
     normalize: bool = False
-    """With `task: embed`: whether each vector is divided by its length. Many models do so themselves."""
+    """With `task: embed`: divide each vector by its length."""
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    """With `task: embed`: length of the vectors, for a model that was trained to give shorter ones too
-    (Matryoshka; `matryoshka_dimensions` or `is_matryoshka` in its config.json). Unset: the model's own."""
+    """With `task: embed`: length of the vectors, for a model trained for shorter ones (Matryoshka). Unset:
+    the model's own."""
 
     softmax: bool = False
-    """With `task: score` and `labels`: whether the probabilities are those among the labels, whose sum is 1.
-    Without it they are those among all tokens of the model. With `task: classify`: whether scores are
+    """With `labels`: probabilities among the labels, not among all tokens. With `task: classify`:
     probabilities of the classes."""
 
     @property
@@ -143,24 +131,24 @@ Secret: TypeAlias = Literal[
 
 
 class StorageSpec(Spec):
-    """How object stores are reached. What is left out is found as the cloud's own tools find it."""
+    """How object stores are reached; by default as the cloud's own tools do."""
 
     endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+")] | None = None
-    """Address of a store that is not the cloud's own, such as MinIO's: `http://host:9000`."""
+    """Address of another store, such as MinIO: `http://host:9000`."""
     region: str | None = None
-    """Region of the bucket, such as `eu-central-1`."""
+    """Region of the bucket."""
     anonymous: bool = False
-    """Whether requests go without credentials, as public buckets allow."""
+    """Send no credentials, as for public buckets."""
     account: Annotated[str, Field(min_length=1)] | None = None
-    """Account of an Azure store; by default that of the variable `AZURE_STORAGE_ACCOUNT_NAME`."""
+    """Azure's account. Default: the variable `AZURE_STORAGE_ACCOUNT_NAME`."""
     secrets: dict[Secret, Annotated[str, Field(min_length=1)]] = {}
-    """Names of the environment variables that hold credentials, by what they are: `access_key_id`,
-    `secret_access_key` and `session_token` of S3, `account_key` or `sas_token` of Azure,
-    `service_account_key` of Google (its JSON). The job file holds no secret itself."""
+    """Names of the environment variables that hold `access_key_id`, `secret_access_key`, `session_token`
+    (S3), `account_key` or `sas_token` (Azure), `service_account_key` (Google, JSON). The job file holds no
+    secret."""
 
     copies: UserPath | None = None
-    """Directory for the working copy of a run whose `output.path` is in a store, as large as its results; by
-    default the cache directory. Keep it: rows that a killed run had not uploaded are there."""
+    """Directory for the working copy of a run in a store, as large as its results. Default: the cache
+    directory. Keep it: it has rows that a killed run had not uploaded."""
 
     @model_validator(mode="after")
     def _one_way(self) -> StorageSpec:

@@ -118,16 +118,17 @@ class PromptSpec(Spec):
     """Whether the rows are the requests of a batch file."""
 
     images: ImagesSpec | None = None
-    """Columns with images, as a list of names or with options. In a template such a column stands for its
-    images; if no template has it, they come before the text of the last user message."""
+    """Columns with images: names, or `columns` with `folder`, `allow_urls`, `placeholder`, `max_pixels`. A
+    template places them; else they come before the last user message."""
     audio: MediaSpec | None = None
-    """Columns with sound, as a list of names or with options: WAV, FLAC, MP3, Ogg, AAC, AIFF, AMR, MP4 or
-    WebM files. They are sent as they are, and have their place in the prompt as images do."""
+    """Columns with sound, given like `images` and sent as they are: WAV, FLAC, MP3, Ogg, AAC, AIFF, AMR, MP4,
+    WebM."""
     videos: MediaSpec | None = None
-    """Columns with videos, as a list of names or with options: MP4, MOV, WebM, MKV, AVI, MPEG, Ogg, FLV or
-    WMV files. They are sent as they are, and have their place in the prompt as images do."""
+    """Columns with videos, given like `images` and sent as they are: MP4, MOV, WebM, MKV, AVI, MPEG, Ogg,
+    FLV, WMV."""
     pdf: PdfSpec | None = None
-    """Column with PDF documents, as its name or with options. Its pages are images of the prompt."""
+    """Column with PDF documents, whose pages are sent as images: a name, or `column` with `pages`, `dpi`,
+    `max_pixels`, `folder`, `allow_urls`."""
 
     @field_validator(*KIND_OF_FIELD, mode="before")
     @classmethod
@@ -152,50 +153,41 @@ class PromptSpec(Spec):
         return [column for spec in self.media.values() for column in spec.columns]
 
     system: str | None = None
-    """Jinja2 template of the system message, over the columns of a row."""
+    """Jinja2 template of the system message."""
     user: str | None = None
-    """Jinja2 template of the user message, over the columns of a row. The model's chat template is
-    applied."""
+    """Jinja2 template of the user message. The model's chat template is applied."""
     messages: str | Annotated[list[MessageTemplate], Field(min_length=1)] | None = None
-    """Column with the messages: a list of {role, content}, ShareGPT's {from, value}, or such a list as JSON.
-    Or a list of messages, each with a `role` and a Jinja2 template as `content`, such as examples before the
-    question; an assistant's message at its end is the beginning of the answer. The model's chat template is
-    applied."""
+    """A list of messages with `role` and a Jinja2 template as `content`; an assistant's last one begins the
+    answer. Or a column of conversations: `{role, content}`, ShareGPT's `{from, value}`, or JSON of these. The
+    model's chat template is applied."""
     continue_: Annotated[bool | None, Field(alias="continue")] = None
-    """Whether the model goes on with a message of the assistant at the end of a conversation in a column;
-    without it such a message is left out. The output is what comes after it."""
+    """Go on with the assistant's message at the end of a conversation in a column. Unset: that message is
+    left out."""
     text: str | None = None
-    """Column with the whole prompt, or a Jinja2 template of it. No chat template is applied."""
+    """Jinja2 template of the whole prompt, or the column with it. No chat template is applied."""
     input_ids: str | None = None
-    """Column with the prompt as a list of token ids."""
+    """Column with prompts as lists of token ids."""
     python: PythonFunction | None = None
-    """Python function that makes the prompt, as `module:function`. It is called with the row, a dict, and
-    returns messages (a list of {role, content}), a text (no chat template is applied), a list of token ids,
-    or None to leave the row out. It may be called more than once for a row. It runs in processes of its
-    own."""
+    """Function of the row, a dict. Returns messages, a text (no chat template), token ids, or None to leave
+    the row out. May be called more than once a row."""
     rollout: PythonFunction | None = None
-    """Asynchronous Python function that asks several times, as `module:function`. It is called with the row,
-    a dict, and `generate`, and returns a dict of columns, a list of such for several rows, or None. It runs
-    in processes of its own; after a kill again from its start, with the answers that it has had."""
+    """Asynchronous function of the row, a dict, and `generate`. Returns a dict of columns, a list of such for
+    several rows, or None. After a kill it begins anew, with the answers it has had."""
     tools: str | Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
-    """Tools that the model may call in a chat, in OpenAI's form: a list of
-    `{type: function, function: {name, description, parameters}}`, or the column with such lists, also as
-    JSON. A null stands for no tools. The calls are in the column `tool_calls` of the results; the server
-    needs a `--tool-call-parser` to find them."""
+    """Tools of a chat in OpenAI's form, `{type: function, function: {name, description, parameters}}`, or the
+    column with such lists, also as JSON. Calls are in the column `tool_calls`; the server needs a
+    `--tool-call-parser`."""
     fields: FieldsSpec | None = None
-    """Columns that the templates of `user`, `system`, `text` or `messages` show as `{{ fields }}`: a line
-    `name: value` for each of `columns`. With `order: auto`, the default, the lines are in the order in which
-    rows share the longest prefixes, so that the engine's cache holds more of each prompt; the first start
-    decides by a sample of the input, and the run keeps the order. `order: written` is that of `columns`."""
+    """`columns` that templates show as `{{ fields }}`, a line `name: value` each. `order: auto` is the order
+    in which rows share most; `order: written` that of `columns`."""
     truncate: Literal["head", "tail", "middle"] | None = None
-    """Which part of a prompt is cut off where it leaves no space for `max_new_tokens`: its head, tail or
-    middle. In messages only the last user message is truncated. Unset: such a row fails. Messages that have
-    tools, names, other roles, a `structural_tag` or the beginning of an answer are not truncated."""
+    """Part to cut where a prompt leaves no room for `max_new_tokens`; of messages only the last user's.
+    Unset: the row fails. Not cut: messages with tools, names, other roles, a `structural_tag` or a begun
+    answer."""
     choices: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
-    """With `task: score`: texts that may go on after `text`, whose log likelihoods are the column `scores`: a
-    list for all rows, or the column with the list of each row."""
+    """With `task: score`: texts that may follow `text`, for all rows or a column with a list for each."""
     documents: str | None = None
-    """With `task: rerank`: column with the documents that `text` is the query for, a list of texts or one."""
+    """With `task: rerank`: column with the documents of the query in `text`, a list or one."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
 

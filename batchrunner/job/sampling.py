@@ -46,59 +46,58 @@ class SamplingSpec(Spec):
     """SGLang's sampling parameters, by SGLang's names. Most accept `{column: NAME}` instead of a value."""
 
     max_new_tokens: PerRow[Annotated[int, Field(ge=1)]] = 1024
-    """Maximum tokens of an output. (SGLang's own default of 128 cuts most answers short.)"""
+    """Most tokens of an output (SGLang's own default is 128)."""
     min_new_tokens: PerRow[Annotated[int, Field(ge=0)]] | None = None
-    """Minimum tokens of an output."""
+    """Fewest tokens of an output."""
     n: Annotated[int, Field(ge=1)] = 1
-    """Outputs per row. Above 1, `output`, `finish_reason` and `completion_tokens` of a result are lists."""
+    """Outputs a row. Above 1, `output`, `finish_reason` and `completion_tokens` are lists."""
     temperature: PerRow[Annotated[float, Field(ge=0)]] | None = None
-    """Sampling temperature; 0 is greedy decoding. Unset means the engine's default."""
+    """0 is greedy decoding. Unset: the engine's default."""
     top_p: PerRow[Annotated[float, Field(gt=0, le=1)]] | None = None
-    """Nucleus sampling: only the likeliest tokens with this total probability are sampled."""
+    """Sample only the likeliest tokens with this total probability."""
     top_k: PerRow[Literal[-1] | Annotated[int, Field(ge=1)]] | None = None
-    """Only the k likeliest tokens are sampled; -1 means all."""
+    """Sample only the k likeliest tokens; -1 means all."""
     min_p: PerRow[Annotated[float, Field(ge=0, le=1)]] | None = None
-    """Minimum probability of a token, relative to that of the likeliest token."""
+    """Least probability of a token, relative to the likeliest."""
     frequency_penalty: PerRow[Annotated[float, Field(ge=-2, le=2)]] | None = None
-    """Penalty on a token for each time that it was generated."""
+    """Penalty for each time that a token was generated."""
     presence_penalty: PerRow[Annotated[float, Field(ge=-2, le=2)]] | None = None
-    """Penalty on a token that was generated at least once."""
+    """Penalty on tokens generated before."""
     repetition_penalty: PerRow[Annotated[float, Field(gt=0, le=2)]] | None = None
-    """Multiplicative penalty on a token of the prompt or output; 1 means none."""
+    """Factor against tokens of the prompt or output; 1 is none."""
     stop: PerRow[str | Annotated[list[str], Field(max_length=32)]] | None = None
-    """A text, or a list of texts, that end the output."""
+    """Texts that end the output."""
     stop_token_ids: PerRow[list[int]] | None = None
-    """Ids of tokens that end the output."""
+    """Token ids that end the output."""
     stop_regex: PerRow[str | Annotated[list[str], Field(max_length=32)]] | None = None
-    """A regular expression, or a list of them, that end the output."""
+    """Regular expressions that end the output."""
     no_stop_trim: bool | None = None
-    """Whether the stop text stays in the output."""
+    """Keep the stop text in the output."""
     ignore_eos: PerRow[bool] | None = None
-    """Whether to generate until `max_new_tokens`, past the model's end token."""
+    """Go on to `max_new_tokens`, past the model's end token."""
     skip_special_tokens: bool | None = None
-    """Whether special tokens are left out of the output text."""
+    """Leave special tokens out of the output."""
     spaces_between_special_tokens: bool | None = None
-    """Whether special tokens in the output text are separated by spaces."""
+    """Put spaces between special tokens."""
     sampling_seed: PerRow[int] | None = None
-    """Seed of the sampler. SGLang uses it only with --enable-deterministic-inference."""
+    """Seed; needs SGLang's `--enable-deterministic-inference`."""
     json_schema: PerRow[dict[str, Any] | str] | None = None
-    """JSON Schema that the output must satisfy, as a mapping or as JSON text."""
+    """JSON Schema that the output follows, as a mapping or JSON text."""
     regex: Annotated[PerRow[str] | None, AfterValidator(check_regex)] = None
-    """Regular expression that the output must match."""
+    """Regular expression that the output matches."""
     ebnf: PerRow[str] | None = None
-    """EBNF grammar that the output must follow."""
+    """EBNF grammar that the output follows."""
     structural_tag: PerRow[str] | None = None
-    """SGLang's structural tag, which constrains parts of the output, as JSON text."""
+    """SGLang's structural tag, as JSON text: a form for parts of the output."""
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d+$")], float] | None = None
-    """Bias added to the logit of a token, by token id."""
+    """Bias of logits, by token id."""
     custom_params: dict[str, Any] | None = None
-    """Parameters for a custom logit processor of the engine."""
+    """Parameters of the engine's custom logit processor."""
     tool_choice: ToolChoice | None = None
-    """Whether the model calls tools (`prompt.tools`) in a chat: `auto`, `none`, `required`, or
-    `{type: function, function: {name: NAME}}` for a call of this one. Unset means `auto` where there are
-    tools."""
+    """Whether a chat calls `prompt.tools`; `{type: function, function: {name: NAME}}` demands this one.
+    Unset: `auto`."""
     lora_path: PerRow[str] | None = None
-    """Name of a LoRA adapter that the engine has loaded, used for the request."""
+    """Name of a LoRA adapter that the engine has loaded."""
 
     @field_validator("json_schema", mode="before")
     @classmethod

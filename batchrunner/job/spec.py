@@ -86,29 +86,25 @@ OnLength: TypeAlias = Literal["keep", "fail", "longer"]
 
 
 class AcceptSpec(Spec):
-    """When an answer is good. One that is not is asked for again, and then fails its row, which keeps it."""
+    """When an answer is good. Bad ones are asked for again; then the row fails, and keeps the last."""
 
     json_: Annotated[bool | dict[str, Any] | None, Field(alias="json")] = None
-    """Whether an answer must be JSON: `true`, or a JSON Schema that it must satisfy. Where
-    `sampling.json_schema` is set, an answer must satisfy that by itself; `false` lets any answer pass."""
+    """`true`: an answer must be JSON. Or a JSON Schema that it must satisfy. `sampling.json_schema` is
+    checked without this; `false` lets any answer pass."""
     regex: Annotated[str | None, AfterValidator(check_regex)] = None
-    """Regular expression that an answer must contain; `^` and `$` stand for its beginning and end."""
+    """Regular expression to find in an answer; `^…$` matches the whole."""
     expression: str | None = None
     """Jinja2 expression that must be true, over `output` (the text), `parsed` (its JSON, else null),
-    `reasoning`, `finish_reason`, and the columns of the row."""
+    `reasoning`, `finish_reason` and the row's columns."""
     python: PythonFunction | None = None
-    """Python function that judges an answer, as `module:function`. It is called with the answer, a text, or
-    with the answer and the row, a dict of `input.columns`, and returns true, false, or a text that says what
-    is wrong. It runs in processes of its own."""
+    """Function of the answer, or of the answer and a dict of `input.columns`. Returns true, false, or what is
+    wrong."""
     tries: Annotated[int, Field(ge=1, le=100)] | None = None
-    """Most answers of a row that are checked, the first included; then the row fails, with the last one. By
-    default 3, and 1 where the job has no section `accept`."""
+    """Most answers asked for, the first included. Default 3; 1 without a section `accept`."""
     temperature: Annotated[float, Field(ge=0)] | None = None
-    """Temperature of all tries but the first. Unset: a row that was sampled at a lower one is tried again at
-    0.4, then at 0.8."""
+    """Temperature of all tries but the first. By default at least 0.4, then 0.8."""
     feedback: bool = False
-    """Whether a chat is told what was wrong: the answer and the complaint stand in the next try's
-    conversation."""
+    """Show a chat its answer and the complaint in the next try."""
 
     @property
     def has_condition(self) -> bool:
@@ -151,29 +147,27 @@ class InputSpec(Spec):
     """Where the rows come from."""
 
     path: UserPath | Annotated[list[UserPath], Field(min_length=1)]
-    """A file, a directory, a glob, or a list of these. Files are Parquet, or by their ending CSV (`.csv`,
-    `.tsv`), JSON Lines (`.jsonl`, `.ndjson`, `.json`) or Arrow (`.arrow`, `.feather`, `.ipc`), which may be
-    compressed (`.gz`, `.zst`). Directory names such as `year=2024` become
-    columns, unless the files have a column of that name. The `output.path` of a run that is done means its
-    merged results. Paths are local, or URIs of object stores (s3://, gs://, az://) or of what else pyarrow
-    can open (hdfs://), whose globs may contain `*` and `**/`."""
+    """File, directory, glob or list of these: Parquet, or by their ending CSV (`.csv`, `.tsv`), JSON Lines
+    (`.jsonl`, `.ndjson`, `.json`) or Arrow (`.arrow`, `.feather`, `.ipc`), also `.gz` or `.zst`. Local, or a
+    URI (`s3://`, `gs://`, `az://`, `hf://`, `hdfs://`) with `*` and `**/`. A folder `year=2024` is a column,
+    unless the files have it. The `output.path` of a finished run means its results."""
     columns: list[str] = []
-    """Input columns that are copied to the results."""
+    """Columns to copy into the results."""
     types: dict[str, ColumnType] = {}
-    """Types of columns of CSV and JSON Lines files. In CSV any other column is a text, as it stands in the
-    file; in JSON Lines it has the type of its values. A value that does not fit fails its row."""
+    """Types of CSV and JSON Lines columns: `string`, `bool`, `int32`, `int64`, `float32`, `float64`, `date`
+    or `timestamp`. Other CSV columns are texts. A value that does not fit fails its row."""
     delimiter: Annotated[str, AfterValidator(_one_character)] | None = None
-    """Character between the values of CSV files; by default a comma, in `.tsv` a tab."""
+    """Separator of CSV files. Default: a comma, in `.tsv` a tab."""
     encoding: Annotated[str, AfterValidator(_known_encoding)] = "utf-8"
-    """Encoding of CSV files by Python's name: `cp1252` is that of Excel in Western Europe."""
+    """Encoding of CSV files, by Python's name. Excel in Western Europe writes `cp1252`."""
     decimal: Literal[".", ","] = "."
-    """What stands before the decimals of numbers in CSV files, in columns of type float32 or float64."""
+    """Decimal sign of float columns in CSV files."""
     rename: dict[str, str] = {}
-    """New names for copied columns: `{input_name: output_name}`."""
+    """New names for copied columns: `{old: new}`."""
     filter: str | None = None
-    """Jinja2 expression over the columns of a row; only rows for which it is true are sent."""
+    """Jinja2 expression over a row's columns. Rows for which it is not true are not sent."""
     limit: Annotated[int, Field(ge=1)] | None = None
-    """Number of rows to send, counted after `filter`; by default all."""
+    """Most rows to send, counted after `filter`. Default: all."""
 
     @property
     def carried_names(self) -> list[str]:
@@ -185,43 +179,39 @@ class LimitsSpec(Spec):
     """When a run gives up, and when it counts as failed."""
 
     deadline: Duration | None = None
-    """Time after which no more rows are sent. Rows in flight finish, the exit code is 1, the run can be
-    resumed."""
+    """Stop sending after this time. Rows in flight end; exit code 1; the run can be resumed."""
     max_failed_rows: CountOrShare = 0
-    """Failed rows that are tolerated, as a count or a fraction (0.01 or 1%). With more the exit code is 3."""
+    """Failed rows to tolerate: a count, or a share (0.01 or `1%`). More make the exit code 3."""
     abort_failed_share: Share = 0.5
-    """The run stops (exit code 1) when more than this fraction of the rows that were sent failed, of at least
-    100. Rows that cannot be sent, such as those with a null prompt, do not count here."""
+    """Stop (exit code 1) when more than this share of the rows sent failed, of at least 100. Rows that cannot
+    be sent, such as null prompts, do not count."""
     max_attempts: Annotated[int, Field(ge=1)] = 5
-    """Most tries of a row whose tries fail possibly because of the row itself."""
+    """Most tries of a row that may itself be the reason of its failures."""
     python: Duration = 30.0
-    """Time of one call of a Python function (`prompt.python`, `parse`, `accept.python`), of `prompt.rollout`
-    between two awaits, and of reading the files of a row. A row whose call takes longer fails."""
+    """Longest call of a Python function (of `prompt.rollout`: between two awaits), or reading of a row's
+    files. A slower row fails."""
     python_memory_gb: Annotated[float, Field(gt=0)] = 2.0
-    """Memory in GiB that each process of the Python functions, which also read images and other files, may
-    take beyond what it has when its modules are imported. A row whose call needs more fails."""
+    """Memory that each process of Python functions and files may take beyond its imports. A row that needs
+    more fails."""
     python_processes: Annotated[int, Field(ge=1)] | None = None
-    """Processes that run the Python functions and read images and other files, at most; by default one for
-    each core, up to 8."""
+    """Most processes for Python functions and files. Default: one a core, up to 8."""
     rollout: Duration = 3600.0
-    """Time of one row of `prompt.rollout`, its answers included. A row that takes longer fails."""
+    """Longest time of one row of `prompt.rollout`, its answers included. A slower row fails."""
     turns: Annotated[int, Field(ge=1)] = 100
-    """Most answers that `prompt.rollout` asks for, for one row. A row that asks for more fails."""
+    """Most answers of one row of `prompt.rollout`. A row that asks for more fails."""
     request_timeout: Duration = 3600.0
-    """Longest wait for the answer to one request."""
+    """Longest wait for one answer."""
     engine_wait: Duration = 300.0
-    """Time without any accepted row after which the run stops (exit code 1)."""
+    """Stop (exit code 1) when the engine takes no row for so long."""
     hang: Duration = 60.0
-    """Minimum time without progress after which an engine with rows in flight counts as hung; for slow
-    engines it becomes longer, and before the first progress it is five times as long. A hung server that the
-    run started is restarted."""
+    """An engine that has rows and makes no progress for this time is hung; longer for a slow engine, five
+    times before its first progress. A server that the run started is restarted."""
     drain: Duration = 100.0
-    """Time for rows in flight to finish after SIGUSR1, which announces the end of a time limit. Unfinished
-    rows are done by the next attempt. `batchrun slurm --grace` sets it. After SIGTERM it is 15 s, after
-    Ctrl-C there is no limit."""
+    """Time that rows in flight have after SIGUSR1 (SIGTERM: 15 s; Ctrl-C: no limit). The next start does the
+    rest. `batchrun slurm --grace` sets it."""
     disk_wait: Duration = 600.0
-    """Time after which the run stops (exit code 1) while results cannot be written, because the disk is full
-    for example, or while an object store is away at its start."""
+    """Stop (exit code 1) when results cannot be written for so long, or an object store is away so long at
+    the start."""
 
 
 Label: TypeAlias = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0, strict=True)]
@@ -232,63 +222,56 @@ class Job(Spec):
     """A batch-inference job."""
 
     task: TaskName = "generate"
-    """What the model does with each prompt. `generate`: it writes a text. `embed`: it makes a vector, in the
-    column `embedding`; prompts are texts or token ids. `score`: it tells how probable `labels` or
-    `prompt.choices` are after the prompt. `rerank`: it tells how relevant `prompt.documents` are to
-    the prompt. `reward`, `classify`: a reward or classification model scores the prompt."""
+    """`generate`: write a text. `embed`: make a vector. `score`: tell how probable `labels` or
+    `prompt.choices` are. `rerank`: tell how relevant `prompt.documents` are. `reward`, `classify`: score by a
+    model made for it."""
     input: InputSpec
     """Where the rows come from."""
     prompt: PromptSpec
     """How a row becomes a prompt."""
     labels: Annotated[list[Label], Field(min_length=1)] | None = None
-    """With `task: score`: tokens whose probabilities after the prompt are the column `scores`, in this order.
-    A text must be a single token, a number is the token's id."""
+    """With `task: score`: tokens whose probabilities are the column `scores`, in this order. A text must be
+    one token; a number is a token id."""
     sampling: SamplingSpec = SamplingSpec()
     """Sampling parameters, by SGLang's names."""
     parse: PythonFunction | None = None
-    """Python function that makes columns of an answer, as `module:function`. It is called with the answer, a
-    text, or with the answer and the row, a dict of `input.columns`, and returns a dict. Its return type, a
-    TypedDict, a dataclass or a pydantic model, says the columns. A row whose answer it cannot parse fails and
-    keeps its answer. It runs in processes of its own."""
+    """Function of the answer, or of the answer and a dict of `input.columns`, that returns a dict of columns.
+    Its return type (TypedDict, dataclass, NamedTuple or pydantic model) names them. A row whose answer it
+    cannot parse fails and keeps its answer."""
     output: OutputSpec
     """Where the results are written."""
     storage: StorageSpec = StorageSpec()
     """How object stores (`s3://`, `gs://`, `az://`) are reached."""
     engine: EngineSpec
-    """Engine that answers. `kind` is attach, server, gateway or simulated."""
+    """What answers: `kind` is attach, server, gateway or simulated."""
     accept: AcceptSpec = AcceptSpec()
-    """When an answer is good. One that is not is asked for again, and then fails its row, which keeps it."""
+    """When an answer is good. Bad ones are asked for again; then the row fails, and keeps the last."""
     on_length: OnLength | None = None
-    """What becomes of an answer that was cut at `max_new_tokens`. `keep`: it is the row's. `fail`: it is not
-    good, as if by `accept`. `longer`: it is asked for again, with twice the tokens, three times at most;
-    then it is not good. By default `fail` where answers are checked against a JSON Schema, else `keep`."""
+    """What becomes of an answer cut at `max_new_tokens`. `keep` it; `fail`: it is not good; `longer`: ask
+    again with twice the tokens, three times at most. Default: `fail` where a JSON Schema is checked, else
+    `keep`."""
     limits: LimitsSpec = LimitsSpec()
     """When a run gives up, and when it counts as failed."""
     order: Literal["auto", "input", "prefix", "longest_first"] = "auto"
-    """Order in which rows are sent; merged results are in input order in any case. `prefix` sorts rows by
-    prompt, so that the engine computes a common prefix once. `longest_first` sends rows with the longest
-    outputs (where `max_new_tokens` is a column), else with the longest prompts, first. `input` is the order
-    of the files. `auto` chooses `prefix` or `input` by a sample, and logs the reason."""
+    """Order of sending; merged results are in input order anyway. `prefix` sorts by prompt, so that a common
+    prefix is computed once. `longest_first`: the largest `max_new_tokens` (a column), else the longest
+    prompts, first. `input`: as in the files. `auto`: `prefix` or `input`, by a sample."""
     dedupe: bool = True
-    """Whether rows with equal requests are sent only once at temperature 0, and share the answer."""
+    """Send equal rows once, at temperature 0, and give all the answer."""
     window: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Requests in flight over all replicas. `auto`, recommended, adapts the number to the load of each
-    replica."""
+    """Requests in flight over all replicas. `auto` follows the load of each."""
     bundle: Literal["auto", "off"] | Annotated[int, Field(ge=1, le=64)] = "auto"
-    """Rows that share a request where prompts are tokenized by batchrunner; each is answered when it ends.
-    `auto` follows the rows that end together, from 1 row to 64. A number is the size in any case. `off`:
-    each row is a request of its own."""
+    """Rows in one request, each answered when it ends. `auto`: 1 to 64, as many as end together. `off`:
+    one."""
     tokenize: Literal["auto", "client", "server"] = "auto"
-    """Where prompts are tokenized. `auto`: by batchrunner if the engine makes the same tokens of the first
-    rows and no other behaviour would differ; else by the engine; `-v` shows the reason. `client`: by
-    batchrunner, or the run does not begin. `server`: by the engine."""
+    """Who tokenizes prompts. `auto`: batchrunner, if the answers cannot differ (`-v` says why not). `client`:
+    batchrunner, or the run does not begin. `server`: the engine."""
     queue: Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=4)]], Field()] = (100, 2000)
-    """Range [low, high] in which the number of waiting requests of each scheduler (SGLang's `#queue-req`) is
-    kept. It is scaled down for a scheduler that runs few requests at once."""
+    """Range in which each scheduler's waiting requests (`#queue-req`) are kept; smaller for one that runs
+    few."""
 
     python_path: list[UserPath] = []
-    """Directories in which the modules of Python functions are looked up first, before the current directory
-    and the installed packages. By default the directory of the job file."""
+    """Where modules of Python functions are looked up first. Default: the job file's directory."""
 
     @property
     def forward(self) -> ForwardTask | None:

@@ -195,8 +195,7 @@ class ScoreTask(NativeTask):
     architectures = ""
     takes = ("labels", "output.softmax", "prompt.choices")
     meanings = {
-        SCORES: "The probability of each label after the prompt, in the order of `labels`; null if the row "
-        "failed.",
+        SCORES: "Probability of each label, in the order of `labels`.",
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
@@ -223,10 +222,9 @@ class ChoiceTask(ScoreTask):
     """Tells how likely each choice is to go on after a prompt."""
 
     meanings = {
-        SCORES: "The logarithm of the probability of each choice after the prompt: the sum of those of its "
-        "tokens.",
-        PER_TOKEN: "The same, divided by the number of the choice's tokens.",
-        PER_BYTE: "The same, divided by the number of the choice's bytes in UTF-8.",
+        SCORES: "Logarithm of each choice's probability, the sum over its tokens.",
+        PER_TOKEN: "The same, divided by its number of tokens.",
+        PER_BYTE: "The same, divided by its bytes in UTF-8.",
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
@@ -280,8 +278,7 @@ class RerankTask(NativeTask):
     takes = ("prompt.documents",)
     architectures = "ForSequenceClassification"
     meanings = {
-        SCORES: "The relevance of each document to the query, in their order, as the model's head gives it; "
-        "null if the row failed.",
+        SCORES: "Relevance of each document, in their order, as the model's head gives it.",
     }
 
     def bodies(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
@@ -297,7 +294,7 @@ class RewardTask(NativeTask):
 
     name = "reward"
     meanings = {
-        SCORE: "The reward of the prompt, as the model's head gives it; null if the row failed.",
+        SCORE: "Reward, as the model's head gives it.",
     }
 
     def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
@@ -316,10 +313,8 @@ class ClassifyTask(NativeTask):
     name = "classify"
     takes = ("output.softmax",)
     meanings = {
-        SCORES: "The score of each class, in the order of the model's `id2label`, as its head gives it; with "
-        "`output.softmax` its probability. Null if the row failed.",
-        LABEL: "The name of the class with the highest score, by the model's `id2label`; null if the row "
-        "failed.",
+        SCORES: "Score of each class, in the order of `id2label`; with `output.softmax` its probability.",
+        LABEL: "Name of the class with the highest score, by `id2label`.",
     }
 
     def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
@@ -399,7 +394,7 @@ class EmbedTask(ForwardTask):
     path = "/v1/embeddings"
     takes = ("output.dtype", "output.normalize", "output.dimensions")
     meanings = {
-        EMBEDDING: "The vector of the prompt; null if the row failed.",
+        EMBEDDING: "Vector of the prompt.",
     }
 
     @property

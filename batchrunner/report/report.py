@@ -30,14 +30,14 @@ CAUSES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What a run did. Rows are of all attempts; times and tokens of this one, unless the name says all."""
+    """What a run did. Rows are of all starts; times and tokens of this one, unless the name says all."""
 
     path: str
     """Output path of the run."""
     exit_code: int = EXIT_DONE
     """Exit code of the command."""
     reason: str = ""
-    """Why the run ended, in a sentence."""
+    """Why the run ended."""
     rows_total: int = 0
     """Rows that the job selects."""
     rows_ok: int = 0
@@ -45,21 +45,21 @@ class Report:
     rows_failed: int = 0
     """Rows that have an `error`."""
     rows_cut: int = 0
-    """Rows that succeeded, of which an output was cut at `max_new_tokens`."""
+    """Rows of `rows_ok` with an output cut at `max_new_tokens`."""
     rows_resumed: int = 0
-    """Rows that were done before this attempt."""
+    """Rows that were done before this start."""
     rows_of_others: int = 0
-    """Rows of the run, beyond `rows_total`, that other tasks hold, or that nobody holds. Some may be done."""
+    """Further rows of the run, held by other tasks or by nobody. Some may be done."""
     wall_s: float = 0.0
-    """Seconds of this attempt, from the engine being ready to the last row."""
+    """Seconds from the engine being ready to the last row."""
     wall_s_all_starts: float = 0.0
-    """Seconds of all attempts together."""
+    """The same, of all starts."""
     starts: int = 1
-    """Number of attempts, this one included."""
+    """Starts, this one included."""
     output_tokens: int = 0
-    """Generated tokens of the rows that ended, also of their rejected answers (`checks`)."""
+    """Generated tokens of the rows that ended, rejected answers included."""
     output_tokens_all_starts: int = 0
-    """The same, of all attempts."""
+    """The same, of all starts."""
     output_tokens_per_s: float = 0.0
     """`output_tokens` by `wall_s`."""
     rows_per_s: float = 0.0
@@ -67,47 +67,43 @@ class Report:
     task: str = GENERATE
     """`task` of the job."""
     prompt_tokens: int = 0
-    """Prompt tokens of the rows that ended; one that was asked again counts once."""
+    """Prompt tokens of the rows that ended, once each."""
     cached_tokens: int = 0
-    """Those of `prompt_tokens` that were in the engine's prefix cache."""
+    """Those of them that came from the prefix cache."""
     rows_deduplicated: int = 0
-    """Rows that have the answer of an equal row; they add no tokens."""
+    """Rows with the answer of an equal row; they add no tokens."""
     rows_reused: int = 0
-    """Rows that have the answer of an equal request of another run (`output.reuse`); they add no tokens."""
+    """Rows with an answer of another run (`output.reuse`); they add no tokens."""
     rows_left_out: int = 0
-    """Rows that `prompt.python` left out; they count as `rows_ok`."""
+    """Rows of `rows_ok` that `prompt.python` left out."""
     retries: int = 0
-    """Tries that were repeated."""
+    """Repeated tries."""
     finish_reasons: dict[str, int] = field(default_factory=dict)
-    """Number of outputs by `finish_reason`."""
+    """Outputs by `finish_reason`."""
     failures: list[dict[str, Any]] = field(default_factory=list)
-    """Failed rows of all attempts by cause, largest group first: rows, example_row, example."""
+    """Failed rows by cause, most first: see below."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """The engine's properties, as it reports them."""
+    """The engine's properties, as it tells them."""
     window: int | None = None
-    """Requests in flight at the end, over all replicas."""
+    """Requests that might be in flight at the end, over all replicas; null for none."""
     load: dict[str, Any] = field(default_factory=dict)
-    """The engine's load: shares of steady time, retractions, the window over time."""
+    """The engine's load: see below."""
     incidents: list[dict[str, Any]] = field(default_factory=list)
-    """Incidents of the engine, in order: `what` (died, hangs, healed, lost, adapts, adapted, or recalled
-    from an earlier run), `who` and `why`; for changed arguments also `kind`, `old`, `new` and `gain`."""
+    """What happened to the engine, in order: see below."""
     sharing: dict[str, Any] = field(default_factory=dict)
-    """Shared prefixes: tokens that rows share with an earlier row, how many of them were cached, and the
-    reuse distance at the end, in prefill tokens."""
+    """Shared prefixes: see below."""
     rollouts: dict[str, int] = field(default_factory=dict)
-    """Rollouts at the end of this start: `open` rows, those `waiting_for_tools`, and `turns` that were
-    answered. Empty where rows are requests."""
+    """`open` rows of `prompt.rollout`, those `waiting_for_tools`, and answered `turns`; empty without."""
     bundles: dict[str, Any] = field(default_factory=dict)
-    """Rows that shared a request: `requests` in all, the mean `rows_per_request`, `bundles` (requests with
-    several rows), the `most_rows` of one, and `rows_resent` after their bundle left them unanswered."""
+    """`requests`, mean `rows_per_request`, `bundles` (requests with several rows), `most_rows` of one, and
+    `rows_resent` that a bundle left unanswered."""
     checks: dict[str, Any] = field(default_factory=dict)
-    """Answers that were not good, of all attempts; empty where all were: `rows_asked_again`, the further
-    asks (`asked_again`), `rows_mended` by them, `rows_failed`, the `output_tokens` that were rejected, about
-    how many `prompt_tokens` the further asks had, and the `causes`."""
+    """Answers that were not good, of all starts, if any: `rows_asked_again`, how often (`asked_again`),
+    `rows_mended`, `rows_failed`, rejected `output_tokens`, `prompt_tokens` of further tries, `causes`."""
     simulated: bool = False
-    """Whether the answers are invented."""
+    """Whether the answers are made up."""
     versions: dict[str, str | None] = field(default_factory=dict)
-    """Versions of Python, the engine, batchrunner, pyarrow and aiohttp; null where unknown."""
+    """Versions of Python, engine, batchrunner, pyarrow and aiohttp; null if unknown."""
 
     def __repr__(self) -> str:
         """Return the outcome in a line; `as_dict` has everything."""
@@ -116,7 +112,7 @@ class Report:
 
     @property
     def rows_left(self) -> int:
-        """Rows that a later attempt, or another task, still has to do."""
+        """Rows that a later start, or another task, still has to do."""
         return self.rows_total - self.rows_ok - self.rows_failed + self.rows_of_others
 
     @property

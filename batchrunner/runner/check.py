@@ -52,31 +52,29 @@ class Check:
     rows_total: int
     """Rows that `input.filter` and `input.limit` select."""
     rows_done: int
-    """Rows that earlier attempts ended, failed ones included."""
+    """Rows that ended before, failed ones included."""
     rows_failed: int
-    """Rows that earlier attempts ended with an `error`."""
+    """Those of them with an `error`."""
     rows_to_do: int
-    """Rows that an attempt would send."""
+    """Rows that a start would send."""
     order: OrderDecision
-    """Order in which an attempt would send them, and the reason."""
+    """Order of sending, and why."""
     prompts: list[dict[str, Any]]
-    """The first three prompts to send: `row`, `kind`, `prompt`, and `error` where a row cannot be sent."""
+    """First three prompts: `row`, `kind`, `prompt`, and `error` where a row cannot be sent."""
     rows_looked_at: int
-    """Rows, the first ones to send, that were rendered to see whether they can be sent: 1,000 at most, or all
-    of a batch file."""
+    """First rows that were rendered as a trial: 1,000 at most, or all of a batch file."""
     rows_not_sendable: int
-    """Rows of these that cannot be sent: a null or empty prompt, a template that fails."""
+    """Those of them that cannot be sent: a null or empty prompt, a template that fails."""
     not_sendable: list[dict[str, Any]]
-    """Why they cannot be sent, largest group first: `rows`, `example_row`, `example`."""
+    """Why, most first: `rows`, `example_row`, `example`."""
     not_looked_at: str | None
-    """What only a start can tell: about a model whose files are not on this machine, or about servers."""
+    """What only a start can tell, of the model or servers; null for nothing."""
     prompt_tokens: int | None
-    """About how many tokens the prompts to do have, by the model's tokenizer and the first 200 of them; null
-    where it is not on this machine."""
+    """Prompt tokens to do, estimated from 200 prompts; null where the tokenizer is not on this machine."""
     seconds: float | None
-    """Time that the rows to do take at the speed of `measured`; null where there is none."""
+    """Time for the rows to do at the speed of `measured`; null without."""
     measured: str | None
-    """The longest run of this model beside the output path."""
+    """Longest run of this model beside the output path; null for none."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""

@@ -74,18 +74,17 @@ class Progress:
     """The state of a run at one moment, for `on_progress`."""
 
     rows_done: int
-    """Rows that ended, failed ones and those of earlier starts included."""
+    """Rows that ended, failed ones and earlier starts included."""
     rows_total: int | None
-    """Rows that the run has; None where `stream` reads an iterator, whose length nobody knows."""
+    """Rows of the run; None where `stream` reads an iterator."""
     rows_failed: int
-    """Rows of `rows_done` that have an error."""
+    """Those of `rows_done` with an error."""
     rows_per_s: float
-    """Rows that end in a second, over the last seconds."""
+    """Rows that end in a second, lately."""
     eta_s: float | None
-    """Seconds to the end, by the pace of rows that ended; None before as many ended as are in flight, while
-    the run stops, or without `rows_total`."""
+    """Seconds to the end; None while nobody can know."""
     output_tokens_per_s: float
-    """Generated tokens in a second, over the last seconds."""
+    """Generated tokens in a second, lately."""
     rows_in_flight: int
     """Rows that the engine has now."""
     simulated: bool

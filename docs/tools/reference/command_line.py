@@ -12,14 +12,11 @@ from docs.tools.reference.markdown import fenced, paragraphs, table
 HEAD = """# Command line
 
 `batchrun JOB.yaml` is short for `batchrun run JOB.yaml`, and `python -m batchrunner` is the same command.
-`batchrun COMMAND --help` shows what this page has. The [exit codes](exit-codes.md) have a page of their
-own. `batchrun --version` shows the version.
+`batchrun COMMAND --help` shows what this page has, `batchrun --version` the version. There are six
+[exit codes](exit-codes.md).
 
-## Standard output
-
-A run prints the path of its results, `RUN/parts`, and nothing else; all that a person reads while it works
-goes to standard error. `--json` prints the result of a command as JSON ([keys](json-output.md)); an error
-is then JSON too:
+A run prints the path of its results, `RUN/parts`, on standard output; the log goes to standard error.
+With `--json` a command prints its result as JSON ([keys](json-output.md)), or its error:
 
 ```json
 {
@@ -30,23 +27,20 @@ is then JSON too:
 }
 ```
 
-An error that nobody foresaw is one line and exit code 1. The line names a file in the directory for
-temporary files that has the traceback: report the error with that file.
+An error that nobody foresaw is one line with exit code 1, and names a file with its traceback: report it
+with that file.
 
 ## On a terminal
 
-A run begins with the rows to do, the requests in flight and the order, each with its reason. Then comes a
-bar and, as far as the terminal is wide, rows, time left, failed rows and the engine: running and waiting
-requests with the range in which the queue is kept, used share of the KV pool, share of prompt tokens from
-the prefix cache. Where standard error is no terminal, there is such a line every 5 s. While a server starts,
-a line every 15 s says what it does: `the engine is still starting, 30 s: loading the weights, 3 of 4`."""
+A run begins with the rows to do, the requests in flight and the order, each with its reason. Then comes a bar
+with rows, time left, failed rows and the engine: running and waiting requests, with the range in which the
+queue is kept, use of the KV pool, and share of prompt tokens from the prefix cache. Elsewhere there is such a
+line every 5 s. While a server starts, a line every 15 s says what it does."""
 
-COLUMNS = ["argument or option", "default", "meaning"]
+COLUMNS = ["argument or option", "meaning"]
 
-SHARED = """## Options of several commands
-
-The commands below name those that they take; the table says what they do."""
-COMMANDS_THAT_SHARE = 3
+SHARED = "## Options of several commands"
+COMMANDS_THAT_SHARE = 2
 """Commands from which on an option stands in the table of shared ones."""
 
 
@@ -81,15 +75,18 @@ def _command(name: str, command: Any, shared: set[tuple[str, ...]]) -> str:
 
 
 def _parameter(parameter: Any) -> list[str]:
+    """Return what names a parameter, and its help with its default."""
     shown = parameter.metavar or "TEXT"
-    default = "required" if parameter.required else _default(parameter.default)
+    default = "" if parameter.required else _default(parameter.default)
+    told = f"{parameter.help} {default}".strip()
     if parameter.param_type_name == "argument":
-        return [f"`{shown}`", default, parameter.help]
-    names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
-    return [names if parameter.is_flag else f"{names} `{shown}`", default, parameter.help]
+        return [f"`{shown}`", told]
+    names = ", ".join(f"`{name}`" for name in parameter.opts)
+    must = ", required" if parameter.required else ""
+    return [names + must if parameter.is_flag else f"{names} `{shown}`{must}", told]
 
 
 def _default(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else ""
-    return "" if value in (None, "", []) else f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+    if value in (None, "", []) or isinstance(value, bool):
+        return ""
+    return f"Default: `{value:g}`." if isinstance(value, float) else f"Default: `{value}`."

@@ -7,15 +7,14 @@ from docs.tools.reference.markdown import paragraphs, table
 
 HEAD = """# Exit codes
 
-Exit code 0 means that all rows are done, and nothing else. After any other code, the rows that are done
-are kept: the same command goes on with the rest."""
+Exit code 0 means that all rows are done, and nothing else. After any other code, finished rows are kept, and
+the same command goes on with the rest."""
 
 ERRORS = """## Errors of the library
 
-The [library](library.md) raises these errors instead. The exit code is that of the command in the same
-case. A run with too many failed rows (3), or stopped by `limits.deadline` (1), raises no error: see
-`exit_code` in the report. An error that ends a run has the report of the rows done until then as
-`error.report`; it is None where the run had not begun."""
+The [library](library.md) raises these where the command would end with the code. Too many failed rows (3)
+and `limits.deadline` (1) raise nothing: `exit_code` of the report tells. An error that ends a run has the
+report of the rows done as `error.report`, None where the run had not begun."""
 
 
 def page() -> str:

@@ -10,16 +10,14 @@ from docs.tools.reference.markdown import one_line, table
 
 HEAD = """# Job file
 
-Every field of a job file, with its type, default and unit. `batchrun schema` prints the same as JSON
-Schema, with which an editor completes and checks job files. A field that is not listed here is an error:
-the message names the nearest one.
+All fields of a job file. Any other key is an error, which names the nearest field. `batchrun schema` prints
+the same as JSON Schema, with which editors complete and check job files. [Jobs](../jobs.md) shows how fields
+go together.
 
-Paths are relative to the directory in which `batchrun` is started. Every field can be overridden by
-`--set input.limit=100`.
-
-A *duration* is a number of seconds or a text such as `90s`, `30m`, `2h30m` or `1d`. Where a type says *or
-`{column: NAME}`*, the value can be taken from a column of each row.
-[Jobs](../jobs.md) shows how fields go together."""
+`--set input.limit=100` overrides a field. Paths begin in the current directory. A *duration* is a number of
+seconds, or a text such as `90s`, `30m`, `2h30m` or `1d`. A *function* is `module:function` in Python, run in
+a process of its own: see [Python functions](../how-to/python-hooks.md). *Or column*: `{column: NAME}` takes
+the value from a column of the row."""
 
 UNITS = {
     "input.limit": "rows",
@@ -65,7 +63,7 @@ def page() -> str:
                 ]
             parts.append(_fields(name, section, section["properties"]))
     others = [name for name, node in tops.items() if "discriminator" not in node and _section(node) is None]
-    parts += ["## Other fields", "Fields at the top of the file.", _fields("", schema, others)]
+    parts += ["## Top level", _fields("", schema, others)]
     return "\n\n".join(parts)
 
 
@@ -92,33 +90,40 @@ def _section(node: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _engines(schema: dict[str, Any]) -> list[str]:
-    parts = []
+    """Return a section for each kind; fields that an earlier kind has too are named only."""
+    parts: list[str] = []
+    known: dict[str, dict[str, Any]] = {}
     for kind in ("attach", "server", "gateway", "simulated"):
         section = _resolved(
             {"$ref": schema["properties"]["engine"]["discriminator"]["mapping"][kind]}, schema
         )
+        own = {name: field for name, field in section["properties"].items() if name != "kind"}
+        again = [f"`{name}`" for name in own if known.get(name) == own[name]]
         parts += [f"### engine of kind {kind}", one_line(section["description"])]
-        parts.append(_fields("engine", section, section["properties"]))
+        parts.append(_fields("engine", section, [name for name in own if known.get(name) != own[name]]))
+        if again:
+            parts.append(f"And, as above: {', '.join(again)}.")
+        known |= own
     return parts
 
 
 def _fields(section: str, node: dict[str, Any], names: Iterable[str]) -> str:
     """Return a table of fields, each with its type, default and description."""
     rows = []
-    for name in names:
+    for name in sorted(names, key=lambda name: name not in node.get("required", ())):
         field, path = node["properties"][name], f"{section}.{name}".lstrip(".")
         facts = [type_of(field), *([UNITS[path]] if path in UNITS else [])]
         if name in node.get("required", ()):
             facts.append("required")
-        elif field.get("default") is not None:
+        elif field.get("default") not in (None, {}, []):
             facts.append(f"default {_value(field['default'])}" + (" s" if facts[0] == "duration" else ""))
         rows.append([f"`{name}`", ", ".join(facts), one_line(field["description"])])
     return table(["field", "type", "meaning"], rows)
 
 
 def _value(default: object) -> str:
-    if default is None:
-        return "unset"
+    if isinstance(default, float):
+        return f"`{default:g}`"
     shown = yaml.safe_dump(default, default_flow_style=True).removesuffix("...\n")
     return f"`{shown.strip()}`"
 
@@ -131,7 +136,7 @@ def type_of(node: dict[str, Any]) -> str:
     """Return the type of a field in words."""
     match node:
         case {"$ref": name}:
-            words = "`{column: NAME}`" if name.endswith("/FromColumn") else "mapping"
+            words = "column" if name.endswith("/FromColumn") else "mapping"
         case {"anyOf": [{"type": "number"}, {"type": "string", "minLength": 1}, *_]}:
             words = "duration"
         case {"anyOf": members}:
@@ -144,12 +149,14 @@ def type_of(node: dict[str, Any]) -> str:
             words = (
                 "percentage such as `1%`"
                 if "%" in pattern
-                else "`module:function`"
+                else "function"
                 if "://" not in pattern
                 else "address"
             )
         case {"prefixItems": _}:
             words = "list of two integers"
+        case {"items": {"enum": _}}:
+            words = "list of names"
         case {"items": items}:
             kinds = [type_of(kind) for kind in items.get("anyOf", [items])]
             words = f"list of {' or '.join(kind.split(' from')[0] + 's' for kind in kinds)}"
@@ -162,7 +169,7 @@ _NAMES = {
     "string": "text",
     "integer": "integer",
     "number": "number",
-    "boolean": "true or false",
+    "boolean": "boolean",
     "object": "mapping",
     "": "any value",
 }
@@ -174,4 +181,4 @@ def _range(node: dict[str, Any]) -> str:
     if "exclusiveMinimum" in node:
         top = f", at most {node['maximum']:g}" if "maximum" in node else ""
         return f" above {node['exclusiveMinimum']:g}{top}"
-    return f" from {node['minimum']:g} on" if "minimum" in node else ""
+    return f" ≥ {node['minimum']:g}" if "minimum" in node else ""

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import re
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -14,18 +13,19 @@ from docs.tools.reference.markdown import fenced, field_table, paragraphs
 
 HEAD = """# Python library
 
-All that `import batchrunner` exports. Everything else is internal and may change at any time. The errors,
-with their exit codes, are on the page on [exit codes](exit-codes.md#errors-of-the-library)."""
+All that `import batchrunner` exports; anything else may change at any time. There are
+[examples](../how-to/python.md), and a table of [errors](exit-codes.md#errors-of-the-library)."""
 
 ORDER = ("run", "estimate", "generate", "embed", "score", "rerank", "open_engine", "stream")
 """Functions in the order of the page."""
 AWAITED = """## Awaited calls
 
-{names} do what the calls without the `a` do, in a thread, while the program's event loop goes on. Cancelling
-one ends its requests in flight and keeps the finished rows of a run; an iterator is read to the end of a
-thousand rows first."""
-SHORT = 60
-"""Characters of a signature that stays on one line."""
+{names} do the same in a thread, while the program's event loop goes on. Cancelling one ends its requests in
+flight and keeps the finished rows of a run; an iterator is read to the end of a thousand rows first."""
+
+
+WIDTH = 110
+"""Characters of a line of a signature."""
 
 
 def page() -> str:
@@ -47,7 +47,7 @@ def page() -> str:
 
 def _function(function: Callable[..., Any]) -> str:
     function = inspect.unwrap(function)
-    head = fenced(f"def {function.__name__}{_signature(function)}", "text")
+    head = fenced(_signature(function), "text")
     return "\n\n".join([f"## {function.__name__}", head, _linked(paragraphs(function.__doc__))])
 
 
@@ -67,16 +67,13 @@ def _class(name: str, kind: type) -> str:
 
 
 def _signature(function: object) -> str:
-    """Return a signature as the source has it, with one argument on each line where it is long."""
+    """Return a signature without its types, which the text below it tells."""
     (made,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body  # type: ignore[arg-type]
     assert isinstance(made, ast.FunctionDef | ast.AsyncFunctionDef)
-    made.args.args = [argument for argument in made.args.args if argument.arg != "self"]
-    text, result = ast.unparse(made.args), f" -> {ast.unparse(made.returns)}" if made.returns else ""
-    if len(text) + len(result) <= SHORT:
-        return f"({text}){result}"
-    arguments = re.split(r", (?![^\[(]*[\])])", text)
-    arguments = [re.sub(r"(: [^=]+)=", r"\1 = ", argument) for argument in arguments]
-    return "(\n" + "".join(f"    {argument},\n" for argument in arguments) + f"){result}"
+    for argument in [*made.args.args, *made.args.kwonlyargs]:
+        argument.annotation = None
+    result = f" -> {ast.unparse(made.returns)}" if made.returns else ""
+    return textwrap.fill(f"{made.name}({ast.unparse(made.args)}){result}", WIDTH, subsequent_indent="    ")
 
 
 def _linked(text: str) -> str:

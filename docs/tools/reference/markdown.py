@@ -5,7 +5,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import Field, fields
+from dataclasses import fields
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -49,26 +49,5 @@ def field_docs(kind: type) -> dict[str, str]:
 
 def field_table(kind: type) -> str:
     """Return the fields of a dataclass as a table."""
-    docs, known = field_docs(kind), fields(kind)
-    return table(["key", "type", "meaning"], ([f"`{f.name}`", type_name(f), docs[f.name]] for f in known))
-
-
-def type_name(field: Field[object]) -> str:
-    """Return the type of a dataclass's field, as JSON has it."""
-    known = field.type if isinstance(field.type, str) else inspect.formatannotation(field.type)
-    members = (member.strip() for member in re.split(r"\|(?![^\[]*\])", known))
-    names = (re.split(r"\[", member)[0].rpartition(".")[2] for member in members)
-    return " or ".join(dict.fromkeys(_NAMES.get(name, "object") for name in names))
-
-
-_NAMES = {
-    "list": "list",
-    "tuple": "list",
-    "str": "text",
-    "Literal": "text",
-    "int": "integer",
-    "float": "number",
-    "bool": "true or false",
-    "None": "null",
-}
-"""Types of JSON by Python's names; all others are objects."""
+    docs = field_docs(kind)
+    return table(["key", "meaning"], ([f"`{field.name}`", docs[field.name]] for field in fields(kind)))

@@ -12,28 +12,28 @@ from docs.tools.reference.markdown import table
 
 RESULTS = """# Result columns
 
-Columns of the Parquet files in `RUN/parts` and `RUN/merged`. The columns that `input.columns` copies
-stand after `row`, with the types and names of the input, or the names that `input.rename` gives. With
-`sampling.n` above 1 the columns `output`, `finish_reason` and `completion_tokens` are lists, with one
-value for each output. Of a batch file (`batchrun batch`) there is a last column `response`,
-a string: the body of the endpoint's answer, as JSON.
-
-Where the answers are invented (`engine.kind: simulated`), the file's metadata has `simulated: true`."""
+Columns of the Parquet files in `RUN/parts` and `RUN/merged`. Those that `input.columns` copies stand after
+`row`. With `sampling.n` above 1, `output`, `finish_reason` and `completion_tokens` are lists. A batch file
+(`batchrun batch`) has a last column `response`: the whole answer of the endpoint, as JSON. Made-up answers
+(`engine.kind: simulated`) have `simulated: true` in the file's metadata."""
 
 ASKED = """## Columns on demand
 
-Those that `output.columns` names stand after all others, in this order: see
-[whole answers](../how-to/whole-answers.md). With `sampling.n` above 1 each value is a list with one for each
-output, but for `prompt_logprobs`."""
+`output.columns` adds them after all others: see [whole answers](../how-to/whole-answers.md). With
+`sampling.n` above 1 each is a list with a value for each output, but for `prompt_logprobs`. A carried column
+of the same name takes the place of one that is always there.
+
+*tokens* is a list of `{id: int32, token: string, logprob: float}`, *calls* one of
+`{id, type, function: {name, arguments}}`, all strings."""
 
 ROLLOUTS = """## Rows of `prompt.rollout`
 
-They have these columns, and those that [the function](../how-to/rollouts.md) returns, which replace others of
-their names."""
+Besides these they have the columns that [the function](../how-to/rollouts.md) returns, which replace others
+of their names."""
 OF_TASKS = """## Columns of other tasks
 
-A job whose `task` is not `generate` has no columns `output`, `finish_reason` and `completion_tokens`. Its own
-stand after all others."""
+They stand after all others, and are null where a row failed. `output`, `finish_reason` and
+`completion_tokens` are missing."""
 
 
 def result_columns() -> str:
@@ -45,7 +45,7 @@ def result_columns() -> str:
         ([f"`{name}`", type_name(kinds.field(name).type), text] for name, text in RESULT_COLUMNS.items()),
     )
     asked = table(
-        head, ([f"`{name}`", str(ANSWER_TYPES[name]), text] for name, text in ANSWER_COLUMNS.items())
+        head, ([f"`{name}`", _named(ANSWER_TYPES[name]), text] for name, text in ANSWER_COLUMNS.items())
     )
     rollouts = table(
         head, ([f"`{name}`", str(ANSWER_TYPES[name]), text] for name, text in ROLLOUT_COLUMNS.items())
@@ -55,6 +55,14 @@ def result_columns() -> str:
     own = table(["task", *head], (row for name, task in tasks.items() for row in _own_columns(name, task)))
     parts = [RESULTS, always, ASKED, asked, ROLLOUTS, rollouts, OF_TASKS, own]
     return "\n\n".join(parts)
+
+
+def _named(kind: pa.DataType) -> str:
+    """Return an Arrow type, with the names of the page for the long ones."""
+    long = {str(ANSWER_TYPES["logprobs"]): "tokens", str(ANSWER_TYPES["tool_calls"]): "calls"}
+    return next(
+        (str(kind).replace(told, f"*{name}*") for told, name in long.items() if told in str(kind)), str(kind)
+    )
 
 
 def _own_columns(name: str, task: ForwardTask) -> list[list[str]]:
