@@ -120,7 +120,8 @@ def measure(tokenizer: Path, rows: int, turns: int, replicas: int) -> dict[str, 
         model = make_tiny_llama(folder / "tiny", tokenizer)
         name, _, value = MARK.partition("=")
         spec = {
-            **({"kind": "server"} if replicas == 1 else {"kind": "gateway", "replicas": replicas}),
+            "kind": "server",
+            "replicas": replicas,
             "model": str(model),
             "device": "cpu",
             "args": ARGS,

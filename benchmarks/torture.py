@@ -155,7 +155,7 @@ def real_rounds(scratch: Path, source: Path, tokenizer: Path, rounds: int, seed:
     """Kill a scheduler and the runner in the middle of real work."""
     model = str(make_tiny_llama(scratch / "tiny", tokenizer))
     server: dict[str, Any] = {"model": model, "device": "cpu", "args": {"max-running-requests": 16}}
-    engines = ({"kind": "server", **server}, {"kind": "gateway", "replicas": 2, **server})
+    engines = ({"kind": "server", **server}, {"kind": "server", "replicas": 2, **server})
     expected, calls = undisturbed(scratch / "calm-real", source, engines[0])
     made = random.Random(seed)
     for number in range(rounds):

@@ -73,7 +73,6 @@ def _client(facts: Mapping[str, Any]) -> ClientActivity:
         max_new_tokens=most if isinstance(most, int) else None,
         ignore_eos=sampling.get("ignore_eos") is True,
         order=job.get("order", "auto"),
-        kind=job["engine"]["kind"],
         simulated=bool(facts["engine"].get("simulated")),
         decodes=job.get("task", GENERATE) == GENERATE,
     )

@@ -14,7 +14,7 @@ from batchrunner.engines.flags import CLIP, Flags, command_line, variables_in
 from batchrunner.engines.logs.series import GUIDES
 
 _OTHER_WAY = {
-    False: "`engine: {kind: gateway}`: servers with a front process each",
+    False: "`engine.replicas`: servers with a front process each",
     True: "a machine with more cores: the front process shares them with the model",
 }
 """What helps a slow front process where no flag does, by whether the model runs on a CPU."""

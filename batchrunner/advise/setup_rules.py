@@ -38,12 +38,11 @@ def metrics_off(s: Situation, flags: Flags) -> Finding | None:
 def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
     """Find that a model is split over GPUs although it fits one, or that GPUs are idle."""
     tp, weights, card = s.facts.tp, s.facts.weights_gb, s.facts.card_gb
-    ours = s.client is not None and s.client.kind in {"server", "gateway"}
     idle = s.facts.idle_gpus
-    if idle and s.client and s.client.kind == "server":
+    if idle:
         return Finding(
             f"{counted(idle, 'GPU')} that the server could use {'is' if idle == 1 else 'are'} idle",
-            change="`engine: {kind: gateway}`: a replica for every GPU",
+            change="`engine: {replicas: auto}`: a replica for every GPU",
             evidence={"idle_gpus": idle},
             certainty="high",
         )
@@ -51,11 +50,10 @@ def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
     if tp < 2 or s.facts.on_cpu or not whole or not card or whole > ROOM_FOR_KV * card:  # noqa: PLR2004
         return None
     args = flags.setting("tp-size", 1)
-    how = "`engine: {kind: gateway, tp: 1}`" if ours else f"{tp} servers behind SGLang's Model Gateway, each"
     return Finding(
         f"the model ({whole:.0f} GB) fits one GPU ({card:.0f} GB) and is split over {tp}",
         args,
-        f"{how} with {command_line(args)}",
+        f"a server for each GPU (`engine: {{replicas: auto}}`), with {command_line(args)}",
         {"weights_gb": round(whole, 1), "card_gb": card, "tp": tp},
     )
 
@@ -68,7 +66,7 @@ def data_parallel(s: Situation, flags: Flags) -> Finding | None:
     return Finding(
         f"--dp-size {dp:.0f} sends requests to replicas in turn, whatever their load",
         flags.setting("dp-size", 1),
-        f"{dp:.0f} servers behind SGLang's Model Gateway instead",
+        f"{dp:.0f} servers instead (`engine.replicas`)",
     )
 
 

@@ -51,8 +51,6 @@ class ClientActivity:
     outputs: int = 0
     """Outputs whose lengths were read."""
     order: str = "auto"
-    kind: str = "attach"
-    """The job's `engine.kind`."""
     simulated: bool = False
     """Whether its figures are made up."""
     decodes: bool = True

@@ -11,13 +11,13 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.files import read_json
 from batchrunner.engines.device import Gpu, cards, gpus, on_cpu, server_args
 from batchrunner.engines.flags import name_in
-from batchrunner.job.engine import GatewayEngine, ServerEngine
+from batchrunner.job.engine import ServerEngine
 from batchrunner.job.fields import is_hub_name
 
 log = logging.getLogger(__name__)
@@ -172,8 +172,6 @@ POOL_SHARE = 0.25
 """Least share of that memory for the KV pool."""
 MOST_CARDS = 64
 
-_Spec = TypeVar("_Spec", bound=ServerEngine | GatewayEngine)
-
 
 class ModelWeights(NamedTuple):
     """Memory that a model's weights take."""
@@ -183,14 +181,13 @@ class ModelWeights(NamedTuple):
     """Where the figure is from."""
 
 
-def with_tp(spec: _Spec) -> _Spec:
+def with_tp(spec: ServerEngine) -> ServerEngine:
     """Return an engine whose `tp` is a number among its arguments.
 
     Raises EngineStartError for weights that can never fit, and where `auto` cannot be decided. Weights whose
     size is not known are let pass: where the model is not on this machine, or quantised as it is loaded. On a
     CPU nothing is checked.
     """
-    assert spec.model is not None
     cpu, tp = on_cpu(spec.device), spec.tp
     args = server_args(spec.args, cpu=cpu)
     config = read_config(spec.model, args.get("revision"))
@@ -206,11 +203,11 @@ def with_tp(spec: _Spec) -> _Spec:
             f"({weights.source}) over {ways} of {card.name}, which has {_gib(card.memory_bytes)}",
             hint="a larger tp-size, a smaller or quantised model (quantization: fp8), or more memory",
         )
-    return cast("_Spec", spec.model_copy(update={"tp": None, "args": own_args}))
+    return spec.model_copy(update={"tp": None, "args": own_args})
 
 
 def _auto(
-    spec: ServerEngine | GatewayEngine,
+    spec: ServerEngine,
     weights: ModelWeights | None,
     config: Mapping[str, Any],
     args: Mapping[str, Any],
@@ -224,8 +221,8 @@ def _auto(
         )
     if card is None:
         raise EngineStartError("engine.tp auto: nvidia-smi tells of no GPU here", hint="give a number")
-    count = (len(gpus(spec.env)) or len(cards())) * getattr(spec, "nodes", 1)
-    if isinstance(spec, GatewayEngine) and isinstance(spec.replicas, int):
+    count = (len(gpus(spec.env)) or len(cards())) * spec.nodes
+    if isinstance(spec.replicas, int):
         count //= spec.replicas
     heads = config.get("num_attention_heads")
     room_bytes = (1 - POOL_SHARE) * (args.get("mem-fraction-static") or STATIC_SHARE) * card.memory_bytes

@@ -28,7 +28,7 @@ from batchrunner.engines.flags import Flags, name_in, of_arguments, version_of
 from batchrunner.engines.logs.lines import Phase, clean
 from batchrunner.engines.logs.reader import Facts, LogReader
 from batchrunner.engines.model_files import model_identity, split_over
-from batchrunner.job.engine import LaunchedEngine
+from batchrunner.job.engine import ServerEngine
 from batchrunner.output.files import make_directory, write_json
 
 log = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class Healer:
         return all(args.get(name) == value for name, value in self.args.items())
 
 
-def learned_file(spec: LaunchedEngine, model: str, *, cpu: bool) -> Path:
+def learned_file(spec: ServerEngine, model: str, *, cpu: bool) -> Path:
     """Return the file for what holds for one model, card and version of SGLang."""
     card = "CPU" if cpu else str(next(iter(cards()), None))
     about = (model_identity(model), split_over(spec.args), card, version_of(spec.python, spec.env))

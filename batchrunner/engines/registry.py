@@ -13,7 +13,6 @@ from batchrunner.job.engine import (
     AttachEngine,
     EngineSpec,
     GatewayEngine,
-    LaunchedEngine,
     ServerEngine,
     SimulatedEngine,
 )
@@ -36,14 +35,13 @@ def make_engine(
     """
     spec = for_task(spec, task)
     match spec:
-        case AttachEngine() | GatewayEngine(url=str()):
+        case AttachEngine() | GatewayEngine():
             from batchrunner.engines.http.client import AttachedServers  # noqa: PLC0415
 
             urls, gateway = ((), spec.url) if isinstance(spec, GatewayEngine) else (spec.urls, None)
-            key = _key_in(spec.api_key_file) if isinstance(spec, AttachEngine) and spec.api_key_file else None
-            key = key or os.environ.get(spec.api_key_env) or None
-            return AttachedServers(urls, gateway=gateway, api_key=key, limits=limits, task=task)
-        case ServerEngine() | GatewayEngine():
+            key = _key_in(spec.api_key_file) if spec.api_key_file else os.environ.get(spec.api_key_env)
+            return AttachedServers(urls, gateway=gateway, api_key=key or None, limits=limits, task=task)
+        case ServerEngine():
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 
             return LaunchedFleet(spec, log_dir=log_dir, limits=limits, task=task, shape=shape)
@@ -66,7 +64,7 @@ def _key_in(file: str) -> str:
 def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     """Return the engine with the arguments that a model which it loads needs for a task, below the job's."""
     kind, model = TASKS.get(task), launched_model(spec)
-    if kind is None or model is None or not isinstance(spec, LaunchedEngine):
+    if kind is None or model is None or not isinstance(spec, ServerEngine):
         return spec
     config = read_config(model)
     check_architecture(task, config.get("architectures"), f"engine.model: {model}")
@@ -87,4 +85,4 @@ def model_of(spec: EngineSpec) -> str | None:
 
 def launched_model(spec: EngineSpec) -> str | None:
     """Return the model that the run loads itself, by the job's name for it; None if it loads none."""
-    return spec.model if isinstance(spec, LaunchedEngine) else None
+    return spec.model if isinstance(spec, ServerEngine) else None

@@ -25,7 +25,7 @@ from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.engines.simulation.scheduler import CLIP_TOKENS, SchedulerConfig
 from batchrunner.forecast.job_time import Attempt, Interval, JobRow, SendingForecast, Setting, forecast
 from batchrunner.input.order import common_length, decide_order, prompt_bytes
-from batchrunner.job.engine import LaunchedEngine
+from batchrunner.job.engine import ServerEngine
 from batchrunner.job.load import load_job
 from batchrunner.output.files import write_json
 from batchrunner.output.resume import read_done
@@ -290,8 +290,8 @@ def _share(rows: list[JobRow], prompts: list[tuple[int, bytes, int]], expected: 
 
 def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
     """Return the flags of a scheduler: the job's, else what the engine says, else SGLang's."""
-    args = job.engine.args if isinstance(job.engine, LaunchedEngine) else {}
-    env = job.engine.env if isinstance(job.engine, LaunchedEngine) else {}
+    args = job.engine.args if isinstance(job.engine, ServerEngine) else {}
+    env = job.engine.env if isinstance(job.engine, ServerEngine) else {}
 
     def flag(name: str, other: float | None) -> Any:
         value = args.get(name_in(args, name))
@@ -479,7 +479,7 @@ def _told_by(prepared: PreparedJob, found: Survey, sample: KeptSample, asked: As
     left = [row for row in rows if row.row not in known]
     to_do = found.of - len(known)
     total = round((to_do - found.of * (1 - len(rows) / found.read)) * (1 - found.equal))
-    args = {"tp-size": info.tp or 1} | (job.engine.args if isinstance(job.engine, LaunchedEngine) else {})
+    args = {"tp-size": info.tp or 1} | (job.engine.args if isinstance(job.engine, ServerEngine) else {})
     each = max(1, int(args.get(name_in(args, "dp-size")) or 1))
     schedulers = asked.replicas * each if asked.replicas else sample.schedulers
     window = None if job.window == "auto" else max(1, job.window // schedulers)

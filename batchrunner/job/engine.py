@@ -35,6 +35,29 @@ class AttachEngine(Spec):
     """File with the API key instead, such as a mounted secret."""
 
 
+class GatewayEngine(Spec):
+    """The workers of SGLang's Model Gateway, which already runs. Rows go to them directly."""
+
+    kind: Literal["gateway"]
+    """`gateway`: the servers already run, and a Model Gateway lists them."""
+    url: Url
+    """Address of the gateway. Rows go to the workers that it lists, each by its own load."""
+    api_key_env: str = "SGLANG_API_KEY"
+    """Name of the environment variable with the API key of gateway and workers."""
+    api_key_file: UserPath | None = None
+    """File with that API key, in place of the variable."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _starts_none(cls, fields: Any) -> Any:
+        if isinstance(fields, Mapping) and fields.keys() & {"model", "replicas"}:
+            raise ValueError(
+                "kind gateway is one that already runs, by its `url`; replicas that the run starts are "
+                "`kind: server` with `replicas: auto` or a number"
+            )
+        return fields
+
+
 def _checked_args(args: Mapping[str, Any], reserved: tuple[str, ...], field: str) -> dict[str, Any]:
     """Return arguments by their command-line names without `--`; raises ValueError for a reserved one."""
     clean = {name.lstrip("-").replace("_", "-"): user_paths(value) for name, value in args.items()}
@@ -44,9 +67,19 @@ def _checked_args(args: Mapping[str, Any], reserved: tuple[str, ...], field: str
     return clean
 
 
-class LaunchedEngine(Spec):
-    """Base class of engines whose servers the run starts."""
+class ServerEngine(Spec):
+    """Servers that the run starts on free local ports, restarts when they die, and stops at the end."""
 
+    kind: Literal["server"]
+    """`server`: the run starts and stops them."""
+    model: ModelName
+    """Model directory, or a model name that SGLang can load."""
+    replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = 1
+    """Number of servers, each with GPUs of its own; rows go to each by its own load. `auto` is one for every
+    `tp` visible GPUs, and one on a CPU."""
+    nodes: Annotated[int, Field(ge=1)] = 1
+    """Machines that the server runs on together, for a model that needs several; `tp` counts the GPUs of all.
+    A task of `batchrun slurm` has as many machines, and `srun` starts SGLang on each."""
     args: dict[str, Any] = {}
     """SGLang's server arguments, such as `{mem-fraction-static: 0.88}`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -79,58 +112,18 @@ class LaunchedEngine(Spec):
         return _checked_args(args, reserved, "args")
 
     @model_validator(mode="after")
-    def _one_tp(self) -> Self:
+    def _agree(self) -> Self:
         for name in ("tp", "tp-size", "tensor-parallel-size"):
             if self.tp is not None and name in self.args:
                 raise ValueError(f"engine.tp and --{name} say the same: leave out one of them")
+        if self.nodes > 1 and self.replicas != 1:
+            raise ValueError("a server on several `nodes` is one: leave out `replicas`")
         return self
 
     @field_validator("env")
     @classmethod
     def _paths_in_env(cls, env: dict[str, str]) -> dict[str, str]:
         return {name: user_paths(value) for name, value in env.items()}
-
-
-class ServerEngine(LaunchedEngine):
-    """A server that the run starts on a free local port, and stops at the end."""
-
-    kind: Literal["server"]
-    """`server`: the run starts and stops it."""
-    model: ModelName
-    """Model directory, or a model name that SGLang can load."""
-    nodes: Annotated[int, Field(ge=1)] = 1
-    """Machines that the server runs on together, for a model that needs several; `tp` counts the GPUs of all.
-    A task of `batchrun slurm` has as many machines, and `srun` starts SGLang on each."""
-
-
-class GatewayEngine(LaunchedEngine):
-    """Replicas of one model: the run starts them, or they are the workers of SGLang's Model Gateway at `url`.
-
-    Rows go to them directly, each by its own load. One that the run started is restarted when it dies.
-    """
-
-    kind: Literal["gateway"]
-    """`gateway`: replicas that the run starts (`model`), or the workers of a Model Gateway (`url`)."""
-    model: ModelName | None = None
-    """Model directory, or a model name that SGLang can load: the run starts and stops the replicas."""
-    url: Url | None = None
-    """Address of a gateway that already runs. Rows go to the workers that it lists, directly."""
-    api_key_env: str = "SGLANG_API_KEY"
-    """With `url`: name of the environment variable with the API key of gateway and workers."""
-    replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
-    """Number of replicas. `auto` is one for every `tp` visible GPUs, and one on a CPU."""
-
-    @model_validator(mode="after")
-    def _launched_or_found(self) -> GatewayEngine:
-        if (self.model is None) == (self.url is None):
-            raise ValueError(
-                "give `model` (the run starts replicas) or `url` (they run already, behind a gateway)"
-            )
-        launch_only = type(self).model_fields.keys() - {"kind", "model", "url", "api_key_env"}
-        if self.url is not None and self.model_fields_set & launch_only:
-            names = ", ".join(sorted(self.model_fields_set & launch_only))
-            raise ValueError(f"{names}: goes with `model`, not with `url`, where everything runs already")
-        return self
 
 
 class SimulatedEngine(Spec):

@@ -25,7 +25,7 @@ from batchrunner.engines.model_files import cards_of
 from batchrunner.input.templates import unknown_column
 from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.call import LibraryCall, Prompt
-from batchrunner.job.engine import AttachEngine, EngineSpec, GatewayEngine, SimulatedEngine
+from batchrunner.job.engine import EngineSpec, ServerEngine
 from batchrunner.job.load import EngineLike, parse_engine
 from batchrunner.job.output import RETURNED
 from batchrunner.job.python_functions import open_functions
@@ -42,9 +42,9 @@ def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
     With `device: auto` an engine runs on the CPU where no node has a GPU. Raises JobError where the number
     is not known before the start, or no node has as many.
     """
-    if isinstance(engine, (AttachEngine, SimulatedEngine)) or getattr(engine, "url", None) is not None:
+    if not isinstance(engine, ServerEngine):
         return 0
-    if getattr(engine, "nodes", 1) > 1:
+    if engine.nodes > 1:
         raise JobError("engine.nodes: an actor of Ray is on one machine", hint="use Slurm for such an engine")
     most = int(max(on_nodes, default=0))
     if engine.device == "cpu" or (engine.device == "auto" and not most):
@@ -53,14 +53,12 @@ def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
         raise JobError(
             "engine.tp: auto: Ray gives an actor its GPUs before the model is looked at", hint="give a number"
         )
-    asked = cards_of({**engine.args, "tp-size": engine.tp} if engine.tp else engine.args)
-    if isinstance(engine, GatewayEngine):
-        if engine.replicas == "auto":
-            raise JobError(
-                "engine.replicas: auto: Ray gives an actor its GPUs before the replicas are counted",
-                hint="give a number, or take kind: server and more actors",
-            )
-        asked *= engine.replicas
+    if engine.replicas == "auto":
+        raise JobError(
+            "engine.replicas: auto: Ray gives an actor its GPUs before the replicas are counted",
+            hint="give a number, or leave it out and take more actors",
+        )
+    asked = engine.replicas * cards_of({**engine.args, "tp-size": engine.tp} if engine.tp else engine.args)
     if asked > most:
         raise JobError(
             f"engine: it takes {counted(asked, 'GPU')}, and no node of the Ray cluster has more than {most}",

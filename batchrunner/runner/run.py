@@ -33,7 +33,7 @@ from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import find_sorted_copy, prepare_order
-from batchrunner.job.engine import LaunchedEngine
+from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.output.counts import RowCounts
@@ -195,7 +195,7 @@ OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_c
 
 def shape_of(job: Job, task: TaskName) -> str | None:
     """Return a digest of what makes jobs alike; None if the servers' flags may not change for this one."""
-    adapts = isinstance(job.engine, LaunchedEngine) and job.engine.adapt == "auto"
+    adapts = isinstance(job.engine, ServerEngine) and job.engine.adapt == "auto"
     if not adapts or task != GENERATE or job.window != "auto":
         return None
     alike = job.model_dump_json(include={"prompt", "sampling", "engine"})
@@ -383,7 +383,7 @@ class Run:
         self.earlier = attempt_spans(self.prepared.run_dir.events)
         sending, writer = await self._build(engine, info)
         self._write_run_json(info)  # not before: a job that was refused is not the one that is to go on
-        if isinstance(self.prepared.job.engine, LaunchedEngine):
+        if isinstance(self.prepared.job.engine, ServerEngine):
             from batchrunner.runner.adapt import adaptation_of  # noqa: PLC0415 - only for such engines
 
             ends_at = sending.progress.began + (self.prepared.job.limits.deadline or math.inf)

@@ -15,7 +15,7 @@ from batchrunner.engines.flag_table import FLAGS, NEEDS, SIGNS, Flag, Server, wi
 from batchrunner.engines.flags import CLIP, Flags, installed
 from batchrunner.engines.logs.series import GUIDES
 from batchrunner.engines.model_files import cards_of, read_config
-from batchrunner.job.engine import GatewayEngine, ServerEngine
+from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import Job
 from batchrunner.tune.measurement import TrialResult, TrialSigns
 
@@ -56,7 +56,7 @@ def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> M
     config = read_config(engine.model, engine.args.get("revision"))
     each, replicas = cards_of(engine.args), getattr(job.engine, "replicas", 1)
     count = 0 if cpu else len(gpus(engine.env)) or len(found)
-    if isinstance(replicas, int) and isinstance(job.engine, GatewayEngine):
+    if isinstance(replicas, int) and replicas > 1:
         count = replicas * each  # the job says how many GPUs it takes
     return Machine(
         flags=installed(engine.python, engine.env),

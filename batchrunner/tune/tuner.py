@@ -20,7 +20,7 @@ from batchrunner.core.errors import EngineStartError, JobError
 from batchrunner.engines.flag_table import FLAGS
 from batchrunner.engines.flags import arguments_in, command_line, numbers_in, variables_in
 from batchrunner.engines.model_files import check_model, with_tp
-from batchrunner.job.engine import GatewayEngine, ServerEngine
+from batchrunner.job.engine import ServerEngine
 from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
@@ -100,7 +100,7 @@ def summarize(search: Search, machine: Machine, source: str, sample: str, spent_
     found = changes(best.args, own.args)
     layout: dict[str, Any] = {}
     if best.replicas != machine.replicas:
-        layout = {"kind": "gateway", "replicas": best.replicas}
+        layout = {"replicas": best.replicas}
     if machine.says_tp and "tp-size" in found:
         layout["tp"] = found.pop("tp-size")
     risky = [name for name in found if name in FLAGS and FLAGS[name].changes_answers]
@@ -218,26 +218,16 @@ def parse_budget(text: str) -> float:
 
 
 def engine_to_tune(job: Job) -> ServerEngine:
-    """Return the engine that trials launch; for a gateway it is one replica alone.
+    """Return the server that trials launch, which stands for all replicas.
 
-    Raises JobError for one that the run does not launch.
+    Raises JobError for an engine that the run does not launch.
     """
-    match job.engine:
-        case ServerEngine():
-            return with_tp(job.engine)
-        case GatewayEngine(model=str(model)):
-            engine = with_tp(job.engine)
-            log.info("a gateway: a trial measures one replica, which stands for all of them")
-            return ServerEngine(
-                kind="server", model=model, python=engine.python, env=engine.env,
-                args=engine.args, device=engine.device, start_timeout=engine.start_timeout,
-            )  # fmt: skip
-        case _:
-            raise JobError(
-                f"engine.kind {job.engine.kind}: tuning starts SGLang with other flags, and this job starts "
-                "none",
-                hint="use kind server or gateway with a model, or see what `batchrun advise` says",
-            )
+    if not isinstance(job.engine, ServerEngine):
+        raise JobError(
+            f"engine.kind {job.engine.kind}: tuning starts SGLang with other flags, and this job starts none",
+            hint="use kind server, or see what `batchrun advise` says",
+        )
+    return with_tp(job.engine).model_copy(update={"replicas": 1})
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ def test_what_in_the_client_is_too_slow(
     ("arguments", "expected"),
     [
         ({"tokenizer_worker_num": 1}, "--tokenizer-worker-num 4"),
-        ({}, "`engine: {kind: gateway}`: servers with a front process each"),
+        ({}, "`engine.replicas`: servers with a front process each"),
         ({"tokenizer_worker_num": 1, "device": "cpu"}, "a machine with more cores"),
     ],
 )
@@ -289,12 +289,12 @@ def test_of_a_simulated_run_there_is_nothing_to_say(tmp_path: Path) -> None:
     ],
 )
 def test_idle_gpus_are_seen(arguments: dict[str, Any], own: Path, *, idle: bool) -> None:
-    """One server that saw more GPUs than it takes leaves them idle: our gateway uses them all."""
+    """One server that saw more GPUs than it takes leaves them idle: replicas use them all."""
     change_facts(own, "job", engine={"kind": "server"})
     change_facts(own, "engine", gpus=4)
     tell(own / "events.jsonl")
     LogWriter().started(weights_gb=60, **arguments).decode(9).write(own, "engine-server.log")
-    signs = [advice.sign for advice in advise(str(own)).advice if "kind: gateway" in advice.change]
+    signs = [advice.sign for advice in advise(str(own)).advice if "replicas: auto" in advice.change]
     assert signs == (["2 GPUs that the server could use are idle"] if idle else [])
 
 

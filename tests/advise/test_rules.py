@@ -183,11 +183,11 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     ),
     "several replicas in one server": (
         LogWriter().started(dp_size=4).decode(30),
-        {"data-parallel": "4 servers behind SGLang's Model Gateway instead"},
+        {"data-parallel": "4 servers instead (`engine.replicas`)"},
     ),
     "a model that fits one GPU": (
         LogWriter().started(tp_size=2).decode(30),
-        {"tensor-parallel": "2 servers behind SGLang's Model Gateway, each with --tp-size 1"},
+        {"tensor-parallel": "a server for each GPU (`engine: {replicas: auto}`), with --tp-size 1"},
     ),
     "DeepSeek on eight GPUs": (
         LogWriter().started(tp_size=8, gpu_gb=7).say(

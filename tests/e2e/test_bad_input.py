@@ -434,16 +434,16 @@ def test_what_nobody_foresaw(tmp_path: Path, event: str, kind: str, code: int) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "model", "problem"),
+    ("model", "problem"),
     [
-        ("server", "./no-such-model", "engine.model"),
-        ("gateway", "~/no-such-model", str(Path("~/no-such-model").expanduser())),
-        ("server", str(ROOT / "docs"), "config.json"),
+        ("./no-such-model", "engine.model"),
+        ("~/no-such-model", str(Path("~/no-such-model").expanduser())),
+        (str(ROOT / "docs"), "config.json"),
     ],
 )
-def test_no_such_model(tmp_path: Path, kind: str, model: str, problem: str) -> None:
+def test_no_such_model(tmp_path: Path, model: str, problem: str) -> None:
     """A path that is not there, or holds no model, is refused before an engine is started for it."""
-    told(refusal(job_of(tmp_path, {"kind": kind, "model": model}), tmp_path), problem)
+    told(refusal(job_of(tmp_path, {"kind": "server", "model": model}), tmp_path), problem)
 
 
 def test_nothing_listens(tmp_path: Path) -> None:

@@ -63,12 +63,11 @@ def fragile_job(
     return job_of(directory, engine, rows=rows, limits=limits)
 
 
-@pytest.mark.parametrize("kind", ["server", "gateway"])
-def test_a_poisonous_row_is_found(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_poisonous_row_is_found(tmp_path: Path, replicas: int) -> None:
     """The row that kills the engine, or replicas here and there, fails and says so; no other is blamed."""
     job = fragile_job(tmp_path, 300, poison="row 117", limits={"max_attempts": 1})
-    if kind == "gateway":
-        job["engine"] |= {"kind": "gateway", "replicas": 2}
+    job["engine"] |= {"replicas": replicas}
     result = run_job(job, tmp_path, code=3)
     assert rows_in(job) == list(range(300))
     (failed,) = (row for row in results_of(job) if row["error"])
@@ -253,7 +252,7 @@ print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
 
 def test_replicas_share_what_was_learned(tmp_path: Path) -> None:
     """The change that one replica's death led to reaches the other at its next start."""
-    engine = {**hungry(tmp_path), "kind": "gateway", "replicas": 2}
+    engine = {**hungry(tmp_path), "replicas": 2}
     job = job_of(tmp_path, engine, rows=400)
     run_job(job, tmp_path)
     rows_once(job, 400)

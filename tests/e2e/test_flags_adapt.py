@@ -107,7 +107,7 @@ def test_what_the_job_says_stays(tmp_path: Path, engine: dict[str, Any]) -> None
 
 def test_replicas_follow_one_by_one(tmp_path: Path) -> None:
     """One tries the step, beside the other; once it gains, the other one follows."""
-    job = slotted(tmp_path, 4 * ROWS, {"kind": "gateway", "replicas": 2})
+    job = slotted(tmp_path, 4 * ROWS, {"replicas": 2})
     run_job(job, tmp_path)
     rows_once(job, 4 * ROWS)
     assert {row["error"] for row in results_of(job)} == {None}

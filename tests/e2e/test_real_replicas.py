@@ -34,7 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fleet_of(tiny: Path) -> dict[str, Any]:
     # one thread for a model this small: the threads of two replicas would fight for the cores
     return {
-        "kind": "gateway", "model": str(tiny), "device": "cpu", "replicas": 2,
+        "kind": "server", "model": str(tiny), "device": "cpu", "replicas": 2,
         "env": {"OMP_NUM_THREADS": "1"}, "args": {"reasoning-parser": "deepseek-r1"},
     }  # fmt: skip
 

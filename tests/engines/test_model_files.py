@@ -148,13 +148,12 @@ def test_the_server_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (tuned.tp, tuned.args["tp-size"]) == (None, 2)
 
 
-@pytest.mark.parametrize("kind", ["server", "gateway"])
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_what_cannot_be_decided_is_one_line(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replicas: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Too few cards, a model that is not here, no card: exit code 2, and no server is started."""
-    more = {"replicas": 2} if kind == "gateway" else {}
-    engine = {**with_weights(tmp_path, 80e9), "kind": kind, "tp": "auto", "device": "cuda", **more}
+    engine = {**with_weights(tmp_path, 80e9), "replicas": replicas, "tp": "auto", "device": "cuda"}
     file = write_job(job_of(tmp_path, engine, rows=5), tmp_path)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     none = batchrun(file)
@@ -163,8 +162,9 @@ def test_what_cannot_be_decided_is_one_line(
     unknown = batchrun(file, "--set", "engine.model=org/none")
     assert [result.exit_code for result in (none, few, unknown)] == [2, 2, 2]
     assert "engine.tp auto: nvidia-smi tells of no GPU here: give a number" in none.stderr
-    have = 2 if kind == "server" else 1
-    assert f"need 8 cards like NVIDIA L4 (22.5 GiB), and a replica can have {have}: take" in few.stderr
+    assert (
+        f"need 8 cards like NVIDIA L4 (22.5 GiB), and a replica can have {2 // replicas}: take" in few.stderr
+    )
     assert "how much memory the weights of org/none take is not known here: give" in unknown.stderr
     assert not (tmp_path / "starts").exists()
 

@@ -24,21 +24,27 @@ from tests.conftest import (
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ({}, "give `model`"),
-        ({"url": "http://a", "tp": 2}, "tp: goes with `model`"),
-        ({"model": "a", "tp": 2, "args": {"tp_size": 2}}, "engine.tp and --tp-size say the same"),
+        ({"kind": "gateway"}, "url is missing"),
+        ({"kind": "gateway", "url": "http://a", "tp": 2}, "unknown key 'tp'"),
+        ({"kind": "gateway", "model": "a"}, "`kind: server` with `replicas: auto` or a number"),
+        ({"kind": "gateway", "url": "http://a", "replicas": 2}, "`kind: server` with `replicas: auto`"),
+        ({"kind": "server", "model": "a", "nodes": 2, "replicas": 2}, "leave out `replicas`"),
+        (
+            {"kind": "server", "model": "a", "tp": 2, "args": {"tp_size": 2}},
+            "engine.tp and --tp-size",
+        ),
     ],
 )
 def test_wrong_jobs(engine: dict[str, Any], said: str) -> None:
     with pytest.raises(JobError, match=said):
-        parse_engine({"kind": "gateway", **engine})
+        parse_engine(engine)
 
 
 def test_model_is_known_before_the_engine(tmp_path: Path) -> None:
     """As a launched server's is, so that a finished run needs no engine to be found finished."""
-    assert model_of(parse_engine({"kind": "gateway", "model": "org/model"})) == "org/model"
+    assert model_of(parse_engine({"kind": "server", "replicas": 2, "model": "org/model"})) == "org/model"
     assert model_of(parse_engine({"kind": "gateway", "url": "http://a:1"})) is None
-    missing = job_of(tmp_path, {"kind": "gateway", "model": "/no/such/model"})
+    missing = job_of(tmp_path, {"kind": "server", "replicas": 2, "model": "/no/such/model"})
     result = batchrun("check", write_job(missing, tmp_path))
     assert result.exit_code == 2
     assert "no such model directory" in result.stderr

@@ -11,7 +11,6 @@ from batchrunner.core.errors import JobError
 from batchrunner.engines.model_files import check_model
 from batchrunner.job.load import parse_engine
 
-KINDS = ("server", "gateway")
 NAMES = [
     "gpt2",
     "Qwen/Qwen3-8B",
@@ -30,8 +29,7 @@ def of(engine: Any) -> Any:
 def test_names_on_the_hub(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang looks for them: nothing of that name need be here."""
     monkeypatch.chdir(tmp_path)
-    for kind in KINDS:
-        assert of({"kind": kind, "model": name}).model == of(name).model == name
+    assert of({"kind": "server", "model": name}).model == of(name).model == name
     check_model(name)
 
 
@@ -57,9 +55,8 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_no_model_is_one_line(name: str, told: str) -> None:
-    """It is refused as the job is read, whichever engine would get it."""
-    for kind in KINDS:
-        with pytest.raises(JobError) as caught:
-            of({"kind": kind, "model": name})
-        assert told in str(caught.value)
-        assert len(str(caught.value).splitlines()) == 1
+    """It is refused as the job is read."""
+    with pytest.raises(JobError) as caught:
+        of({"kind": "server", "model": name})
+    assert told in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1

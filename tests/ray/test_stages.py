@@ -124,11 +124,11 @@ def test_what_is_wrong_is_told_before_the_pipeline_runs(nodes: RayNodes, server:
         ({"kind": "server", "model": "m", "tp": 4}, [0, 8], 4),
         ({"kind": "server", "model": "m", "args": {"tp-size": 2, "dp-size": 2}}, [8], 4),
         ({"kind": "server", "model": "m", "args": {"pp-size": 2}, "tp": 2}, [8], 4),
-        ({"kind": "gateway", "model": "m", "tp": 2, "replicas": 3}, [8], 6),
+        ({"kind": "server", "model": "m", "tp": 2, "replicas": 3}, [8], 6),
     ],
 )
 def test_an_engine_takes_so_many(engine: Any, on_nodes: list[float], asked: int) -> None:
-    """Tensor, pipeline and data parallelism count, and the replicas behind a gateway."""
+    """Tensor, pipeline and data parallelism count, and the replicas."""
     assert gpus_asked(parse_engine(engine), on_nodes) == asked
 
 
@@ -138,7 +138,7 @@ def test_an_engine_takes_so_many(engine: Any, on_nodes: list[float], asked: int)
         ({"kind": "server", "model": "m", "tp": 4}, [2, 2], "takes 4 GPUs, and no node .* more than 2: set"),
         ({"kind": "server", "model": "m", "device": "cuda"}, [], "takes 1 GPU, and no node .* more than 0"),
         ({"kind": "server", "model": "m", "tp": "auto"}, [8], "engine.tp: auto.*give a number"),
-        ({"kind": "gateway", "model": "m"}, [8], "engine.replicas: auto.*give a number"),
+        ({"kind": "server", "model": "m", "replicas": "auto"}, [8], "engine.replicas: auto.*give a number"),
     ],
 )
 def test_what_no_node_can_give_is_refused(engine: Any, on_nodes: list[float], said: str) -> None:

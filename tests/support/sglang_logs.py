@@ -211,6 +211,6 @@ def cuda_oom(frame: str) -> str:
 
 def advice_of(log: LogReader, **client: Any) -> list[Advice]:
     """Return what to change after a run of a launched server, by its log and what its client did."""
-    situation = Situation(log.series, log.series, log.facts, ClientActivity(kind="server", **client))
+    situation = Situation(log.series, log.series, log.facts, ClientActivity(**client))
     flags = of_arguments("0.5.23", log.facts.arguments)
     return [advice for advice in apply_all(situation, flags) if advice.change]

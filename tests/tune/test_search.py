@@ -213,10 +213,10 @@ def cards_lab(speeds: dict[int, float]) -> Lab:
 @pytest.mark.parametrize(
     ("own", "replicas", "speeds", "expected", "gain"),
     [
-        ({"tp-size": 8}, 1, {8: 4000, 4: 3500, 2: 2500, 1: 1400}, {"kind": "gateway", "replicas": 8}, 2.8),
-        ({}, 8, {1: 300, 2: 1200, 4: 1900}, {"kind": "gateway", "replicas": 4}, 2.0),
+        ({"tp-size": 8}, 1, {8: 4000, 4: 3500, 2: 2500, 1: 1400}, {"replicas": 8}, 2.8),
+        ({}, 8, {1: 300, 2: 1200, 4: 1900}, {"replicas": 4}, 2.0),
         ({}, 8, {1: 1000, 2: 1900}, {}, 1.0),
-        ({}, 1, {1: 1000, 2: 1900}, {"kind": "gateway", "replicas": 8}, 8.0),
+        ({}, 1, {1: 1000, 2: 1900}, {"replicas": 8}, 8.0),
     ],
 )
 def test_gpus_are_shared_out_for_the_most_output(

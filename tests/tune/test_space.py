@@ -222,13 +222,16 @@ def test_arguments_and_variables_go_their_own_ways() -> None:
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [
-        ({"kind": "server"}, (4, 1, False)),
-        ({"kind": "server", "tp": 2}, (4, 1, True)),
-        ({"kind": "gateway"}, (4, 4, False)),
-        ({"kind": "gateway", "tp": 2}, (4, 2, True)),
-        ({"kind": "gateway", "replicas": 2}, (2, 2, False)),
-        ({"kind": "gateway", "args": {"tp-size": 2}, "env": {"CUDA_VISIBLE_DEVICES": "0,1"}}, (2, 1, False)),
-        ({"kind": "gateway", "device": "cpu"}, (1, 1, False)),
+        ({}, (4, 1, False)),
+        ({"tp": 2}, (4, 1, True)),
+        ({"replicas": "auto"}, (4, 4, False)),
+        ({"replicas": "auto", "tp": 2}, (4, 2, True)),
+        ({"replicas": 2}, (2, 2, False)),
+        (
+            {"replicas": "auto", "args": {"tp-size": 2}, "env": {"CUDA_VISIBLE_DEVICES": "0,1"}},
+            (2, 1, False),
+        ),
+        ({"replicas": "auto", "device": "cpu"}, (1, 1, False)),
     ],
 )
 def test_the_gpus_that_a_job_may_take(
@@ -244,6 +247,6 @@ def test_the_gpus_that_a_job_may_take(
     }.items():
         monkeypatch.setattr(f"batchrunner.tune.space.{name}", answer)
     monkeypatch.setattr("batchrunner.engines.model_files.cards", list)
-    job = load_job(job_of(tmp_path, {"model": "org/name", **engine}))
+    job = load_job(job_of(tmp_path, {"kind": "server", "model": "org/name", **engine}))
     machine = machine_for(job, engine_to_tune(job))
     assert (machine.cards, machine.replicas, machine.says_tp) == expected

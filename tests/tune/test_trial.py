@@ -21,10 +21,11 @@ from tests.support.tuning_lab import LOG
 
 
 def test_what_is_launched_for_a_job(tmp_path: Path) -> None:
-    """One replica of a gateway is tuned, on the first cards; one that is not launched is not tuned."""
+    """One replica is tuned, on the first cards; one that is not launched is not tuned."""
     args = {"mem-fraction-static": 0.8}
-    gateway = {"kind": "gateway", "model": "org/name", "tp": 2, "args": args, "env": {"A": "b"}}
-    replica = engine_to_tune(load_job(job_of(tmp_path, gateway)))
+    fleet = {"kind": "server", "replicas": 2, "model": "org/name", "tp": 2, "args": args, "env": {"A": "b"}}
+    replica = engine_to_tune(load_job(job_of(tmp_path, fleet)))
+    assert replica.replicas == 1
     assert replica.args == {**args, "tp-size": 2}
     assert replica.env == {"A": "b"}
     found = {"kind": "gateway", "url": "http://127.0.0.1:9"}

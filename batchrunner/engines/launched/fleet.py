@@ -34,7 +34,7 @@ from batchrunner.engines.http.guard import FailureClassifier
 from batchrunner.engines.launched.supervisor import PLANNED, SupervisedProgram, to_argv
 from batchrunner.engines.model_files import cards_of, check_model, model_identity, split_over, with_tp
 from batchrunner.engines.recovery import EndedServer, Healer, learned_file, remember
-from batchrunner.job.engine import GatewayEngine, LaunchedEngine, ServerEngine
+from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TaskName
 
@@ -74,7 +74,7 @@ class SGLangServer(SupervisedProgram):
 
     def __init__(
         self,
-        spec: LaunchedEngine,
+        spec: ServerEngine,
         model: str,
         *,
         key: str,
@@ -103,7 +103,7 @@ class SGLangServer(SupervisedProgram):
         self._own_argv = [
             *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)),
         ]  # fmt: skip
-        self._nodes = spec.nodes if isinstance(spec, ServerEngine) else 1
+        self._nodes = spec.nodes
         if self._nodes > 1:
             there = os.environ.get("SLURM_JOB_NUM_NODES", "none")
             if there != str(self._nodes):
@@ -230,7 +230,7 @@ class LaunchedFleet(HttpEngine):
 
     def __init__(
         self,
-        spec: ServerEngine | GatewayEngine,
+        spec: ServerEngine,
         *,
         log_dir: Path,
         limits: LimitsSpec,
@@ -257,7 +257,6 @@ class LaunchedFleet(HttpEngine):
     async def open(self) -> EngineInfo:
         """Start the servers, all at once, and wait until they are ready; see `Engine.open`."""
         model = self._spec.model
-        assert model is not None
         check_model(model)
         spec = self._spec = await asyncio.to_thread(with_tp, self._spec)
         cpu = on_cpu(spec.device)
@@ -272,13 +271,13 @@ class LaunchedFleet(HttpEngine):
         await _all_or_first_failure([server.start() for server in made])
         info = await self.connect([*self._replicas])
         self._watching = [asyncio.create_task(server.watch()) for server in made]
-        counted = isinstance(spec, ServerEngine) and not (cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
+        alone = len(made) == 1 and not (cpu or "CUDA_VISIBLE_DEVICES" in spec.env)
         return dataclasses.replace(
             info,
             kind=spec.kind,
             model=model_identity(model),
             card=None if cpu else await asyncio.to_thread(card_name),
-            gpus=len(gpus()) if counted else None,
+            gpus=len(gpus()) if alone else None,
             tp=split_over(spec.args),
             log=str(made[-1].log_path),
             notes=(*((CPU_NOTE,) if cpu else ()), *info.notes),
@@ -335,7 +334,7 @@ class LaunchedFleet(HttpEngine):
             adapted=self.memory.args if self.memory else {}, failures=self.failures,
             incidents=self._incidents,
         )  # fmt: skip
-        if not isinstance(spec, GatewayEngine):
+        if spec.replicas == 1:
             return [make(log_path=self._log_dir / "engine-server.log")]
         slices = gpu_slices([] if cpu else gpus(spec.env), cards_of(spec.args), spec.replicas)
         return [

@@ -25,7 +25,7 @@ from batchrunner.core.errors import (
 from batchrunner.core.processes import STOP_SIGNALS
 from batchrunner.engines.launched.fleet import LaunchedFleet, gpu_slices
 from batchrunner.engines.model_files import with_tp
-from batchrunner.job.engine import GatewayEngine
+from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import LimitsSpec
 from tests.conftest import job_of
 from tests.support.engine_processes import deaf_to
@@ -58,7 +58,7 @@ def test_the_jobs_own_gpus_are_dealt_out(
     """Every replica gets GPUs of its own from those that `env` leaves, as many as its arguments take."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     env = {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
-    spec = GatewayEngine(kind="gateway", model="org/model", args=args, env=env)
+    spec = ServerEngine(kind="server", model="org/model", replicas="auto", args=args, env=env)
     servers = LaunchedFleet(spec, log_dir=tmp_path, limits=LimitsSpec())._make_servers("o/m", cpu=False)
     assert [server.environ["CUDA_VISIBLE_DEVICES"] for server in servers] == slices
     for server in servers:
@@ -67,7 +67,7 @@ def test_the_jobs_own_gpus_are_dealt_out(
 
 def test_command_lines(tmp_path: Path) -> None:
     """Each replica has its own port, log and GPUs."""
-    spec = GatewayEngine(kind="gateway", model="org/model", replicas=2, tp=2)
+    spec = ServerEngine(kind="server", model="org/model", replicas=2, tp=2)
     fleet = LaunchedFleet(with_tp(spec), log_dir=tmp_path, limits=LimitsSpec())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
