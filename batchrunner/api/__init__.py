@@ -1,8 +1,7 @@
 """The library: blocking calls, their asynchronous counterparts, and an engine for several runs.
 
-engine: `open_engine`. runs: `run`, `arun`, `estimate`. generation: `generate`. streaming: `stream`. tasks:
-`embed`, `score`, `rerank`. results: the table that most of these return. `batchrunner` exports the functions;
-the command needs none of them.
+runs: `run`, `arun`, `open_engine`. tables: `generate`, `embed`, `score`, `rerank`, and the same awaited.
+streaming: `stream`. `batchrunner` exports the functions; the command needs none of them.
 """
 
 from batchrunner.api.runs import arun, open_engine, run
