@@ -15,10 +15,10 @@ import pickle
 import socket
 import struct
 import time
-import types
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
@@ -108,8 +108,36 @@ def main(descriptor: int, steps: int) -> None:
         if loaded := load(channel):
             _, facts, functions = loaded
             solve = functions[[found.where for found in facts].index(ROLLOUT)]
-            asyncio.run(_Worker(solve, mmap.mmap(steps, STEP.size)).serve(os.dup(descriptor)))
+            with asyncio.Runner(loop_factory=partial(_Loop, mmap.mmap(steps, STEP.size))) as runner:
+                runner.run(_serve(solve, os.dup(descriptor)))
     os._exit(0)  # whatever threads of the function are at
+
+
+class _Loop(asyncio.SelectorEventLoop):
+    """An event loop that writes into shared memory whose code runs."""
+
+    def __init__(self, steps: mmap.mmap) -> None:
+        self._steps = steps
+        super().__init__()
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> asyncio.Handle:
+        """Call a function in the next round, such as the next step of a task."""
+        return super().call_soon(self._call, callback, args, context=context)
+
+    def _call(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        STEP.pack_into(self._steps, 0, _NUMBER.get(), time.monotonic())
+        try:
+            callback(*args)
+        except (SystemExit, KeyboardInterrupt):
+            pass  # it would end the loop, and with it all rows; the task has it too
+        finally:
+            STEP.pack_into(self._steps, 0, 0, 0.0)
+
+
+_NUMBER: ContextVar[int] = ContextVar("number", default=0)
+"""Number of the rollout to which a task belongs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -117,10 +145,23 @@ class _Rollout:
     """A row's coroutine, and what it asked and has no answer to."""
 
     number: int
-    worker: _Worker
-    task: asyncio.Task[None] | None = None
+    send: Callable[..., None]
+    """Sends a frame to the run."""
     asked: count[int] = field(default_factory=count)
     waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+
+    async def run(self, solve: Callable[..., Coroutine[Any, Any, Any]], row: dict[str, Any]) -> None:
+        """Run the function for a row, and send what it returns, or the error of the row."""
+        value, error = [], None
+        try:
+            value = await solve(row, self.generate)
+        except UnusableValueError as failure:
+            error = f"{ROLLOUT}: {failure}"
+        except BaseException as failure:  # noqa: BLE001 - a function may raise anything
+            error = failure_text(ROLLOUT, failure)
+        for answer in self.waiting.values():  # of tasks that the function has left behind
+            answer.cancel()
+        self.send(self.number, None, (value, error))
 
     async def generate(
         self, prompt: Any, *, schema: Any = None, tools: Any = None, **sampling: Any
@@ -130,102 +171,47 @@ class _Rollout:
         `prompt` is a list of messages, a text or a list of token ids; `schema` a JSON Schema or a pydantic
         model. `tools` and `sampling` go before those of the job.
         """
-        if hasattr(schema, "model_json_schema"):
-            schema = schema.model_json_schema()
         if schema is not None:
-            sampling["json_schema"] = schema
+            is_model = hasattr(schema, "model_json_schema")
+            sampling["json_schema"] = schema.model_json_schema() if is_model else schema
         try:
-            ask = json.dumps({"prompt": prompt, "tools": tools, "sampling": sampling}, allow_nan=False)
+            ask = json.dumps({"prompt": prompt, "tools": tools, "sampling": sampling}, default=_plain)
         except (TypeError, ValueError, RecursionError) as failure:
             raise GenerateError(f"no JSON can hold what generate is called with: {failure}") from None
         number = next(self.asked)
         answer = self.waiting[number] = asyncio.get_running_loop().create_future()
-        self.worker.send(self.number, number, ask)
+        self.send(self.number, number, ask)
         try:
-            completion, error = await answer
+            found: RolloutAnswer | str = await answer
         finally:
             del self.waiting[number]
-        if error is not None:
-            raise GenerateError(error)
-        columns = {name: values[0] for name, values in completion.columns.items()}
-        return RolloutAnswer(
-            completion.texts[0], completion.finish_reasons[0], completion.prompt_tokens,
-            completion.cached_tokens, completion.completion_tokens[0], columns,
-        )  # fmt: skip
+        if isinstance(found, str):
+            raise GenerateError(found)
+        return found
 
 
-_CURRENT: ContextVar[_Rollout | None] = ContextVar("rollout", default=None)
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # of numpy
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is neither a scalar nor a list or dict of such")
 
 
-@types.coroutine
-def _steps(coroutine: Any, rollout: _Rollout) -> Generator[Any, Any, Any]:
-    """Run a coroutine of a rollout; while its code runs, the shared memory says whose and since when."""
-    step, given = coroutine.send, None
+async def _serve(solve: Callable[..., Coroutine[Any, Any, Any]], descriptor: int) -> None:
+    """Start rollouts and hand them their answers; raises EOFError when the run has closed."""
+    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+    running: dict[int, tuple[_Rollout, asyncio.Task[None]]] = {}
     while True:
-        STEP.pack_into(rollout.worker.steps, 0, rollout.number, time.monotonic())
-        try:
-            awaited = step(given)
-        except StopIteration as end:
-            return end.value
-        except (SystemExit, KeyboardInterrupt) as ended:  # they would end the loop, and with it all rows
-            raise RuntimeError(f"{type(ended).__name__}: {ended}") from ended
-        finally:
-            STEP.pack_into(rollout.worker.steps, 0, 0, 0.0)
-        try:
-            step, given = coroutine.send, (yield awaited)
-        except BaseException as failure:  # noqa: BLE001 - it is the coroutine's
-            step, given = coroutine.throw, failure
-
-
-async def _marked(coroutine: Any, rollout: _Rollout) -> Any:
-    return await _steps(coroutine, rollout)
-
-
-class _Worker:
-    """The rollouts of this process."""
-
-    def __init__(self, solve: Callable[..., Coroutine[Any, Any, Any]], steps: mmap.mmap) -> None:
-        self._solve = solve
-        self.steps = steps
-        self._rollouts: dict[int, _Rollout] = {}
-
-    def send(self, *values: Any) -> None:
-        """Send a frame to the run."""
-        self._writer.write(frame(*values))
-
-    async def serve(self, descriptor: int) -> None:
-        """Start rollouts and hand them their answers; raises EOFError when the run has closed."""
-        asyncio.get_running_loop().set_task_factory(_task)
-        reader, self._writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
-        while True:
-            number, asked, value = await read_frame(reader)
-            rollout = self._rollouts.get(number)
-            if rollout is None and asked is None:
-                rollout = self._rollouts[number] = _Rollout(number, self)
-                context = copy_context()
-                context.run(_CURRENT.set, rollout)
-                rollout.task = context.run(asyncio.create_task, self._run(rollout, value))
-            elif rollout is not None and asked is None and rollout.task is not None:
-                rollout.task.cancel()
-            elif rollout is not None and (answer := rollout.waiting.get(asked)) and not answer.done():
+        number, asked, value = await read_frame(reader)
+        if asked is None and value is not None:
+            rollout = _Rollout(number, lambda *values: writer.write(frame(*values)))
+            context = copy_context()
+            context.run(_NUMBER.set, number)
+            task = asyncio.create_task(rollout.run(solve, value), context=context)
+            running[number] = rollout, task
+            task.add_done_callback(partial(running.pop, number))
+        elif number in running:
+            rollout, task = running[number]
+            if asked is None:
+                task.cancel()
+            elif (answer := rollout.waiting.get(asked)) and not answer.done():
                 answer.set_result(value)
-
-    async def _run(self, rollout: _Rollout, row: dict[str, Any]) -> None:
-        value, error = None, None
-        try:
-            value = await self._solve(row, rollout.generate)
-        except UnusableValueError as failure:
-            error = f"{ROLLOUT}: {failure}"
-        except BaseException as failure:  # noqa: BLE001 - a function may raise anything
-            error = failure_text(ROLLOUT, failure)
-        del self._rollouts[rollout.number]
-        for answer in rollout.waiting.values():  # of tasks that the function has left behind
-            answer.cancel()
-        self.send(rollout.number, None, (value, error))
-
-
-def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
-    rollout = _CURRENT.get()
-    if rollout is not None and asyncio.iscoroutine(coroutine):
-        coroutine = _marked(coroutine, rollout)
-    return asyncio.Task(coroutine, loop=loop, **options)

@@ -120,7 +120,7 @@ def _with_history(history: AnswerHistory, *, is_good: bool | None) -> Completion
     asks = len(history.rejected) + (is_good is not False)  # nothing was asked after the last rejected one
     if asks == 1 and is_good:
         return history.last
-    asked = AskedAgain(asks, tuple(history.rejected), is_good)
+    asked = AskedAgain(asks, tuple(history.rejected), is_good, history.last.prompt_tokens or 0)
     return history.last._replace(columns={**history.last.columns, ASKED_AGAIN: [asked]})
 
 

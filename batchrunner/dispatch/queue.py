@@ -108,8 +108,8 @@ class PendingRow(msgspec.Struct, eq=False):
     """The request before it was tokenised, where it may be asked for again in other words."""
     answers: AnswerHistory | None = None
     """Its answers, where they are checked."""
-    ask: Any = None
-    """The `Ask` of a rollout that gets the outcome; None for a row itself."""
+    ask: asyncio.Future[Outcome] | None = None
+    """Gets the outcome of a rollout's request, unless nobody waits for it any more; None for a row itself."""
     is_turn: bool = False
     """Whether its rollout has asked before: it goes before new rows."""
 
@@ -526,7 +526,7 @@ class Backlog:
             return None
         suspects = self._poison.next()
         row = self._queue.take(route) if suspects is None else self._poison.take(suspects)
-        if row is not None and row.ask is not None and row.ask.is_dropped:
+        if row is not None and row.ask is not None and row.ask.done():
             self.came_back(row)
             return self.take(route)
         if not self._queue.is_full:
@@ -548,7 +548,8 @@ class Backlog:
         That of a rollout's request goes to the rollout.
         """
         if row.ask is not None:
-            await row.ask.ended(outcome)
+            if not row.ask.done():
+                row.ask.set_result(outcome)
             return
         await self._results.put(outcome)
         if row.request.media:  # other rows may refer to this one for long

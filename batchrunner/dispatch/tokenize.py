@@ -195,7 +195,7 @@ class RowTokenizer:
         if isinstance(self._task, ClassifyTask):
             self._task = dataclasses.replace(self._task, names=class_names(info.model))
         self._has_labels = info.simulated  # an invented model has no tokens
-        self._asking = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._asking, self._choosing = asyncio.Semaphore(ASKED_AT_ONCE), asyncio.Lock()
         self._encoders: dict[PromptKind, Encoder | None] = {}
         """What tokenises prompts, by their kind; None where the engine does it."""
         self._compared: set[PromptKind] = set()
@@ -267,12 +267,13 @@ class RowTokenizer:
     async def _encode(self, requests: list[Request]) -> list[Request | Outcome]:
         """Tokenise requests of one kind in a thread (`Encoder.encode`), or return them as they are."""
         kind = requests[0].kind
-        if kind not in self._encoders:
-            self._choose_place(kind)
-        encoder = self._encoders[kind]
-        if encoder is not None and kind not in self._compared:
-            await self._compare(kind, encoder, requests)
+        async with self._choosing:
+            if kind not in self._encoders:
+                self._choose_place(kind)
             encoder = self._encoders[kind]
+            if encoder is not None and kind not in self._compared:
+                await self._compare(kind, encoder, requests)
+                encoder = self._encoders[kind]
         if encoder is None:
             return [*requests]
         return await asyncio.to_thread(encoder.encode, requests)

@@ -1,6 +1,6 @@
 """Converts outcomes into Arrow tables with the columns of a part."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.arrow_types import NO_KIND, arrow_type, fit, kind_of_schema, kind_of_value, wider
+from batchrunner.job.arrow_types import arrow_type, fit, kind_of_schema, kind_of_value, wider
 from batchrunner.job.output import (
     MADE_ROWS,
     OF_TEXTS,
@@ -21,7 +21,7 @@ from batchrunner.job.output import (
 )
 from batchrunner.output.arrow_arrays import arrow_array
 
-_NONE = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
+NO_ANSWER = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
 """Stands for the answer of a row without one."""
 _TOKEN = pa.struct([("id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32())])
 _FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])
@@ -119,7 +119,7 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
     is_single = plan.samples == 1
     # transposed: to take each value from each row takes four times as long
     refs, completions, errors, latencies, attempts = zip(*outcomes, strict=True)
-    answers = [_NONE if completion is None else completion for completion in completions]
+    answers = [NO_ANSWER if completion is None else completion for completion in completions]
     texts, reasons, counts, prompt_tokens, cached_tokens, *_ = zip(*answers, strict=True)
 
     def per_sample(values: Sequence[Any]) -> list[Any]:
@@ -156,20 +156,24 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def add_kinds(kinds: dict[str, ColumnKind], table: pa.Table) -> None:
-    """Learn the columns of what a function without annotation returned, from its values in a table."""
-    for text in filter(None, table.column(RETURNED).to_pylist()):
-        for name, value in msgspec.json.decode(text).items():
-            kinds[name] = wider(kinds.get(name, NO_KIND), kind_of_value(value))
+def kind_returned(tables: Iterable[pa.Table]) -> ColumnKind:
+    """Return the kind of all that a function without annotation returned, from its values in tables."""
+    kind: ColumnKind = "struct", ()
+    for table in tables:
+        for text in table.column(RETURNED).to_pylist():
+            if text not in {None, "{}"}:
+                kind = wider(kind, kind_of_value(msgspec.json.decode(text)))
+    return kind
 
 
-def with_returned(table: pa.Table, kinds: Mapping[str, ColumnKind]) -> pa.Table:
+def with_returned(table: pa.Table, kind: ColumnKind) -> pa.Table:
     """Return a table with what the function returned as columns, in place of others of their names."""
-    rows = [msgspec.json.decode(text or "{}") for text in table.column(RETURNED).to_pylist()]
-    table = table.drop_columns([name for name in table.column_names if name == RETURNED or name in kinds])
-    for name, kind in kinds.items():
-        values = [fit(row.get(name), kind) for row in rows]
-        table = table.append_column(name, arrow_array(values, arrow_type(kind)))
+    rows = [fit(msgspec.json.decode(text or "{}"), kind) for text in table.column(RETURNED).to_pylist()]
+    fields: Any = kind[1]
+    names = [name for name, _ in fields]
+    table = table.drop_columns([name for name in table.column_names if name in {RETURNED, *names}])
+    for name, values in zip(names, arrow_array(rows, arrow_type(kind)).flatten(), strict=True):
+        table = table.append_column(name, values)
     return table
 
 

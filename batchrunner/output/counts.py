@@ -85,6 +85,8 @@ class AskedAgain(NamedTuple):
     rejected: tuple[Rejected, ...]
     is_good: bool | None
     """Whether the last answer is good; None where the row ended without a further one."""
+    prompt_tokens: int
+    """Those of the last answer."""
 
 
 @dataclass(slots=True)
@@ -107,23 +109,21 @@ class CheckCounts:
     def add(self, outcome: Outcome) -> int:
         """Count the end of a row, if its answers were checked and one was not good at once.
 
-        Return the output tokens of its rejected answers, without the one that it keeps.
+        Return the output tokens of its rejected answers, without those that it keeps.
         """
-        completion = outcome.completion
-        asked = completion.columns.get(ASKED_AGAIN) if completion is not None else None
-        if completion is None or not asked:
-            return 0
-        found: AskedAgain = asked[0]
-        self.rows_asked_again += found.asks > 1
-        self.asked_again += found.asks - 1
-        self.rows_mended += found.is_good is True and found.asks > 1
-        self.rows_failed += found.is_good is False
-        self.prompt_tokens += (found.asks - 1) * (completion.prompt_tokens or 0)
-        for rejected in found.rejected:
-            self.causes.add(outcome.ref.row, rejected.complaint)
-        lost = sum(rejected.output_tokens for rejected in found.rejected)
-        self.output_tokens += lost
-        return lost - (0 if found.is_good else completion.output_tokens)
+        lost = 0
+        columns = outcome.completion.columns if outcome.completion is not None else {}
+        for asks, rejected, is_good, prompt_tokens in columns.get(ASKED_AGAIN, ()):  # of each turn
+            self.rows_asked_again += asks > 1
+            self.asked_again += asks - 1
+            self.rows_mended += is_good is True and asks > 1
+            self.rows_failed += is_good is False
+            self.prompt_tokens += (asks - 1) * prompt_tokens
+            for complaint, tokens in rejected:
+                self.causes.add(outcome.ref.row, complaint)
+                self.output_tokens += tokens
+            lost += sum(tokens for _, tokens in (rejected if is_good else rejected[:-1]))
+        return lost
 
     def __add__(self, other: CheckCounts) -> CheckCounts:
         """Return both together."""

@@ -22,11 +22,10 @@ import pyarrow.types as pt
 
 from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, StorageError, TaskHeldError
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, known_format
-from batchrunner.core.types import ColumnKind
 from batchrunner.job.output import REQUEST_DIGEST, RESPONSE, RETURNED
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets, release_unused
-from batchrunner.output.columns import add_kinds, with_returned
+from batchrunner.output.columns import kind_returned, with_returned
 from batchrunner.output.counts import with_counts
 from batchrunner.output.files import file_to_write, sync_directory, whole_file, writing
 from batchrunner.output.parts import open_part, recover
@@ -166,20 +165,15 @@ def in_order(
         for part in parts:
             buckets.put(_with_all_columns(_read(part, columns), schema))
     tables = buckets.take()
-    kinds = _kinds_returned(parts) if RETURNED in schema.names else None
+    kind = None
+    if RETURNED in schema.names:
+        kind = kind_returned(_read(part, [RETURNED]) for part in parts)
     while True:
         with writing(run_dir.path, OutputError):
             table = next(tables, None)
         if table is None:
             return
-        yield with_counts(table if kinds is None else with_returned(table, kinds), None)
-
-
-def _kinds_returned(parts: list[Path]) -> dict[str, ColumnKind]:
-    kinds: dict[str, ColumnKind] = {}
-    for part in parts:
-        add_kinds(kinds, _read(part, [RETURNED]))
-    return kinds
+        yield with_counts(table if kind is None else with_returned(table, kind), None)
 
 
 def _distinct_rows(table: pa.Table) -> int:

@@ -20,7 +20,7 @@ from ray.data import ActorPoolStrategy, Dataset
 from batchrunner.api import open_engine
 from batchrunner.core.console import counted
 from batchrunner.core.errors import BatchrunError, InputError, JobError
-from batchrunner.core.types import ColumnKind, Outcome
+from batchrunner.core.types import Outcome
 from batchrunner.engines.model_files import cards_of
 from batchrunner.input.templates import unknown_column
 from batchrunner.job.answers import AnswerPlan, plan_answers
@@ -31,7 +31,7 @@ from batchrunner.job.output import RETURNED
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job, LimitsSpec, OnLength
 from batchrunner.job.tasks import Dtype
-from batchrunner.output.columns import add_kinds, schema_of_run, table_of, with_returned
+from batchrunner.output.columns import kind_returned, schema_of_run, table_of, with_returned
 from batchrunner.runner.open_engine import EngineLoop, OpenEngine
 from batchrunner.runner.stream import MOST_ROWS, ProgramRows, RowBuffer, send_stream
 
@@ -257,9 +257,7 @@ class BlockStream:
         table = table_of(outcomes, self._schema, self._plan) if outcomes else self._schema.empty_table()
         if RETURNED not in table.column_names:
             return table
-        kinds: dict[str, ColumnKind] = {}
-        add_kinds(kinds, table)
-        return with_returned(table, kinds)
+        return with_returned(table, kind_returned([table]))
 
     def _with_answers(self, block: pa.Table, answers: pa.Table) -> pa.Table:
         """Return the rows of a block beside their answers."""

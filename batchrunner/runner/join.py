@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 
 from pyroaring import BitMap64
 
@@ -75,8 +74,6 @@ class LeasedRows(TaskRows):
         self._counts = counts
         self._clock = clock
         self._refreshed_at = -REFRESH_S
-        self.taken_over: Callable[[Path, BitMap64], object] = lambda *_: None
-        """Called with the directory of a dead task, and the rows that it had left."""
         self._first: Lease | None = None
         self._last: int | None = None
         self._taken = 0
@@ -251,7 +248,6 @@ class LeasedRows(TaskRows):
                     self._leases.end(lease, rows)
         except (TaskHeldError, TaskLockLostError):  # another task takes over
             return
-        self.taken_over(dead.task_directory, BitMap64.union(BitMap64(), *(rows for _, rows in left)))
         dead.store.discard_copy(task)
         if left:
             rows_left = sum(len(rows) for _, rows in left)

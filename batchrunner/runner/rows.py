@@ -3,7 +3,7 @@
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from pyroaring import BitMap64
@@ -37,6 +37,8 @@ class TaskRows(ABC):
         """The kind of all prompts; None where they may be of any."""
         self.names: Sequence[str] = prepared.dataset.schema.names
         """Names of the columns."""
+        self.leased: Callable[[Lease], object] | None = None
+        """Called with each lease before its rows are read."""
 
     @abstractmethod
     def take(self, *, wait: bool) -> Lease | None:
@@ -57,6 +59,8 @@ class TaskRows(ABC):
             return
         try:
             while lease is not None:
+                if self.leased is not None:
+                    self.leased(lease)
                 for batch in self._read(lease):
                     digests: list[bytes | None] = [None] * len(batch.rows)
                     yield self._prepared.renderer.render(batch, self._stopped.is_set, digests)

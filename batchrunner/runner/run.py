@@ -463,8 +463,7 @@ class Run:
             disk=DiskWait(job.limits.disk_wait, lambda: self.control.at_once),
         )
         if job.prompt.rollout is not None:
-            with writing(run_dir.path):
-                self.turns = await asyncio.to_thread(self._open_turns, writer)
+            self.turns = self._open_turns(writer)
         expected = {} if self._only is not None or prepared.joins else read_json(run_dir.path / ESTIMATE)
         sending = Sending(
             job, rows, engine, load_control, prepared.answers, writer, self.counts, events, self.control,
@@ -478,20 +477,17 @@ class Run:
         return sending, writer
 
     def _open_turns(self, writer: ResultWriter) -> TurnStore:
-        """Return the store of turns, with what earlier attempts left of rows that are to be done."""
+        """Return the store of turns; it reads what was left of each lease, and drops what is in parts."""
         from batchrunner.output.turns import TurnStore  # noqa: PLC0415 - only where there are rollouts
 
-        run_dir, rows = self.prepared.run_dir, self.rows
-        turns = TurnStore(run_dir.task_directory, self.lock.token, writer.disk)
-        turns.load(run_dir.task_directory, lambda found: found - self.done.rows)
+        rows, turns = self.rows, TurnStore(self.prepared.run_dir, self.lock.token, writer.disk)
+        rows.leased = turns.load
 
         def committed(done: BitMap64) -> None:
             rows.committed(done)
             turns.ended(done)
 
         writer.committed = committed
-        if not isinstance(rows, FixedRows):
-            rows.taken_over = lambda task, left: turns.load(task, lambda found: found & left)
         return turns
 
     def _look_at_input(self) -> list[str]:

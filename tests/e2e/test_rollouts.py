@@ -167,7 +167,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
             return {"text": answer.text}
         """,
     )
-    limits = {"python": 1, "rollout": 6, "turns": 5, "max_failed_rows": 20}
+    limits = {"python": 1, "rollout": 8, "turns": 5, "max_failed_rows": 20}
     job = job_of(tmp_path, server, rows=40, prompt=PROMPT, limits=limits)
     run_job(job, tmp_path)
     rows = results_of(job)
@@ -179,7 +179,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         3: f"{name}: ended its process (exit code 3)",
         4: f"{name}: ended its process (SIGSEGV)",
         5: f"{name}: took more than 1 s between two awaits (limits.python)",
-        6: f"{name}: took more than 6 s (limits.rollout)",
+        6: f"{name}: took more than 8 s (limits.rollout)",
         7: f"{name}: asked more than 5 times (limits.turns)",
         8: f"{name}: returned a str: return a dict, or a list of them",
         9: f"{name}: a result has a column 'output' already: name yours otherwise",
@@ -187,7 +187,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         "a text or token ids",
         11: f"{place}:18: batchrunner.GenerateError: generate: temperature: should be greater than or "
         "equal to 0, or should be {column: NAME} (got -1)",
-        13: f"{name}: took more than 6 s (limits.rollout)",
+        13: f"{name}: took more than 8 s (limits.rollout)",
         14: f"{name}: ended its process (exit code 4)",
     }
     asked = json.loads(rows[1]["conversation"])
@@ -292,6 +292,34 @@ def test_nothing_is_asked_twice_after_a_kill(tmp_path: Path, server: FakeSGLang)
     assert [*(tmp_path / "run" / "tasks").glob("*/turns-*")] == []
 
 
+def test_a_failed_row_is_asked_anew(tmp_path: Path, server: FakeSGLang) -> None:
+    """What was stored of a row that failed does not come again with `--retry-failed`."""
+    write_module(
+        tmp_path,
+        """
+        async def solve(row, generate):
+            first = await generate(f"row {row['id']} first")
+            if first.text == "bad":
+                raise ValueError("no")
+            return {"second": (await generate(f"row {row['id']} second")).text}
+        """,
+    )
+    server.script = lambda sent: (
+        "hold" if "second" in sent.prompt else Said("bad" if "row 0" in sent.prompt else "good")
+    )
+    file = write_job(job_of(tmp_path, server, rows=4, prompt=PROMPT), tmp_path)
+    with started(file) as running:
+        eventually(lambda: sum("second" in prompt for prompt in server.prompts) == 3)
+        time.sleep(2)  # the failed row is in the journal
+        running.process.send_signal(signal.SIGKILL)
+        running.process.wait()
+    server.wait_until_left()
+    server.script = lambda sent: "answer"
+    done = batchrun(file, "--retry-failed")
+    assert done.exit_code == 0, done.stderr
+    assert [server.prompts.count(f"row {row} first") for row in range(4)] == [2, 1, 1, 1]
+
+
 def test_a_function_that_asks_otherwise_when_it_is_run_again(tmp_path: Path, server: FakeSGLang) -> None:
     """That is said, and the row starts anew."""
     write_module(
@@ -323,17 +351,23 @@ def test_a_function_that_asks_otherwise_when_it_is_run_again(tmp_path: Path, ser
 
 
 def test_a_blocked_loop_costs_no_answer(tmp_path: Path, server: FakeSGLang) -> None:
-    """The other rows of a process that was killed are run again with the answers that they have had."""
+    """The other rows of a process that was killed are run again with the answers that they have had.
+
+    So is a row that was at work when something else killed the process.
+    """
     write_module(
         tmp_path,
         """
-        import asyncio, time
+        import asyncio, os, pathlib, time
         async def solve(row, generate):
             texts = []
             for turn in range(3):
                 texts.append((await generate(f"row {row['id']} turn {turn}")).text)
                 if row["id"] % 7 == 3 and turn == 1:
                     time.sleep(100)
+                if row["id"] == 5 and turn == 1 and not pathlib.Path("killed").exists():
+                    pathlib.Path("killed").touch()
+                    os.kill(os.getpid(), 9)
                 await asyncio.sleep(0.05)
             return {"texts": texts}
         """,
@@ -376,19 +410,22 @@ def test_turns_go_before_new_rows_and_where_their_prefix_is(tmp_path: Path) -> N
         run_job(job, tmp_path)
         homes = [{prompt.split(" turn")[0] for prompt in each.prompts} for each in (one, two)]
         assert min(len(one.sent), len(two.sent)) > 200
-        assert len(homes[0] & homes[1]) <= 10  # rows that an idle replica has taken
+        assert len(homes[0] & homes[1]) <= 40  # of 200: rows that an idle replica has taken
     assert max(json.loads(row["returned"])["most"] for row in results_of(job)) < 120
 
 
-def test_tasks_share_rollouts(tmp_path: Path, server: FakeSGLang) -> None:
-    """A task that takes over from a dead one has its answers."""
+@pytest.mark.parametrize("signals", [[signal.SIGKILL], [signal.SIGINT, signal.SIGINT]])
+def test_tasks_share_rollouts(tmp_path: Path, server: FakeSGLang, signals: list[signal.Signals]) -> None:
+    """A task that takes the rows of one that died, or gave them back, has its answers."""
     write_module(tmp_path, TURNS)
     job = job_of(tmp_path, server, rows=40, window=8, prompt=PROMPT)
     server.script = lambda sent: "hold" if int(re.findall(r"\d+", sent.prompt)[1]) >= 3 else "answer"
     file = write_job(job, tmp_path)
     with started(file, "--join") as running:
         eventually(lambda: sum("turn 3" in prompt for prompt in server.prompts) == 8)
-        running.process.send_signal(signal.SIGKILL)
+        for number in signals:
+            running.process.send_signal(number)
+            time.sleep(1)
         running.process.wait()
     server.wait_until_left()
     server.script = lambda sent: "answer"
