@@ -157,7 +157,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-prefill",
         "out of memory in a prefill pass (its line, or the traceback)",
-        memory_rules.oom_prefill,
+        memory_rules.ran_out("prefill", "in prefill"),
         "smaller activations",
         other=f"{_safe_side('prefill')}; or FP8 for KV pool or weights (Hopper, Ada, Blackwell), an int8 or "
         "AWQ model (Ampere)",
@@ -168,7 +168,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-decode",
         "out of memory in decoding, or of request slots",
-        memory_rules.oom_decode,
+        memory_rules.ran_out("decode", "in decoding"),
         "smaller batches fit",
         other=f"{_safe_side('decode')}; or smaller numbers, as after prefill",
         source="G1-G4",
@@ -178,7 +178,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-graph",
         "memory ran out while CUDA graphs were captured",
-        memory_rules.oom_graph,
+        memory_rules.ran_out("graph", "while CUDA graphs were captured"),
         "the graphs fit",
         other=_safe_side("graph"),
         source="G1, SGLang's message",
@@ -199,7 +199,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-general",
         "out of memory in an unknown place",
-        memory_rules.oom_general,
+        memory_rules.ran_out("general"),
         "more memory for all but the KV pool",
         other=_safe_side("general"),
         source="G1-G4",
@@ -459,7 +459,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "fp8-weights",
         f"weights not quantised, by the log; a card with FP8; token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
-        setup_rules.fp8_weights,
+        setup_rules.pool_full,
         "half the memory for weights, the rest for the KV pool, and faster matrix products",
         "quantization",
         "wide-numbers",
@@ -469,7 +469,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "fp8-cache",
         "the same with a 16-bit KV cache and any weights",
-        setup_rules.fp8_cache,
+        setup_rules.pool_full,
         "twice as many tokens in the pool",
         "kv-cache-dtype",
         "wide-numbers",

@@ -357,6 +357,8 @@ class Sending:
         if self._control.reason is not None:
             self._backlog.stop()
             self._rows.stop()
+            if self.adaptation is not None:
+                self.adaptation.stop()
         if self._control.at_once:
             sending.cancel()
 
