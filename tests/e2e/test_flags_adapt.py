@@ -121,9 +121,7 @@ def test_a_stop_waits_for_no_restart(tmp_path: Path) -> None:
     assert report_of(job)["rows_failed"] == 0
 
 
-@pytest.mark.parametrize(
-    "engine", [{"adapt": "off"}, {"args": {"max_running": 4}}, {"adapt": False}]
-)
+@pytest.mark.parametrize("engine", [{"adapt": "off"}, {"args": {"max_running": 4}}, {"adapt": False}])
 def test_what_the_job_says_stays(tmp_path: Path, engine: dict[str, Any]) -> None:
     """A flag that it names, even in short, is not touched, nor any flag where it wants none changed."""
     job = slotted(tmp_path, 200, engine)
