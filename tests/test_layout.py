@@ -102,7 +102,7 @@ def test_class_names_are_unique() -> None:
 MOST_TOKENS = {
     "core": 9_600,
     "job": 19_100,
-    "output": 24_600,
+    "output": 24_700,
     "input": 36_200,
     "engines": 45_800,
     "advise": 12_000,
@@ -113,7 +113,7 @@ MOST_TOKENS = {
     "tune": 10_800,
     "api": 3_100,
     "ray": 5_200,
-    "serve": 6_000,
+    "serve": 5_300,
     "cli": 4_600,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""

@@ -6,7 +6,7 @@ import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -27,9 +27,6 @@ from batchrunner.cli.options import (
 from batchrunner.core.console import show, tell
 from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.core.types import MetricsAddress
-
-if TYPE_CHECKING:
-    from batchrunner.job.tasks import TaskName
 
 
 @contextlib.contextmanager
@@ -194,9 +191,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address of this machine; any but localhost needs BATCHRUN_API_KEY.")
     ] = "127.0.0.1",
-    task: Annotated[
-        str, typer.Option(metavar="TASK", help="What the model does: generate or embed.")
-    ] = "generate",
+    task: Annotated[Literal["generate", "embed"], typer.Option(help="What the model does.")] = "generate",
     max_file_mb: Annotated[int, typer.Option(metavar="N", min=1, help="Largest file, in MB.")] = 1000,
     max_files: Annotated[int, typer.Option(metavar="N", min=1, help="Most files, also of results.")] = 10_000,
     overrides: SetOption = None,
@@ -214,10 +209,8 @@ def serve(
     from batchrunner.serve.server import serve as serve_batches  # noqa: PLC0415
 
     log_to_stderr(verbose=verbose)
-    if task not in {"generate", "embed"}:
-        raise JobError(f"--task {task}", hint="give generate or embed")
     serving = serve_batches(
-        engine, directory.expanduser(), host=host, port=port, task=cast("TaskName", task),
+        engine, directory.expanduser(), host=host, port=port, task=task,
         overrides=overrides or (), most_bytes=max_file_mb * 1_000_000, most_files=max_files,
     )  # fmt: skip
     uvloop.run(serving)

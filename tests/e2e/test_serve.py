@@ -140,9 +140,13 @@ def test_a_batch_from_upload_to_download(tmp_path: Path) -> None:
         assert batch.expires_at == batch.created_at + 86_400
         for made, expected in zip((batch.output_file_id, batch.error_file_id), by_command, strict=True):
             assert made is not None
-            told = client.files.content(made).text.replace(file.id, "FILE")
-            where = str(tmp_path / "state" / "files" / "FILE")
-            assert told.replace(where, str(requests)) == expected.read_text()
+            told = client.files.content(made).text.replace(file.id, requests.name)
+            assert told == expected.read_text()
+        spent = [line["response"]["body"]["usage"] for line in server.lines_of(batch.output_file_id)]
+        assert batch.usage is not None
+        assert batch.usage.input_tokens == sum(each["prompt_tokens"] for each in spent)
+        assert batch.usage.output_tokens == sum(each["completion_tokens"] for each in spent)
+        assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
         found = client.files.list(purpose="batch_output")
         assert {each.id for each in found} == {batch.output_file_id, batch.error_file_id}
         assert client.files.delete(file.id).deleted
@@ -151,8 +155,8 @@ def test_a_batch_from_upload_to_download(tmp_path: Path) -> None:
         assert second.error_file_id is None
         assert [each.id for each in client.batches.list(limit=1)] == [second.id, batch.id]
         assert client.batches.list(limit=1).has_more
-        names = [path.name for path in (tmp_path / "state" / "batches").rglob("*") if path.is_file()]
-        assert names == ["batch.json"] * 2  # the runs are gone
+        left = {path.name for path in (tmp_path / "state" / "batches").iterdir()}
+        assert left == {f"{batch.id}.json", f"{second.id}.json"}  # the runs are gone
         told = server.client.get("/../metrics", cast_to=str)
         assert 'batchrunner_batches{status="completed"} 2' in told
         assert server.kill(signal.SIGTERM) == 0
@@ -181,12 +185,15 @@ WRONG: dict[str, tuple[int, str | None, Callable[[openai.OpenAI, str], object]]]
     "missing": (400, "missing_required_parameter", lambda client, _: client.post(
         "/batches", cast_to=object, body={"endpoint": CHAT}
     )),
-    "limit": (400, "invalid_value", lambda client, _: client.batches.list(limit=101)),
+    "limit": (400, "invalid_value", lambda client, _: client.batches.list(limit=10_001)),
+    "lifetime": (400, "invalid_value", lambda client, _: client.files.create(
+        file=b"a", purpose="batch", expires_after={"anchor": "created_at", "seconds": 60}
+    )),
     "after": (400, "invalid_value", lambda client, _: client.files.list(after="file-none")),
 }  # fmt: skip
 
 
-def _create(client: openai.OpenAI, file: str, **changes: Any) -> object:
+def _create(client: openai.OpenAI, file: str, **changes: Any) -> Any:
     return client.batches.create(
         **{"input_file_id": file, "endpoint": CHAT, "completion_window": "24h", **changes}
     )
@@ -229,7 +236,7 @@ def test_batches_that_fail(tmp_path: Path) -> None:
             assert str(tmp_path) not in batch.errors.to_json()
         told = [batch.errors.data[0] for batch in (binary, empty, other)]
         assert [(error.code, error.line) for error in told] == [
-            ("invalid_file", 1), ("invalid_file", None), ("mismatched_url", 1),
+            ("invalid_file", 1), ("invalid_file", None), ("invalid_file", 1),
         ]  # fmt: skip
 
 
@@ -259,6 +266,28 @@ def test_a_batch_ends_early(tmp_path: Path, early: str) -> None:
         assert sorted(int(line["custom_id"][2:]) for line in done + left) == [*range(400)]
         assert {line["error"]["code"] for line in left} == {f"batch_{early}"}
         assert {line["response"] for line in left} == {None}
+
+
+def test_files_expire(tmp_path: Path) -> None:
+    """`expires_after` of an upload and `output_expires_after` of a batch: the files are deleted in time."""
+    lifetime: Any = {"anchor": "created_at", "seconds": 3600}
+    with serving(tmp_path / "state", *FAST) as server:
+        content = ("a.jsonl", requests_of(2))
+        file = server.client.files.create(file=content, purpose="batch", expires_after=lifetime)
+        kept = server.upload(requests_of(1))
+        batch = server.ended(_create(server.client, file.id, output_expires_after=lifetime))
+        output = server.client.files.retrieve(batch.output_file_id or "")
+        for made in (file, output):
+            assert made.expires_at == made.created_at + 3600
+        assert server.client.files.retrieve(kept).expires_at is None
+        server.kill()
+        for made in (file, output):  # an hour later
+            record = tmp_path / "state" / "files" / f"{made.id}.json"
+            record.write_text(
+                json.dumps({**json.loads(record.read_text()), "expires_at": int(time.time()) - 1})
+            )
+        server.start()
+        assert [each.id for each in server.client.files.list()] == [kept]
 
 
 def test_a_small_batch_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
