@@ -111,6 +111,10 @@ class EngineStartError(BatchrunError):
     advice = "correct `engine` in the job, or start its server; docs/troubleshooting.md explains the message"
 
 
+class EngineAwayError(EngineStartError):
+    """A server that should run already does not answer, or not as an engine: it may come later."""
+
+
 class CannotTokenizeError(EngineStartError):
     """Prompts cannot be tokenized in this process, or its tokens would differ from the engine's."""
 

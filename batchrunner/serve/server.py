@@ -19,18 +19,21 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from batchrunner.core.console import show
-from batchrunner.core.errors import BatchrunError, JobError
+from batchrunner.core.engine_info import EngineInfo
+from batchrunner.core.errors import BatchrunError, EngineAwayError, JobError
 from batchrunner.core.processes import SignalWatch
 from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
+from batchrunner.engines.base import Engine
 from batchrunner.job.call import job_of_batch
 from batchrunner.job.fields import Duration
+from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, TaskName
 from batchrunner.output.files import make_directory, using_run, whole_file
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.control import SIGNALS, Control
 from batchrunner.runner.run import open_engine_of
-from batchrunner.serve.batches import Batches, counts_of
+from batchrunner.serve.batches import RETRY_S, Batches, counts_of
 from batchrunner.serve.state import BATCHES, FILES, Record, State, new_id, now
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,10 @@ LOCAL = {"localhost", "127.0.0.1", "::1"}
 """Addresses at which the server needs no key."""
 BLOCK_BYTES, MOST_FIELDS = 1 << 20, 5
 """Bytes of an upload that are in memory, and most fields of its form, each of 1 MiB at most."""
+BROKEN_FORM = (
+    ValueError, LookupError, RuntimeError, AssertionError, ConnectionError, HttpProcessingError,
+)  # fmt: skip
+"""What aiohttp raises where an upload is no form, or ends too early."""
 FREE_SHARE, FREE_BYTES = 0.05, 10_000_000_000
 """Share of the disk, or bytes where that is less, that uploads leave free: results need room too."""
 JOBS = (".yaml", ".yml")
@@ -235,7 +242,7 @@ class Api:
             temporary = stack.enter_context(whole_file(self._state.place_of(FILES, name)))
             try:
                 fields = await self._take_form(request, temporary)
-            except (ValueError, LookupError, AssertionError, ConnectionError, HttpProcessingError):
+            except BROKEN_FORM:
                 raise ApiError(400, "The upload is no form (multipart/form-data) with an end.") from None
             wanted = NewFile.model_validate(fields)
             await asyncio.to_thread(stack.pop_all().close)
@@ -304,6 +311,21 @@ class Api:
         return batch
 
 
+async def opened_engine(
+    job: Job, task: TaskName, directory: Path, control: Control, stack: contextlib.AsyncExitStack
+) -> tuple[Engine, EngineInfo]:
+    """Open the engine, which `stack` closes; where servers of others are away, they are waited for."""
+    while True:
+        try:
+            async with contextlib.AsyncExitStack() as opening:
+                opened = await open_engine_of(job, task, directory, control, opening)
+                stack.push_async_callback(opening.pop_all().aclose)
+                return opened
+        except EngineAwayError as failure:
+            log.warning("%s: tried again in %g s", failure, RETRY_S)
+        await control.wait_for(asyncio.sleep(RETRY_S), "while the engine was away")
+
+
 async def serve(
     engine: Sequence[str], directory: Path, *, host: str, port: int, task: TaskName, overrides: Sequence[str],
     most_bytes: int, most_files: int,
@@ -331,7 +353,7 @@ async def serve(
             make_directory(directory)
             stack.enter_context(hold_task(RunDir(directory), directory=directory))
             state = State(directory)
-        opened, info = await open_engine_of(job, task, directory, control, stack)
+        opened, info = await opened_engine(job, task, directory, control, stack)
         batches = Batches(state, opened, info, options, control)
         stack.push_async_callback(batches.end)
         embeds = task == EMBED

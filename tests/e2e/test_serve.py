@@ -368,6 +368,30 @@ def test_the_engine_is_away_for_a_while(tmp_path: Path, server: FakeSGLang) -> N
         assert served.ended(batch).status == "completed"
 
 
+def test_the_engine_comes_later_and_changes(tmp_path: Path) -> None:
+    """An engine that is not up yet is waited for; a batch waits for its own model, until its time is over."""
+    with FakeSGLang() as first:
+        url, port = first.url, int(first.url.rpartition(":")[2])
+    served = Server(tmp_path / "state", engine=url)
+    starting = threading.Thread(target=served.start)
+    starting.start()
+    time.sleep(1)
+    with FakeSGLang(lambda sent: "answer" if engine.requests < 20 else "hold", port=port) as engine:
+        starting.join()
+        batch = served.begin(served.upload(requests_of(40)), window="20s")
+        engine.wait_for(20)
+        served.kill()
+    with FakeSGLang(model="another/model", port=port):
+        served.start()
+        assert served.client.models.list().data[0].id == "another/model"
+        batch = served.ended(batch)
+        assert (batch.status, batch.model) == ("expired", "fake/model")
+        files = [file for file in (batch.output_file_id, batch.error_file_id) if file]
+        names = sorted(line["custom_id"] for file in files for line in served.lines_of(file))
+        assert names == sorted(f"r-{number}" for number in range(40))
+        served.kill()
+
+
 def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/how-to/serve.md: its program, with the address of the server."""
     monkeypatch.chdir(tmp_path)
