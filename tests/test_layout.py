@@ -113,7 +113,7 @@ MOST_TOKENS = {
     "tune": 10_800,
     "api": 3_100,
     "ray": 5_200,
-    "serve": 5_400,
+    "serve": 5_500,
     "cli": 4_600,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""

@@ -18,7 +18,7 @@ from typing import Any
 from pyroaring import BitMap64
 
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
-from batchrunner.core.errors import EXIT_WRONG, BatchrunError, EngineLostError, InputError, RowRefusedError
+from batchrunner.core.errors import BatchrunError, EngineLostError, InputError, RowRefusedError
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import launched_model
@@ -157,8 +157,8 @@ class Batches:
             async with self._one:
                 await self._publish(batch)
             state = EARLY.get(control.reason or "", "completed")
-        except BatchrunError as failure:
-            if failure.exit_code != EXIT_WRONG or (batch["in_progress_at"] and control.reason not in EARLY):
+        except InputError as failure:
+            if batch["in_progress_at"]:
                 raise
             line = _LINE.search(failure.message)
             error = {"code": "invalid_file", "message": failure.message, "line": line and int(line[1])}

@@ -8,6 +8,7 @@ Names on the disk are made here. What clients call a file or a batch is only loo
 
 import asyncio
 import logging
+import re
 import secrets
 import shutil
 import time
@@ -23,6 +24,8 @@ Record: TypeAlias = dict[str, Any]
 """A file or a batch, with the keys of OpenAI's API."""
 FILES, BATCHES = "files", "batches"
 """The two kinds of records, as in the paths of the API and on the disk."""
+_OURS = re.compile(r"\.?(file-|batch_)[0-9a-f]{48}(-output|-error)?(\..*tmp)?")
+"""Names of contents, of runs, and of files that are not whole: nothing else in the directory is touched."""
 ENDED = {"completed", "failed", "expired", "cancelled"}
 """States of a batch in which it stays."""
 
@@ -47,13 +50,15 @@ class State:
         """Records by kind and ID, the oldest first."""
         for kind in (FILES, BATCHES):
             make_directory(directory / kind)
-            found = {path.stem: read_json(path) for path in sorted((directory / kind).glob("*.json"))}
-            self.records[kind] = {name: record for name, record in found.items() if record}
+            paths = [path for path in sorted((directory / kind).glob("*.json")) if _OURS.fullmatch(path.stem)]
+            self.records[kind] = {path.stem: record for path in paths if (record := read_json(path))}
         kept = {*self.records[FILES], *(batch["id"] for batch in self.under_way())}
-        for path in directory.glob("*/*"):
-            if path.is_dir() and path.name not in kept:
+        for path in [*(directory / FILES).iterdir(), *(directory / BATCHES).iterdir()]:
+            if not _OURS.fullmatch(path.name) or path.name in kept:
+                continue
+            if path.is_dir():
                 shutil.rmtree(path)
-            elif path.suffix != ".json" and path.name not in kept:
+            else:
                 path.unlink()
         self._saving = asyncio.Lock()
 

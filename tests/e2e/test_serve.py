@@ -303,6 +303,9 @@ def test_a_small_batch_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
 def test_kills_lose_nothing(tmp_path: Path) -> None:
     """Whatever is uploaded or accepted is there after a kill; each line is answered, and once."""
     server, random_s = Server(tmp_path / "state", *SLOW), random.Random(7)
+    for name in ("mine.txt", "files/mine.json", "files/mine", "batches/mine/mine.txt"):
+        (tmp_path / "state" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "state" / name).write_text("{}")
     content, files, batches = requests_of(40, max_tokens=10), list[str](), list[Batch]()
     for _ in range(5):
         server.start()
@@ -322,6 +325,7 @@ def test_kills_lose_nothing(tmp_path: Path) -> None:
     with serving(tmp_path / "state", *SLOW) as last:
         assert batches
         assert not [*(tmp_path / "state" / "files").glob(".*")]
+        assert len([*(tmp_path / "state").rglob("mine*")]) == 5  # what others put there stays
         for file in files:
             assert last.client.files.content(file).content == content
         for batch in [last.client.batches.retrieve(batch.id) for batch in batches[:8]]:
