@@ -235,7 +235,6 @@ TINY: dict[str, Made] = {
     "long outputs": (partial(rows_of, 500, 60, 300, 0.4), {}),
     "heavy tail": (partial(rows_of, 3000, 80, 20, 1.2), {}),
     "drifting": (partial(rows_of, 2500, 80, 20, drift=5.0), {}),
-    "told by prompts": (partial(rows_of, 2500, 80, 40, 0.3, told=1.0), {}),
     "retrying checks": (partial(rows_of, 1500, 80, 30), {"accept": {"regex": "[aeiou]{2}[^a]*$"}}),
     "many short": (partial(rows_of, 12_000, 20, 2), {}),
     "long prompts": (partial(rows_of, 700, 1200, 10), {}),
@@ -250,36 +249,42 @@ def texts_of(count: int, least: int, most: int) -> pa.Table:
     return pa.table({"text": [" ".join(luck.choices(words, k=length)) for length in lengths]})
 
 
-def own_engines() -> dict[str, Made]:
+def own_engines(place: Path) -> dict[str, Made]:
     """Return jobs that start servers of their own."""
+    server = {"kind": "server", "env": ONE_THREAD, "adapt": "off"}
+    each_pass = {"decode-log-interval": 1}
     chat = {
         "prompt": {"user": "Write about: {{ text }}"}, "sampling": {"max_new_tokens": 160},
-        "engine": {"kind": "server", "model": str(SMALL_MODEL),
-            "env": ONE_THREAD, "args": {"decode-log-interval": 1},
-        },
+        "engine": server | {"model": str(SMALL_MODEL), "args": each_pass},
     }  # fmt: skip
     embedding = {
         "task": "embed", "prompt": {"text": "{{ text }}"}, "sampling": {},
-        "engine": {"kind": "server", "model": str(SMALL_MODEL.parent / "all-minilm-l6-v2"),
-            "env": ONE_THREAD,
-        },
+        "engine": server | {"model": str(SMALL_MODEL.parent / "all-minilm-l6-v2")},
     }  # fmt: skip
+    model = make_tiny_llama(place / "model", SMALL_MODEL, vocabulary=VOCABULARY)
+    two = {"engine": server | {"model": str(model), "replicas": 2, "args": ARGS}}
     return {
         "chat": (partial(texts_of, 250, 2, 20), chat),
         "embeddings": (partial(texts_of, 8000, 5, 120), embedding),
+        "two replicas": (partial(rows_of, 4000, 80, 40), two),
     }
 
 
-def passes_in(log: Path) -> int:
-    """Return the forward passes that a server has logged."""
-    lines = log.read_text(errors="replace").splitlines()
+def passes_in(place: Path) -> int:
+    """Return the forward passes in the logs of the servers that log there."""
+    lines = [
+        line for log in place.glob("engine*.log") for line in log.read_text(errors="replace").split("\n")
+    ]
     return sum(isinstance(record_in(clean(line)), LoggedBatch) for line in lines)
 
 
-def real(name: str, made: Made, place: Path, engine: dict[str, Any], log: Path) -> dict[str, Any]:
-    """Estimate a job, then run it; its engine logs each pass into `log`."""
+def real(
+    name: str, made: Made, place: Path, engine: dict[str, Any], logs: Path, scale: float
+) -> dict[str, Any]:
+    """Estimate a job with that share of its rows, then run it; its engine logs each pass into `logs`."""
     place.mkdir(parents=True)
-    pq.write_table(made[0](), place / "rows.parquet")
+    table = made[0]()
+    pq.write_table(table.slice(0, round(scale * len(table))), place / "rows.parquet")
     job = {
         "input": {"path": str(place / "rows.parquet")},
         "prompt": {"input_ids": "ids"},
@@ -291,17 +296,17 @@ def real(name: str, made: Made, place: Path, engine: dict[str, Any], log: Path) 
         "engine": engine,
         **made[1],
     }  # fmt: skip
-    before = passes_in(log) if log.exists() else 0
+    before = passes_in(logs)
     told = batchrunner.estimate(job)
-    sampled = passes_in(log)
+    sampled = passes_in(logs)
     began = time.monotonic()
     report = batchrunner.run(job)
     seconds = time.monotonic() - began
-    passes = passes_in(log) - sampled
-    low, high = told.seconds.low, told.seconds.high
+    passes = passes_in(logs) - sampled
+    low, high, told_passes = told.seconds.low, told.seconds.high, told.passes * engine.get("replicas", 1)
     return {
         "job": name, "rows": report.rows_total, "rows_sampled": told.rows_sampled,
-        "passes": passes, "passes_told": told.passes, "passes_error": round(told.passes / passes - 1, 4),
+        "passes": passes, "passes_told": told_passes, "passes_error": round(told_passes / passes - 1, 4),
         "seconds": round(seconds, 2), "told": told.seconds.median,
         "error": round(told.seconds.median / seconds - 1, 4), "covered": low <= seconds <= high,
         "width": round(math.log(high / low), 4),
@@ -310,7 +315,7 @@ def real(name: str, made: Made, place: Path, engine: dict[str, Any], log: Path) 
     }  # fmt: skip
 
 
-def real_jobs(log: Path, names: Sequence[str]) -> dict[str, Any]:
+def real_jobs(log: Path, names: Sequence[str], scale: float) -> dict[str, Any]:
     """Estimate and run twelve jobs on the real engine, but for those that `log` has already; sum up."""
     known = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     done = {job["job"] for job in known}
@@ -323,19 +328,20 @@ def real_jobs(log: Path, names: Sequence[str]) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         place, shared = Path(directory), Path(directory) / "engine.json"
-        for name, made in own_engines().items():
-            if name in names and name not in done:
-                engine = made[1]["engine"] | {"adapt": "off"}
-                made[1]["engine"] = engine
-                keep(real(name, made, place / name, engine, place / name / "run" / "engine-server.log"))
+        for name, made in own_engines(place).items():
+            if (not names or name in names) and name not in done:
+                engine = made[1]["engine"]
+                keep(
+                    real(name, made, place / name, engine, place / name / "run" / "engine-server.log", scale)
+                )
         for name, made in TINY.items():
-            if name in names and name not in done:
+            if (not names or name in names) and name not in done:
                 if not shared.exists():
-                    model = make_tiny_llama(place / "model", SMALL_MODEL, vocabulary=VOCABULARY)
+                    model = place / "model"
                     spec = {"kind": "server", "model": str(model), "env": ONE_THREAD, "args": ARGS}
                     stack.enter_context(batchrunner.open_engine(spec, log_dir=place, share=shared))
                 engine = json.loads(shared.read_text())
-                keep(real(name, made, place / name, engine, place / "engine-server.log"))
+                keep(real(name, made, place / name, engine, place, scale))
     return {**summary(known), "each": known}
 
 
@@ -343,10 +349,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=200, help="random jobs in virtual time")
     parser.add_argument("--real", type=Path, metavar="LOG", help="the real engine, going on where LOG ends")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the real jobs' rows")
     parser.add_argument("names", nargs="*", help="only these real jobs")
     options = parser.parse_args()
     if options.real:
-        told = real_jobs(options.real, options.names or [*own_engines(), *TINY])
+        told = real_jobs(options.real, options.names, options.scale)
         off = statistics.median(abs(job["passes_error"]) for job in told["each"])
         line = f"{told['jobs']} jobs: median error {told['median_error']:.1%}, in passes {off:.1%}"
         save("estimate_real", line, told, ("sglang",), "estimate")

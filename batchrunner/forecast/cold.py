@@ -20,28 +20,30 @@ the middle, and at either end."""
 MOST_RUNNING = 1024
 
 
-def cold_forecast(model: str, card: str, rows: Sequence[JobRow], total: int, copies: int) -> Forecast:
-    """Return the range of the time on so many cards; raises JobError where card or model is not known."""
+def cold_forecast(
+    model: str, card: str, rows: Sequence[JobRow], total: int, cards: int, copies: int
+) -> Forecast:
+    """Return the range of the time on some copies of the model, each on so many cards; raises JobError."""
     config = read_config(model)
     weights, kv = weights_of(model_directory(model), config, {}), kv_bytes(config, 2)
     if card not in CARDS or weights is None or kv is None:
         raise JobError(
             f"--cold {card}: needs one of {', '.join(CARDS)}, and a model whose files are here, not {model}"
         )
-    memory, read_s, compute_s = CARDS[card]
+    memory, read_s, compute_s = (cards * each for each in CARDS[card])
+    prompt, asked = fmean(row.prompt - row.cached for row in rows), fmean(row.asked for row in rows)
     pool = (STATIC_SHARE * memory - weights.size_bytes) / kv
-    own, outputs = fmean(row.prompt - row.cached for row in rows), fmean(row.asked for row in rows)
     seconds, passes = [], 0.0
     for share, factor in ENDS:
-        context = own + share * outputs
+        context = prompt + share * asked
         running = min(MOST_RUNNING, total / copies, pool / context)
-        if running < 1:
-            raise JobError(f"--cold {card}: the weights of {model} do not fit on one")
-        passes = total / copies * share * outputs / running
+        if running <= 0:
+            raise JobError(f"--cold {card}: the weights of {model} do not fit on {cards} (engine.tp)")
+        passes = total / copies * share * asked / running
         read = passes * (weights.size_bytes + running * context * kv) / read_s / READ
         # two operations for each parameter, which has two bytes
         computed = total / copies * context * weights.size_bytes / compute_s / COMPUTED
         seconds.append(factor * (read + computed))
-    tokens = tokens_of(rows, total, Interval(*(share * outputs for share, _ in ENDS)))
+    tokens = tokens_of(rows, total, Interval(*(share * asked for share, _ in ENDS)))
     why = "a range by data sheets, for outputs of a tenth to all of max_new_tokens: no engine was asked"
     return Forecast(Interval(*seconds), tokens, round(passes), "not known", (why,))

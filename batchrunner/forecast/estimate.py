@@ -255,67 +255,69 @@ def estimate(
     """
     loaded = load_job(job, overrides=overrides)
     with contextlib.closing(prepare(loaded)) as prepared, open_portal() as portal:
-        selected = prepared.selected()
-        todo = selected - read_done(prepared.run_dir).rows
-        if not todo:
-            raise JobError(f"{prepared.run_dir.name}: all rows are done: there is nothing to estimate")
-        copies = (replicas or 1) * workers
-        if cold is not None:
-            model = launched_model(loaded.engine) or ""
-            directory = str(model_directory(model))
-            info = EngineInfo("cold", model, tokenizing=TokenizerInfo(directory, directory))
-            found = survey(prepared, todo, info)
-            told = cold_forecast(model, cold, found.rows, found.sent_of(len(todo)), copies)
-            return _estimate(found, told, len(todo), 0, price, copies)
-        most = min(rows, max(FEWEST, round(SHARE * len(selected))))
-        made: Estimate = portal.call(
-            lambda: cancelled_once(_sampled(prepared, todo, most, price, replicas, workers))
-        )
+        work = _estimate(prepared, rows, price, replicas, workers, cold)
+        made: Estimate = portal.call(cancelled_once, work)
         return made
 
 
-def _estimate(
-    found: Survey, told: Forecast, to_do: int, sampled: int, price: float | None, cards: int
+async def _estimate(
+    prepared: PreparedJob,
+    most: int,
+    price: float | None,
+    replicas: int | None,
+    workers: int,
+    cold: str | None,
 ) -> Estimate:
+    job, run_dir = prepared.job, prepared.run_dir
+    check_resumes(prepared, model_of(job.engine))
+    selected = prepared.selected()
+    left = selected - read_done(run_dir).rows
+    if not left:
+        raise JobError(f"{run_dir.name}: all rows are done: there is nothing to estimate")
+    most = min(most, max(FEWEST, round(SHARE * len(selected))))
+    path, args = run_dir.path / ESTIMATE, getattr(job.engine, "args", {})
+    sampled, cards = 0, cards_of(args) * (replicas or 1) * workers
+    if cold is not None:
+        model = launched_model(job.engine) or ""
+        directory = str(model_directory(model))
+        tokenizing = TokenizerInfo(directory, directory)
+        found = survey(prepared, left, EngineInfo("cold", model, tokenizing=tokenizing))
+        total = found.sent_of(len(left))
+        told = cold_forecast(model, cold, found.rows, total, cards_of(args), (replicas or 1) * workers)
+    else:
+        async with contextlib.AsyncExitStack() as stack:
+            engine, sample = None, _kept(path, job, min(FIRST_ROWS, most))
+            if sample is None:
+                began, logs = time.monotonic(), run_dir.log_directory
+                engine, info = await open_engine_of(job, prepared.model_task, logs, Control(), stack)
+                schedulers = max(len(await engine.loads()), len(info.routes))
+                setting = Setting(_config(job, info, schedulers), schedulers)
+                sample = KeptSample(_measured(job), setting, time.monotonic() - began, info)
+            found = survey(prepared, left | BitMap64(sample.rows), sample.info)
+            for wanted in sorted({min(FIRST_ROWS, most), most}):
+                if engine is not None:
+                    await _answer(job, found.rows, wanted, engine, sample)
+                    left -= BitMap64(sample.rows)
+                told = _told(job, found, sample, len(left), replicas, workers)
+                if engine is None or told.seconds.high - told.seconds.low <= NARROW * told.seconds.median:
+                    break
+        if replicas is None and workers == 1:
+            sample.row_s = told.seconds.median / max(len(left), 1)
+        write_json(path, msgspec.to_builtins(sample))
+        sampled, ways = len(sample.rows), {"tp-size": sample.info.tp or 1} | args
+        cards = cards_of(ways) * (replicas or len(sample.info.routes)) * workers
     hours = told.seconds.times(cards / 3600)
     cost = None if price is None else hours.times(price)
-    rows = (to_do, sampled, found.read, found.not_sendable)
+    rows = (len(left), sampled, found.read, found.not_sendable)
     return Estimate(told.seconds, hours, cost, told.tokens, told.passes, told.limited_by, told.why, *rows)
 
 
-async def _sampled(
-    prepared: PreparedJob, todo: BitMap64, most: int, price: float | None, replicas: int | None, workers: int
-) -> Estimate:
-    """Have a sample of at most so many rows answered, where there is none yet, and tell the rest by it."""
-    job, run_dir = prepared.job, prepared.run_dir
-    check_resumes(prepared, model_of(job.engine))
-    path, sample = run_dir.path / ESTIMATE, None
+def _kept(path: Path, job: Job, fewest: int) -> KeptSample | None:
+    """Return the sample of an earlier estimate, where it was of the same engine, and of enough rows."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         kept = msgspec.json.decode(path.read_bytes(), type=KeptSample)
-        enough = len(kept.rows) >= min(FIRST_ROWS, most)
-        sample = kept if enough and kept.engine == _measured(job) else None
-    async with contextlib.AsyncExitStack() as stack:
-        engine = None
-        if sample is None:
-            began, logs = time.monotonic(), run_dir.log_directory
-            engine, info = await open_engine_of(job, prepared.model_task, logs, Control(), stack)
-            schedulers = max(len(await engine.loads()), len(info.routes))
-            setting = Setting(_config(job, info, schedulers), schedulers)
-            sample = KeptSample(_measured(job), setting, time.monotonic() - began, info)
-        found = survey(prepared, todo | BitMap64(sample.rows), sample.info)
-        for wanted in sorted({min(FIRST_ROWS, most), most}):
-            if engine is not None:
-                await _answer(job, found.rows, wanted, engine, sample)
-            left = todo - BitMap64(sample.rows)
-            told = _told(job, found, sample, len(left), replicas, workers)
-            if engine is None or told.seconds.high - told.seconds.low <= NARROW * told.seconds.median:
-                break
-    if replicas is None and workers == 1:
-        sample.row_s = told.seconds.median / max(len(left), 1)
-    write_json(path, msgspec.to_builtins(sample))
-    args = {"tp-size": sample.info.tp or 1} | getattr(job.engine, "args", {})
-    cards = cards_of(args) * (replicas or len(sample.info.routes)) * workers
-    return _estimate(found, told, len(left), len(sample.rows), price, cards)
+        return kept if kept.engine == _measured(job) and len(kept.rows) >= fewest else None
+    return None
 
 
 async def _answer(job: Job, rows: Sequence[JobRow], wanted: int, engine: Engine, sample: KeptSample) -> None:

@@ -16,15 +16,17 @@ from operator import attrgetter
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from batchrunner.engines.simulation.replica import WAITING, CostModel, PassWork, fit_spans
+from batchrunner.engines.simulation.replica import CostModel, PassWork, fit_spans
 from batchrunner.engines.simulation.scheduler import Scheduler, SchedulerConfig, SimulatedRequest
 
-MOST_SIMULATED = 20_000
+MOST_SIMULATED = 10_000
 """Rows of a scheduler that are simulated at most."""
 MOST_SPANS = 24
 """Stretches of passes that costs are fitted to."""
 GOLDEN = 0.618033988749895
 """The golden ratio: numbers whose multiples of it have the smallest fractions are spread evenly."""
+FEW = 10
+"""A sample of so many rows looks half as varied as all rows are: the longest outputs are rare."""
 FOLDS = 8
 """Parts of the sample that are left out in turn, to see how much the costs depend on them."""
 BETWEEN_RUNS, UNKNOWN_COSTS = 0.02, 0.3
@@ -231,21 +233,24 @@ def forecast(
     cost, share = cost_of(spans), max(1, round(total / setting.schedulers))
     count = min(share, MOST_SIMULATED)
     drawn, deviation = draw(attempts, [rows[at * len(rows) // count] for at in range(count)])
-    deviation *= math.sqrt(1 + len(attempts) / total)
+    deviation *= math.sqrt(1 + len(attempts) / total) * (1 + FEW / len(attempts))
 
-    marks, waits = simulate(
-        setting.config,
-        drawn,
-        lambda scheduler, *_: (
-            scheduler.in_flight < setting.window if setting.window else scheduler.queue < WAITING
-        ),
+    most = setting.config.max_running  # rows that wait: as many as a pass without decoding may take
+
+    def is_due(scheduler: Scheduler, *_: int) -> bool:
+        return scheduler.in_flight < setting.window if setting.window else scheduler.queue < most
+
+    marks, waits = simulate(setting.config, drawn, is_due)
+    factor = math.exp(deviation)
+    longer, _ = simulate(
+        setting.config, [(row, [math.ceil(factor * n) for n in each]) for row, each in drawn], is_due
     )
     third = len(marks) // 3
     steady = _plus(marks[-third], marks[third], -1)
     work = _plus(marks[-1], steady, (share - count) / max(third, 1))
     seconds = max(cost.work_s(work), LEAST_S)
     prefill_s = cost._replace(sample_s=0, kv_token_s=0).work_s(work._replace(passes=work.prefills))
-    by_length = deviation * (1 - prefill_s / seconds)
+    by_length = math.log(max(cost.work_s(longer[-1]) / max(cost.work_s(marks[-1]), LEAST_S), 1.0))
     folds = [
         cost_of([span for at, span in enumerate(spans) if at % FOLDS != fold]).work_s(work) / seconds
         for fold in range(FOLDS)
