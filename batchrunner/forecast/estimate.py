@@ -286,7 +286,8 @@ async def _estimate(
         told = cold_forecast(model, cold, found.rows, total, cards_of(args), (replicas or 1) * workers)
     else:
         async with contextlib.AsyncExitStack() as stack:
-            engine, sample = None, _kept(path, job, min(FIRST_ROWS, most))
+            engine: Engine | None = None
+            sample = _kept(path, job, min(FIRST_ROWS, most))
             if sample is None:
                 began, logs = time.monotonic(), run_dir.log_directory
                 engine, info = await open_engine_of(job, prepared.model_task, logs, Control(), stack)

@@ -15,8 +15,9 @@ COST = CostModel(5e-3, 1e-4, 1e-7, 5e-5, 2e-3)
 
 def answered(rows: list[JobRow], outputs: list[int], window: int, at_s: float = 0.0) -> list[Attempt]:
     """Let a scheduler answer rows, so many in flight, with passes that take what COST says."""
-    scheduler, coming, found = Scheduler(CONFIG), iter(rows), []
-    began = {}
+    scheduler, coming = Scheduler(CONFIG), iter(rows)
+    found: list[Attempt] = []
+    began: dict[JobRow, float] = {}
     while True:
         for row in islice(coming, window - scheduler.in_flight):
             began[row] = at_s
