@@ -109,7 +109,7 @@ MOST_TOKENS = {
     "report": 10_900,
     "dispatch": 28_900,
     "runner": 27_700,
-    "forecast": 5_700,
+    "forecast": 5_800,
     "tune": 10_600,
     "api": 3_100,
     "ray": 5_200,

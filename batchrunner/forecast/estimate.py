@@ -310,7 +310,8 @@ async def _estimate(
     hours = told.seconds.times(cards / 3600)
     cost = None if price is None else hours.times(price)
     rows = (len(left), sampled, found.read, found.not_sendable)
-    return Estimate(told.seconds, hours, cost, told.tokens, told.passes, told.limited_by, told.why, *rows)
+    tokens = told.tokens if job.forward is None else told.tokens | {"output": Interval(0, 0, 0)}
+    return Estimate(told.seconds, hours, cost, tokens, told.passes, told.limited_by, told.why, *rows)
 
 
 def _kept(path: Path, job: Job, fewest: int) -> KeptSample | None:
