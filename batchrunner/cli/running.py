@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from batchrunner.cli.options import (
+    BackgroundOption,
     FreshOption,
     JobArgument,
     JoinOption,
@@ -63,6 +64,7 @@ def run(
     fresh: FreshOption = False,
     retry_failed: RetryFailedOption = False,
     join: JoinOption = False,
+    background: BackgroundOption = False,
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
@@ -79,7 +81,7 @@ def run(
     with telling_report(quiet=quiet or as_json):
         done = run_in_foreground(
             job,
-            with_limit(overrides, limit),
+            with_limit(overrides, limit, background=background),
             fresh=fresh,
             retry_failed=retry_failed,
             join=join,
@@ -117,6 +119,7 @@ def batch(
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard RESULTS.run and start again.")] = False,
     retry_failed: RetryFailedOption = False,
     join: JoinOption = False,
+    background: BackgroundOption = False,
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
@@ -133,7 +136,8 @@ def batch(
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
     log_to_stderr(quiet=quiet, verbose=verbose)
-    made = {"model": model, "urls": url or [], "base": job, "overrides": with_limit(overrides, limit)}
+    asked = with_limit(overrides, limit, background=background)
+    made = {"model": model, "urls": url or [], "base": job, "overrides": asked}
     with telling_report(quiet=quiet or as_json):
         done = run_batch(
             requests, output, errors, made, fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet,

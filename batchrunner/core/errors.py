@@ -198,6 +198,13 @@ class AttemptFailedError(RequestError):
     """The try failed, possibly because of the row (status 500, aborted, empty); repeated a few times."""
 
 
+class GivenBackError(RequestError):
+    """We took the row from the engine ourselves, for its users; it is sent again later."""
+
+    tokens = 0
+    """Output tokens that it had, which are lost."""
+
+
 class EngineBusyError(RequestError):
     """The engine refused the row for now (429, 502 to 504, no connection): see `dispatch.blame`."""
 

@@ -76,6 +76,13 @@ class Engine(Protocol):
         A poll that fails raises nothing: the schedulers that it was for are left out.
         """
 
+    def give_back(self, route: str, kept: int) -> None:  # noqa: ARG002 - for engines with users
+        """Take the youngest rows of a route from the engine until so many are left.
+
+        Each ends with a GivenBackError, or with its answer if that was faster.
+        """
+        return
+
     def incidents(self) -> list[Incident]:
         """Return what happened to the engine's servers since the last call, oldest first."""
         return []

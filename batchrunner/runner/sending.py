@@ -279,7 +279,7 @@ class Sending:
             )
         self._feeder = self.rollouts or Feeder(
             rows, self.reorderer, tokenizer, self._backlog, results, engine, info.routes,
-            keeps_prompts=job.accept.feedback,
+            keeps_prompts=job.accept.feedback, primes=info.yields is None,
         )  # fmt: skip
         self.bundles = BundleTotals()
         senders = bundle_senders(job, engine, info, concurrency.passes, self.bundles, events)

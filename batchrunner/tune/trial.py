@@ -265,6 +265,10 @@ class MeasuringEngine(HeardEngine):
             self.stop(("cut", "the time for tuning was over"))
         return loads
 
+    def give_back(self, route: str, kept: int) -> None:
+        """Give rows back; see `Engine.give_back`."""
+        self._engine.give_back(route, kept)
+
     def incidents(self) -> list[Incident]:
         """Return the server's incidents; a death ends the trial."""
         found = self._engine.incidents()
