@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from batchrunner.core.engine_info import QueueBand
 from batchrunner.dispatch.concurrency.background import BackgroundController
-from batchrunner.dispatch.concurrency.law import QueueBand, Reading
+from batchrunner.dispatch.concurrency.law import Reading
 from batchrunner.engines.simulation.scheduler import SchedulerConfig
 from tests.support.shared_engine import SharedEngine, p99
 
