@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 19_200,
     "output": 24_700,
     "input": 36_200,
-    "engines": 46_900,
+    "engines": 47_200,
     "advise": 12_000,
     "report": 11_000,
     "dispatch": 30_400,
@@ -114,7 +114,7 @@ MOST_TOKENS = {
     "api": 3_100,
     "ray": 5_200,
     "serve": 5_500,
-    "cli": 4_600,
+    "cli": 4_700,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}

@@ -21,14 +21,9 @@ LOAD = {
     "tail_share": "Share of the whole time with too few rows left to fill the engine.",
     "imbalance": "How much less the idlest scheduler ran than the busiest, as a share; null for one.",
     "retractions": "Requests put back into the queue because the KV pool was full.",
-<<<<<<< HEAD
     "window_min, window_max": "Fewest and most requests that might be in flight.",
-=======
-    "window_min": "Fewest requests that might be in flight.",
-    "window_max": "Most of them.",
     "background": "[In the background](../how-to/background.md) only: `our_share` and `users_share` of the "
     "engine's time, `rows_given_back`, and the `tokens_lost` by it.",
->>>>>>> c9fb3ba0 (In the background: the page, the benchmark on a real engine, what to do about its messages)
 }
 SHARING = {
     "expected_tokens": "Prompt tokens that rows share with an earlier row.",
