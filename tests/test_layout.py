@@ -114,7 +114,7 @@ MOST_TOKENS = {
     "api": 3_100,
     "ray": 5_200,
     "serve": 5_500,
-    "cli": 4_700,
+    "cli": 4_600,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
