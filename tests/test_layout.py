@@ -112,7 +112,7 @@ MOST_TOKENS = {
     "forecast": 5_800,
     "tune": 10_600,
     "api": 3_100,
-    "ray": 5_200,
+    "ray": 5_900,
     "serve": 5_500,
     "cli": 4_600,
 }

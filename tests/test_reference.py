@@ -33,6 +33,7 @@ NO_VARIABLES = {
     "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "a variable of SGLang that advice names",
     "SC_AVPHYS_PAGES": "a name of sysconf",
     "SC_PAGE_SIZE": "a name of sysconf",
+    "STRICT_SPREAD": "a strategy of Ray",
 }
 
 

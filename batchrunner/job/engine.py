@@ -92,6 +92,9 @@ class ServerEngine(Spec):
     """Python interpreter that has SGLang. Default: the one that runs batchrunner."""
     env: dict[str, str] = {}
     """Environment variables for the server."""
+    cache_dir: UserPath | None = None
+    """Directory on the machine's own disk, such as `/scratch/$USER`, to which the model is copied once:
+    servers load it from there, and not from shared storage. Environment variables in it are the machine's."""
     start_timeout: Duration = 1800.0
     """Time until the server must be ready."""
     tp: Literal["auto"] | Annotated[int, Field(ge=1)] | None = None

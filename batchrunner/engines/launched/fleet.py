@@ -87,7 +87,7 @@ class LaunchedFleet(HttpEngine):
             kind=spec.kind,
             model=model_identity(model),
             card=None if cpu else await asyncio.to_thread(card_name),
-            gpus=len(gpus()) if alone else None,
+            gpus=len(gpus()) * spec.nodes if alone else None,
             tp=split_over(spec.args),
             log=str(made[-1].log_path),
             notes=(*((CPU_NOTE,) if cpu else ()), *info.notes),

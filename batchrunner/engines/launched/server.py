@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from batchrunner.engines.hang_detector import Hang
 from batchrunner.engines.http.connections import HeldPort, free_port
 from batchrunner.engines.http.guard import FailureClassifier
 from batchrunner.engines.logs.lines import step_in
+from batchrunner.engines.model_files import model_directory, model_identity
 from batchrunner.engines.recovery import EndedServer, FlagMemory, Healer, cause_in, head_and_tail
 from batchrunner.job.engine import ServerEngine
 
@@ -36,6 +37,9 @@ PLANNED = Hang(0.0, "is started again as planned")
 START_TRIES = 3
 """SGLang draws a port for its processes and binds it seconds later: of eight servers that start on a node at
 once, two draw the same one in 28 of 8,000 starts."""
+GROUP = "BATCHRUN_RAY_GROUP"
+"""Environment variable with the placement group of a worker on Ray whose engine is on several machines."""
+RAY_RANKS = Path(__file__).parents[2] / "ray" / "ranks.py"
 TOKENIZERS = "tokenizer-worker-num"
 """Argument above 1 of which SGLang 0.5.23 refuses to start with an API key."""
 MOST_QUICK_DEATHS = 8
@@ -76,13 +80,23 @@ class SGLangServer:
         """Its name in messages."""
         self.incidents = incidents
         self._python = spec.python or sys.executable
+        self._nodes = spec.nodes
+        self._starter = _starter(spec.nodes) if spec.nodes > 1 else ()
+        self._copy: Mapping[str, str] | None = None
+        if spec.cache_dir:
+            files = model_directory(model, spec.args.get("revision")).resolve()
+            if not files.is_dir():
+                raise EngineStartError(
+                    f"engine.cache_dir: no directory of {model} is here to copy",
+                    hint="download the model first (`hf download`), or leave the field out",
+                )
+            name = model_identity(model).rpartition("/")[2]
+            self._copy = {"source": str(files), "cache": spec.cache_dir, "name": name}
         self._port = HeldPort()
         self.url = f"http://127.0.0.1:{self._port.number}"
         self._own_argv = [
             *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)),
         ]  # fmt: skip
-        self._nodes = spec.nodes
-        self._starter = _srun(spec.nodes) if spec.nodes > 1 else ()
         self._start_timeout_s = spec.start_timeout
         self._given = server_args(spec.args, cpu=cpu)
         self._named = {**spec.args, **spec.env}
@@ -246,6 +260,7 @@ class SGLangServer:
             "argv": [*self._own_argv, *to_argv(self._args)],
             "key": self.key,
             "log": str(self.log_path),
+            "copy": self._copy,
             "ranks": self._nodes > 1,
         }
         assert self._process.stdin is not None
@@ -403,18 +418,23 @@ class SGLangServer:
         return cause
 
 
-def _srun(nodes: int) -> Sequence[str]:
-    """Return the command that starts a server on each machine of a Slurm task."""
+def _starter(nodes: int) -> tuple[str, ...]:
+    """Return a command that starts another one on so many machines, the first of which is this one.
+
+    They are those of this task of Slurm or worker on Ray; raises EngineStartError where they are not there.
+    """
+    if group := os.environ.get(GROUP):
+        return sys.executable, str(RAY_RANKS), group
     there = os.environ.get("SLURM_JOB_NUM_NODES", "none")
     if there != str(nodes):
         raise EngineStartError(
             f"engine.nodes {nodes}: machines of a Slurm job are needed (there: {there})",
-            hint="start it with `batchrun slurm`",
+            hint="start it with `batchrun slurm` or `batchrun ray`",
         )
     return (
         *("srun", f"--nodes={there}", f"--ntasks={there}", "--ntasks-per-node=1"),
-        *("--overlap", "--kill-on-bad-exit=1"),
-    )
+        *("--overlap", "--kill-on-bad-exit=1", "--cpu-bind=none"),
+    )  # fmt: skip
 
 
 def to_argv(args: Mapping[str, Any]) -> list[str]:

@@ -27,6 +27,7 @@ READ = {
     "Slurm: name of a task, and of its node in the log.",
     "SLURM_JOB_NUM_NODES, SLURM_PROCID": "From Slurm: machines of a task, and rank of an engine's process "
     "(`engine.nodes`).",
+    "BATCHRUN_RAY_GROUP": "Set by `batchrun ray` for its workers: machines of one (`engine.nodes`).",
 }
 """Meanings of the variables that the package reads, by name."""
 
