@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "job": 19_200,
     "output": 24_700,
     "input": 36_200,
-    "engines": 47_200,
+    "engines": 47_900,
     "advise": 12_000,
     "report": 11_000,
     "dispatch": 30_400,
