@@ -39,7 +39,8 @@ SEED = 5
 FIRST, TOLD, OUTPUT = 96, 24, 24
 """Tokens of a row's first prompt, of what a tool says, and of an answer."""
 GOAL, CACHED_GOAL = 0.90, 0.90
-KILL_S = (1.0, 6.0)
+KILL_S = (2.0, 12.0)
+"""Seconds from the start of the command to a kill."""
 HOOKS = """
 import asyncio
 async def solve(row, generate):
@@ -104,11 +105,11 @@ def measured(file: Path, servers: list[Server]) -> dict[str, Any]:
 
 
 def results(run: Path) -> dict[int, Any]:
-    return {
-        row["row"]: json.loads(row["returned"])
-        for part in (run / "parts").glob("*.parquet")
-        for row in pq.read_table(part).to_pylist()
-    }
+    rows = [row for part in (run / "parts").glob("*.parquet") for row in pq.read_table(part).to_pylist()]
+    found = {row["row"]: json.loads(row["returned"]) for row in rows}
+    if len(found) < len(rows):
+        raise SystemExit(f"{run}: {len(rows) - len(found)} rows are there twice")
+    return found
 
 
 def killed(file: Path, servers: list[Server], kills: int) -> tuple[int, int]:
@@ -170,23 +171,32 @@ def main() -> None:
             FIRST + OUTPUT + turn * (OUTPUT + TOLD) for turn in range(options.turns - 1)
         )
         cached = sum(row["cached"] for row in undisturbed.values()) / repeated
-        file = write_job(folder, "rollouts", servers, "killed")
-        kills, again = killed(file, servers, options.kills)
-        outputs = {row: made["outputs"] for row, made in undisturbed.items()}
-        after = {row: made["outputs"] for row, made in results(folder / "killed").items()}
-        same = sum(outputs[row] == made for row, made in after.items())
+        found = {}
+        if options.kills:
+            kills, again = killed(write_job(folder, "rollouts", servers, "killed"), servers, options.kills)
+            after = results(folder / "killed")
+            same = sum(undisturbed[row]["outputs"] == made["outputs"] for row, made in after.items())
+            found = {"kills": kills, "asked_again": again, "rows": len(after), "equal_rows": same}
     share = rollouts["tokens_a_pass"] / single["tokens_a_pass"]
     line = (
         f"{options.rows} rows of {options.turns} turns, {options.replicas} replicas: {share:.2f} of the "
         f"output tokens a forward pass of single requests (goal {GOAL}), {cached:.1%} of the repeated prompt "
-        f"tokens from the cache (goal {CACHED_GOAL:.0%}); {kills} kills: {again} finished generations asked "
-        f"for again, {len(after)} rows, {same} equal"
+        f"tokens from the cache (goal {CACHED_GOAL:.0%})"
     )
+    if found:
+        line += (
+            f"; {kills} kills: {again} finished generations asked for again, {len(after)} rows, {same} equal"
+        )
     figures = {
-        "single": single, "rollouts": rollouts, "share": share, "cached_share": cached, "kills": kills,
-        "asked_again": again, "rows": len(after), "equal_rows": same,
+        "single": single, "rollouts": rollouts, "share": share, "cached_share": cached, **found,
     }  # fmt: skip
-    save(f"rollouts_{options.replicas}", line, figures, ["sglang", "torch"], module="rollouts")
+    save(
+        f"rollouts_{options.replicas}{'_killed' if found else ''}",
+        line,
+        figures,
+        ["sglang", "torch"],
+        module="rollouts",
+    )
 
 
 if __name__ == "__main__":

@@ -151,6 +151,7 @@ class AnswerConditions:
         reads_parsed = self._expression is not None and self._expression.reads(PARSED)
         self._parses = self._wants_json or self._adds_parsed or reads_parsed
         self._by_row = plan.schema_by_row
+        self._always_json = accept.json_ is True
         self._validator = None
         if self._parses and plan.schema is not None:
             where = "accept.json" if isinstance(accept.json_, dict) else "sampling.json_schema"
@@ -187,7 +188,7 @@ class AnswerConditions:
         if self._fails_cut and reason == CUT:
             return "the answer was cut at max_new_tokens"
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None
-        if of_json is not None and self._wants_json and has_schema:
+        if of_json is not None and self._wants_json and (has_schema or self._always_json):
             return of_json
         if self._pattern is not None:
             try:

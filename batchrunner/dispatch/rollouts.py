@@ -33,7 +33,15 @@ from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.input.python_prompts import with_prompt
 from batchrunner.job.hook_loading import kind_of_prompt
 from batchrunner.job.load import validated
-from batchrunner.job.output import CONVERSATION, MADE_ROWS, REASONING, RESULT_COLUMNS, TOOL_CALLS, TURNS
+from batchrunner.job.output import (
+    CONVERSATION,
+    MADE_ROWS,
+    REASONING,
+    RESULT_COLUMNS,
+    ROLLOUT_COLUMNS,
+    TOOL_CALLS,
+    TURNS,
+)
 from batchrunner.job.prompt import tool_problem
 from batchrunner.job.sampling import GRAMMARS, SamplingSpec
 from batchrunner.job.spec import Job
@@ -77,22 +85,22 @@ class Rollout:
 class RolloutProcess(HookProcess):
     """A process that runs rollouts."""
 
-    def __init__(self, setup: WorkerSetup, *, is_alone: bool) -> None:
-        """Start it, and load the function; blocks. Raises HookLostError."""
+    def __init__(self, setup: WorkerSetup, *, is_shared: bool) -> None:
+        """Start it; it loads the function meanwhile."""
         with tempfile.TemporaryFile() as memory:
             memory.truncate(STEP.size)
             self._step = mmap.mmap(memory.fileno(), STEP.size)
             super().__init__(setup, "rollout_worker", memory.fileno())
-        self.facts()
         self.rollouts: dict[int, Rollout] = {}
         """Those that run in it, by the numbers that it knows them by."""
-        self.is_alone = is_alone
-        """Whether it takes only one."""
+        self.is_shared = is_shared
+        """Whether others may run in it too."""
         self.why: str | None = None
         """Why it was killed."""
 
     async def connect(self) -> None:
-        """Open the connection to it."""
+        """Open the connection to it, once its function is loaded. Raises HookLostError."""
+        await asyncio.to_thread(self.facts)
         connection = socket.socket(fileno=os.dup(self.channel.fileno()))
         self.reader, self._writer = await asyncio.open_connection(sock=connection)
 
@@ -118,10 +126,9 @@ class RolloutProcess(HookProcess):
             del self.rollouts[number]
             self.send(number, None, None)  # it is at work still where the row took too long
 
-    async def shut(self) -> None:
-        """Kill it, and wait for its end."""
+    def close(self) -> None:
+        """Close the connection."""
         self._writer.close()
-        await asyncio.to_thread(self.end)
 
 
 class Rollouts:
@@ -147,7 +154,7 @@ class Rollouts:
         )
         self._backlog, self._slots, self._results, self._turns = backlog, slots, results, turns
         self._label = f"{ROLLOUT}: {functions.facts[ROLLOUT].name}"
-        self._taken = {*RESULT_COLUMNS, *job.input.carried_names}
+        self._taken = {*RESULT_COLUMNS, *ROLLOUT_COLUMNS, *job.input.carried_names} - {TURNS}
         self._open: set[Rollout] = set()
         self._starting: set[Rollout] = set()
         self._processes: list[RolloutProcess] = []
@@ -175,7 +182,7 @@ class Rollouts:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
-            await asyncio.gather(*(process.shut() for process in self._processes))
+            await asyncio.gather(*(asyncio.to_thread(process.end) for process in self._processes))
 
     async def _open_all(self) -> None:
         batches = self._source.batches()
@@ -243,7 +250,7 @@ class Rollouts:
         while True:
             number, is_alone = next(self._numbers), suspicion > 1
             async with self._alone if is_alone else contextlib.nullcontext():
-                process = await (self._new_process(is_alone=True) if is_alone else self._shared_process())
+                process = await (self._new_process(is_shared=False) if is_alone else self._shared_process())
                 try:
                     rows, error = await process.run(number, rollout)
                 except ProcessEndedError as failure:
@@ -272,15 +279,15 @@ class Rollouts:
     async def _shared_process(self) -> RolloutProcess:
         """Return the process with the fewest rollouts; a new one where all have many."""
         async with self._choosing:
-            shared = [process for process in self._processes if not process.is_alone]
+            shared = [process for process in self._processes if process.is_shared]
             process = min(shared, key=lambda each: len(each.rollouts), default=None)
             is_busy = process is not None and len(process.rollouts) >= ROWS_A_PROCESS
             if process is None or (is_busy and len(shared) < self._functions.most):
-                process = await self._new_process(is_alone=False)
+                process = await self._new_process(is_shared=True)
             return process
 
-    async def _new_process(self, *, is_alone: bool) -> RolloutProcess:
-        process = await asyncio.to_thread(RolloutProcess, self._functions.setup, is_alone=is_alone)
+    async def _new_process(self, *, is_shared: bool) -> RolloutProcess:
+        process = RolloutProcess(self._functions.setup, is_shared=is_shared)
         self._processes.append(process)
         await process.connect()
         self._group.create_task(self._listen(process))
@@ -302,14 +309,17 @@ class Rollouts:
                     why = f"asked more than {self._limits.turns} times (limits.turns)"
                     rollout.returned.set_result(([], f"{self._label}: {why}"))
         except EOFError:
-            self._processes.remove(process)
+            process.is_shared = False
             how = process.why or await asyncio.to_thread(process.how_it_ended)
             if process.rollouts:
                 log.warning("%s: %s", self._label, how)
             for rollout in process.rollouts.values():
                 if rollout.returned is not None and not rollout.returned.done():
                     rollout.returned.set_exception(ProcessEndedError(how))
-            await process.shut()
+            await asyncio.to_thread(process.end)
+            self._processes.remove(process)
+        finally:
+            process.close()
 
     def _answer(self, process: RolloutProcess, number: int, rollout: Rollout, asked: int, text: str) -> None:
         """Have what a rollout asks answered: it has the answer already, or it is sent."""

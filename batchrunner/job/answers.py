@@ -89,7 +89,7 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
     names |= {TOOL_CALLS} if job.prompt.tools is not None else set()
     schema_by_row, asked = isinstance(given, FromColumn) and schema is None, None
     if of_rollouts:  # each request may have a schema of its own
-        checks_json, schema_by_row = wanted is not False, wanted is None
+        checks_json, schema_by_row = wanted is not False, not isinstance(wanted, dict)
         schema = None if schema_by_row else schema
         asked = frozenset({*job.output.asked, REASONING, TOOL_CALLS})
         names = {*ROLLOUT_COLUMNS} - ({RETURNED} if parsed else set())

@@ -18,7 +18,7 @@ from batchrunner.job.hook_loading import (
     known_of,
     load_functions,
 )
-from batchrunner.job.output import REQUEST_DIGEST, RESULT_COLUMNS
+from batchrunner.job.output import REQUEST_DIGEST, RESULT_COLUMNS, ROLLOUT_COLUMNS, TURNS
 from batchrunner.job.spec import Job
 
 _PREPARE = "batchrunner.input.media.prepare:prepare"
@@ -88,6 +88,8 @@ def _function(where: str, function: PythonFunction) -> HookFunction:
 def _check_columns(job: Job, facts: HookFacts) -> None:
     """Raise JobError where a column has a name that results have already."""
     taken = {*RESULT_COLUMNS, REQUEST_DIGEST, *job.output.asked, *job.input.carried_names}
+    if facts.where == ROLLOUT:
+        taken |= {*ROLLOUT_COLUMNS} - {TURNS}
     for name, _ in facts.columns:
         if name in taken:
             raise JobError(

@@ -155,7 +155,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
                 case 7:
                     for n in range(10): await generate(f"more {n}")
                 case 8: return "text"
-                case 9: return {"output": 1}
+                case 9: return {"rollout": 1}
                 case 10: await generate([])
                 case 11: await generate("x", temperature=-1)
                 case 12: await asyncio.gather(asyncio.sleep(0.1), asyncio.to_thread(time.sleep, 0.2))
@@ -167,7 +167,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
             return {"text": answer.text}
         """,
     )
-    limits = {"python": 1, "rollout": 8, "turns": 5, "max_failed_rows": 20}
+    limits = {"python": 1, "rollout": 15, "turns": 5, "max_failed_rows": 20}
     job = job_of(tmp_path, server, rows=40, prompt=PROMPT, limits=limits)
     run_job(job, tmp_path)
     rows = results_of(job)
@@ -179,15 +179,15 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         3: f"{name}: ended its process (exit code 3)",
         4: f"{name}: ended its process (SIGSEGV)",
         5: f"{name}: took more than 1 s between two awaits (limits.python)",
-        6: f"{name}: took more than 8 s (limits.rollout)",
+        6: f"{name}: took more than 15 s (limits.rollout)",
         7: f"{name}: asked more than 5 times (limits.turns)",
         8: f"{name}: returned a str: return a dict, or a list of them",
-        9: f"{name}: a result has a column 'output' already: name yours otherwise",
+        9: f"{name}: a result has a column 'rollout' already: name yours otherwise",
         10: f"{place}:17: batchrunner.GenerateError: generate: a list is no prompt: give messages, "
         "a text or token ids",
         11: f"{place}:18: batchrunner.GenerateError: generate: temperature: should be greater than or "
         "equal to 0, or should be {column: NAME} (got -1)",
-        13: f"{name}: took more than 8 s (limits.rollout)",
+        13: f"{name}: took more than 15 s (limits.rollout)",
         14: f"{name}: ended its process (exit code 4)",
     }
     asked = json.loads(rows[1]["conversation"])
@@ -204,8 +204,12 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
     assert server.prompts.count("again") == 13
 
 
-def test_a_good_answer_or_an_exception(tmp_path: Path, server: FakeSGLang) -> None:
-    """Checks are below the function: an answer that is not good is asked for again, and then raises there."""
+@pytest.mark.parametrize("free", ["no JSON", "{}"])
+def test_a_good_answer_or_an_exception(tmp_path: Path, server: FakeSGLang, free: str) -> None:
+    """Checks are below the function: an answer that is not good is asked for again, and then raises there.
+
+    A call's schema is checked also where the job wants all answers to be JSON.
+    """
     write_module(
         tmp_path,
         """
@@ -227,14 +231,21 @@ def test_a_good_answer_or_an_exception(tmp_path: Path, server: FakeSGLang) -> No
     def script(sent: Any) -> Any:
         if sent.prompt.startswith("good"):
             return Said('{"n": 1}') if sent.tries == 2 else Said("{}")
-        return Said("no JSON")
+        return Said(free if sent.prompt == "free" else "no JSON")
 
     server.script = script
-    job = job_of(tmp_path, server, rows=3, prompt=PROMPT, accept={"tries": 2}, order="input")
+    job = job_of(
+        tmp_path,
+        server,
+        rows=3,
+        prompt=PROMPT,
+        accept={"tries": 2, "json": None if free == "no JSON" else True},
+        order="input",
+    )
     run_job(job, tmp_path)
     for row in results_of(job):
         made = json.loads(row["returned"])
-        assert (made["good"], made["free"]) == ('{"n": 1}', "no JSON")
+        assert (made["good"], made["free"]) == ('{"n": 1}', free)
         assert made["why"].startswith("the answer is not JSON")
         assert (row["turns"], row["attempts"]) == (3, 3)
     assert Counter(prompt.split()[0] for prompt in server.prompts) == {"good": 6, "free": 3, "bad": 6}
