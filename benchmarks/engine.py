@@ -40,7 +40,7 @@ from yarl import URL
 
 from batchrunner.engines.device import cpu_environment, server_args
 from batchrunner.engines.http.connections import free_port
-from batchrunner.engines.launched.supervisor import LAUNCHER, to_argv
+from batchrunner.engines.launched.server import LAUNCHER, to_argv
 from batchrunner.runner.foreground import run_in_foreground
 from benchmarks.measure import in_fresh_process, interval, save
 from tests.support.tiny_model import make_tiny_llama

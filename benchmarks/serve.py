@@ -114,7 +114,7 @@ def kills(count: int, made: random.Random, state: Path) -> dict[str, Any]:
 def queue_of(state: Path) -> list[tuple[int, float]]:
     """Return the newest queue and token usage in the event log of each run that has rows to send."""
     found = []
-    for log in (state / "batches").glob("*/run/events.jsonl"):
+    for log in (state / "batches").glob("*/events.jsonl"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             *_, last = (
                 line for line in log.read_bytes()[-20_000:].splitlines() if b'"event":"sample"' in line

@@ -188,12 +188,15 @@ class ServerWatch:
         """Forget the load so far: steady work begins once as many rows have ended as run at once."""
         self._load = Series()
         self._task = _TaskReader("", self._load, self._client)
+        self._first: Mapping[str, Any] | None = None
+        """The last sample before the steady work."""
 
     def take(self, sample: Mapping[str, Any]) -> None:
         """Add a sample, and what the server has logged meanwhile."""
         self._task.add(sample, self._url)
-        if not self._load.counted:
-            self._log.series = Series()
+        if self._first is None or not self._load.counted:
+            self._first, self._log.series = sample, Series()
+        self._last = sample
         with contextlib.suppress(OSError), self._log_path.open("rb") as file:
             file.seek(self._at)
             for line in file:
@@ -204,15 +207,25 @@ class ServerWatch:
     @property
     def busy_s(self) -> float:
         """Seconds of the window; 0 while it has too little to say."""
-        enough = self._load.enough and self._log.series.counted >= FEWEST_PASSES and self.rate
+        enough = self._load.enough and self._log.series.counted >= FEWEST_PASSES and all(self.rates)
         return self._load.busy_s if enough else 0.0
 
     @property
-    def rate(self) -> float:
-        """Output tokens a second, by the server's log."""
+    def rates(self) -> tuple[float, float]:
+        """Output tokens a second, by the server's log, and all tokens a second, those of prompts too.
+
+        The second is by the rows that ended: nothing counts twice that is computed again. Zeros are unknown.
+        """
         told = [(sample.running, sample.rate) for sample in self._log.series.samples if sample.rate]
         seconds = sum(running / rate for running, rate in told)
-        return sum(running for running, _ in told) / seconds if seconds else 0.0
+        prompt, output = (
+            self._last[name] - self._first[name] if self._first else 0
+            for name in ("prompt_tokens", "output_tokens")
+        )
+        if not seconds or not output:
+            return 0.0, 0.0
+        rate = sum(running for running, _ in told) / seconds
+        return rate, rate * (1 + prompt / output)
 
     @property
     def situation(self) -> Situation:

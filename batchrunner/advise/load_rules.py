@@ -214,7 +214,7 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
         f"{share:.0%} of {prefills.passes} prefill passes take a whole chunk ({chunk} tokens) and requests "
         "still wait",
         with_memory("chunk-full", "chunked-prefill-size", s.server, flags),
-        evidence={"passes": prefills.passes, "full_waiting_share": round(share, 4), "chunk_tokens": chunk},
+        evidence={"passes": prefills.passes, "full_waiting_share": round(share, 4)},
     )
 
 
@@ -228,11 +228,15 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     if s.facts.arguments.get("enable_mixed_chunk"):  # requests decode during prefill passes
         return None
     mean = prefills.new_tokens / max(1, prefills.passes)
-    if prefills.passes < GUIDES.samples or mean > SMALL_PASS * chunk or s.load.frequent("empty"):
+    if (
+        prefills.passes < GUIDES.samples
+        or mean > min(SMALL_PASS * chunk, LIKE_A_STEP)
+        or s.load.frequent("empty")
+    ):
         return None
     steps, outputs, interval = s.decode_steps, s.server.output_tokens, args[name]
     busy = 1 - interval / 2 / outputs if outputs else 0.0  # share of the places that decode
-    if not _like_a_step(s) or interval < LEAST_INTERVAL or prefills.passes * interval <= steps or busy <= 0:
+    if interval < LEAST_INTERVAL or prefills.passes * interval <= steps or busy <= 0:
         return None
     if prefills.passes + steps < FEWER_PASSES * steps / busy * (1 + 1 / interval):
         return None
@@ -241,18 +245,8 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
         f"a prefill pass of {mean:.0f} tokens on average follows every {a_pass:.1f} decode steps: places are "
         "filled one by one, and each pass costs its fixed time",
         args,
-        evidence={
-            "passes": prefills.passes,
-            "mean_new_tokens": round(mean, 1),
-            "decode_steps_a_pass": round(a_pass, 2),
-        },
+        evidence={"passes": prefills.passes},
     )
-
-
-def _like_a_step(s: Situation) -> bool:
-    """Tell whether a prefill pass takes about as long as a decode step, so that their numbers say enough."""
-    prefills = s.log.prefills
-    return prefills.passes > 0 and prefills.new_tokens <= LIKE_A_STEP * prefills.passes
 
 
 def long_prompts(s: Situation, flags: Flags) -> Finding | None:
@@ -270,11 +264,7 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
         f"one or two prompts fill the pass in {share:.0%} of {prefills.passes} prefill passes "
         f"({tokens:,.0f} tokens each): long prompts dominate",
         args,
-        evidence={
-            "passes": prefills.passes,
-            "few_long_share": round(share, 4),
-            "mean_prompt_tokens": round(tokens),
-        },
+        evidence={"passes": prefills.passes, "few_long_share": round(share, 4)},
     )
 
 

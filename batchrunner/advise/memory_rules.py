@@ -1,5 +1,6 @@
 """Rules on memory: what is left at the start, where it ran out, and other deaths. Each is pure."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ def memory_left(s: Situation, flags: Flags) -> Finding | None:
     if left is None or left < band.low:
         return None
     seen = f"available_gpu_mem is {left:.2f} GB when the server is ready"
-    evidence = {"available_gpu_gb": left, "card_gb": s.facts.card_gb}
+    evidence = {"available_gpu_gb": left}
     good = f"{round(band.low, 1):g}-{round(band.high, 1):g} GB"
     if left <= band.high:
         return Finding(f"{seen}: {good} is good", evidence=evidence, fine=True)
@@ -48,7 +49,7 @@ def memory_tight(s: Situation, flags: Flags) -> Finding | None:
     if left is None or left >= low:
         return None
     seen = f"available_gpu_mem is {left:.2f} GB when the server is ready: under {round(low, 1):g} GB"
-    evidence = {"available_gpu_gb": left, "card_gb": s.facts.card_gb}
+    evidence = {"available_gpu_gb": left}
     return _fraction(s, flags, "memory-tight", f"{seen} it may run out", evidence)
 
 
@@ -70,42 +71,29 @@ def _fraction(s: Situation, flags: Flags, sign: str, seen: str, evidence: dict[s
     return Finding(seen, args, what, evidence)
 
 
-def oom_prefill(s: Situation, flags: Flags) -> Finding | None:
-    """Find that a prefill pass ran out of memory."""
-    known = {"chunked_prefill_size": s.server.now("chunked-prefill-size")}
-    return _ran_out(s, _last(s, "prefill"), flags, "in prefill", known, _narrower(s, flags))
+def ran_out(phase: Phase, where: str = "") -> Callable[[Situation, Flags], Finding | None]:
+    """Return what finds that memory ran out in a phase."""
 
+    def judge(s: Situation, flags: Flags) -> Finding | None:
+        beside = "" if phase == "graph" else _narrower(s, flags)
+        return _ran_out(s, s.facts.troubles.get(phase), flags, where, beside)
 
-def oom_decode(s: Situation, flags: Flags) -> Finding | None:
-    """Find that decoding ran out of memory."""
-    trouble = _last(s, "decode")
-    where = f"in decoding, at {trouble.running} running" if trouble else ""
-    return _ran_out(s, trouble, flags, where, beside=_narrower(s, flags))
-
-
-def oom_graph(s: Situation, flags: Flags) -> Finding | None:
-    """Find that capturing CUDA graphs ran out of memory."""
-    return _ran_out(s, _last(s, "graph"), flags, "while CUDA graphs were captured")
+    return judge
 
 
 def oom_weights(s: Situation, flags: Flags) -> Finding | None:
     """Find that the weights do not fit, or leave no room for a KV pool."""
-    if trouble := _last(s, "pool"):
+    if trouble := s.facts.troubles.get("pool"):
         where = "before there was a KV pool: the weights take all that mem-fraction-static allows"
-        return _ran_out(s, trouble, flags, where, beside="" if s.facts.on_cpu else "more GPUs (--tp-size)")
-    if trouble := _last(s, "load"):
+        return _ran_out(s, trouble, flags, where, "" if s.facts.on_cpu else "more GPUs (--tp-size)")
+    if trouble := s.facts.troubles.get("load"):
         args = {} if s.facts.on_cpu else flags.setting("tp-size", 2 * s.facts.tp)
         quantised = s.facts.quantised or s.facts.arguments.get("quantization")
         room = command_line(args) or "a machine with more memory"
         ways = room if quantised else f"{room}, or a quantised model"
-        found = _ran_out(s, trouble, flags, "while weights were loaded", beside=ways)
+        found = _ran_out(s, trouble, flags, "while weights were loaded", ways)
         return found and replace(found, args=args)
     return None
-
-
-def oom_general(s: Situation, flags: Flags) -> Finding | None:
-    """Find that memory ran out in an unknown place."""
-    return _ran_out(s, _last(s, "general"), flags, "", beside=_narrower(s, flags))
 
 
 def killed(s: Situation, flags: Flags) -> Finding | None:
@@ -115,8 +103,6 @@ def killed(s: Situation, flags: Flags) -> Finding | None:
         return None
     args = safer(Death("killed", died.text), s.facts, flags)
     host = "more memory for it (the machine's, the container's or Slurm's --mem), if `dmesg` says `oom-kill`"
-    if s.facts.arguments.get("enable_hierarchical_cache"):
-        host += ", or a smaller --hicache-ratio"
     return Finding(
         f"killed (SIGKILL), as the kernel does when the host's memory runs out: {died.text[:LONGEST_LINE]}",
         args,
@@ -154,13 +140,8 @@ def _narrower(s: Situation, flags: Flags) -> str:
     return f"{named}, with a lower --mem-fraction-static" if named else ""
 
 
-def _last(s: Situation, phase: Phase) -> OutOfMemory | None:
-    return s.facts.troubles.get(phase)
-
-
 def _ran_out(
-    s: Situation, trouble: OutOfMemory | None, flags: Flags, where: str,
-    known: dict[str, Any] | None = None, beside: str = "",
+    s: Situation, trouble: OutOfMemory | None, flags: Flags, where: str, beside: str
 ) -> Finding | None:  # fmt: skip
     """Return the finding with the flags that recovery would use; `beside` is another remedy."""
     if trouble is None:
@@ -172,5 +153,5 @@ def _ran_out(
         f"out of memory{where and ' '}{where}: {text[:LONGEST_LINE]}",
         args,
         ", or ".join(ways),
-        {**(known or {}), "running": trouble.running},
+        {"running": trouble.running},
     )

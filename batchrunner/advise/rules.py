@@ -157,7 +157,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-prefill",
         "out of memory in a prefill pass (its line, or the traceback)",
-        memory_rules.oom_prefill,
+        memory_rules.ran_out("prefill", "in prefill"),
         "smaller activations",
         other=f"{_safe_side('prefill')}; or FP8 for KV pool or weights (Hopper, Ada, Blackwell), an int8 or "
         "AWQ model (Ampere)",
@@ -168,7 +168,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-decode",
         "out of memory in decoding, or of request slots",
-        memory_rules.oom_decode,
+        memory_rules.ran_out("decode", "in decoding"),
         "smaller batches fit",
         other=f"{_safe_side('decode')}; or smaller numbers, as after prefill",
         source="G1-G4",
@@ -178,7 +178,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-graph",
         "memory ran out while CUDA graphs were captured",
-        memory_rules.oom_graph,
+        memory_rules.ran_out("graph", "while CUDA graphs were captured"),
         "the graphs fit",
         other=_safe_side("graph"),
         source="G1, SGLang's message",
@@ -199,7 +199,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "oom-general",
         "out of memory in an unknown place",
-        memory_rules.oom_general,
+        memory_rules.ran_out("general"),
         "more memory for all but the KV pool",
         other=_safe_side("general"),
         source="G1-G4",
@@ -216,7 +216,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "crashed",
-        "an exception that ended the scheduler, or the death of a child process, without a lack of memory",
+        "an exception that ended the scheduler, or a dead child process, without a lack of memory",
         memory_rules.crashed,
         "the server lives",
         other="the line to search for; no flag is known to cure it",
@@ -225,11 +225,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "queue-empty",
-        f"`#queue-req` 0 {OFTEN}, except in the drain at the end; in a run: while rows are left",
+        f"`#queue-req` 0 {OFTEN}, while rows are left",
         load_rules.queue_empty,
         "a full batch: a free slot is taken at once",
-        other="send more at once; in a run, the cause: window, connections, rendering, retries, or the "
-        "server's front process",
+        other="send more at once; of a run, the cause",
         source="G1-G4",
         cost="requests wait before they run",
     ),
@@ -244,7 +243,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "cache-off",
-        "`--disable-radix-cache`, and ≥ 10% of the prompt tokens of a run could come from the cache",
+        "`--disable-radix-cache`, and ≥ 10% of a run's prompt tokens could come from the cache",
         setup_rules.cache_off,
         "common prefixes are computed once",
         "disable-radix-cache",
@@ -253,8 +252,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "order-of-server",
-        "a `--schedule-policy` that is neither fcfs nor lpm; in a run, ≥ 10% of the prompt tokens were "
-        "computed that could come from the cache",
+        "a `--schedule-policy` but fcfs and lpm; ≥ 10% of a run's prompt tokens were computed in vain",
         setup_rules.order_of_server,
         "rows are taken in the runner's order, which keeps common prefixes together",
         "schedule-policy",
@@ -271,8 +269,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "pages-large",
-        f"`--page-size` > 1, of which half is ≥ 15% of a request's place; requests wait for the KV pool "
-        f"{OFTEN}; not for backends that need pages",
+        f"half a `--page-size` is ≥ 15% of a request's place; requests wait for the KV pool {OFTEN}",
         setup_rules.pages_large,
         "more requests in the same KV pool, and shorter prefixes are found",
         "page-size",
@@ -309,20 +306,19 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "retractions",
-        "more than 1 retraction a minute (a shorter span counts as a minute), and tokens computed again "
-        "≥ 25% of those generated, where the log has them; below that it is reported as fine",
+        "more than 1 retraction a minute, and ≥ 25% of the tokens computed again; less is called fine",
         load_rules.retractions,
         "less work is done twice; a smaller --mem-fraction-static would not help, it shrinks the full pool",
         "schedule-conservativeness",
         "retracting",
-        other="then a lower `--max-running-requests`, or a larger pool. Not a lower mem-fraction-static, as "
-        "G1 advises: that shrinks the pool, which is too small; it helps against out-of-memory errors",
+        other="then a lower `--max-running-requests`, or a larger pool (not a lower mem-fraction-static, as "
+        "in G1: that shrinks it)",
         certainty="low",
     ),
     Rule(
         "memory-left",
-        "`available_gpu_mem` when ready > 10 GB; 5-10 is reported as good (the guides: 5-8); less on cards "
-        "under 40 GB, in proportion, and more with chunks over 8192",
+        "`available_gpu_mem` when ready > 10 GB; 5-10 is called good (the guides: 5-8); less on cards under "
+        "40 GB, more with chunks over 8192",
         memory_rules.memory_left,
         "a larger KV pool: more requests at once",
         "mem-fraction-static",
@@ -331,7 +327,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "memory-tight",
-        "`available_gpu_mem` when ready < 5 GB; less on cards under 40 GB, in proportion",
+        "`available_gpu_mem` when ready < 5 GB; less on cards under 40 GB",
         memory_rules.memory_tight,
         "room for activations: no crash during the run",
         "mem-fraction-static",
@@ -348,8 +344,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "long-prompts",
-        "one or two prompts fill ≥ 25% of ≥ 8 prefill passes, with ≥ 2048 tokens on average, in one pass or "
-        "in several in a row",
+        "one or two prompts, of ≥ 2048 tokens on average, fill ≥ 25% of ≥ 8 prefill passes",
         load_rules.long_prompts,
         "fewer, larger passes over the weights",
         "chunked-prefill-size",
@@ -358,8 +353,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "small-prefills",
-        "prefill passes of ≤ 25% of a chunk and ≤ 512 tokens on average, so many that with fewer of them all "
-        "passes would be 1.25 times fewer; `#queue-req` not often 0",
+        "prefill passes of ≤ 25% of a chunk and ≤ 512 tokens, so many that all passes could be a fifth "
+        "fewer; `#queue-req` not often 0",
         load_rules.small_prefills,
         "decoding is interrupted less often",
         "prefill-decode-interval",
@@ -368,8 +363,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "pool-small",
-        f"a CPU whose `--max-total-tokens` is the limit: token usage ≥ 0.9, or outputs that are reserved in "
-        f"full (`ignore_eos`), with `#queue-req` > 0 and running below the limit {OFTEN}; or retractions",
+        f"a CPU with token usage ≥ 0.9 or `ignore_eos`, `#queue-req` > 0, running below the limit {OFTEN}; "
+        "or retractions",
         memory_rules.pool_small,
         "more requests run at once",
         "max-total-tokens",
@@ -377,8 +372,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "attention-backend",
-        "a general backend on a known card; not for models for which SGLang chooses the backend itself "
-        "(attention sinks, sliding windows; DeepSeek's attention on Ampere and Ada)",
+        "a general backend on a known card, unless SGLang chooses it for the model",
         setup_rules.attention_backend,
         "faster attention",
         "attention-backend",
@@ -410,8 +404,7 @@ RULES: tuple[Rule, ...] = (
         "10-60% of prompt tokens from the cache, of ≥ 50 prompts",
         setup_rules.shared_prefixes,
         "common prefixes are computed once",
-        other="the runner's order of rows; `--schedule-policy lpm` only for "
-        "servers of other clients whose queue stays under 128",
+        other="the runner's order of rows; `--schedule-policy lpm` for other clients with queues under 128",
         source="G1-G4",
         cost="lpm: more scheduling work, and late requests wait",
         certainty="low",
@@ -458,8 +451,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "fp8-weights",
-        f"weights not quantised, by the log; a card with FP8; token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
-        setup_rules.fp8_weights,
+        f"16-bit weights, a card with FP8, token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
+        setup_rules.pool_full,
         "half the memory for weights, the rest for the KV pool, and faster matrix products",
         "quantization",
         "wide-numbers",
@@ -469,7 +462,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "fp8-cache",
         "the same with a 16-bit KV cache and any weights",
-        setup_rules.fp8_cache,
+        setup_rules.pool_full,
         "twice as many tokens in the pool",
         "kv-cache-dtype",
         "wide-numbers",
@@ -478,7 +471,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "metrics-off",
-        "metrics or the cache report are off, by the arguments or by /metrics",
+        "metrics or the cache report are off",
         setup_rules.metrics_off,
         "the next advice has more data",
         other="`--enable-metrics`, `--enable-cache-report`",

@@ -88,15 +88,9 @@ def torch_compile(s: Situation, _: Flags) -> Finding | None:
     return Finding(f"a small model ({gb:.1f} GB), {s.server.running:.0f} requests running")
 
 
-def fp8_weights(s: Situation, _: Flags) -> Finding | None:
-    """Find 16-bit weights where memory limits the batch."""
-    sign = f"the KV pool is full {s.often('kv_bound')} and {s.facts.card} computes in 8 bits"
-    return Finding(sign, evidence=s.evidence("kv_bound")) if s.load.frequent("kv_bound") else None
-
-
-def fp8_cache(s: Situation, _: Flags) -> Finding | None:
-    """Find a full KV pool of 16-bit numbers."""
-    sign = f"the KV pool is full {s.often('kv_bound')} and holds 16-bit numbers"
+def pool_full(s: Situation, _: Flags) -> Finding | None:
+    """Find that memory limits the batch."""
+    sign = f"the KV pool is full {s.often('kv_bound')}"
     return Finding(sign, evidence=s.evidence("kv_bound")) if s.load.frequent("kv_bound") else None
 
 
@@ -141,14 +135,9 @@ def attention_backend(s: Situation, _: Flags) -> Finding | None:
     if now not in _GENERAL or now in best_backends(s.facts)[:1]:
         return None
     asked = str(s.facts.arguments.get("launch_command") or "--config")  # only /server_info has it
-    given = re.search("attention.backend", asked)
-    if not given and "--config" not in asked:
-        return None
-    who = "set by its arguments" if given else "set, or chosen by SGLang: its arguments do not say"
-    return Finding(
-        f"{now} attention on {s.facts.card} ({who})",
-        certainty="medium" if given else None,
-    )
+    if not re.search("attention.backend|--config", asked):
+        return None  # SGLang chose it
+    return Finding(f"{now} attention on {s.facts.card}")
 
 
 KEEPS_ORDER = frozenset({"fcfs", "lpm"})

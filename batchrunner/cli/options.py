@@ -26,6 +26,10 @@ JoinOption = Annotated[
     bool,
     typer.Option("--join", help="Share the rows with all other starts that say --join."),
 ]
+BackgroundOption = Annotated[
+    bool,
+    typer.Option("--background", help="Let others who use the servers go first: engine.background=true."),
+]
 RetryFailedOption = Annotated[bool, typer.Option(help="Send failed rows again.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show notes too.")]
@@ -49,6 +53,7 @@ MetricsHostOption = Annotated[
 ]
 
 
-def with_limit(overrides: list[str] | None, limit: int | None) -> list[str]:
-    """Return what `--set` gives, and then what `--limit` does."""
-    return [*(overrides or []), *([] if limit is None else [f"input.limit={limit}"])]
+def with_limit(overrides: list[str] | None, limit: int | None, *, background: bool = False) -> list[str]:
+    """Return what `--set` gives, and then what `--limit` and `--background` do."""
+    more = [] if limit is None else [f"input.limit={limit}"]
+    return [*(overrides or []), *more, *(["engine.background=true"] if background else [])]

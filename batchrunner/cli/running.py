@@ -6,11 +6,12 @@ import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
 from batchrunner.cli.options import (
+    BackgroundOption,
     FreshOption,
     JobArgument,
     JoinOption,
@@ -27,9 +28,6 @@ from batchrunner.cli.options import (
 from batchrunner.core.console import show, tell
 from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.core.types import MetricsAddress
-
-if TYPE_CHECKING:
-    from batchrunner.job.tasks import TaskName
 
 
 @contextlib.contextmanager
@@ -66,6 +64,7 @@ def run(
     fresh: FreshOption = False,
     retry_failed: RetryFailedOption = False,
     join: JoinOption = False,
+    background: BackgroundOption = False,
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
@@ -82,7 +81,7 @@ def run(
     with telling_report(quiet=quiet or as_json):
         done = run_in_foreground(
             job,
-            with_limit(overrides, limit),
+            with_limit(overrides, limit, background=background),
             fresh=fresh,
             retry_failed=retry_failed,
             join=join,
@@ -120,6 +119,7 @@ def batch(
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard RESULTS.run and start again.")] = False,
     retry_failed: RetryFailedOption = False,
     join: JoinOption = False,
+    background: BackgroundOption = False,
     metrics_port: MetricsPortOption = None,
     metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
@@ -136,7 +136,8 @@ def batch(
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
     log_to_stderr(quiet=quiet, verbose=verbose)
-    made = {"model": model, "urls": url or [], "base": job, "overrides": with_limit(overrides, limit)}
+    asked = with_limit(overrides, limit, background=background)
+    made = {"model": model, "urls": url or [], "base": job, "overrides": asked}
     with telling_report(quiet=quiet or as_json):
         done = run_batch(
             requests, output, errors, made, fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet,
@@ -194,9 +195,7 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address of this machine; any but localhost needs BATCHRUN_API_KEY.")
     ] = "127.0.0.1",
-    task: Annotated[
-        str, typer.Option(metavar="TASK", help="What the model does: generate or embed.")
-    ] = "generate",
+    task: Annotated[Literal["generate", "embed"], typer.Option(help="What the model does.")] = "generate",
     max_file_mb: Annotated[int, typer.Option(metavar="N", min=1, help="Largest file, in MB.")] = 1000,
     max_files: Annotated[int, typer.Option(metavar="N", min=1, help="Most files, also of results.")] = 10_000,
     overrides: SetOption = None,
@@ -214,10 +213,8 @@ def serve(
     from batchrunner.serve.server import serve as serve_batches  # noqa: PLC0415
 
     log_to_stderr(verbose=verbose)
-    if task not in {"generate", "embed"}:
-        raise JobError(f"--task {task}", hint="give generate or embed")
     serving = serve_batches(
-        engine, directory.expanduser(), host=host, port=port, task=cast("TaskName", task),
+        engine, directory.expanduser(), host=host, port=port, task=task,
         overrides=overrides or (), most_bytes=max_file_mb * 1_000_000, most_files=max_files,
     )  # fmt: skip
     uvloop.run(serving)

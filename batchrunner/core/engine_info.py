@@ -81,6 +81,9 @@ class EngineInfo:
     """Path of the engine's log, where this machine has it."""
     one_by_one: str | None = "the engine takes one row in a request"
     """Reason why each row is a request of its own; None where a request can hold several."""
+    yields: bool | None = None
+    """Whether the server lets the requests of others go before ours; None where ours are not in the
+    background."""
     notes: tuple[str, ...] = ()
     """Lines for the user, logged when the run begins."""
 

@@ -111,6 +111,10 @@ class EngineStartError(BatchrunError):
     advice = "correct `engine` in the job, or start its server; docs/troubleshooting.md explains the message"
 
 
+class EngineAwayError(EngineStartError):
+    """A server that should run already does not answer, or not as an engine: it may come later."""
+
+
 class CannotTokenizeError(EngineStartError):
     """Prompts cannot be tokenized in this process, or its tokens would differ from the engine's."""
 
@@ -192,6 +196,13 @@ class RowRefusedError(RequestError):
 
 class AttemptFailedError(RequestError):
     """The try failed, possibly because of the row (status 500, aborted, empty); repeated a few times."""
+
+
+class GivenBackError(RequestError):
+    """We took the row from the engine ourselves, for its users; it is sent again later."""
+
+    tokens = 0
+    """Output tokens that it had, which are lost."""
 
 
 class EngineBusyError(RequestError):

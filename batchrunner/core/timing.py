@@ -11,6 +11,8 @@ class Timing:
 
     load_poll: float = 0.25
     """Pause between two polls of the load; `/v1/loads` reads shared memory, 2-10 polls a second are fine."""
+    background_poll: float = 0.1
+    """Pause between two polls of an engine that serves others first."""
     status_timeout: float = 2.0
     """Longest wait for the answer to a status request, such as a poll of the load."""
     server_open: float = 10.0

@@ -25,6 +25,7 @@ from batchrunner.core.errors import (
     EngineDiedError,
     EngineDownError,
     EngineLostError,
+    GivenBackError,
     NoAnswerError,
     RequestError,
     RowRefusedError,
@@ -69,6 +70,8 @@ class Feeder:
     """Routes of the engine, on which shared prefixes are computed first."""
     keeps_prompts: bool
     """Whether rows keep their prompts as they were before they were tokenised."""
+    primes: bool
+    """Whether shared prefixes are computed first: not where the engine serves others."""
 
     async def run(self) -> None:
         """Read until the source ends or the run stops; raises what reading raises, and StorageError."""
@@ -87,7 +90,8 @@ class Feeder:
         for item in batch:
             if isinstance(item, Outcome):  # the row could not be rendered
                 await self._results.put(item)
-        await self._prime([item for item in batch if isinstance(item, PrimeTask)])
+        if self.primes:
+            await self._prime([item for item in batch if isinstance(item, PrimeTask)])
         requests = await self._tokenizer.tokenize([row.request for row in rows])
         for row, request in zip(rows, requests, strict=True):
             if isinstance(request, Outcome):  # it cannot be tokenised, or is too long
@@ -294,6 +298,11 @@ class Dispatcher:
 
         Raises EngineLostError where the engine has taken no row for too long.
         """
+        if isinstance(error, GivenBackError):
+            row.attempts -= 1
+            self._concurrency.gave_back(error.tokens)
+            self._backlog.retry_after(row, 0.0)
+            return None
         if isinstance(error, EngineBusyError):
             cooldown_s = self._slots.cool_down(route, now)
             asyncio.get_running_loop().call_later(cooldown_s, self._backlog.wake_dispatcher)

@@ -88,7 +88,8 @@ class LoadControl:
         """
         while True:
             if self._poll is None or self._poll.done():
-                pause_s = 0.0 if self._poll is None else TIMING.load_poll
+                usual_s = TIMING.background_poll if self.concurrency.is_background else TIMING.load_poll
+                pause_s = 0.0 if self._poll is None else usual_s
                 self._poll = asyncio.ensure_future(self._sample(pause_s))
             polled(*await asyncio.shield(self._poll))
 
@@ -101,6 +102,8 @@ class LoadControl:
             in_flight.update(run.slots.by_route)
         unsent = sum(run.backlog.unsent for run in self._runs)
         self._apply(self.concurrency.observe(loads, in_flight, now, unsent=unsent))
+        for route, kept in self.concurrency.kept.items():
+            self._engine.give_back(route, kept)
         return loads, now
 
     def refused(self, route: str, why: str, now: float) -> None:

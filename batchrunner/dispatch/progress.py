@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.engine_info import Corner, SchedulerLoad
 from batchrunner.dispatch.bundles import BundleTotals
+from batchrunner.dispatch.concurrency.background import BackgroundController
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog, RowSource, Slots
 from batchrunner.engines.base import Engine
@@ -16,7 +17,7 @@ from batchrunner.job.tasks import GENERATE
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
-from batchrunner.report.report import duration
+from batchrunner.report.report import background_line, duration
 
 if TYPE_CHECKING:
     from batchrunner.dispatch.rollouts import Rollouts
@@ -116,6 +117,8 @@ def _engine_parts(sample: Mapping[str, Any]) -> list[str]:
         for corner, count in counts.most_common():
             some = "" if count == len(loads) else f" ({count} of {len(loads)})"
             parts.append(f"{Corner(corner).words}{some}")
+    if background := sample.get("background"):
+        parts.append(background_line(background))
     if sample["prompt_tokens_per_s"] > 0:
         parts.append(f"cache {min(1.0, sample['cached_tokens_per_s'] / sample['prompt_tokens_per_s']):.0%}")
     if rollouts := sample.get("rollouts"):
@@ -159,6 +162,13 @@ class LoadSummary:
         sums["tail"] += span * any(scheduler.controller.state == "tail" for scheduler in known.values())
         for load in loads:
             controller = known[load.scheduler].controller
+            if isinstance(controller, BackgroundController):
+                total = load.running + load.queue
+                users = min(1.0, controller.users / max(1, total))
+                sums["users"] += span * users
+                sums["ours"] += span * (1 - users) * bool(total)
+                sums["served"] += span
+                continue
             if controller.state in {"start", "tail"}:
                 continue
             band = controller.band
@@ -171,6 +181,19 @@ class LoadSummary:
                 sums[controller.corner] += span
             self._running[load.scheduler] += span * load.running
 
+    @property
+    def background(self) -> dict[str, Any]:
+        """Whose the engine was, as shares of the time, and what users got back; empty where it is ours."""
+        whole = self._sums["served"]
+        if not whole:
+            return {}
+        return {
+            "our_share": round(self._sums["ours"] / whole, 4),
+            "users_share": round(self._sums["users"] / whole, 4),
+            "rows_given_back": self._concurrency.given_back,
+            "tokens_lost": self._concurrency.tokens_lost,
+        }
+
     def as_dict(self) -> dict[str, Any]:
         """Return report.json's `load`; shares are of steady time, None if there was none."""
         steady = self._sums["steady"]
@@ -179,6 +202,7 @@ class LoadSummary:
             return round(self._sums[name] / whole, 4) if whole else None
 
         return {
+            **({"background": self.background} if self.background else {}),
             "steady_s": round(steady, 1),
             "in_band_share": share("in_band"),
             "empty_queue_share": share("empty"),
@@ -258,7 +282,8 @@ class AttemptProgress:
         left_s = self._time_left.update(now, counts.own, in_flight, total - done)
         by_scheduler = self._by_scheduler(now)
         rollouts = {"rollouts": self.rollouts.state()} if self.rollouts is not None else {}
-        bands = {name: known.controller.band for name, known in concurrency.known.items()}
+        background = {"background": self.load.background} if self.load.background else {}
+        bands = {} if background else {name: s.controller.band for name, s in concurrency.known.items()}
         return {
             "rows_total": total,
             "rows_done": done,
@@ -284,6 +309,7 @@ class AttemptProgress:
             "task": self.task,
             "simulated": concurrency.info.simulated,
             **rollouts,
+            **background,
         }
 
     def _by_scheduler(self, now: float) -> dict[str, dict[str, Any]]:

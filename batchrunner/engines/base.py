@@ -1,7 +1,10 @@
 """The protocol that every engine follows."""
 
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
 from batchrunner.core.errors import BundleRefusedError, RequestError
@@ -73,9 +76,70 @@ class Engine(Protocol):
         A poll that fails raises nothing: the schedulers that it was for are left out.
         """
 
+    def give_back(self, route: str, kept: int) -> None:  # noqa: ARG002 - for engines with users
+        """Take the youngest rows of a route from the engine until so many are left.
+
+        Each ends with a GivenBackError, or with its answer if that was faster.
+        """
+        return
+
     def incidents(self) -> list[Incident]:
         """Return what happened to the engine's servers since the last call, oldest first."""
         return []
 
     async def close(self) -> None:
         """Release everything. May be called twice, and after a failed open."""
+
+
+@dataclass(eq=False)
+class HeardEngine(ABC):
+    """An open engine that hears of each answer on its way."""
+
+    _engine: Engine
+    first_at: float | None = field(default=None, init=False)
+    """When the first request was sent; None before."""
+
+    @abstractmethod
+    def heard(self, request: Request, completion: Completion, route: str, sent_at: float) -> None:
+        """Hear of the answer to a request."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Leave all else to the engine."""
+        return getattr(self._engine, name)
+
+    async def generate(self, request: Request, route: str) -> Completion:
+        """Send a request; see `Engine.generate`."""
+        sent_at = self._now()
+        completion = await self._engine.generate(request, route)
+        self.heard(request, completion, route, sent_at)
+        return completion
+
+    async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
+        """Send several requests; see `Engine.generate_many`."""
+        heard = HeardAnswers(self, requests, route, answers, self._now())
+        await self._engine.generate_many(requests, route, heard)
+
+    def _now(self) -> float:
+        now = time.monotonic()
+        self.first_at = self.first_at or now
+        return now
+
+
+class HeardAnswers(NamedTuple):
+    """Passes on the answers to a bundle."""
+
+    engine: HeardEngine
+    requests: Sequence[Request]
+    route: str
+    answers: RowAnswers
+    sent_at: float
+
+    def ended(self, index: int, result: Completion | RequestError) -> None:
+        """Pass an answer on; see `RowAnswers.ended`."""
+        if isinstance(result, Completion):
+            self.engine.heard(self.requests[index], result, self.route, self.sent_at)
+        self.answers.ended(index, result)
+
+    def discourage(self, why: str) -> None:
+        """Pass a word of the engine on; see `RowAnswers.discourage`."""
+        self.answers.discourage(why)

@@ -32,7 +32,7 @@ SIGNS = {
     "starved": "no request waits, and fewer run than may",
     "split-experts": "each expert is split over several GPUs",
     "kv-copies": "several GPUs keep the same KV cache",
-    "layout": "the GPUs hold more or fewer replicas, of fewer or more GPUs each",
+    "layout": "the GPUs could hold more or fewer replicas",
     "wide-numbers": "weights or KV cache have 16-bit numbers",
     "repeated": "outputs repeat what earlier outputs say",
     "small-prefills": "decoding stops often for small prefill passes",
@@ -434,8 +434,8 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "tp-size",
         {
             "layout": Move(
-                _other_layouts, "halved or doubled, with as many replicas as there are GPUs for",
-                "arithmetic; not tried on GPUs here",
+                _other_layouts, "halved or doubled, with replicas to match",
+                "arithmetic; not tried on a GPU",
                 "fewer GPUs a replica: less room for its KV pool; more: the GPUs wait for each other",
             )
         },
@@ -450,8 +450,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
             ),
             "retracting": Move(
                 _calmer, "up: 1.3, then 1.43, which reserves all of `max_new_tokens`", "G1-G4",
-                "fewer requests run until their output lengths are known; SGLang adapts after each "
-                "retraction, so speed changes by a few per cent, up or down",
+                "fewer requests run until their output lengths are known: a few per cent, up or down",
             ),
         },
         schedules=True,
@@ -461,7 +460,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         {
             "held": Move(
                 _clip,
-                "down: a length that 99% of the outputs stay under", "SGLang's schedule_policy",
+                "down: a length that 99% of the outputs stay under", "SGLang",
                 "where outputs turn out long, requests are retracted",
             )
         },
@@ -472,10 +471,10 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         {
             "full": Move(
                 _larger_pool,
-                "up: for all places, up to 8 times as large, by a quarter of the free memory",
-                "measured on the real engine", "memory of the machine",
+                "up: for all places, 8 times as large at most",
+                "measured", "memory of the machine",
             ),
-            "oom": Move(_half_pool, "down: halved", "SGLang's message", "a smaller KV pool"),
+            "oom": Move(_half_pool, "down: halved", "SGLang", "a smaller KV pool"),
         },
         "a CPU", "the KV cache of the tokens", schedules=True,
     ),
@@ -491,11 +490,11 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
                 "nearer to running out of memory: lower it by 0.01 where that happens",
             ),
             "memory-tight": Move(
-                _good_fraction, "down: so that 6.5 GB are left, as far as weights and a pool allow",
+                _good_fraction, "down: so that 6.5 GB are left",
                 "G1, G2, G4", "a smaller KV pool",
             ),
             "oom": Move(_lower_fraction, "down: 0.8, then 0.7, 0.6", "G1-G4", "a smaller KV pool"),
-            "no-pool": Move(_fraction_for_pool, "up: 0.05 more", "SGLang's message", "a smaller rest"),
+            "no-pool": Move(_fraction_for_pool, "up: 0.05 more", "SGLang", "a smaller rest"),
         },
         "a GPU", "a hundredth of the card for each 0.01", schedules=True, small_steps=True,
     ),
@@ -504,9 +503,8 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         {
             "chunk-full": Move(
                 _larger_chunk,
-                "up: doubled, from 2048 to 16384 (with a lower mem-fraction-static, as far as weights and a "
-                "pool allow)",
-                "G1; measured on the real engine",
+                "up: doubled, from 2048 to 16384, with a lower mem-fraction-static",
+                "G1, measured",
                 "1.5 MB of memory a token of the chunk; longer pauses in decoding",
             ),
             "oom": Move(_smaller_chunk, "down: 4096, then 2048", "G1-G4", "slower prefill of long prompts"),
@@ -519,7 +517,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         {
             "capped": Move(
                 _more_running, "up: what the pool holds, rounded up to a power of two",
-                "G1 (running close to its maximum)", "each request decodes more slowly",
+                "G1", "each request decodes more slowly",
             ),
             "retracting": Move(
                 _fewer_retracted, "down: 9/10 of what runs, where all is reserved", "G1",
@@ -534,11 +532,11 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         {
             "graph-off": Move(
                 _larger_graphs,
-                "up: 256, 512, 768 or 1024, for what runs (with a lower mem-fraction-static)", "G1, G2, G4",
+                "up: 256, 512, 768 or 1024, with a lower mem-fraction-static", "G1, G2, G4",
                 "about 2 MB for each request, seconds at the start",
             ),
             "oom": Move(
-                _smaller_graphs, "down: halved", "G1, SGLang's message", "larger batches run without graphs"
+                _smaller_graphs, "down: halved", "G1, SGLang", "larger batches run without graphs"
             ),
         },
         "a GPU", "2 MB a request",
@@ -553,7 +551,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
             ),
             "oom": Move(
                 lambda s: [] if s.facts.graph_disabled else ["disabled"], "off: at last",
-                "SGLang's message", "slower decode steps",
+                "SGLang", "slower decode steps",
             ),
         },
         "a GPU",
@@ -568,7 +566,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
             ),
             "oom": Move(
                 lambda s: [] if s.facts.graph_disabled else ["disabled"], "off: at last",
-                "SGLang's message", "slower prefill of long prompts",
+                "SGLang", "slower prefill of long prompts",
             ),
         },
         "a GPU",
@@ -578,7 +576,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         {
             "reordered": Move(
                 lambda s: [] if s.facts.arguments.get("schedule_policy") in {None, "fcfs"} else ["fcfs"],
-                "set: fcfs", "SGLang's scheduler; not measured yet",
+                "set: fcfs", "SGLang; not measured",
             ),
             "shared": Move(
                 _set("schedule-policy", "lpm"), "set: lpm, for queues under 128", "G1-G4",
@@ -614,7 +612,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         {
             "starved": Move(
                 lambda s: [TOKENIZERS] if (s.now("tokenizer-worker-num") or 1) < TOKENIZERS else [],
-                "up: 4", "SGLang's serving hook", "cores of the machine",
+                "up: 4", "SGLang", "cores of the machine",
             )
         },
         "a GPU",
@@ -644,7 +642,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "prefill-decode-interval",
         {
             "small-prefills": Move(
-                _interval, "up: √(2 · output tokens)", "SGLang's pull request 23189",
+                _interval, "up: √(2 · output tokens)", "SGLang; not tried on a GPU",
                 "a request that ended leaves its place empty for some steps; not tried on a GPU here",
             )
         },
@@ -654,14 +652,14 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "page-size",
         {
             "large-pages": Move(
-                _set("page-size", 1), "down: 1", "measured on the real engine",
+                _set("page-size", 1), "down: 1", "measured",
                 "some attention kernels are faster with pages",
             )
         },
     ),
     Flag(
         "disable-radix-cache",
-        {"cache-off": Move(lambda _: [None], "off", "measured on the real engine")},
+        {"cache-off": Move(lambda _: [None], "off", "measured")},
     ),
     Flag(
         "quantization",
@@ -687,8 +685,8 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         "speculative-algorithm",
         {
             "repeated": Move(
-                _ngrams, "set: NGRAM, with `--max-running-requests`, else it lowers that to 48",
-                "SGLang's ngram_worker; not tried on a GPU here",
+                _ngrams, "set: NGRAM, with `--max-running-requests`",
+                "SGLang; not tried on a GPU",
                 "each step checks 12 tokens a request: a loss where few are right or many requests run",
             )
         },

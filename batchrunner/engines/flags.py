@@ -45,10 +45,10 @@ class Flags:
 
     def spelling(self, name: str) -> str | None:
         """Return a flag's name in this version, given any of its names; None where it lacks the flag."""
-        spellings = _spellings(name)
+        known = spellings(name)
         if not self.names:
-            return spellings[0]
-        return next((spelling for spelling in spellings if spelling in self.names), None)
+            return known[0]
+        return next((spelling for spelling in known if spelling in self.names), None)
 
     def setting(self, name: str, value: Any) -> dict[str, Any]:
         """Return `engine.args` for a flag's value, as this version takes it; empty where it cannot."""
@@ -66,7 +66,7 @@ class Flags:
 
 def name_in(args: Mapping[str, Any], name: str) -> str:
     """Return the spelling under which `engine.args` has a flag; the given name where it has none."""
-    return next((spelling for spelling in _spellings(name) if spelling in args), name)
+    return next((spelling for spelling in spellings(name) if spelling in args), name)
 
 
 def arguments_in(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +124,8 @@ def parse_help(text: str, version: str | None = None) -> Flags:
     return Flags(version, frozenset(name for name, _ in found), choices)
 
 
-def _spellings(name: str) -> tuple[str, ...]:
+def spellings(name: str) -> tuple[str, ...]:
+    """Return all names of a flag, the newest first."""
     return next((names for names in _SPELLINGS if name in names), (name,))
 
 

@@ -24,7 +24,7 @@ from batchrunner.core.errors import BatchrunError
 from batchrunner.core.files import cache_directory, read_json
 from batchrunner.engines.device import cards
 from batchrunner.engines.flag_table import FLAGS, Server, in_effect, next_setting
-from batchrunner.engines.flags import Flags, name_in, of_arguments, version_of
+from batchrunner.engines.flags import Flags, command_line, name_in, of_arguments, version_of
 from batchrunner.engines.logs.lines import Phase, clean
 from batchrunner.engines.logs.reader import Facts, LogReader
 from batchrunner.engines.model_files import model_identity, split_over
@@ -240,6 +240,39 @@ class Healer:
 
     def _had_all(self, args: Mapping[str, Any]) -> bool:
         return all(args.get(name) == value for name, value in self.args.items())
+
+
+class FlagMemory:
+    """The flags and variables that were found best for a shape of job, and what each step gained.
+
+    Other tasks of the run have the same file, and learn from each other by it.
+    """
+
+    def __init__(self, file: Path, incidents: list[Incident]) -> None:
+        self._file = file
+        self._gains: dict[str, float] = {}  # of this task's steps, also where the file cannot be written
+        self.args: Mapping[str, Any] = read_json(file).get("args", {})
+        """Those with which the servers of this run start, beside the job's own."""
+        if self.args:
+            why = "found best by an earlier run of such a job"
+            log.info("starting with %s, %s; delete %s to forget", command_line(self.args), why, file)
+            incidents.append(Incident("recalled", "the engine", why, {"new": self.args}))
+
+    @property
+    def gains(self) -> Mapping[str, float]:
+        """Gain of each step that was tried: 0.1 is a tenth more output tokens a second."""
+        return {**read_json(self._file).get("gains", {}), **self._gains}
+
+    def learn(self, step: str, gain: float, args: Mapping[str, Any] = {}) -> None:
+        """Write down what a step gained, and what it sets, where later runs are to start with that."""
+        self._gains[step] = round(gain, 3)
+        best = {**read_json(self._file).get("args", {}), **args}
+        remember(self._file, {"args": best, "gains": self.gains})
+
+    def forget(self) -> None:
+        """Start no more with what was found, and try none of its steps: a server does not live with them."""
+        self._gains |= {step: -1.0 for step, gain in self.gains.items() if gain > 0}
+        remember(self._file, {"args": {}, "gains": self.gains})
 
 
 def learned_file(spec: ServerEngine, model: str, *, cpu: bool) -> Path:

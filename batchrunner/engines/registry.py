@@ -40,7 +40,12 @@ def make_engine(
 
             urls, gateway = ((), spec.url) if isinstance(spec, GatewayEngine) else (spec.urls, None)
             key = _key_in(spec.api_key_file) if spec.api_key_file else os.environ.get(spec.api_key_env)
-            return AttachedServers(urls, gateway=gateway, api_key=key or None, limits=limits, task=task)
+            kind = AttachedServers
+            if spec.background:
+                from batchrunner.engines.http.background import BackgroundServers  # noqa: PLC0415
+
+                kind = BackgroundServers
+            return kind(urls, gateway=gateway, api_key=key or None, limits=limits, task=task)
         case ServerEngine():
             from batchrunner.engines.launched.fleet import LaunchedFleet  # noqa: PLC0415
 

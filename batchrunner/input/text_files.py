@@ -9,6 +9,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import IO, Any, AnyStr, TypeAlias
 
 import msgspec
@@ -58,8 +59,8 @@ def batches_of_file(
     if source.peek(len(BOM)).startswith(BOM):
         source.read(len(BOM))
     if is_batch:
+        hint, path = f"this writes a job for a file of data: batchrun init {path}", Path(path).name
         requests = request_lines(_lines(source, path))
-        hint = f"this writes a job for a file of data: batchrun init {path}"
         return _object_batches(requests, path, dict.fromkeys(BATCH_COLUMNS, "string"), "request", hint)
     if form.kind == "JSON Lines":
         hint = "write JSON Lines, an object on each line (for an array: jq -c '.[]')"

@@ -33,6 +33,8 @@ class AttachEngine(Spec):
     """Environment variable with the servers' API key."""
     api_key_file: UserPath | None = None
     """File with the API key instead, such as a mounted secret."""
+    background: bool = False
+    """The servers serve others, whose requests go first: rows take what these leave of them."""
 
 
 class GatewayEngine(Spec):
@@ -46,6 +48,8 @@ class GatewayEngine(Spec):
     """Name of the environment variable with the API key of gateway and workers."""
     api_key_file: UserPath | None = None
     """File with that API key, in place of the variable."""
+    background: bool = False
+    """The workers serve others, whose requests go first: rows take what these leave of them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -88,6 +92,9 @@ class ServerEngine(Spec):
     """Python interpreter that has SGLang. Default: the one that runs batchrunner."""
     env: dict[str, str] = {}
     """Environment variables for the server."""
+    cache_dir: UserPath | None = None
+    """Directory on the machine's own disk, such as `/scratch/$USER`, to which the model is copied once:
+    servers load it from there, and not from shared storage. Environment variables in it are the machine's."""
     start_timeout: Duration = 1800.0
     """Time until the server must be ready."""
     tp: Literal["auto"] | Annotated[int, Field(ge=1)] | None = None
@@ -99,6 +106,13 @@ class ServerEngine(Spec):
     adapt: Literal["auto", "off"] = "auto"
     """Change flags that the job does not name while the run goes on, where a sign lasts and the time left is
     worth a restart. Later runs of such a job begin with the best."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_ours(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("background"):
+            raise ValueError("background: goes with servers that run already: kind attach or gateway")
+        return given
 
     @field_validator("adapt", mode="before")
     @classmethod

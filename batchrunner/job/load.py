@@ -71,8 +71,8 @@ def load_job(
         tree["engine"] = _engine_tree(tree["engine"])
     for override in overrides:
         _override(tree, override)
-    if "engine" in tree:  # --set may give a whole one
-        tree["engine"] = _engine_tree(tree["engine"])
+        if "engine" in tree:  # --set may give a whole one
+            tree["engine"] = _engine_tree(tree["engine"])
     if isinstance(source, (str, Path)) and source != "-":
         tree.setdefault("python_path", [str(_job_path(source).absolute().parent)])
         name = name or str(source)

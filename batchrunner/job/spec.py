@@ -332,6 +332,10 @@ class Job(Spec):
                 "prompt.rollout goes without sampling.n, parse and output.reuse",
             ),
             (
+                getattr(self.engine, "background", False) and (sampling.n > 1 or self.window != "auto"),
+                "engine.background goes without sampling.n and window",
+            ),
+            (
                 "prompt_logprobs" in asked and (TOOL_CALLS in asked or prompt.tools is not None),
                 "output.columns: SGLang gives tool_calls of chats only, and prompt_logprobs of other prompts",
             ),

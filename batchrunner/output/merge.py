@@ -7,6 +7,7 @@ import re
 import secrets
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from hashlib import blake2b
@@ -42,7 +43,8 @@ SAMPLED_PARTS = 32
 """Parts that are read to estimate the size of a row."""
 CHUNK_ROWS = 1024
 """Rows that are Python values at once."""
-RESULT_COLUMNS = ["row", "custom_id", "attempts", "error", RESPONSE]
+TOKENS = ("prompt_tokens", "cached_tokens", "completion_tokens")
+RESULT_COLUMNS = ["row", "custom_id", "attempts", "error", *TOKENS, RESPONSE]
 """Columns of the parts that are read for the results of a batch file."""
 RESULT_BUCKET_BYTES = 16 << 20
 """Approximate bytes of such results that are put in order at once: the engine's and the rows' memory is still
@@ -332,18 +334,18 @@ def results_path(given: str, option: str) -> Path:
     return file_to_write(given, f"{option} {given}")
 
 
-def publish(run_dir: RunDir, results: Path, errors: Path | None) -> bool:
+def publish(run_dir: RunDir, results: Path, errors: Path | None) -> dict[str, Any] | None:
     """Write the results of a batch file as OpenAI does: a line for each request, in their order.
 
     Lines that failed go to `errors`, or to the `results` where that is None. Each file is whole when it
-    appears, and replaces an existing one. Return False while rows are missing. Raises StorageError, or
-    ResumeError where a part is damaged.
+    appears, and replaces an existing one. Return the tokens of all lines as OpenAI does, or None while rows
+    are missing. Raises StorageError, or ResumeError where a part is damaged.
     """
     release_unused()  # of the run before
     facts = require_run_json(run_dir)
     digest = facts["fingerprint"]["files"][0]["digest"]
     errors = errors or results
-    rows, last = 0, -1
+    rows, last, tokens = 0, -1, Counter[str]()
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(writing(run_dir.path))
@@ -357,6 +359,7 @@ def publish(run_dir: RunDir, results: Path, errors: Path | None) -> bool:
                 for row in batch.to_pylist():
                     if row["row"] != last:  # two parts may hold a row
                         rows, last = rows + 1, row["row"]
+                        tokens.update({name: row[name] or 0 for name in TOKENS})
                         path = results if row["error"] is None else errors
                         lines[path].append(orjson.dumps(_result_line(row, digest)))
                 for path, file in files.items():
@@ -365,10 +368,14 @@ def publish(run_dir: RunDir, results: Path, errors: Path | None) -> bool:
             if rows < facts["rows_total"]:
                 raise NoPartYetError  # noqa: TRY301 - so that the files do not appear
     except NoPartYetError:  # a task that is at work writes its parts at its end
-        return False
+        return None
     except OutputError as failure:  # the work directory: what is to be done is the same as for the results
         raise StorageError(failure.message, hint=failure.hint) from None
-    return True
+    read, cached, made = (tokens[name] for name in TOKENS)
+    return {
+        "input_tokens": read, "input_tokens_details": {"cached_tokens": cached},
+        "output_tokens": made, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": read + made,
+    }  # fmt: skip
 
 
 @contextlib.contextmanager

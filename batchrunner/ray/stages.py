@@ -37,15 +37,13 @@ from batchrunner.runner.stream import MOST_ROWS, ProgramRows, RowBuffer, send_st
 
 
 def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
-    """Return the GPUs that an actor asks for; `on_nodes` are those of each node of the cluster.
+    """Return the GPUs that an actor asks for on each of its machines; `on_nodes` are those of all nodes.
 
     With `device: auto` an engine runs on the CPU where no node has a GPU. Raises JobError where the number
     is not known before the start, or no node has as many.
     """
     if not isinstance(engine, ServerEngine):
         return 0
-    if engine.nodes > 1:
-        raise JobError("engine.nodes: an actor of Ray is on one machine", hint="use Slurm for such an engine")
     most = int(max(on_nodes, default=0))
     if engine.device == "cpu" or (engine.device == "auto" and not most):
         return 0
@@ -59,6 +57,7 @@ def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
             hint="give a number, or leave it out and take more actors",
         )
     asked = engine.replicas * cards_of({**engine.args, "tp-size": engine.tp} if engine.tp else engine.args)
+    asked = -(-asked // engine.nodes)  # those of one machine
     if asked > most:
         raise JobError(
             f"engine: it takes {counted(asked, 'GPU')}, and no node of the Ray cluster has more than {most}",
@@ -472,6 +471,8 @@ def _stage(
             f"ds is no data set of Ray Data (got {type(ds).__name__})",
             hint="make one with ray.data.from_arrow, from_pandas, from_items or read_parquet",
         )
+    if getattr(call.engine, "nodes", 1) > 1:
+        raise JobError("engine.nodes: an actor of Ray Data is on one machine", hint="do it by `batchrun ray`")
     least, most = (replicas, replicas) if isinstance(replicas, int) else replicas
     stage = StageCall(call, None if columns is None else list(columns), prefix)
     known = getattr(ds.schema(fetch_if_missing=False), "base_schema", None)

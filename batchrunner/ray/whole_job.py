@@ -16,6 +16,8 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import get_current_placement_group, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from batchrunner.core.console import counted, tell
 from batchrunner.core.errors import (
@@ -30,6 +32,7 @@ from batchrunner.core.errors import (
     OutputError,
 )
 from batchrunner.core.timing import TIMING
+from batchrunner.engines.launched.server import GROUP
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from batchrunner.output.addresses import store_address
@@ -87,6 +90,9 @@ class JobWorker:
 
     def __init__(self, *, quiet: bool) -> None:
         log_to_stderr(quiet=quiet)
+        if group := get_current_placement_group():  # which the engine's other machines are in
+            os.environ[GROUP] = group.id.hex()
+            os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
         self._control = Control()
 
     async def run(self, job: Job, shared: SharedPath) -> Report:
@@ -137,12 +143,25 @@ def run_on_ray(
         actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1)(JobWorker)
         with _noted_signals() as stops, contextlib.closing(Workers(loaded, shared, stops)) as group:
             for _ in range(workers):
-                group.start(actor_class.remote(quiet=quiet))
+                place = _place(getattr(loaded.engine, "nodes", 1), cpus, gpus)
+                group.start(actor_class.options(**place).remote(quiet=quiet))
             next_line = 0.0
             while group.go_on():
                 if not quiet and time.monotonic() >= next_line:
                     next_line = show_progress(path, group.working)
         return _report(group, path, stops)
+
+
+def _place(nodes: int, cpus: float, gpus: int) -> dict[str, Any]:
+    """Return where Ray is to put a worker: with an engine on several machines, first in a group of as many.
+
+    Ray gives such a group all of its machines at once; it is there as long as this process.
+    """
+    if nodes == 1:
+        return {}
+    machine = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+    group = placement_group([machine] * nodes, strategy="STRICT_SPREAD")
+    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, 0)}
 
 
 @contextlib.contextmanager

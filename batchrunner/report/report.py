@@ -156,6 +156,8 @@ class Report:
             lines.append(
                 f"{counted(taken, 'row')} {'has' if taken == 1 else 'have'} an answer of another run"
             )
+        if background := self.load.get("background"):
+            lines.append(background_line(background))
         lines += self._engine_lines()
         lines += self._check_lines()
         cut = self.finish_reasons.get("length", 0)
@@ -220,6 +222,14 @@ def save_report(run_dir: RunDir, report: Mapping[str, Any]) -> None:
 def says_next_step(reason: str) -> bool:
     """Tell whether the reason why a run ended says itself what to do: then nothing else is to be said."""
     return any(step in reason for step in ("--fresh", "--retry-failed", "again"))
+
+
+def background_line(background: Mapping[str, Any]) -> str:
+    """Say whose the engine was in a run in the background, and what the users got back."""
+    ours, users = background["our_share"], background["users_share"]
+    rows, tokens = background["rows_given_back"], background["tokens_lost"]
+    back = f", {counted(rows, 'row')} given back ({tokens:,} tokens lost)" if rows else ""
+    return f"engine {ours:.0%} ours, {users:.0%} its users'{back}"
 
 
 def cause_lines(groups: Sequence[Mapping[str, Any]], what: str, unit: str = "row") -> list[str]:

@@ -2,12 +2,14 @@
 
 A sign that lasts for a window of steady work names a step. It is worth a restart if its gain, times the time
 left, is more than three times what the restart costs. Then one server is started again with it, and its
-output tokens a second are compared: with those before, and with what the other servers do meanwhile. What
-gains is kept, and the other servers follow one by one; what loses is taken back where that pays. Both are
-remembered. There is no clock here: a sample of the run is a step in time.
+output tokens a second are compared: with those before, and with what the other servers do meanwhile. Where
+rows get longer or shorter, all tokens a second have to tell the same. What gains is kept, and the other
+servers follow one by one; what loses is taken back where that pays. Both are remembered. There is no clock
+here: a sample of the run is a step in time.
 """
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -17,8 +19,10 @@ from batchrunner.advise.rules import apply_all
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.base import Engine
-from batchrunner.engines.flags import command_line, name_in, of_arguments
-from batchrunner.engines.launched.fleet import FlagMemory, LaunchedFleet, SGLangServer
+from batchrunner.engines.flags import command_line, of_arguments
+from batchrunner.engines.launched.fleet import LaunchedFleet
+from batchrunner.engines.launched.server import SGLangServer
+from batchrunner.engines.recovery import FlagMemory
 from batchrunner.output.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -29,6 +33,8 @@ WORTH = 3.0
 """Multiple of a restart's cost that a step has to gain."""
 LEAST_GAIN = 0.02
 """Gain from which a step counts as one: less is noise."""
+MOST_WINDOWS = 4
+"""Windows, each longer by the life of a row, after which a trial ends that had none of steady work."""
 STEPS = frozenset({
     "conservative", "running-capped", "memory-left", "cuda-graph", "prefill-full", "running-low",
     "long-prompts", "retractions", "pool-small",
@@ -73,23 +79,44 @@ class Adaptation:
             watch.take(sample)
         next(self._work)
 
+    def stop(self) -> None:
+        """Start no server again: the run stops."""
+        for server in self._servers:
+            server.stay()
+
     def _go(self) -> Iterator[None]:
         while True:
             yield from self._window()
             for server, watch in self._servers.items():
-                if step := self._next_step(server, watch):
+                server.keep()
+                step = None if server.lost else self._next_step(server, watch)
+                if step is not None:
                     yield from self._try(server, step)
                     break
 
-    def _window(self) -> Iterator[None]:
-        """Wait until all servers are up, and then for a window of steady work."""
-        while not all(server.up for server in self._servers):
-            yield
-        for watch in self._servers.values():
-            watch.begin()
-        yield
-        while any(watch.busy_s < TIMING.adapt for watch in self._servers.values()):
-            yield
+    @property
+    def _is_calm(self) -> bool:
+        """Whether no server is on its way up."""
+        return all(server.up or server.lost for server in self._servers)
+
+    def _window(self, most_s: float = math.inf) -> Iterator[None]:
+        """Wait until all servers are up, and then for a window of steady work, or for so many seconds."""
+        ends_at, is_full = math.inf, False
+        while not is_full:
+            while not self._is_calm:
+                yield
+            ends_at = min(ends_at, self._sample["time"] + most_s)
+            for watch in self._servers.values():
+                watch.begin()
+            while self._is_calm and not is_full:
+                yield
+                busy_s = [watch.busy_s for server, watch in self._servers.items() if not server.lost]
+                is_full = min(busy_s, default=0.0) >= TIMING.adapt or self._sample["time"] > ends_at
+
+    @property
+    def _life_s(self) -> float:
+        """Seconds from when a row is sent until it ends."""
+        return float(self._sample["in_flight"] / max(self._sample["rows_per_s"], 1e-9))
 
     def _next_step(self, server: SGLangServer, watch: ServerWatch) -> Step | None:
         """Return the first step that a sign calls for, and that pays."""
@@ -99,9 +126,7 @@ class Adaptation:
             args = {**advice.args, **advice.env}
             old = command_line({name: situation.server.now(name) for name in args})
             name = f"{advice.rule}, {old}"
-            may_change = advice.rule in STEPS and not any(
-                name_in(server.fixed, n) in server.fixed for n in args
-            )
+            may_change = advice.rule in STEPS and all(map(server.may_change, args))
             if args and may_change and self._pays(server, self._memory.gains.get(name, EXPECTED)):
                 return Step(name, args, advice.sign)
         return None
@@ -109,36 +134,50 @@ class Adaptation:
     def _pays(self, server: SGLangServer, gain: float) -> bool:
         """Tell whether a gain is worth a restart now: the rows in flight end, and the server starts."""
         sample = self._sample
-        life_s = sample["in_flight"] / max(sample["rows_per_s"], 1e-9)
-        cost_s = server.start_s + min(server.start_s, life_s)
+        cost_s = server.start_s + min(server.start_s, self._life_s)
         left_s = min(sample["time_left_s"] or 0.0, self._ends_at - sample["time"])
         is_tail = sample["unsent"] <= sample["window"]
-        is_calm = not is_tail and all(each.up for each in self._servers)
-        return is_calm and gain * left_s > WORTH * cost_s
+        return self._is_calm and not is_tail and gain * left_s > WORTH * cost_s
 
     def _try(self, server: SGLangServer, step: Step) -> Iterator[None]:
         """Try a step with one server; keep it, and let the others follow, or take it back."""
         old, new = server.adapted, {**server.adapted, **step.args}
-        before = {each: watch.rate for each, watch in self._servers.items()}
+        before = {each: watch.rates for each, watch in self._servers.items() if all(watch.rates)}
         server.adapt(new, step.why)
-        yield from self._window()
-        gain, what = -1.0, "dropped"
-        if lives := server.adapted == new:
-            faster = {each: watch.rate / before[each] for each, watch in self._servers.items()}
-            gain, what = faster.pop(server) / fmean(faster.values() or [1.0]) - 1, "kept"
+        yield from self._window(MOST_WINDOWS * (TIMING.adapt + self._life_s))
         server.keep()
+        gain, what = self._gain(server, before), "kept"
+        if not (lives := server.adapted == new):
+            gain, what = -1.0, "dropped"
         is_good = gain >= LEAST_GAIN
-        self._memory.learn(new if is_good else self._memory.args, step.name, gain)
+        if gain:
+            self._memory.learn(step.name, gain, step.args if is_good else {})
         restarts = {each: {**each.adapted, **step.args} for each in self._servers if is_good}
         restarts.pop(server, None)
         if lives and self._pays(server, -gain):
             restarts, what = {server: old}, "taken back"
         why = f"{command_line(step.args)}: {1 + gain:.2f} x the output tokens a second: {what}"
+        if not gain:
+            why = f"{command_line(step.args)}: its gain cannot be told: {what}"
         log.warning("%s: %s", server.name, why)
         server.incidents.append(Incident("adapted", server.name, why, {"new": step.args, "gain": gain}))
         for each, args in restarts.items():
             if self._pays(each, abs(gain)):
                 each.adapt(args, f"{server.name} showed {1 + gain:.2f} x")
-                while not each.up:
+                while not self._is_calm:
                     yield
                 each.keep()
+
+    def _gain(self, server: SGLangServer, before: Mapping[SGLangServer, tuple[float, ...]]) -> float:
+        """Return what a server gained over what the others did; 0 where that cannot be told."""
+        now = {each: watch.rates for each, watch in self._servers.items() if all(watch.rates)}
+        faster = {
+            each: [new / old for new, old in zip(now[each], before[each], strict=True)]
+            for each in now.keys() & before.keys()
+        }
+        if server not in faster:
+            return 0.0
+        own = faster.pop(server)
+        by_others = zip(*faster.values(), strict=True) if faster else [(1.0,) for _ in own]
+        gains = [rate / fmean(others) - 1 for rate, others in zip(own, by_others, strict=True)]
+        return min(gains, key=abs) if min(gains) * max(gains) > 0 else 0.0

@@ -72,7 +72,7 @@ def run_batch(
     _check_files(requests, [results, *([failed] if failed else [])], run, fresh=fresh)
     report = run_in_foreground(job_of_batch(requests, str(run), **job), (), fresh=fresh, **options)
     try:
-        is_done = not report.rows_left and publish(RunDir(run), results, failed)
+        is_done = not report.rows_left and publish(RunDir(run), results, failed) is not None
     except BatchrunError as failure:
         failure.report = report
         raise

@@ -195,8 +195,10 @@ OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_c
 
 def shape_of(job: Job, task: TaskName) -> str | None:
     """Return a digest of what makes jobs alike; None if the servers' flags may not change for this one."""
-    adapts = isinstance(job.engine, ServerEngine) and job.engine.adapt == "auto"
-    if not adapts or task != GENERATE or job.window != "auto":
+    engine = job.engine
+    if not isinstance(engine, ServerEngine) or engine.adapt == "off" or "config" in engine.args:
+        return None  # what a file of SGLang's flags names is not known here
+    if task != GENERATE or job.window != "auto":
         return None
     alike = job.model_dump_json(include={"prompt", "sampling", "engine"})
     return hashlib.sha256(alike.encode()).hexdigest()[:12]

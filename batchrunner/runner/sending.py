@@ -279,7 +279,7 @@ class Sending:
             )
         self._feeder = self.rollouts or Feeder(
             rows, self.reorderer, tokenizer, self._backlog, results, engine, info.routes,
-            keeps_prompts=job.accept.feedback,
+            keeps_prompts=job.accept.feedback, primes=info.yields is None,
         )  # fmt: skip
         self.bundles = BundleTotals()
         senders = bundle_senders(job, engine, info, concurrency.passes, self.bundles, events)
@@ -357,6 +357,8 @@ class Sending:
         if self._control.reason is not None:
             self._backlog.stop()
             self._rows.stop()
+            if self.adaptation is not None:
+                self.adaptation.stop()
         if self._control.at_once:
             sending.cancel()
 

@@ -9,14 +9,16 @@ import asyncio
 import contextlib
 import logging
 import re
+import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from pyroaring import BitMap64
 
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
-from batchrunner.core.errors import EXIT_WRONG, BatchrunError, EngineLostError, RowRefusedError
+from batchrunner.core.errors import BatchrunError, EngineLostError, InputError, RowRefusedError
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import launched_model
@@ -29,25 +31,20 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.runner.control import Control
 from batchrunner.runner.foreground import TERM_DRAIN_S
 from batchrunner.runner.prepare import prepare
-from batchrunner.runner.progress import Display
+from batchrunner.runner.progress import Progress, ProgressCalls
 from batchrunner.runner.run import execute
-from batchrunner.serve.state import Record, State
+from batchrunner.serve.state import BATCHES, FILES, Record, State, now
 
 log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 10
 """Batches that share the engine; the others wait for the end of the oldest."""
-RETRY_S = 10.0
+RETRY_S = 5.0
 """Pause before a run that could not go on is resumed."""
-MOST_TOLD = 100
-"""Errors of a batch file that its batch names."""
+EARLY = {EXPIRED: "expired", CANCELLED: "cancelled"}
+"""States of a batch that ends before all its lines are answered, by the reason."""
 _SHUTDOWN = "the server ends"
 _LINE = re.compile(r"line (\d+)")
-
-
-def now() -> int:
-    """Return the time as OpenAI's API has it."""
-    return int(time.time())
 
 
 class NoEngine(Engine):
@@ -73,21 +70,9 @@ class NoEngine(Engine):
         return ()
 
 
-class BatchCounts(Display):
-    """Keeps the counts of a batch, and the engine's newest state."""
-
-    def __init__(self, batch: Record) -> None:
-        """Show the run of a batch."""
-        self._batch = batch
-        self.sample: dict[str, Any] = {}
-        """The newest `sample` event of the run."""
-
-    def show(self, sample: dict[str, Any]) -> None:
-        """Take the present state."""
-        self.sample, failed = sample, sample["rows_failed"]
-        self._batch["request_counts"] = {
-            "total": sample["rows_total"], "completed": sample["rows_done"] - failed, "failed": failed,
-        }  # fmt: skip
+def counts_of(total: int, failed: int = 0, ok: int = 0) -> Record:
+    """Return the counts of a batch's lines."""
+    return {"total": total, "completed": ok, "failed": failed}
 
 
 class Batches:
@@ -100,8 +85,6 @@ class Batches:
         self._server = server
         self._state, self._engine, self.info, self._options = state, engine, info, options
         self._at_work: dict[str, tuple[Control, asyncio.Task[None]]] = {}
-        self.counts: dict[str, BatchCounts] = {}
-        """What is known of each run that is under way."""
         self._turns = asyncio.Semaphore(MOST_AT_ONCE)
         self._one = asyncio.Lock()
         """Held where files are read or written whole: memory is for one."""
@@ -116,136 +99,114 @@ class Batches:
     async def cancel(self, batch: Record) -> None:
         """Cancel a batch; its requests in flight end at once."""
         self._at_work[batch["id"]][0].stop(CANCELLED)
-        await self._state.save(batch, status="cancelling", cancelling_at=now())
+        await self._state.save(BATCHES, batch, status="cancelling", cancelling_at=now())
 
     async def end(self) -> None:
         """Stop sending; requests in flight have 15 s. The next start goes on."""
         for control, _ in self._at_work.values():
             control.drain(_SHUTDOWN)
-        tasks = [task for _, task in self._at_work.values()]
-        if tasks:
-            await asyncio.wait(tasks, timeout=TERM_DRAIN_S)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        ends = asyncio.gather(*(task for _, task in self._at_work.values()), return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(ends, TERM_DRAIN_S)
 
     async def _to_its_end(self, batch: Record, control: Control) -> None:
+        """Do what is left of a batch, again after a pause where that could not go on."""
         left_s = batch["expires_at"] - time.time()
         expiry = asyncio.get_running_loop().call_later(left_s, control.stop, EXPIRED)
         if batch["status"] == "cancelling":
             control.stop(CANCELLED)
-        try:
-            while why := await self._try(batch, control):
-                log.warning("%s goes on in %g s: %s", batch["id"], RETRY_S, why)
-                await asyncio.sleep(RETRY_S)
-        finally:
-            expiry.cancel()
-            del self._at_work[batch["id"]]
-            self.counts.pop(batch["id"], None)
-
-    async def _try(self, batch: Record, control: Control) -> str | None:
-        """Do what is left of a batch; return why it could not go on, for now."""
-        try:
-            await self._do(batch, control)
-        except BatchrunError as failure:
-            if isinstance(failure, EngineLostError) and launched_model(self._job(batch).engine):
-                self.lost = failure
-                self._server.drain("the engine is lost")
-                return None
-            if failure.exit_code != EXIT_WRONG:
-                return str(failure)
-            log.warning("%s failed: %s", batch["id"], failure)
-            await self._fail(batch, [self._error(batch, "invalid_request", str(failure))])
-        except Exception:
-            log.exception("%s failed", batch["id"])
-            await self._fail(batch, [self._error(batch, "server_error", "see the server's log")])
-        return None
+        while True:
+            try:
+                await self._do(batch, control)
+                break
+            except Exception as failure:
+                if isinstance(failure, EngineLostError) and launched_model(self._job(batch).engine):
+                    self.lost = failure
+                    self._server.drain("the engine is lost")
+                    break
+                unknown = not isinstance(failure, BatchrunError)
+                log.warning("%s goes on in %g s: %s", batch["id"], RETRY_S, failure, exc_info=unknown)
+            await asyncio.sleep(RETRY_S)
+        expiry.cancel()
+        del self._at_work[batch["id"]]
 
     async def _do(self, batch: Record, control: Control) -> None:
-        if batch["in_progress_at"] is None:
-            async with self._one:
-                errors = await asyncio.to_thread(self._check, batch)
-            if errors:
-                await self._fail(batch, errors)
-                self._state.drop_run(batch["id"])
+        """Do what is left of a batch; raises BatchrunError where it cannot go on for now."""
+        try:
+            if batch["in_progress_at"] is None:
+                async with self._one:
+                    await asyncio.to_thread(self._check, batch)
+                state = batch["status"] if control.reason == CANCELLED else "in_progress"
+                await self._state.save(BATCHES, batch, status=state, in_progress_at=now())
+            try:
+                await control.wait_for(self._turns.acquire(), "before its turn")
+                try:
+                    await self._execute(batch, engine=self._engine, info=self.info, control=control)
+                finally:
+                    self._turns.release()
+            except BatchrunError:
+                if control.reason is None:
+                    raise
+            if control.reason == _SHUTDOWN:
                 return
-            state = batch["status"] if control.reason == CANCELLED else "in_progress"
-            await self._state.save(batch, status=state, in_progress_at=now())
-        counts = self.counts[batch["id"]] = BatchCounts(batch)
-        try:
-            await self._send(batch, control, counts)
-        except BatchrunError:
-            if control.reason is None:
+            if control.reason is not None:
+                info = replace(self.info, model=batch["model"])
+                await self._execute(batch, engine=NoEngine(control.reason), info=info)
+            if control.reason != CANCELLED:
+                await self._state.save(BATCHES, batch, status="finalizing", finalizing_at=now())
+            async with self._one:
+                await self._publish(batch)
+            state = EARLY.get(control.reason or "", "completed")
+        except InputError as failure:
+            if batch["in_progress_at"]:
                 raise
-        if control.reason == _SHUTDOWN:
-            return
-        if control.reason is not None:
-            rest = NoEngine(control.reason)
-            await execute(self._job(batch), engine=rest, info=self.info, displays=[counts])
-        if control.reason != CANCELLED:
-            await self._state.save(batch, status="finalizing", finalizing_at=now())
-        async with self._one:
-            await self._publish(batch)
-        state = {EXPIRED: "expired", CANCELLED: "cancelled"}.get(control.reason or "", "completed")
-        await self._state.save(batch, **{"status": state, f"{state}_at": now()})
-        await asyncio.to_thread(self._state.drop_run, batch["id"])
+            line = _LINE.search(failure.message)
+            error = {"code": "invalid_file", "message": failure.message, "line": line and int(line[1])}
+            state, batch["errors"] = "failed", {"object": "list", "data": [error]}
+        await self._state.save(BATCHES, batch, **{"status": state, f"{state}_at": now()})
+        run = self._state.place_of(BATCHES, batch["id"])
+        await asyncio.to_thread(shutil.rmtree, run, ignore_errors=True)
 
-    async def _send(self, batch: Record, control: Control, counts: BatchCounts) -> None:
-        """Run a batch in its turn, until all lines are done or it is stopped; raises BatchrunError."""
-        await control.wait_for(self._turns.acquire(), "before its turn")
-        try:
-            report = await execute(
-                self._job(batch), engine=self._engine, info=self.info, displays=[counts], control=control
-            )
-        finally:
-            self._turns.release()
+    async def _execute(self, batch: Record, **options: Any) -> None:
+        """Run a batch; raises BatchrunError, also where lines are left."""
+
+        def count(state: Progress) -> None:
+            failed = state.rows_failed
+            batch["request_counts"] = counts_of(state.rows_total or 0, failed, state.rows_done - failed)
+
+        report = await execute(self._job(batch), displays=[ProgressCalls(count)], **options)
+        batch["request_counts"] = counts_of(report.rows_total, report.rows_failed, report.rows_ok)
         if report.rows_left:
             raise BatchrunError(report.reason)
 
     def _job(self, batch: Record) -> Job:
-        content, run = self._state.content_of(batch["input_file_id"]), self._state.run_of(batch["id"])
-        return job_of_batch(str(content), str(run), **self._options)
+        """Return the job of a batch, with the server's engine."""
+        content = self._state.place_of(FILES, batch["input_file_id"])
+        return job_of_batch(str(content), str(self._state.place_of(BATCHES, batch["id"])), **self._options)
 
-    def _check(self, batch: Record) -> list[Record]:
-        """Return why a file is no batch file for the batch's endpoint; a bad line fails by itself."""
-        errors = []
-        try:
-            with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
-                rows = prepared.dataset.total_rows
-                batch["request_counts"] = {"total": rows, "completed": 0, "failed": 0}
-                for read in prepared.dataset.read(BitMap64(range(rows)), [URL]):
-                    for number, row in zip(read.rows, rows_of(read, [URL]), strict=True):
-                        if not isinstance(row, str) and row[URL] != batch["endpoint"]:
-                            told = f"line {number + 1}: its url is not that of the batch, {batch['endpoint']}"
-                            errors.append(self._error(batch, "mismatched_url", told, "url"))
-                    if len(errors) >= MOST_TOLD:
-                        break
-        except BatchrunError as failure:
-            if failure.exit_code != EXIT_WRONG:
-                raise
-            errors = [self._error(batch, "invalid_file", failure.message)]
-        return errors[:MOST_TOLD]
-
-    def _error(self, batch: Record, code: str, told: str, param: str | None = None) -> Record:
-        """Return an error of a batch, which names no path."""
-        told = told.replace(str(self._state.content_of(batch["input_file_id"])), batch["input_file_id"])
-        found = _LINE.search(told)
-        return {"code": code, "message": told, "param": param, "line": int(found[1]) if found else None}
-
-    async def _fail(self, batch: Record, errors: list[Record]) -> None:
-        told = {"object": "list", "data": errors}
-        await self._state.save(batch, status="failed", failed_at=now(), errors=told)
+    def _check(self, batch: Record) -> None:
+        """Raise InputError where a file is no batch file for the batch's endpoint; a bad line fails alone."""
+        with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
+            rows = prepared.dataset.total_rows
+            batch["request_counts"] = counts_of(rows)
+            for read in prepared.dataset.read(BitMap64(range(rows)), [URL]):
+                for number, row in zip(read.rows, rows_of(read, [URL]), strict=True):
+                    if not isinstance(row, str) and row[URL] != batch["endpoint"]:
+                        raise InputError(f"line {number + 1}: its url is not that of the batch")
 
     async def _publish(self, batch: Record) -> None:
         """Make files of the results and of the lines that failed, with the same names after any kill."""
         names = {key: f"{batch['id'].replace('batch_', 'file-')}-{key}" for key in ("output", "error")}
-        output, error = map(self._state.content_of, names.values())
-        run = RunDir(self._state.run_of(batch["id"]))
-        if not await asyncio.to_thread(publish, run, output, error):
+        places = [self._state.place_of(FILES, name) for name in names.values()]
+        run = RunDir(self._state.place_of(BATCHES, batch["id"]))
+        batch["usage"] = await asyncio.to_thread(publish, run, *places)
+        if batch["usage"] is None:
             raise BatchrunError("lines are missing in its results")
-        for key, file in names.items():
-            if self._state.content_of(file).stat().st_size:
-                await self._state.add_file(file, f"{batch['id']}_{key}.jsonl", "batch_output")
-                batch[f"{key}_file_id"] = file
+        lives = batch["output_expires_after"] or {"seconds": None}
+        for (key, name), place in zip(names.items(), places, strict=True):
+            if place.stat().st_size:
+                given = f"{batch['id']}_{key}.jsonl"
+                await self._state.add_file(name, given, "batch_output", lives["seconds"])
+                batch[f"{key}_file_id"] = name
             else:
-                self._state.content_of(file).unlink()
+                place.unlink()

@@ -1,14 +1,14 @@
-"""Uploaded files, results and batches, as files in the server's directory: a kill at any moment loses none.
+"""Files and batches on the disk, in the server's directory: a kill at any moment loses none.
 
-files/ID is a file's content, files/ID.json its record, which comes last: a file without it is none.
-batches/ID/ has a batch's record, and the run's directory until the batch has ended.
+files/ID.json and batches/ID.json are records; files/ID is the content of a file, batches/ID the run of a
+batch that has not ended. A file's record comes last: content without one is none.
 
 Names on the disk are made here. What clients call a file or a batch is only looked up among those names.
 """
 
 import asyncio
-import contextlib
 import logging
+import re
 import secrets
 import shutil
 import time
@@ -22,9 +22,17 @@ log = logging.getLogger(__name__)
 
 Record: TypeAlias = dict[str, Any]
 """A file or a batch, with the keys of OpenAI's API."""
-BATCH = "batch.json"
+FILES, BATCHES = "files", "batches"
+"""The two kinds of records, as in the paths of the API and on the disk."""
+_OURS = re.compile(r"\.?(file-|batch_)[0-9a-f]{48}(-output|-error)?(\..*tmp)?")
+"""Names of contents, of runs, and of files that are not whole: nothing else in the directory is touched."""
 ENDED = {"completed", "failed", "expired", "cancelled"}
 """States of a batch in which it stays."""
+
+
+def now() -> int:
+    """Return the time as OpenAI's API has it."""
+    return int(time.time())
 
 
 def new_id(kind: str) -> str:
@@ -37,65 +45,59 @@ class State:
 
     def __init__(self, directory: Path) -> None:
         """Read what is in a directory, and delete what a kill left half done. Raises OSError."""
-        self._files, self._batches = directory / "files", directory / "batches"
-        make_directory(self._files)
-        make_directory(self._batches)
-        records = {path.stem: read_json(path) for path in sorted(self._files.glob("*.json"))}
-        self.files: dict[str, Record] = {name: record for name, record in records.items() if record}
-        """Records of files by their IDs."""
-        for path in self._files.iterdir():
-            if path.name.removesuffix(".json") not in self.files:
+        self._directory = directory
+        self.records: dict[str, dict[str, Record]] = {}
+        """Records by kind and ID, the oldest first."""
+        for kind in (FILES, BATCHES):
+            make_directory(directory / kind)
+            paths = [path for path in sorted((directory / kind).glob("*.json")) if _OURS.fullmatch(path.stem)]
+            self.records[kind] = {path.stem: record for path in paths if (record := read_json(path))}
+        kept = {*self.records[FILES], *(batch["id"] for batch in self.under_way())}
+        for path in [*(directory / FILES).iterdir(), *(directory / BATCHES).iterdir()]:
+            if not _OURS.fullmatch(path.name) or path.name in kept:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
                 path.unlink()
-        self.batches: dict[str, Record] = {}
-        """Records of batches by their IDs, the oldest first."""
-        for path in sorted(self._batches.iterdir()):
-            if record := read_json(path / BATCH):
-                self.batches[path.name] = record
-            if not record or record["status"] in ENDED - {"failed"}:
-                self.drop_run(path.name)
         self._saving = asyncio.Lock()
 
-    def content_of(self, file: str) -> Path:
-        """Return the path of a file's content."""
-        return self._files / file
-
-    def run_of(self, batch: str) -> Path:
-        """Return the directory of a batch's run."""
-        return self._batches / batch / "run"
+    def place_of(self, kind: str, name: str) -> Path:
+        """Return the path of a file's content, or of a batch's run."""
+        return self._directory / kind / name
 
     def under_way(self) -> list[Record]:
         """Return the batches that have not ended, the oldest first."""
-        return [batch for batch in self.batches.values() if batch["status"] not in ENDED]
+        return [batch for batch in self.records[BATCHES].values() if batch["status"] not in ENDED]
 
-    async def add_file(self, file: str, name: str, purpose: str) -> Record:
-        """Make a file of content that is on the disk; return its record. Raises StorageError."""
-        path = self.content_of(file)
-        record = {
-            "id": file, "object": "file", "bytes": path.stat().st_size, "created_at": int(time.time()),
-            "filename": name, "purpose": purpose, "status": "processed", "status_details": None,
-        }  # fmt: skip
-        await asyncio.to_thread(write_json, self._files / f"{file}.json", record)
-        self.files[file] = record
+    async def save(self, kind: str, record: Record, **changes: Any) -> Record:
+        """Change a record, or add one, here and on the disk; return it. Raises StorageError."""
+        record.update(changes)
+        name = record["id"]
+        async with self._saving:
+            await asyncio.to_thread(write_json, self.place_of(kind, f"{name}.json"), {**record})
+        self.records[kind][name] = record
+        log.info("%s: %s", name, record["status"])
         return record
 
-    def delete_file(self, file: str) -> None:
+    async def add_file(self, name: str, given: str, purpose: str, lives_s: int | None) -> Record:
+        """Make a file of content that is on the disk; return its record. Raises StorageError."""
+        size, created = self.place_of(FILES, name).stat().st_size, now()
+        return await self.save(FILES, {
+            "id": name, "object": "file", "bytes": size, "created_at": created, "filename": given,
+            "expires_at": lives_s and created + lives_s, "purpose": purpose, "status": "processed",
+            "status_details": None,
+        })  # fmt: skip
+
+    def delete_file(self, name: str) -> None:
         """Delete a file."""
-        del self.files[file]
-        (self._files / f"{file}.json").unlink()
-        self.content_of(file).unlink()
+        del self.records[FILES][name]
+        self.place_of(FILES, f"{name}.json").unlink(missing_ok=True)
+        self.place_of(FILES, name).unlink(missing_ok=True)
 
-    async def save(self, batch: Record, **changes: Any) -> None:
-        """Change a batch's record, here and on the disk. Raises StorageError."""
-        batch.update(changes)
-        async with self._saving:
-            path = self._batches / batch["id"] / BATCH
-            await asyncio.to_thread(make_directory, path.parent)
-            await asyncio.to_thread(write_json, path, {**batch})
-        self.batches[batch["id"]] = batch
-        log.info("%s: %s %s", batch["id"], batch["status"], batch["request_counts"])
-
-    def drop_run(self, batch: str) -> None:
-        """Delete the run of a batch, whose results are files."""
-        shutil.rmtree(self.run_of(batch), ignore_errors=True)
-        with contextlib.suppress(OSError):  # its record is there
-            (self._batches / batch).rmdir()
+    def delete_expired(self) -> None:
+        """Delete the files whose time is over and that no batch reads."""
+        read = {batch["input_file_id"] for batch in self.under_way()}
+        for name, file in [*self.records[FILES].items()]:
+            if name not in read and (file["expires_at"] or now()) < now():
+                self.delete_file(name)

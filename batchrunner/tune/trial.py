@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
 from batchrunner.core.errors import (
@@ -17,10 +17,9 @@ from batchrunner.core.errors import (
     BatchrunError,
     EngineLostError,
     EngineStartError,
-    RequestError,
 )
 from batchrunner.core.types import Completion, Request
-from batchrunner.engines.base import Engine, RowAnswers
+from batchrunner.engines.base import Engine, HeardEngine
 from batchrunner.engines.flag_table import FLAGS
 from batchrunner.engines.flags import arguments_in, name_in, variables_in
 from batchrunner.engines.logs.lines import LoggedBatch, ServerReady, clean, origin_of, record_in
@@ -198,7 +197,9 @@ class TrialRunner:
             request.args,
         )  # fmt: skip
         try:
-            report = await execute(self._job_into(out), engine=meter, info=info, control=control)
+            report = await execute(
+                self._job_into(out), engine=cast("Engine", meter), info=info, control=control
+            )
             failed = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
             if report.failures and not report.rows_ok:
                 meter.stop(("measured", f"all rows failed, such as with: {report.failures[0]['example']}"))
@@ -225,29 +226,10 @@ class TrialRunner:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CountedAnswers:
-    """Counts the answers to a bundle on their way."""
-
-    _counter: "MeasuringEngine"
-    _answers: RowAnswers
-
-    def ended(self, index: int, result: Completion | RequestError) -> None:
-        """Pass an answer on; see `RowAnswers.ended`."""
-        if isinstance(result, Completion):
-            self._counter.ended(result)
-        self._answers.ended(index, result)
-
-    def discourage(self, why: str) -> None:
-        """Pass a word of the engine on; see `RowAnswers.discourage`."""
-        self._answers.discourage(why)
-
-
 @dataclass(eq=False)
-class MeasuringEngine:
+class MeasuringEngine(HeardEngine):
     """An engine that measures the requests it passes on, and stops the run when enough is known."""
 
-    _engine: Engine
     _watch: TrialWatch
     _control: Control
     _within_s: float
@@ -256,7 +238,6 @@ class MeasuringEngine:
     """Flags of the trial."""
     end: End | None = None
     """How the trial ended, and why; None while it runs, and after all rows of the sample."""
-    _began: float | None = None
     _log_bytes: int | None = None
     """Size of the log in bytes at the end of the trial."""
     _answers: list[str] = field(default_factory=list)
@@ -265,23 +246,7 @@ class MeasuringEngine:
         """Begin the trial now."""
         self._opened = self._last = time.monotonic()
 
-    async def open(self) -> EngineInfo:
-        """Return the engine's facts again; never called, since the engine is open."""
-        return await self._engine.open()
-
-    async def generate(self, request: Request, route: str) -> Completion:
-        """Send a request and count its answer; see `Engine.generate`."""
-        self._began = self._began or time.monotonic()
-        completion = await self._engine.generate(request, route)
-        self.ended(completion)
-        return completion
-
-    async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
-        """Send several requests and count their answers; see `Engine.generate_many`."""
-        self._began = self._began or time.monotonic()
-        await self._engine.generate_many(requests, route, CountedAnswers(self, answers))
-
-    def ended(self, completion: Completion) -> None:
+    def heard(self, request: Request, completion: Completion, route: str, sent_at: float) -> None:  # noqa: ARG002
         """Count an answer."""
         self._last = time.monotonic()
         prompt, cached = completion.prompt_tokens or 0, completion.cached_tokens or 0
@@ -290,19 +255,19 @@ class MeasuringEngine:
         if len(self._answers) < MOST_ANSWERS:
             self._answers += completion.texts
 
-    async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
-        """Ask the engine; see `Engine.tokens_of`."""
-        return await self._engine.tokens_of(request, special=special)
-
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load, and record it."""
         loads = await self._engine.loads()
         now = time.monotonic()
-        if self._began is not None:
-            self.stop(self._watch.record_load(now - self._began, loads, self._log_size()))
+        if self.first_at is not None:
+            self.stop(self._watch.record_load(now - self.first_at, loads, self._log_size()))
         if now - self._opened > self._within_s:
             self.stop(("cut", "the time for tuning was over"))
         return loads
+
+    def give_back(self, route: str, kept: int) -> None:
+        """Give rows back; see `Engine.give_back`."""
+        self._engine.give_back(route, kept)
 
     def incidents(self) -> list[Incident]:
         """Return the server's incidents; a death ends the trial."""
@@ -318,7 +283,7 @@ class MeasuringEngine:
     def result(self, info: EngineInfo) -> TrialResult:
         """Return the result of the trial, at its end; `info` has the limits that the log lacks."""
         ended, why = self.end or ("measured", "all rows of the sample")
-        at_s = self._last - (self._began or self._last)
+        at_s = self._last - (self.first_at or self._last)
         result = self._watch.result(ended, why, at_s, 0.0)
         log = self._log_path.read_bytes() if self._log_path else b""
         begin, until = self._watch.measured_span(

@@ -109,16 +109,15 @@ def test_a_live_server_with_dp_attention() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "certainty"),
-    [("--model m --attention-backend triton", "medium"), ("--model m", None), ("--config f.yaml", "low")],
+    ("asked", "told"),
+    [("--model m --attention-backend triton", True), ("--model m", False), ("--config f.yaml", True)],
 )
-def test_a_backend_that_sglang_chose_is_left(asked: str, certainty: str | None) -> None:
+def test_a_backend_that_sglang_chose_is_left(asked: str, *, told: bool) -> None:
     """A live server tells what it was asked for: what it chose by itself is its business."""
     arguments = {"launch_command": f"python -m sglang.launch_server {asked}", "attention_backend": "triton"}
     with FakeSGLang(max_running=4, others=40, arguments=arguments) as server:
         found = watched(server, polls=2, card="A100").advice
-    told = {advice.rule: advice.certainty for advice in found}
-    assert told.get("attention-backend") == certainty
+    assert ("attention-backend" in {advice.rule for advice in found}) == told
 
 
 def test_a_server_that_tells_its_load_by_metrics_only(monkeypatch: pytest.MonkeyPatch) -> None:

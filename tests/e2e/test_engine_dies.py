@@ -16,7 +16,7 @@ import pytest
 
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import MOST_DEATHS
-from batchrunner.engines.launched.supervisor import MOST_QUICK_DEATHS
+from batchrunner.engines.launched.server import MOST_QUICK_DEATHS
 from batchrunner.engines.recovery import MOST_CHANGES
 from tests.conftest import (
     batchrun,
@@ -197,7 +197,7 @@ def test_healing_can_be_switched_off(tmp_path: Path) -> None:
 
 def test_tries_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that no argument saves is given up, with the cause; every change was another one."""
-    monkeypatch.setattr("batchrunner.engines.launched.supervisor.MOST_QUICK_DEATHS", 1)
+    monkeypatch.setattr("batchrunner.engines.launched.server.MOST_QUICK_DEATHS", 1)
     job = job_of(tmp_path, hungry(tmp_path, OOM), rows=300)
     result = run_job(job, tmp_path, code=1)
     assert "Prefill out of memory" in result.stderr.splitlines()[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,34 @@ def test_a_step_that_loses_is_taken_back(tmp_path: Path) -> None:
     assert starts_of(tmp_path) == [4]
 
 
-@pytest.mark.parametrize(
-    "engine", [{"adapt": "off"}, {"args": {"max-running-requests": 4}}, {"adapt": False}]
-)
+def test_what_starts_no_more_is_forgotten(tmp_path: Path) -> None:
+    """What was found best, and kills the server now, is tried by one run, and by none after it."""
+    job = slotted(tmp_path, 2 * ROWS)
+    run_job(job, tmp_path)
+    starts_of(tmp_path)
+    code = next((tmp_path / "site").rglob("launch_server.py"))
+    code.write_text(code.read_text().replace("free, lock =", "if slots > 4: sys.exit('no')\nfree, lock ="))
+    run_job(job, tmp_path, *AGAIN)
+    tried, back = starts_of(tmp_path)
+    assert (tried > 4, back) == (True, 4)
+    run_job(job, tmp_path, *AGAIN)
+    assert starts_of(tmp_path) == [4]
+
+
+def test_a_stop_waits_for_no_restart(tmp_path: Path) -> None:
+    """Rows that wait for the server are left for the next start."""
+    job = slotted(tmp_path, 10 * ROWS, environ={"AT_START": "if slots > 4: time.sleep(100)"})
+    job["limits"] |= {"deadline": 15}
+    began = time.monotonic()
+    run_job(job, tmp_path, code=1)
+    assert starts_of(tmp_path)[1] > 4
+    assert time.monotonic() - began < 60
+    assert report_of(job)["rows_failed"] == 0
+
+
+@pytest.mark.parametrize("engine", [{"adapt": "off"}, {"args": {"max_running": 4}}, {"adapt": False}])
 def test_what_the_job_says_stays(tmp_path: Path, engine: dict[str, Any]) -> None:
-    """A flag that it names is not touched, nor any flag where it wants none changed."""
+    """A flag that it names, even in short, is not touched, nor any flag where it wants none changed."""
     job = slotted(tmp_path, 200, engine)
     run_job(job, tmp_path)
     assert starts_of(tmp_path) == [4]

@@ -12,7 +12,7 @@ import pytest
 
 import batchrunner
 from batchrunner.engines.launched.fleet import LaunchedFleet
-from batchrunner.engines.launched.supervisor import SupervisedProgram
+from batchrunner.engines.launched.server import SGLangServer
 from tests.conftest import SMALL_MODEL, eventually, job_of, require_engine, results_of
 from tests.support.engine_processes import descendants_of
 from tests.support.tiny_model import make_tiny_llama
@@ -64,7 +64,7 @@ def _fleet(engine: batchrunner.OpenEngine) -> LaunchedFleet:
     return made
 
 
-def _processes(program: SupervisedProgram) -> list[int]:
+def _processes(program: SGLangServer) -> list[int]:
     """Return the program and all that it started, without its launcher."""
     assert program._process is not None
     found = descendants_of(program._process.pid)

@@ -140,9 +140,13 @@ def test_a_batch_from_upload_to_download(tmp_path: Path) -> None:
         assert batch.expires_at == batch.created_at + 86_400
         for made, expected in zip((batch.output_file_id, batch.error_file_id), by_command, strict=True):
             assert made is not None
-            told = client.files.content(made).text.replace(file.id, "FILE")
-            where = str(tmp_path / "state" / "files" / "FILE")
-            assert told.replace(where, str(requests)) == expected.read_text()
+            told = client.files.content(made).text.replace(file.id, requests.name)
+            assert told == expected.read_text()
+        spent = [line["response"]["body"]["usage"] for line in server.lines_of(batch.output_file_id)]
+        assert batch.usage is not None
+        assert batch.usage.input_tokens == sum(each["prompt_tokens"] for each in spent)
+        assert batch.usage.output_tokens == sum(each["completion_tokens"] for each in spent)
+        assert batch.usage.total_tokens == batch.usage.input_tokens + batch.usage.output_tokens
         found = client.files.list(purpose="batch_output")
         assert {each.id for each in found} == {batch.output_file_id, batch.error_file_id}
         assert client.files.delete(file.id).deleted
@@ -151,8 +155,8 @@ def test_a_batch_from_upload_to_download(tmp_path: Path) -> None:
         assert second.error_file_id is None
         assert [each.id for each in client.batches.list(limit=1)] == [second.id, batch.id]
         assert client.batches.list(limit=1).has_more
-        names = [path.name for path in (tmp_path / "state" / "batches").rglob("*") if path.is_file()]
-        assert names == ["batch.json"] * 2  # the runs are gone
+        left = {path.name for path in (tmp_path / "state" / "batches").iterdir()}
+        assert left == {f"{batch.id}.json", f"{second.id}.json"}  # the runs are gone
         told = server.client.get("/../metrics", cast_to=str)
         assert 'batchrunner_batches{status="completed"} 2' in told
         assert server.kill(signal.SIGTERM) == 0
@@ -181,12 +185,15 @@ WRONG: dict[str, tuple[int, str | None, Callable[[openai.OpenAI, str], object]]]
     "missing": (400, "missing_required_parameter", lambda client, _: client.post(
         "/batches", cast_to=object, body={"endpoint": CHAT}
     )),
-    "limit": (400, "invalid_value", lambda client, _: client.batches.list(limit=101)),
+    "limit": (400, "invalid_value", lambda client, _: client.batches.list(limit=10_001)),
+    "lifetime": (400, "invalid_value", lambda client, _: client.files.create(
+        file=b"a", purpose="batch", expires_after={"anchor": "created_at", "seconds": 60}
+    )),
     "after": (400, "invalid_value", lambda client, _: client.files.list(after="file-none")),
 }  # fmt: skip
 
 
-def _create(client: openai.OpenAI, file: str, **changes: Any) -> object:
+def _create(client: openai.OpenAI, file: str, **changes: Any) -> Any:
     return client.batches.create(
         **{"input_file_id": file, "endpoint": CHAT, "completion_window": "24h", **changes}
     )
@@ -229,7 +236,7 @@ def test_batches_that_fail(tmp_path: Path) -> None:
             assert str(tmp_path) not in batch.errors.to_json()
         told = [batch.errors.data[0] for batch in (binary, empty, other)]
         assert [(error.code, error.line) for error in told] == [
-            ("invalid_file", 1), ("invalid_file", None), ("mismatched_url", 1),
+            ("invalid_file", 1), ("invalid_file", None), ("invalid_file", 1),
         ]  # fmt: skip
 
 
@@ -261,6 +268,28 @@ def test_a_batch_ends_early(tmp_path: Path, early: str) -> None:
         assert {line["response"] for line in left} == {None}
 
 
+def test_files_expire(tmp_path: Path) -> None:
+    """`expires_after` of an upload and `output_expires_after` of a batch: the files are deleted in time."""
+    lifetime: Any = {"anchor": "created_at", "seconds": 3600}
+    with serving(tmp_path / "state", *FAST) as server:
+        content = ("a.jsonl", requests_of(2))
+        file = server.client.files.create(file=content, purpose="batch", expires_after=lifetime)
+        kept = server.upload(requests_of(1))
+        batch = server.ended(_create(server.client, file.id, output_expires_after=lifetime))
+        output = server.client.files.retrieve(batch.output_file_id or "")
+        for made in (file, output):
+            assert made.expires_at == made.created_at + 3600
+        assert server.client.files.retrieve(kept).expires_at is None
+        server.kill()
+        for made in (file, output):  # an hour later
+            record = tmp_path / "state" / "files" / f"{made.id}.json"
+            record.write_text(
+                json.dumps({**json.loads(record.read_text()), "expires_at": int(time.time()) - 1})
+            )
+        server.start()
+        assert [each.id for each in server.client.files.list()] == [kept]
+
+
 def test_a_small_batch_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
     """Batches at once have equal parts of the engine."""
     with serving(tmp_path / "state", *SLOW) as server:
@@ -274,6 +303,9 @@ def test_a_small_batch_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
 def test_kills_lose_nothing(tmp_path: Path) -> None:
     """Whatever is uploaded or accepted is there after a kill; each line is answered, and once."""
     server, random_s = Server(tmp_path / "state", *SLOW), random.Random(7)
+    for name in ("mine.txt", "files/mine.json", "files/mine", "batches/mine/mine.txt"):
+        (tmp_path / "state" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "state" / name).write_text("{}")
     content, files, batches = requests_of(40, max_tokens=10), list[str](), list[Batch]()
     for _ in range(5):
         server.start()
@@ -293,6 +325,7 @@ def test_kills_lose_nothing(tmp_path: Path) -> None:
     with serving(tmp_path / "state", *SLOW) as last:
         assert batches
         assert not [*(tmp_path / "state" / "files").glob(".*")]
+        assert len([*(tmp_path / "state").rglob("mine*")]) == 5  # what others put there stays
         for file in files:
             assert last.client.files.content(file).content == content
         for batch in [last.client.batches.retrieve(batch.id) for batch in batches[:8]]:
@@ -337,6 +370,30 @@ def test_the_engine_is_away_for_a_while(tmp_path: Path, server: FakeSGLang) -> N
         server.script = lambda _: "answer"
         served.start()
         assert served.ended(batch).status == "completed"
+
+
+def test_the_engine_comes_later_and_changes(tmp_path: Path) -> None:
+    """An engine that is not up yet is waited for; a batch waits for its own model, until its time is over."""
+    with FakeSGLang() as first:
+        url, port = first.url, int(first.url.rpartition(":")[2])
+    served = Server(tmp_path / "state", engine=url)
+    starting = threading.Thread(target=served.start)
+    starting.start()
+    time.sleep(1)
+    with FakeSGLang(lambda sent: "answer" if engine.requests < 20 else "hold", port=port) as engine:
+        starting.join()
+        batch = served.begin(served.upload(requests_of(40)), window="20s")
+        engine.wait_for(20)
+        served.kill()
+    with FakeSGLang(model="another/model", port=port):
+        served.start()
+        assert served.client.models.list().data[0].id == "another/model"
+        batch = served.ended(batch)
+        assert (batch.status, batch.model) == ("expired", "fake/model")
+        files = [file for file in (batch.output_file_id, batch.error_file_id) if file]
+        names = sorted(line["custom_id"] for file in files for line in served.lines_of(file))
+        assert names == sorted(f"r-{number}" for number in range(40))
+        served.kill()
 
 
 def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

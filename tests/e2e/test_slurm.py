@@ -24,10 +24,21 @@ from batchrunner.core.errors import OutputError
 from batchrunner.dispatch.queue import READ_AHEAD_ROWS
 from batchrunner.engines.http.connections import free_port
 from batchrunner.runner.status import status
-from tests.conftest import batchrun, eventually, job_of, results_of, skip_without, write_job
+from tests.conftest import (
+    SMALL_MODEL,
+    batchrun,
+    eventually,
+    job_of,
+    require_engine,
+    results_of,
+    skip_without,
+    write_job,
+)
+from tests.support.engine_processes import command_line
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.launchable import launchable
+from tests.support.launchable import two_halves
 from tests.support.server_thread import PATIENCE_S
+from tests.support.tiny_model import make_tiny_llama
 
 pytestmark = pytest.mark.slurm
 
@@ -63,7 +74,7 @@ KillWait=30
 GresTypes=gpu
 MessageTimeout=60
 {nodes}
-PartitionName=main Nodes=n[1-2] Default=YES MaxTime=10 State=UP
+PartitionName=main Nodes=n[1-2] Default=YES MaxTime=30 State=UP
 """
 
 
@@ -396,54 +407,70 @@ def test_tasks_that_are_killed(ended: Submitted) -> None:
     assert f"took over from {killed}" in ended.log(0) + ended.log(3)
 
 
-RANKS = """
-rank = sys.argv[sys.argv.index("--node-rank") + 1]
-with open(os.environ["SEEN"], "a") as seen:
-    print(rank, *sys.argv, file=seen)
-print("rank", rank, "begins", flush=True)
-if rank == "1":
-    while not os.path.exists(os.environ["DIE"]):
-        time.sleep(0.1)
-    os.unlink(os.environ["DIE"])
-    print("RuntimeError: the second machine is out of order", flush=True)
-    os._exit(7)
-
-class Handler(Server):
-    known = {
-        "/ready": {}, "/health": {}, "/model_info": {"model_path": "two"},
-        "/server_info": {"version": "0.5.23", "max_running_requests": 8},
-    }
-    answered = 0
-    def asked(self, body):
-        Handler.answered += 1
-        if Handler.answered == 5 and not os.path.exists(os.environ["DIED"]):
-            for name in ("DIED", "DIE"):
-                open(os.environ[name], "w").close()
-            time.sleep(600)  # as one that waits for the other machine
-        self.answer("to " + body["text"])
-"""
-
-
 @story
 def an_engine_on_two_machines(slurm: SlurmCluster, here: Path) -> Submitted:
-    files = {name: str(here / name.lower()) for name in ("SEEN", "DIE", "DIED")}
-    engine = {**launchable(here, RANKS, **files), "nodes": 2}
-    job = submit(slurm, job_of(here, engine, rows=40, window=2), here, "--array", "0")
+    plan = job_of(here, two_halves(here), rows=40, window=2)
+    job = submit(slurm, plan, here, "--array", "0", "--", "--gpus-per-task=1")
+    slurm.wait_until(job.at_it)
+    (here / "die").touch()
+    slurm.wait_until(lambda: job.log(0).count("the engine is back") and job.at_it())
+    slurm.call("scontrol", "requeue", f"{job.array}_0")
+    slurm.wait_until(lambda: "interrupted: waiting" in job.log(0))
+    (here / "go").touch()
     job.wait()
     return job
 
 
 def test_an_engine_on_two_machines(ended: Submitted) -> None:
-    """The death of one machine's part is the server's: both start again, and no row is lost or sent twice."""
+    """The death of one machine's part is the server's: both start again. Of a task that is requeued both end
+    when its rows in flight have."""
     ended.check_rows()
     here = ended.run.parent
     seen = [line.split() for line in (here / "seen").read_text().splitlines()]
-    assert sorted(rank for rank, *_ in seen) == ["0", "0", "1", "1"]
-    for start in (seen[:2], seen[2:]):
+    for start in (seen[:2], seen[2:4], seen[4:]):
+        assert sorted(line[:2] for line in start) == [["0", "0"], ["1", "0"]]  # a GPU on each
         places = {tuple(words[words.index("--nnodes") : words.index("--node-rank")]) for words in start}
         assert len(places) == 1
         assert "--dist-init-addr" in places.pop()
-    (task,) = (ended.run / "tasks").iterdir()
-    log = (task / "engine-server-node1.log").read_text()
-    assert log.count("rank 1 begins") == 2
-    assert "the second machine is out of order" in ended.log(0)
+    told = ended.log(0)
+    assert told.count("the engine died") == 1
+    assert "the second machine is out of order" in told
+    (log,) = (ended.run / "tasks").glob("*-r1-*/engine-server-node1.log")
+    assert log.read_text() == "rank 1 begins\n"
+
+
+@pytest.mark.engine
+@pytest.mark.long
+def test_the_real_engine_on_two_machines(slurm: SlurmCluster, tmp_path: Path) -> None:
+    """SGLang's two halves meet, by gloo on CPUs. A scheduler of the second one dies: both start again."""
+    require_engine("sglang")
+    model = make_tiny_llama(tmp_path / "model", SMALL_MODEL)
+    cpus = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}  # as a machine without NCCL
+    engine = {"kind": "server", "model": str(model), "device": "cpu", "nodes": 2, "tp": 2, "env": cpus}
+    # answers are taken once there is a file, so that the run cannot end before
+    (tmp_path / "gate.py").write_text(
+        f"import pathlib\ndef judge(*_): return pathlib.Path({str(tmp_path / 'go')!r}).exists() or 'wait'\n"
+    )
+    accept = {"python": "gate:judge", "tries": 100, "feedback": False}
+    plan = job_of(tmp_path, engine, rows=40, sampling={"max_new_tokens": 8}, accept=accept)
+    job = submit(slurm, plan, tmp_path, "--array", "0", "--", "--mem=4000M")
+    deaths = 0
+
+    def second_half() -> list[int]:
+        return [
+            int(path.parent.name)
+            for path in Path("/proc").glob("[0-9]*/cmdline")
+            if "sglang::scheduler_TP1" in command_line(int(path.parent.name))
+            and "engine-server-node1.log" in str((path.parent / "fd" / "1").readlink())
+        ]
+
+    slurm.wait_until(lambda: "rows to do" in job.log(0) or not slurm.jobs())
+    for pid in second_half():
+        os.kill(pid, signal.SIGKILL)
+        deaths += 1
+    assert deaths == 1, job.log(0)
+    slurm.wait_until(lambda: "the engine is back" in job.log(0) or not slurm.jobs())
+    (tmp_path / "go").touch()
+    job.wait()
+    job.check_rows()
+    assert "the engine died" in job.log(0)

@@ -125,6 +125,7 @@ def test_what_is_wrong_is_told_before_the_pipeline_runs(nodes: RayNodes, server:
         ({"kind": "server", "model": "m", "args": {"tp-size": 2, "dp-size": 2}}, [8], 4),
         ({"kind": "server", "model": "m", "args": {"pp-size": 2}, "tp": 2}, [8], 4),
         ({"kind": "server", "model": "m", "tp": 2, "replicas": 3}, [8], 6),
+        ({"kind": "server", "model": "m", "tp": 16, "nodes": 2}, [8], 8),
     ],
 )
 def test_an_engine_takes_so_many(engine: Any, on_nodes: list[float], asked: int) -> None:

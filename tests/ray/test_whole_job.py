@@ -20,6 +20,7 @@ from batchrunner.core.errors import OutputError
 from batchrunner.runner.status import status
 from tests.conftest import batchrun, job_of, results_of, rows_in, started, write_job
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.launchable import two_halves
 from tests.support.ray_cluster import RayNodes
 from tests.support.server_thread import PATIENCE_S
 
@@ -122,6 +123,22 @@ def tasks_at_work(run: Path, count: int) -> set[int]:
             return pids
         time.sleep(0.1)
     raise AssertionError(f"{len(pids)} of {count} workers have rows in flight")
+
+
+def test_an_engine_on_two_nodes(nodes: RayNodes, tmp_path: Path) -> None:
+    """A node with a part of the engine dies: another node takes its place, and all parts start again."""
+    job = job_of(tmp_path, two_halves(tmp_path, device="cpu"), rows=40, window=2)
+    with started("ray", write_job(job, tmp_path), "--workers", 1, "--address", nodes.address) as run:
+        tasks_at_work(tmp_path / "run", 1)
+        nodes.kill_the_node_of("Rank")
+        run.wait_for_line("the engine is back")
+        (tmp_path / "go").touch()
+        assert run.end() == 0
+    assert rows_in(job) == list(range(40))
+    starts = [line.split()[0] for line in (tmp_path / "seen").read_text().splitlines()]
+    assert sorted(starts) == ["0", "0", "1", "1"]
+    (task,) = (tmp_path / "run" / "tasks").iterdir()
+    assert (task / "engine-server-node1.log").read_text() == "rank 1 begins\n" * 2
 
 
 def test_failed_rows_again(nodes: RayNodes, server: FakeSGLang, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 from batchrunner.advise.situation import Situation
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.launched.fleet import FlagMemory
 from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.reader import Facts
 from batchrunner.engines.logs.series import LoadSample, Series
+from batchrunner.engines.recovery import FlagMemory
 from batchrunner.runner.adapt import EXPECTED, WORTH, Adaptation
 
 TICK_S = 2.0
@@ -29,14 +29,19 @@ class Server:
     rate: Mapping[int, float]
     name: str = "replica 0"
     adapted: dict[str, Any] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    named: str = "-"
     up: bool = True
+    lost: Any = None
     start_s: float = START_S
     incidents: list[Incident] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     down_s: float = 0.0
     window_s: float = 0.0
     slow: float = 1.0
+    prompts: float = 3.0
+    """Prompt tokens for each output token."""
+    fills: bool = True
+    """Whether it has steady work."""
 
     @property
     def places(self) -> int:
@@ -50,6 +55,9 @@ class Server:
         self.adapted, self.up, self.down_s = dict(args), False, START_S
         self.starts.append(self.places)
 
+    def may_change(self, name: str) -> bool:
+        return not name.startswith(self.named)
+
     def keep(self) -> None:
         pass
 
@@ -60,7 +68,7 @@ class Server:
     def take(self, _: Mapping[str, Any]) -> None:
         self.down_s -= TICK_S
         self.up = self.up or self.down_s <= 0
-        self.window_s += TICK_S * self.up
+        self.window_s += TICK_S * (self.up and (self.fills or not self.starts))
 
     @property
     def busy_s(self) -> float:
@@ -82,7 +90,9 @@ class Watch:
     server: Server
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.server, "speed" if name == "rate" else name)
+        if name == "rates":
+            return self.server.speed, self.server.speed * (1 + self.server.prompts)
+        return getattr(self.server, name)
 
 
 def adaptation(directory: Path, *servers: Server, ends_at: float = 1e9) -> Adaptation:
@@ -92,8 +102,8 @@ def adaptation(directory: Path, *servers: Server, ends_at: float = 1e9) -> Adapt
 
 def run(it: Adaptation, ticks: int, left_s: float | None, **sample: Any) -> None:
     usual = {"in_flight": 10, "rows_per_s": 10.0, "unsent": 999, "window": 20}
-    for _ in range(ticks):
-        it.take({**usual, "time": 0, "time_left_s": left_s, **sample})
+    for tick in range(ticks):
+        it.take({**usual, "time": tick * TICK_S, "time_left_s": left_s, **sample})
 
 
 GAINS, LOSES = {4: 40.0, 16: 120.0}, {4: 40.0, 16: 30.0}
@@ -155,8 +165,56 @@ def test_replicas_are_compared_with_each_other(tmp_path: Path) -> None:
     assert most_down == 1
 
 
+def test_rates_of_unlike_rows_are_not_compared(tmp_path: Path) -> None:
+    """Prompts that become longer make every server put out less: that is no loss of the step, nor a gain."""
+    server = Server({4: 40.0, 16: 40.0})
+    it = adaptation(tmp_path, server)
+    for _ in range(100):
+        run(it, 1, 1e6)
+        if server.starts:
+            server.slow, server.prompts = 0.5, 9.0
+    assert server.starts == [16]
+    assert not FlagMemory(tmp_path / "learned.json", []).gains
+
+
+@pytest.mark.parametrize("rate", [GAINS, LOSES])
+def test_a_trial_without_steady_work_ends(rate: Mapping[int, float], tmp_path: Path) -> None:
+    """After some windows of time what was measured counts."""
+    server = Server(rate, fills=False)
+    run(adaptation(tmp_path, server), 200, 1e6)
+    assert server.starts == ([16] if rate is GAINS else [16, 4])
+
+
+def test_a_death_of_another_begins_the_trial_anew(tmp_path: Path) -> None:
+    """What it did while it came up is not compared; one that is given up is left out from then on."""
+    tried, other = servers = [Server(GAINS, f"replica {n}") for n in range(2)]
+    it = adaptation(tmp_path, *servers)
+    while not tried.starts:
+        run(it, 1, 1e6)
+    other.up, other.down_s, other.slow = False, 50.0, 0.1
+    run(it, 20, 1e6)
+    other.slow = 1.0
+    run(it, 20, 1e6)
+    assert FlagMemory(tmp_path / "learned.json", []).args == {"max-running-requests": 16}
+    assert [server.starts for server in servers] == [[16]] * 2
+    alone = Server(GAINS)
+    run(adaptation(tmp_path / "new", alone, Server(GAINS, up=False, lost="lost", down_s=1e9)), 200, 1e6)
+    assert alone.starts == [16]
+
+
+def test_tasks_learn_from_each_other(tmp_path: Path) -> None:
+    """Each finds something else: the next run starts with both, and none tries what another one has tried."""
+    one, two = (FlagMemory(tmp_path / "learned.json", []) for _ in range(2))
+    one.learn("a", 0.5, {"max-running-requests": 16})
+    two.learn("b", 0.2, {"chunked-prefill-size": 2048})
+    two.learn("c", -0.2)
+    assert one.gains == {"a": 0.5, "b": 0.2, "c": -0.2}
+    both = {"max-running-requests": 16, "chunked-prefill-size": 2048}
+    assert FlagMemory(tmp_path / "learned.json", []).args == both
+
+
 def test_named_flags_are_not_touched(tmp_path: Path) -> None:
     """Under any of their names."""
-    server = Server(GAINS, fixed={"max-running-requests": 4})
+    server = Server(GAINS, named="max-running-requests")
     run(adaptation(tmp_path, server), 100, 1e6)
     assert not server.starts

@@ -78,6 +78,7 @@ Bundles: TypeAlias = Literal["rows"] | Body | OnWire | Endless
 """What becomes of a request with several rows: each is answered by the script, or all have one answer."""
 Script: TypeAlias = Callable[[Sent], Behaviour | Body | OnWire | Said]
 
+TOKENS_OF_ABORTED = 7
 SILENT = {"empty", "said nothing"}
 """Behaviours whose answer has no text."""
 
@@ -141,6 +142,11 @@ class FakeSGLang(ServerThread):
         """How often the load was asked for and told."""
         self.on_poll: Callable[[], object] = lambda: None
         """Called in the server's own thread whenever the load is asked for, before it is told."""
+        self.aborted: list[str] = []
+        """Names of the requests that were to be aborted."""
+        self.takes_aborts = True
+        """False: aborts need the key of an admin."""
+        self._named: dict[str | None, asyncio.Future[web.StreamResponse]] = {}
         self._in_flight, self._released, self._is_dead = 0, False, False
         self._tries: Counter[str] = Counter()
         self._news = threading.Condition()
@@ -197,6 +203,7 @@ class FakeSGLang(ServerThread):
             app.router.add_post("/v1/completions", self._generate)
             app.router.add_post("/v1/embeddings", self._embed)
             app.router.add_post("/encode", self._score)
+            app.router.add_post("/abort_request", self._abort)
         else:
             app.router.add_get("/{anything:.*}", self._something_else)
 
@@ -291,17 +298,36 @@ class FakeSGLang(ServerThread):
         self._in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         try:
-            what = self.script(sent)
-            if self.delay_s and _is_good(what):
-                async with self._slots:
-                    await asyncio.sleep(self.delay_s)
-            elif what in REFUSALS:
-                await asyncio.sleep(self.refusal_s)
-            if isinstance(what, (Body, OnWire)):
-                return self._write(request, what)
-            return await self._react(request, sent, what)
+            answering = asyncio.ensure_future(self._answer(request, sent))
+            self._named[body.get("rid")] = answering
+            await asyncio.wait([answering])
+            return (
+                web.json_response(aborted(sent, None, "Aborted"))
+                if answering.cancelled()
+                else answering.result()
+            )
         finally:
+            answering.cancel()
             self._in_flight -= 1
+
+    async def _answer(self, request: web.Request, sent: Sent) -> web.StreamResponse:
+        what = self.script(sent)
+        if self.delay_s and _is_good(what):
+            async with self._slots:
+                await asyncio.sleep(self.delay_s)
+        elif what in REFUSALS:
+            await asyncio.sleep(self.refusal_s)
+        if isinstance(what, (Body, OnWire)):
+            return self._write(request, what)
+        return await self._react(request, sent, what)
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        """Abort the request of a name, unless it has been answered."""
+        name = (await request.json())["rid"]
+        self.aborted.append(name)
+        if self.takes_aborts and name in self._named:
+            self._named[name].cancel()
+        return web.Response(status=200 if self.takes_aborts else 401)
 
     async def _embed(self, request: web.Request) -> web.StreamResponse:
         """Answer prompts with vectors: all of them, or as one that the script lets fail."""
@@ -513,7 +539,7 @@ def _cut(reply: Any) -> None:
             sample["meta_info"]["finish_reason"] = {"type": "length", "length": 0}
 
 
-def aborted(sent: Sent, status: int, message: str) -> Any:
+def aborted(sent: Sent, status: int | None, message: str) -> Any:
     """Return a reply with status 200 whose only content is that there is none."""
     sample = _sample(sent, "")
     sample["meta_info"]["finish_reason"] = {
@@ -522,6 +548,7 @@ def aborted(sent: Sent, status: int, message: str) -> Any:
         "status_code": status,
         "err_type": None,
     }
+    sample["meta_info"]["completion_tokens"] = TOKENS_OF_ABORTED
     return sample if sent.path == "/generate" else _chat(sent, [sample])
 
 

@@ -203,3 +203,39 @@ class Handler(Server):
 def with_slots(directory: Path, **environ: str) -> dict[str, Any]:
     """Return the `engine` of a job that launches a server with too few places; `starts` has those of each."""
     return launchable(directory, SLOTS, STARTS=str(directory / "starts"), **environ)
+
+
+RANKS = """
+rank = sys.argv[sys.argv.index("--node-rank") + 1]
+with open(os.environ["SEEN"], "a") as seen:
+    print(rank, os.environ.get("CUDA_VISIBLE_DEVICES", "-"), *sys.argv, file=seen)
+print("rank", rank, "begins", flush=True)
+meeting = sys.argv[sys.argv.index("--dist-init-addr") + 1]
+while not any(line.startswith("1 ") and meeting in line for line in open(os.environ["SEEN"])):
+    time.sleep(0.1)
+while rank == "1":
+    time.sleep(0.1)
+    if os.path.exists(os.environ["DIE"]):
+        os.unlink(os.environ["DIE"])
+        print("RuntimeError: the second machine is out of order", flush=True)
+        os._exit(7)
+
+class Handler(Server):
+    known = {
+        "/ready": {}, "/health": {}, "/model_info": {"model_path": "two"},
+        "/server_info": {"version": "0.5.23", "max_running_requests": 8},
+    }
+    answered = 0
+    def asked(self, body):
+        Handler.answered += 1
+        while Handler.answered > 4 and not os.path.exists(os.environ["GO"]):
+            time.sleep(0.1)  # as one that waits for the other machine
+        self.answer("to " + body["text"])
+"""
+"""Both halves of a server: the second dies once there is a file DIE; rows from the fifth on wait for GO."""
+
+
+def two_halves(directory: Path, **engine: Any) -> dict[str, Any]:
+    """Return the `engine` of a job on two machines; `seen` has a line for each start of one of them."""
+    files = {name: str(directory / name.lower()) for name in ("SEEN", "DIE", "GO")}
+    return {**launchable(directory, RANKS, **files), "nodes": 2, "tp": 2, **engine}

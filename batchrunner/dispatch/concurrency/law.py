@@ -114,6 +114,9 @@ class CornerChange:
 class Controller:
     """The window of one scheduler. Times are seconds of any clock that does not go back."""
 
+    least = 1
+    """The smallest window."""
+
     def __init__(self, scheduler: str, window: int, band: QueueBand, *, most: int, now: float) -> None:
         """`most` is the largest window that the connections allow."""
         self.scheduler = scheduler
@@ -159,7 +162,8 @@ class Controller:
         if self.state == "blind" or silence_s < patience_s:
             return []
         self.state = "blind"
-        return self._move(self.window, f"no fresh load for {silence_s:.0f} s: it stays", always=True)
+        stays = min(self.window, self.least * self._most)
+        return self._move(stays, f"no fresh load for {silence_s:.0f} s", always=True)
 
     def backpressure(self, now: float, what: str) -> list[Decision]:
         """Narrow the window after a refusal or a timeout."""
@@ -282,7 +286,7 @@ class Controller:
 
     def _move(self, window: int, reason: str, *, always: bool = False) -> list[Decision]:
         """Set the window; return the change unless it is small."""
-        self.window = max(1, min(window, self._most))
+        self.window = max(self.least, min(window, self._most))
         if not always and abs(self.window - self._logged) <= SMALL * self._logged:
             return []
         old, self._logged = self._logged, self.window

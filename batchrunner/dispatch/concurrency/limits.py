@@ -14,6 +14,7 @@ from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion
 from batchrunner.dispatch.bundles import ForwardPasses
+from batchrunner.dispatch.concurrency.background import BackgroundController
 from batchrunner.dispatch.concurrency.law import Controller, CornerChange, Decision, Reading, first_window
 
 
@@ -106,6 +107,10 @@ class ConcurrencyLimits:
     """Window that the job sets (`window`), over all routes; it is never changed."""
     passes: ForwardPasses | None = None
     """Passes of a task without decoding, which the queue's band follows; None for generating."""
+    given_back: int = 0
+    """Rows that were taken from the engine again, as its users came."""
+    tokens_lost: int = 0
+    """Output tokens of theirs that have to be generated again."""
     own_band: bool = False
     """Whether the job sets the band (`queue`), which then holds for passes too."""
     known: dict[str, KnownScheduler] = field(default_factory=dict)
@@ -137,8 +142,9 @@ class ConcurrencyLimits:
         if self.fixed is not None:
             share = max(1, -(-self.fixed // len(self.ends)))
             return dict.fromkeys(self.ends, min(share, self.most))
+        least = 0 if self.is_background else 1
         return {
-            route: max(1, min(self._wanted(route), self._most_of_rest.get(route, self.most)))
+            route: max(least, min(self._wanted(route), self._most_of_rest.get(route, self.most)))
             for route in self.ends
         }
 
@@ -151,6 +157,26 @@ class ConcurrencyLimits:
 
     def _wanted(self, route: str) -> int:
         return min(self.most, sum(scheduler.controller.window for scheduler in self._on_route[route]))
+
+    @property
+    def is_background(self) -> bool:
+        """Whether the engine serves others first."""
+        return self.info.yields is not None
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """Rows that may stay in flight on each route from which some are to be given back."""
+        found: dict[str, int] = {}
+        for route, on in self._on_route.items():
+            laws = [s.controller for s in on if isinstance(s.controller, BackgroundController)]
+            if any(law.kept is not None for law in laws):
+                found[route] = sum(law.ours if law.kept is None else law.kept for law in laws)
+        return found
+
+    def gave_back(self, tokens: int) -> None:
+        """Count a row that was given back after so many output tokens."""
+        self.given_back += 1
+        self.tokens_lost += tokens
 
     @property
     def retractions(self) -> int:
@@ -174,7 +200,7 @@ class ConcurrencyLimits:
         ]
         for load in loads:
             self.known[load.scheduler].heard_at = now
-        if unsent == 0 or self.fixed is not None:
+        if not self.is_background and (unsent == 0 or self.fixed is not None):
             for scheduler in self.known.values():
                 scheduler.controller.state = "fixed" if unsent else "tail"
                 scheduler.controller.corner = None
@@ -221,6 +247,14 @@ class ConcurrencyLimits:
         else:
             window, why = first_window(most, load.max_total_tokens, self.tokens_a_row, band.low, band.high)
         controller = Controller(name, window, band, most=self.most, now=now)
+        if self.info.yields is not None:
+            fits = window
+            if self.passes is None and load.max_total_tokens is not None:
+                fits = max(1, load.max_total_tokens // self.tokens_a_row)
+            controller = BackgroundController(
+                name, fits, band, most=self.most, now=now, yields=self.info.yields
+            )
+            why = "background: what the users leave"
         self.known[name] = KnownScheduler(name, load.route, controller, heard_at=now)
         self._on_route[load.route].append(self.known[name])
         self.ends.setdefault(load.route, RouteEnds()).recent += controller.window
@@ -239,8 +273,8 @@ class ConcurrencyLimits:
         changes: list[Decision | CornerChange] = []
         for load in loads:
             scheduler, on = self.known[load.scheduler], len(self._on_route[load.route])
-            if not scheduler.take(load):
-                continue
+            if not scheduler.take(load) and (load.has_work or not self.is_background):
+                continue  # an idle scheduler tells nothing new
             ours = in_flight.get(load.route, 0)
             if on > 1:
                 total = busy[load.route]
@@ -279,7 +313,7 @@ class ConcurrencyLimits:
 
     def _share_out(self, left: int, now: float) -> list[Decision]:
         """Limit each route to its share of what is left; return a decision when that begins to matter."""
-        if len(self.ends) == 1:
+        if len(self.ends) == 1 or self.is_background:
             return []
         silent = {r for r, on in self._on_route.items() if on and all(s.is_silent(now) for s in on)}
         gap_s = now - (now if self._shared_at is None else self._shared_at)

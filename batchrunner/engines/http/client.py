@@ -139,6 +139,8 @@ class HttpEngine(Engine):
         """Where requests are sent, by route."""
         self.replicas: Sequence[str] = []
         """URLs of the servers that get rows; those of a gateway may change."""
+        self.arguments: dict[str, dict[str, Any]] = {}
+        """What each server told of its arguments at the start, by its URL."""
         self.guard = ModelGuard()
         self._incidents: list[Incident] = []
         self.failures = FailureClassifier(self._is_alive, excuses)
@@ -176,6 +178,7 @@ class HttpEngine(Engine):
         self._asks = ServerQuestions(self._questions, of_gateway=of_gateway)
         told = [await self._asks.at_start(url, self._task) for url in urls]
         models, servers = [model for model, _ in told], [server for _, server in told]
+        self.arguments = dict(zip(urls, servers, strict=True))
         model = common_model([*map(model_in, models, servers)])
         source = "the server tells no load (no /v1/loads, no /metrics)"
         for path in (LOADS, METRICS):

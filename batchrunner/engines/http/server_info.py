@@ -15,7 +15,7 @@ import msgspec
 import orjson
 
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad, TokenizerInfo
-from batchrunner.core.errors import EngineDownError, EngineStartError
+from batchrunner.core.errors import EngineAwayError, EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.guard import Model, model_in
 from batchrunner.engines.model_files import model_identity, takes_mean
@@ -269,7 +269,7 @@ class ServerQuestions:
             server = await self._ask(url, SERVER_INFO, TIMING.server_open)
         except EngineDownError as failure:
             hint = self._remedy if self._remedy in str(failure) else None
-            raise EngineStartError(str(failure), hint=hint) from None
+            raise EngineAwayError(str(failure), hint=hint) from None
         _check_does(task, model, f"{url}: serves {model['model_path']}")
         if server.get("skip_tokenizer_init"):
             raise EngineStartError(

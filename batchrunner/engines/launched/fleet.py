@@ -6,16 +6,12 @@ import functools
 import logging
 import os
 import secrets
-import socket
-import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
-from batchrunner.core.files import read_json
-from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import RowAnswers
 from batchrunner.engines.device import (
@@ -23,203 +19,17 @@ from batchrunner.engines.device import (
     card_name,
     gpus,
     on_cpu,
-    oom_kills,
-    program_environment,
-    server_args,
 )
-from batchrunner.engines.flags import arguments_in, command_line, variables_in
 from batchrunner.engines.http.client import HttpEngine
-from batchrunner.engines.http.connections import HeldPort, free_port, raise_file_limit
-from batchrunner.engines.http.guard import FailureClassifier
-from batchrunner.engines.launched.supervisor import PLANNED, SupervisedProgram, to_argv
+from batchrunner.engines.http.connections import raise_file_limit
+from batchrunner.engines.launched.server import SGLangServer
 from batchrunner.engines.model_files import cards_of, check_model, model_identity, split_over, with_tp
-from batchrunner.engines.recovery import EndedServer, Healer, learned_file, remember
+from batchrunner.engines.recovery import FlagMemory, Healer, learned_file
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TaskName
 
 log = logging.getLogger(__name__)
-
-START_TRIES = 3
-"""SGLang draws a port for its processes and binds it seconds later: of eight servers that start on a node at
-once, two draw the same one in 28 of 8,000 starts."""
-TOKENIZERS = "tokenizer-worker-num"
-"""Argument above 1 of which SGLang 0.5.23 refuses to start with an API key."""
-
-
-class FlagMemory:
-    """The flags and variables that were found best for a shape of job, and what each step gained."""
-
-    def __init__(self, file: Path, incidents: list[Incident]) -> None:
-        self._file = file
-        known = read_json(file)
-        self.args: Mapping[str, Any] = known.get("args", {})
-        """Those with which a run starts, beside the job's own."""
-        self.gains: Mapping[str, float] = known.get("gains", {})
-        """Gain of each step that was tried: 0.1 is a tenth more output tokens a second."""
-        if self.args:
-            why = "found best by an earlier run of such a job"
-            log.info("starting with %s, %s; delete %s to forget", command_line(self.args), why, file)
-            incidents.append(Incident("recalled", "the engine", why, {"new": self.args}))
-
-    def learn(self, args: Mapping[str, Any], step: str, gain: float) -> None:
-        """Write down what to start with, and the gain of a step; other tasks of a run do so too."""
-        self.args = args
-        self.gains = {**read_json(self._file).get("gains", {}), **self.gains, step: round(gain, 3)}
-        remember(self._file, {"args": args, "gains": self.gains})
-
-
-class SGLangServer(SupervisedProgram):
-    """One `sglang.launch_server` with the job's arguments or safer ones, restarted when it dies or hangs."""
-
-    def __init__(
-        self,
-        spec: ServerEngine,
-        model: str,
-        *,
-        key: str,
-        log_path: Path,
-        cpu: bool,
-        name: str = "the engine",
-        environ: Mapping[str, str] | None = None,
-        healer: Healer | None = None,
-        adapted: Mapping[str, Any] = {},
-        failures: FailureClassifier,
-        incidents: list[Incident],
-    ) -> None:
-        """`spec` describes all servers of a job; `environ` is that of this server alone."""
-        offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")} if Path(model).exists() else {}
-        super().__init__(
-            "sglang.launch_server",
-            key=key,
-            environ=program_environment({**offline, **spec.env, **(environ or {})}, cpu=cpu),
-            log_path=log_path,
-            python=spec.python,
-            name=name,
-            incidents=incidents,
-        )
-        self._port = HeldPort()
-        self.url = f"http://127.0.0.1:{self._port.number}"
-        self._own_argv = [
-            *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)),
-        ]  # fmt: skip
-        self._nodes = spec.nodes
-        if self._nodes > 1:
-            there = os.environ.get("SLURM_JOB_NUM_NODES", "none")
-            if there != str(self._nodes):
-                raise EngineStartError(
-                    f"engine.nodes {self._nodes}: machines of a Slurm job are needed (there: {there})",
-                    hint="start it with `batchrun slurm`",
-                )
-            self.starter = (
-                *("srun", f"--nodes={there}", f"--ntasks={there}", "--ntasks-per-node=1"),
-                *("--overlap", "--kill-on-bad-exit=1"),
-            )  # fmt: skip
-        self._start_timeout_s = spec.start_timeout
-        self._given = server_args(spec.args, cpu=cpu)
-        self._named = {**spec.args, **spec.env}
-        self._environ = self.environ
-        self.adapted = dict(adapted)
-        """Flags and variables that it has beside the job's own."""
-        self._before: Mapping[str, Any] | None = {} if adapted else None  # what it goes back to
-        self.start_s = 0.0
-        """Seconds that its last start took."""
-        self.has_work = False
-        """Whether it had rows at the last poll, while it is not up."""
-        self._args: dict[str, Any] = {}  # of the last start
-        self._kills: int | None = None  # the kernel's count at the last start
-        self._healer = healer
-        self._failures = failures
-
-    async def start(self) -> None:
-        """Start it and wait until it takes requests; raises EngineStartError where it does not.
-
-        A start that fails for want of memory is repeated with safer arguments, as after a death.
-        """
-        tries_left = START_TRIES
-        while True:
-            self._args = {**self._given, **arguments_in(self.adapted), **self._safer}
-            self.environ = {**self._environ, **variables_in(self.adapted)}
-            self.argv = [*self._own_argv, *to_argv(self._args)]
-            if self.starter:
-                meeting = f"{socket.gethostname()}:{free_port()}"
-                self.argv += ["--nnodes", str(self._nodes), "--dist-init-addr", meeting]
-            if str(self._args.get(TOKENIZERS, 1)) != "1":
-                self.key = ""
-                log.warning(
-                    "%s needs no key, and every user of this machine can use it: SGLang takes none with --%s",
-                    self.name, TOKENIZERS,
-                )  # fmt: skip
-            self._kills = oom_kills()
-            log.info("starting SGLang at %s; its log: %s", self.url, self.log_path)
-            began = time.monotonic()
-            await self.launch()
-            try:
-                await self.wait_until_ready(self.url + "/ready", self._start_timeout_s)
-            except EngineStartError:
-                tries_left -= 1
-                if tries_left and self.found_port_taken():
-                    log.warning("%s: another process took one of its ports: starting it again", self.name)
-                elif not self.heal():
-                    raise
-                await self.stop()
-            else:
-                self.start_s = time.monotonic() - began
-                return
-
-    @property
-    def _safer(self) -> Mapping[str, Any]:
-        return self._healer.args if self._healer else {}
-
-    @property
-    def fixed(self) -> Mapping[str, Any]:
-        """What no sign changes: what the job names, what a death has changed, and variables that are set."""
-        return {**self._named, **self._safer, **variables_in(self.adapted)}
-
-    def adapt(self, args: Mapping[str, Any], why: str) -> None:
-        """Restart it with other flags and variables, once its rows have ended; it goes back if it dies."""
-        self._change(args, why)
-        self.up = False
-        self._settled.clear()
-        self.hangs(PLANNED)
-
-    def keep(self) -> None:
-        """Take its flags for good: from now on a death is no fault of theirs."""
-        self._before = None
-
-    def _change(self, args: Mapping[str, Any], why: str) -> None:
-        log.warning("%s: starts again with %s: %s", self.name, command_line(args) or "the job's flags", why)
-        self.incidents.append(Incident("adapts", self.name, why, {"old": self.adapted, "new": dict(args)}))
-        self._before, self.adapted = self.adapted, dict(args)
-
-    async def drain(self) -> None:
-        """Let its rows end, while others wait or go to other replicas; for as long as a start takes."""
-        self.has_work = True
-        until = time.monotonic() + self.start_s
-        while self.has_work and time.monotonic() < until:  # noqa: ASYNC110 - it is a poll that tells
-            await asyncio.sleep(TIMING.load_poll)
-
-    def heal(self) -> bool:
-        """Change the next start's arguments by the cause of death; return whether any help."""
-        if self._before is not None:
-            self._change(self._before, self.failure_message("does not live with them"))
-            self.keep()
-            return True
-        if self._healer is None or self.exit_code is None:
-            return False
-        kills = (oom_kills() or 0) - (self._kills or 0)
-        return self._healer.heal(self.name, EndedServer(self.logged(), self._args, self.exit_code, kills))
-
-    async def close(self) -> None:
-        """End it, and give its port back."""
-        if self._healer and self.up:
-            self._healer.outlived(self._args)
-        await self.stop()
-        self._port.release()
-
-    async def set_up(self, *, up: bool) -> None:
-        """Record whether the server is alive, which tells why rows are cut off."""
-        self._failures.record(self.url, alive=up)
 
 
 class LaunchedFleet(HttpEngine):
@@ -277,7 +87,7 @@ class LaunchedFleet(HttpEngine):
             kind=spec.kind,
             model=model_identity(model),
             card=None if cpu else await asyncio.to_thread(card_name),
-            gpus=len(gpus()) if alone else None,
+            gpus=len(gpus()) * spec.nodes if alone else None,
             tp=split_over(spec.args),
             log=str(made[-1].log_path),
             notes=(*((CPU_NOTE,) if cpu else ()), *info.notes),
@@ -331,8 +141,7 @@ class LaunchedFleet(HttpEngine):
         spec = self._spec
         make = functools.partial(
             SGLangServer, spec, model, key=self._key, cpu=cpu, healer=self._healer,
-            adapted=self.memory.args if self.memory else {}, failures=self.failures,
-            incidents=self._incidents,
+            memory=self.memory, failures=self.failures, incidents=self._incidents,
         )  # fmt: skip
         if spec.replicas == 1:
             return [make(log_path=self._log_dir / "engine-server.log")]

@@ -5,9 +5,10 @@ with a pipe as standard input. The first line of the pipe is one JSON object:
 
     {"module": "sglang.launch_server", "argv": ["--port", "30000"], "log": "engine-server.log", "key": "..."}
 
-`key` may be empty. With `ranks` srun has started this script on several machines, which have one pipe. The
-pipe then stays open for as long as the server is to run: the end of the pipe, by a close or a SIGKILL of its
-owner, kills the server and all that it started. The script ends with the server's exit status, 128 + signal
+`key` may be empty. With `copy` the server loads a copy of its model on this machine's disk. With `ranks` srun
+has started this script on several machines, which have one pipe. The pipe then stays open for as long as the
+server is to run: the end of the pipe, by a close or a SIGKILL of its owner, kills the server and all that it
+started. The script ends with the server's exit status, 128 + signal
 where a signal ended it.
 
 The signals that stop a run (Ctrl-C, SIGTERM, SIGHUP, SIGUSR1) often reach all processes of the run: Slurm,
@@ -31,10 +32,13 @@ if sys.path and __file__.startswith(sys.path[0] + "/"):
 
 import contextlib
 import ctypes
+import fcntl
+import hashlib
 import json
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import time
@@ -44,6 +48,9 @@ from typing import Any
 
 POLL_S = 0.1
 KILL_S = 10.0
+COPY_BYTES = 16 << 20
+NO_MODEL = (".", "checkpoint-", "original")
+"""What folders beside a model's files begin with that SGLang reads nothing from: they are not copied."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that stop a run; see `batchrunner.core.processes`."""
 
@@ -79,6 +86,65 @@ def of_rank(config: dict[str, Any], rank: int) -> dict[str, Any]:
         with socket.create_server(("127.0.0.1", 0)) as free:
             argv += ["--port", str(free.getsockname()[1])]
     return {**config, "argv": argv, "log": str(log)}
+
+
+def local_copy(source: str, cache: str, name: str) -> str:
+    """Return a copy of a model's directory in `cache`, made once for all servers that have this cache.
+
+    A model that has changed gets another one. Who comes while it is copied waits; a copy is there whole, or
+    not at all. Ends this process, saying why, where it cannot be made. `cache` may have variables in it.
+    """
+    cache = os.path.expandvars(cache)
+    failed = f"copy of the model: error: engine.cache_dir {cache}"
+    if "$" in cache:
+        raise SystemExit(f"{failed}: a variable in it is not set on this machine")
+    try:
+        files = files_of(source)
+        state = hashlib.sha256(repr((source, files)).encode()).hexdigest()
+        whole = Path(cache, state[:12], name)
+        if not whole.exists():
+            whole.parent.mkdir(parents=True, exist_ok=True)
+            with whole.with_name(f"{name}.lock").open("wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not whole.exists():
+                    copy_files(source, files, whole)
+    except OSError as failure:
+        raise SystemExit(f"{failed}: no copy of {source}: {failure}") from None
+    return str(whole)
+
+
+def files_of(source: str) -> dict[str, tuple[int, int]]:
+    """Return the files of a model's directory by their paths there, with size and time of change."""
+    found = {}
+    for directory, folders, names in os.walk(source, followlinks=True):
+        folders[:] = sorted(each for each in folders if not each.startswith(NO_MODEL))
+        for file in sorted(Path(directory, each) for each in names):
+            stat = file.stat()
+            found[str(file.relative_to(source))] = stat.st_size, stat.st_mtime_ns
+    return found
+
+
+def copy_files(source: str, files: dict[str, tuple[int, int]], whole: Path) -> None:
+    """Copy these files of a model's directory to a new one; raises OSError, also where they change."""
+    part = whole.with_name(f"{whole.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of one that was killed
+    needed, free = sum(size for size, _ in files.values()), shutil.disk_usage(whole.parent).free
+    told = f"{needed / 2**30:.1f} GiB"
+    if needed > free:
+        raise OSError(f"it takes {told}, and {free / 2**30:.1f} GiB are free")
+    print(f"copying {source} ({told}) to {whole}", flush=True)  # noqa: T201 - into the log
+    try:
+        for file in files:
+            (part / file).parent.mkdir(parents=True, exist_ok=True)
+            with Path(source, file).open("rb") as original, (part / file).open("wb") as copied:
+                shutil.copyfileobj(original, copied, COPY_BYTES)
+                os.fsync(copied.fileno())
+        if files_of(source) != files:
+            raise OSError("it changed while it was copied")  # noqa: TRY301
+        part.rename(whole)
+    except OSError:  # also where the disk is full
+        shutil.rmtree(part, ignore_errors=True)
+        raise
 
 
 def descendants(root: int) -> list[int]:
@@ -157,6 +223,9 @@ def run_server(config: dict[str, Any], parent: int, log: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # what it starts begins with them blocked
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # for the processes it starts
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    if config.get("copy"):
+        argv = config["argv"]
+        argv[argv.index("--model-path") + 1] = local_copy(**config["copy"])
     key = ["--api-key", config["key"]] if config["key"] else []
     sys.argv = [config["module"], *config["argv"], *key]
     # As `python -m` would: `multiprocessing` finds `__main__` by the module's name again.

@@ -27,7 +27,7 @@ from batchrunner.output.run_json import require_run_json
 from batchrunner.report.html.charts import draw_counts, load_charts, number
 from batchrunner.report.html.history import TaskHistory, Timeline, cell_width, history_of, make_timeline
 from batchrunner.report.html.results import RunResults, read_results
-from batchrunner.report.report import GO_ON, duration, says_next_step, tolerated
+from batchrunner.report.report import GO_ON, background_line, duration, says_next_step, tolerated
 
 log = logging.getLogger(__name__)
 
@@ -208,6 +208,8 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
     if corners := {n: s for n, s in (load.get("corner_shares") or {}).items() if s and n in set(Corner)}:
         shares = [f"{share:.0%} {Corner(name).words}" for name, share in corners.items()]
         found.append(("Token usage", ", ".join(shares)))
+    if background := load.get("background"):
+        found.append(("Background", background_line(background)))
     if sharing.get("expected_tokens"):
         cached = sharing["found_tokens"] / sharing["expected_tokens"]
         share = f"{cached:.0%} of what rows share with earlier rows was in the cache"

@@ -7,12 +7,12 @@ from typing import Any
 import typer
 
 from batchrunner.cli import app
-from docs.tools.reference.markdown import fenced, paragraphs, table
+from docs.tools.reference.markdown import one_line, paragraphs, table
 
 HEAD = """# Command line
 
 `batchrun JOB.yaml` is short for `batchrun run JOB.yaml`, and `python -m batchrunner` is the same command.
-`batchrun COMMAND --help` shows what this page has, `batchrun --version` the version. There are six
+`batchrun COMMAND --help` shows what this page has, `batchrun --version` the version. There is a table of
 [exit codes](exit-codes.md).
 
 A run prints the path of its results, `RUN/parts`, on standard output; the log goes to standard error.
@@ -63,7 +63,7 @@ def _command(name: str, command: Any, shared: set[tuple[str, ...]]) -> str:
     text, _, example = inspect.cleandoc(command.help or "").partition("Example: ")
     parts = [f"## batchrun {name}", paragraphs(text)]
     if example:
-        parts += [f"<!-- not run: an example of the form -->\n{fenced(example, 'sh')}"]
+        parts.append(f"Example: `{one_line(example)}`")
     rows = [_parameter(parameter) for parameter in command.params]
     own = [row for row in rows if tuple(row) not in shared]
     if own:

@@ -17,21 +17,17 @@ READ = {
     "HF_HUB_OFFLINE": "Passed on to engines; `1` by default where the model is a directory.",
     "HF_ENDPOINT": "Address of another Hub for `hf://`.",
     "CUDA_VISIBLE_DEVICES": "GPUs for engines; with an empty text or `-1` they run on the CPU.",
-    "AWS_ENDPOINT_URL_S3": "Address of the store that `s3://` means, unless `storage.endpoint` gives it. "
-    "Other variables of AWS's tools (`AWS_PROFILE`, `AWS_REGION`, …) count too.",
-    "AWS_ENDPOINT_URL": "The same, after the one above.",
-    "AWS_ENDPOINT": "The same, after both.",
+    "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_ENDPOINT": "Address of the store that `s3://` means, "
+    "unless `storage.endpoint` gives it; the first that is set. Other variables of AWS's tools "
+    "(`AWS_PROFILE`, `AWS_REGION`, …) count too.",
     "RAY_ADDRESS": "Ray cluster for `batchrun ray` without `--address`.",
-    "RAY_AUTH_MODE": "`token` for a Ray cluster that wants one.",
-    "RAY_USE_TLS": "`1` for a Ray cluster with TLS: its address is tried less strictly.",
+    "RAY_AUTH_MODE, RAY_USE_TLS": "`token` and `1` for a Ray cluster that wants a token, or TLS.",
     "RAY_COLOR_PREFIX": "`0` shows Ray's log lines without colours.",
-    "SLURM_JOB_ID": "From Slurm: name of a task.",
-    "SLURM_ARRAY_JOB_ID": "From Slurm: the same, of an array.",
-    "SLURM_ARRAY_TASK_ID": "From Slurm: number of the task, in its name.",
-    "SLURM_JOB_NUM_NODES": "From Slurm: machines of a task, for `engine.nodes`.",
-    "SLURM_PROCID": "From Slurm: rank of an engine's process on several machines.",
-    "SLURM_RESTART_COUNT": "From Slurm: how often the task was requeued.",
-    "SLURMD_NODENAME": "From Slurm: name of the node, for the log.",
+    "SLURM_JOB_ID, SLURM_ARRAY_JOB_ID, SLURM_ARRAY_TASK_ID, SLURM_RESTART_COUNT, SLURMD_NODENAME": "From "
+    "Slurm: name of a task, and of its node in the log.",
+    "SLURM_JOB_NUM_NODES, SLURM_PROCID": "From Slurm: machines of a task, and rank of an engine's process "
+    "(`engine.nodes`).",
+    "BATCHRUN_RAY_GROUP": "Set by `batchrun ray` for its workers: machines of one (`engine.nodes`).",
 }
 """Meanings of the variables that the package reads, by name."""
 
@@ -55,8 +51,9 @@ Unless `engine.env` has them:"""
 
 def page() -> str:
     """Return the page."""
-    head = ["variable", "meaning"]
-    read = table(head, ([f"`{name}`", meaning] for name, meaning in READ.items()))
-    return "\n\n".join(
-        [HEAD, read, SETS, table(head, ([f"`{name}`", meaning] for name, meaning in SET.items()))]
-    )
+    return "\n\n".join([HEAD, _meanings(READ), SETS, _meanings(SET)])
+
+
+def _meanings(told: dict[str, str]) -> str:
+    rows = ([", ".join(f"`{name}`" for name in names.split(", ")), text] for names, text in told.items())
+    return table(["variable", "meaning"], rows)

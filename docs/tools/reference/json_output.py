@@ -15,16 +15,15 @@ HEAD = """# report.json and --json
 
 LOAD = {
     "steady_s": "Seconds of steady time, summed over schedulers. Shares are of it, and null without it.",
-    "in_band_share": "Share with a healthy queue (the job's `queue`, scaled).",
+    "in_band_share, empty_queue_share": "Share with a healthy queue (`queue`, scaled), and with none.",
     "corner_shares": "Share in each [corner](../how-it-works/concurrency.md#the-corners).",
-    "empty_queue_share": "Share without waiting requests.",
-    "mean_queue": "Waiting requests of a scheduler, on average.",
-    "mean_token_usage": "Used fraction of the KV pool, on average.",
+    "mean_queue, mean_token_usage": "Waiting requests of a scheduler, and used fraction of its KV pool.",
     "tail_share": "Share of the whole time with too few rows left to fill the engine.",
     "imbalance": "How much less the idlest scheduler ran than the busiest, as a share; null for one.",
     "retractions": "Requests put back into the queue because the KV pool was full.",
-    "window_min": "Fewest requests that might be in flight.",
-    "window_max": "Most of them.",
+    "window_min, window_max": "Fewest and most requests that might be in flight.",
+    "background": "[In the background](../how-to/background.md) only: `our_share` and `users_share` of the "
+    "engine's time, `rows_given_back`, and the `tokens_lost` by it.",
 }
 SHARING = {
     "expected_tokens": "Prompt tokens that rows share with an earlier row.",
@@ -33,32 +32,23 @@ SHARING = {
 }
 FAILURES = {
     "rows": "Rows with this cause.",
-    "example_row": "Position of one in the input.",
-    "example": "Its `error`.",
+    "example_row, example": "Position of one in the input, and its `error`.",
 }
 INCIDENTS = {
     "what": "`died`, `hangs`, `healed` (started with safer arguments), `recalled` (began with those of an "
     "earlier run), `adapts` (restarted with other flags), `adapted` (what these gained), `lost` (given up).",
-    "who": "Server, as in log lines.",
-    "why": "Reason.",
+    "who, why": "Server, as in log lines, and reason.",
     "kind": "Where memory ran out (`healed`).",
-    "old": "Arguments before (`healed`, `adapts`).",
-    "new": "Arguments now (`healed`, `recalled`, `adapts`, `adapted`).",
+    "old, new": "Arguments before (`healed`, `adapts`) and now (also `recalled`, `adapted`).",
     "gain": "0.1 is a tenth more output tokens a second; -1 where the server died (`adapted`).",
 }
 STATUS = {
-    "path": "Output path.",
+    "path, simulated, rows_total, rows_failed, rows_cut, rows_reused, failures": "As in report.json.",
     "running": "Who is at work; null for nobody.",
     "model": "Identity of the model.",
-    "simulated": "Whether the answers are made up.",
-    "rows_total": "Rows that the job selects.",
     "rows_on_disk": "Rows that ended and are safe, failed ones included.",
-    "rows_failed": "Those of them with an `error`.",
-    "rows_cut": "Those without, with an output cut at `max_new_tokens`.",
-    "rows_reused": "Those with an answer of another run.",
-    "failures": "Failed rows by cause, as in report.json.",
-    "reason": "Why the last start ended; null at work, and after a kill.",
     "output_tokens": "Generated tokens, rejected answers included.",
+    "reason": "Why the last start ended; null at work, and after a kill.",
     "finished": "Whether all rows are on disk and nobody is at work.",
     "rows_per_s": "Rows per second, of all tasks at work.",
     "time_left_s": "Seconds to the end; null while nobody can know.",
@@ -67,11 +57,7 @@ STATUS = {
 }
 TASK = {
     "task": "Its name; `main` if it is alone.",
-    "running": "Who is at work; null for nobody.",
-    "rows_on_disk": "Rows that it ended.",
-    "rows_failed": "Those of them with an `error`.",
-    "rows_cut": "Those with an output cut at `max_new_tokens`.",
-    "output_tokens": "Generated tokens.",
+    "running, rows_on_disk, rows_failed, rows_cut, output_tokens": "As above, of this task.",
     "starting": "Before the first row: `what` (`input` or `engine`) it waits for, and `since_s`; else null.",
     "last_sample": "Newest [sample](events.md#sample); null if not at work.",
 }
@@ -92,10 +78,9 @@ ERROR = {
 }
 MERGE = {
     "path": "Directory or file that was written.",
-    "rows": "Rows in it.",
-    "rows_missing": "Rows of the run that are not.",
+    "rows, rows_missing": "Rows in it, and rows of the run that are not.",
     "is_at_work": "Whether a task of the run is at work.",
-    "exit_code": "Exit code: 1 while rows are missing.",
+    "exit_code": "1 while rows are missing.",
     "report": "Report of the whole run.",
 }
 
@@ -126,4 +111,5 @@ def page() -> str:
 
 
 def _keys(meanings: dict[str, str]) -> str:
-    return table(["key", "meaning"], ([f"`{name}`", text] for name, text in meanings.items()))
+    rows = ([", ".join(f"`{name}`" for name in names.split(", ")), text] for names, text in meanings.items())
+    return table(["key", "meaning"], rows)

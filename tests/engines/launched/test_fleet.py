@@ -27,9 +27,9 @@ from batchrunner.engines.launched.fleet import LaunchedFleet, gpu_slices
 from batchrunner.engines.model_files import with_tp
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import LimitsSpec
-from tests.conftest import job_of
+from tests.conftest import batchrun, job_of, write_job
 from tests.support.engine_processes import deaf_to
-from tests.support.launchable import launchable
+from tests.support.launchable import launchable, two_halves
 from tests.support.server_thread import PATIENCE_S
 
 
@@ -280,3 +280,11 @@ def test_killed_launcher_takes_the_server_along(launched: Launched) -> None:
     server = launched.tree()[0]
     launcher.kill()
     wait_for(lambda: not alive(server))
+
+
+def test_machines_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine on two machines in a task with one is told in one line."""
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "1")
+    done = batchrun(write_job(job_of(tmp_path, two_halves(tmp_path)), tmp_path))
+    assert done.exit_code == 2
+    assert "engine.nodes 2: machines of a Slurm job are needed (there: 1): start it with" in done.stderr

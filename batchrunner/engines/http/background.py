@@ -1,0 +1,143 @@
+"""Attached servers that serve others first: rows have the lowest priority, and are given back on demand.
+
+A row is given back by SGLang's `/abort_request`. Its answer then says that it was aborted, and after how many
+tokens. Closing the connection would not do: SGLang looks for that every 4 s.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import re
+import secrets
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import aiohttp
+import orjson
+
+from batchrunner.core.engine_info import EngineInfo
+from batchrunner.core.errors import EngineStartError, GivenBackError, RequestError
+from batchrunner.core.timing import TIMING
+from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, Completion, Request
+from batchrunner.engines.http.client import AttachedServers, Endpoint
+from batchrunner.engines.http.server_info import NOT_REACHED
+from batchrunner.engines.http.wire import GENERATE_PATH
+
+ABORT_PATH = "/abort_request"
+NAMED = {GENERATE_PATH, CHAT_PATH, COMPLETIONS_PATH}
+"""Paths whose requests can be given back: elsewhere rows end with the pass that they are in."""
+LOWEST, HIGHEST = -(1 << 63), (1 << 63) - 1
+"""The ends of SGLang's priorities; which of them comes last, a flag says."""
+YIELDS = "--enable-priority-scheduling --default-priority-value 0 --retraction-policy priority"
+"""Flags by which a server lets its users go first."""
+_OUTPUT_TOKENS = re.compile(rb'"completion_tokens": ?(\d+)')
+
+
+class BackgroundServers(AttachedServers):
+    """Servers whose users go first: see `Engine.give_back`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._name = f"batchrunner-{secrets.token_hex(6)}"
+        self._numbers = itertools.count()
+        self._sent: defaultdict[str, dict[asyncio.Task[Any], str]] = defaultdict(dict)
+        """Rows in flight by the URLs of servers: their tasks and their requests' names, oldest first."""
+        self._given_back: dict[asyncio.Task[Any], int] = {}
+        """Rows that are being given back, and their output tokens."""
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> EngineInfo:
+        """Connect, and say what the users of these servers will notice; see `Engine.open`."""
+        info = await super().open()
+        if self._load_path is None:
+            raise EngineStartError(
+                f"{self.replicas[0]}: tells no load, by which engine.background keeps out of the way",
+                hint="start it with --enable-metrics, or leave out engine.background",
+            )
+        yields = all(map(_yields, self.arguments.values()))
+        told = (
+            "background: the server lets its users' requests go first"
+            if yields
+            else "background: the server does not let its users go first, so that they may wait for rows of "
+            f"ours, and a part of it is kept free for them: start it with {YIELDS}"
+        )
+        return replace(
+            info,
+            yields=yields,
+            one_by_one="each row can be given back to the users by itself",
+            notes=(told, *info.notes),
+        )
+
+    async def generate(self, request: Request, route: str) -> Completion:
+        """Send one request once; see `Engine.generate`. Raises GivenBackError where it was given back."""
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            return await super().generate(request, route)
+        except RequestError as failure:
+            if task not in self._given_back:
+                raise
+            given_back = GivenBackError(str(failure))
+            given_back.tokens = self._given_back[task]
+            raise given_back from None
+        finally:
+            self._given_back.pop(task, None)
+
+    def give_back(self, route: str, kept: int) -> None:
+        """Take the youngest rows of a route from the engine; see `Engine.give_back`."""
+        for task, name in [*self._sent[route].items()][kept:]:
+            if task not in self._given_back:
+                self._given_back[task] = 0
+                abort = asyncio.create_task(self._abort(self.endpoints[route], task, name))
+                self._aborts.add(abort)
+                abort.add_done_callback(self._aborts.discard)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for abort in self._aborts:
+            abort.cancel()
+        await super().close()
+
+    async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
+        """Send a body with the lowest priority, and under a name by which it can be given back."""
+        task = asyncio.current_task()
+        assert task is not None
+        more: dict[str, Any] = {}
+        server = self.arguments.get(endpoint.url) or next(iter(self.arguments.values()))
+        if server.get("enable_priority_scheduling"):
+            more["priority"] = HIGHEST if server.get("schedule_low_priority_values_first") else LOWEST
+        if path in NAMED:  # SGLang aborts all whose names begin so: hence the end
+            more["rid"] = self._sent[endpoint.url][task] = f"{self._name}-{next(self._numbers)}-"
+        if more:
+            body = body.rstrip()[:-1] + b"," + orjson.dumps(more)[1:]
+        try:
+            reply = await super()._post(endpoint, path, body)
+        finally:
+            self._sent[endpoint.url].pop(task, None)
+        if task in self._given_back:
+            self._given_back[task] = sum(map(int, _OUTPUT_TOKENS.findall(reply)))
+        return reply
+
+    async def _abort(self, endpoint: Endpoint, task: asyncio.Task[Any], name: str) -> None:
+        """Abort a request; one that goes on all the same loses its connection."""
+        assert self._questions is not None
+        timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
+        with contextlib.suppress(*NOT_REACHED):
+            await self._questions.post(endpoint.url + ABORT_PATH, json={"rid": name}, timeout=timeout)
+        await asyncio.sleep(TIMING.status_timeout)
+        if self._sent[endpoint.url].get(task) == name and endpoint.requests.pop(task, 0.0):
+            task.cancel()
+
+
+def _yields(server: Mapping[str, Any]) -> bool:
+    """Tell whether a server lets others go before the lowest priority, by its arguments.
+
+    Without a default, a request without a priority has the lowest one too.
+    """
+    return bool(
+        server.get("enable_priority_scheduling")
+        and server.get("default_priority_value") is not None
+        and not server.get("disable_priority_preemption")
+    )

@@ -1,0 +1,461 @@
+"""One SGLang server that a run starts, restarts when it dies or hangs, until no start helps, and ends."""
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+
+from batchrunner.core.engine_info import Incident
+from batchrunner.core.errors import EngineDownError, EngineLostError, EngineStartError
+from batchrunner.core.timing import TIMING
+from batchrunner.engines.device import oom_kills, program_environment, server_args
+from batchrunner.engines.flags import arguments_in, command_line, spellings, variables_in
+from batchrunner.engines.hang_detector import Hang
+from batchrunner.engines.http.connections import HeldPort, free_port
+from batchrunner.engines.http.guard import FailureClassifier
+from batchrunner.engines.logs.lines import step_in
+from batchrunner.engines.model_files import model_directory, model_identity
+from batchrunner.engines.recovery import EndedServer, FlagMemory, Healer, cause_in, head_and_tail
+from batchrunner.job.engine import ServerEngine
+
+log = logging.getLogger(__name__)
+
+LAUNCHER = Path(__file__).with_name("launcher.py")
+MODULE = "sglang.launch_server"
+PLANNED = Hang(0.0, "is started again as planned")
+"""What stands for a hang where a server is restarted though it is well."""
+START_TRIES = 3
+"""SGLang draws a port for its processes and binds it seconds later: of eight servers that start on a node at
+once, two draw the same one in 28 of 8,000 starts."""
+GROUP = "BATCHRUN_RAY_GROUP"
+"""Environment variable with the placement group of a worker on Ray whose engine is on several machines."""
+RAY_RANKS = Path(__file__).parents[2] / "ray" / "ranks.py"
+TOKENIZERS = "tokenizer-worker-num"
+"""Argument above 1 of which SGLang 0.5.23 refuses to start with an API key."""
+MOST_QUICK_DEATHS = 8
+"""More quick deaths in succession are a crash loop. A row that kills the engine is given up after four
+deaths, so the limit tolerates two such rows in succession."""
+VERDICT_S = 30.0
+"""Longest wait, in seconds, for the cause of a death: a launcher takes up to 20 s to end what is left."""
+
+
+class SGLangServer:
+    """One `sglang.launch_server` with the job's arguments or safer ones, never longer than this process.
+
+    `start` starts it; from then on `watch` restarts it.
+    """
+
+    def __init__(
+        self,
+        spec: ServerEngine,
+        model: str,
+        *,
+        key: str,
+        log_path: Path,
+        cpu: bool,
+        name: str = "the engine",
+        environ: Mapping[str, str] | None = None,
+        healer: Healer | None = None,
+        memory: FlagMemory | None = None,
+        failures: FailureClassifier,
+        incidents: list[Incident],
+    ) -> None:
+        """`spec` describes all servers of a job; `environ` is that of this server alone."""
+        offline = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")} if Path(model).exists() else {}
+        self.key = key
+        """An API key that no argument vector or environment shows."""
+        self.environ = program_environment({**offline, **spec.env, **(environ or {})}, cpu=cpu)
+        self.log_path = log_path
+        self.name = name
+        """Its name in messages."""
+        self.incidents = incidents
+        self._python = spec.python or sys.executable
+        self._nodes = spec.nodes
+        self._starter = _starter(spec.nodes) if spec.nodes > 1 else ()
+        self._copy: Mapping[str, str] | None = None
+        if spec.cache_dir:
+            files = model_directory(model, spec.args.get("revision")).resolve()
+            if not files.is_dir():
+                raise EngineStartError(
+                    f"engine.cache_dir: no directory of {model} is here to copy",
+                    hint="download the model first (`hf download`), or leave the field out",
+                )
+            name = model_identity(model).rpartition("/")[2]
+            self._copy = {"source": str(files), "cache": spec.cache_dir, "name": name}
+        self._port = HeldPort()
+        self.url = f"http://127.0.0.1:{self._port.number}"
+        self._own_argv = [
+            *("--model-path", model, "--host", "127.0.0.1", "--port", str(self._port.number)),
+        ]  # fmt: skip
+        self._start_timeout_s = spec.start_timeout
+        self._given = server_args(spec.args, cpu=cpu)
+        self._named = {**spec.args, **spec.env}
+        self._healer = healer
+        self._memory = memory
+        self._failures = failures
+        self.adapted = dict(memory.args) if memory else {}
+        """Flags and variables that it has beside the job's own."""
+        self._recalled = bool(self.adapted)  # from an earlier run
+        self._before: Mapping[str, Any] | None = {} if self._recalled else None  # what it goes back to
+        self._args: dict[str, Any] = {}  # of the last start
+        self._kills: int | None = None  # the kernel's count at the last start
+        self.start_s = 0.0
+        """Seconds that its last start took."""
+        self.up = False
+        """Whether it is in use: it runs, and is ready."""
+        self.has_work = False
+        """Whether it had rows at the last poll, while it is not up."""
+        self.lost: EngineLostError | None = None
+        """Why it is not restarted any more, once that is so."""
+        self._stays = False  # no restart is begun though it is well
+        self._process: asyncio.subprocess.Process | None = None
+        self._logs: Mapping[Path, int] = {}  # where the last start begins in each log
+        self._hung: asyncio.Future[Hang] | None = None
+        self._healed, self._judged_at = False, -math.inf
+        self._verdict = asyncio.Event()  # set at the next death
+        self._settled = asyncio.Event()  # set while it is up, or lost
+
+    async def start(self) -> None:
+        """Start it and wait until it takes requests; raises EngineStartError where it does not.
+
+        A start that fails for want of memory is repeated with safer arguments, as after a death.
+        """
+        tries_left = START_TRIES
+        while True:
+            self._args = {**self._given, **arguments_in(self.adapted), **self._safer}
+            if self._nodes > 1:
+                meeting = f"{socket.gethostname()}:{free_port()}"
+                self._args |= {"nnodes": self._nodes, "dist-init-addr": meeting}
+            if str(self._args.get(TOKENIZERS, 1)) != "1":
+                self.key = ""
+                log.warning(
+                    "%s needs no key, and every user of this machine can use it: SGLang takes none with --%s",
+                    self.name, TOKENIZERS,
+                )  # fmt: skip
+            self._kills = oom_kills()
+            log.info("starting SGLang at %s; its log: %s", self.url, self.log_path)
+            began = time.monotonic()
+            await self._launch()
+            try:
+                await self._wait_until_ready()
+            except EngineStartError:
+                tries_left -= 1
+                if tries_left and self._found_port_taken():
+                    log.warning("%s: another process took one of its ports: starting it again", self.name)
+                elif not self._heal():
+                    raise
+                await self.stop()
+            else:
+                self.start_s = time.monotonic() - began
+                return
+
+    @property
+    def _safer(self) -> Mapping[str, Any]:
+        return self._healer.args if self._healer else {}
+
+    def may_change(self, name: str) -> bool:
+        """Tell whether a sign may change a flag or variable.
+
+        Not one that the job names, even in short, that a death has changed, or a variable that was changed.
+        """
+        fixed = {**self._named, **self._safer, **variables_in(self.adapted)}
+        return not any(spelling.startswith(given) for spelling in spellings(name) for given in fixed)
+
+    def adapt(self, args: Mapping[str, Any], why: str) -> None:
+        """Restart it with other flags and variables, once its rows have ended; it goes back if it dies."""
+        self._change(args, why)
+        self.up = self._recalled = False
+        self._settled.clear()
+        self.hangs(PLANNED)
+
+    def keep(self) -> None:
+        """Take its flags for good: from now on a death is no fault of theirs."""
+        self._before, self._recalled = None, False
+
+    def stay(self) -> None:
+        """Begin no planned restart any more, and let no row wait for one."""
+        self._stays = True
+        self._settled.set()
+
+    def _change(self, args: Mapping[str, Any], why: str) -> None:
+        log.warning("%s: starts again with %s: %s", self.name, command_line(args) or "the job's flags", why)
+        self.incidents.append(Incident("adapts", self.name, why, {"old": self.adapted, "new": dict(args)}))
+        self._before, self.adapted = self.adapted, dict(args)
+
+    async def _drain(self) -> None:
+        """Let its rows end, while others wait or go to other replicas; for as long as a start takes."""
+        self.has_work = True
+        until = time.monotonic() + self.start_s
+        while self.has_work and time.monotonic() < until and not self._stays:  # noqa: ASYNC110 - it is a poll that tells
+            await asyncio.sleep(TIMING.load_poll)
+
+    def _heal(self) -> bool:
+        """Change the next start's arguments by the cause of death; return whether any help."""
+        if self._before is not None:
+            if self._recalled and self._memory:
+                self._memory.forget()
+            self._change(self._before, self._failure_message("does not live with them"))
+            self.keep()
+            return True
+        if self._healer is None or self._exit_code is None:
+            return False
+        kills = (oom_kills() or 0) - (self._kills or 0)
+        return self._healer.heal(self.name, EndedServer(self._logged(), self._args, self._exit_code, kills))
+
+    async def close(self) -> None:
+        """End it, and give its port back."""
+        if self._healer and self.up:
+            self._healer.outlived(self._args)
+        await self.stop()
+        self._port.release()
+
+    @property
+    def _exit_code(self) -> int | None:
+        """The exit status of the last start; None while it runs, and after `stop`."""
+        return self._process.returncode if self._process else None
+
+    @property
+    def log_begins(self) -> int:
+        """Where the last start begins in its log, in bytes."""
+        return self._logs.get(self.log_path, 0)
+
+    def _logged(self) -> list[str]:
+        """Return the first and the last lines that it logged since its last start."""
+        return [line for log in self._all_logs() for line in head_and_tail(log, self._logs.get(log, 0))]
+
+    def _all_logs(self) -> list[Path]:
+        """Return its log, and those of its other machines."""
+        others = self.log_path.parent.glob(f"{self.log_path.stem}-node*{self.log_path.suffix}")
+        return [self.log_path, *sorted(others)]
+
+    def _cause(self) -> str:
+        """Return what the logs say of the end of the last start, each machine's once."""
+        found = [cause_in(log, self._logs.get(log, 0)) for log in self._all_logs()]
+        return " / ".join(filter(None, dict.fromkeys(found)))
+
+    async def _launch(self) -> None:
+        """Start it; raises EngineStartError where the interpreter cannot be run."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._logs = {log: log.stat().st_size for log in self._all_logs() if log.exists()}
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._starter, self._python, str(LAUNCHER),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.DEVNULL, env={**self.environ, **variables_in(self.adapted)},
+            )  # fmt: skip
+        except OSError as failure:
+            raise EngineStartError(f"engine.python {self._python}: cannot be run: {failure}") from None
+        config = {
+            "module": MODULE,
+            "argv": [*self._own_argv, *to_argv(self._args)],
+            "key": self.key,
+            "log": str(self.log_path),
+            "copy": self._copy,
+            "ranks": self._nodes > 1,
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(orjson.dumps(config) + b"\n")
+        await self._process.stdin.drain()
+
+    async def _wait_until_ready(self) -> None:
+        """Return when it is ready; raises EngineStartError if it ends or takes too long."""
+        began = time.monotonic()
+        next_word_s = TIMING.launch_word
+        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {self.key}"}) as session:
+            while not await _is_ready(session, self.url + "/ready"):
+                waited_s = time.monotonic() - began
+                hangs = False
+                if waited_s > next_word_s:
+                    next_word_s += TIMING.launch_word
+                    step = next(filter(None, map(step_in, reversed(self._logged()))), "")
+                    log.info(
+                        "%s is still starting, %.0f s%s", self.name, waited_s, f": {step}" if step else ""
+                    )
+                    hangs = self._found_port_taken()  # SGLang goes on, and never listens
+                if self._exit_code is not None or hangs:
+                    raise EngineStartError(self._failure_message("did not start"))
+                if waited_s > self._start_timeout_s:
+                    what = f"was not ready within {self._start_timeout_s:g} s"
+                    raise EngineStartError(self._failure_message(what))
+                await asyncio.sleep(TIMING.launch_poll)
+
+    async def stop(self) -> None:
+        """End it and everything it started; may be called again if it was cancelled."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()  # the launcher ends the server when its pipe ends
+            await self._process.wait()
+            self._process = None
+
+    def _found_port_taken(self) -> bool:
+        """Tell whether the last start failed because another process has one of its ports."""
+        return "address already in use" in self._cause().lower()
+
+    def _failure_message(self, what: str) -> str:
+        """Return its name and `what`, with the exit status and the cause from the log."""
+        cause = self._cause()
+        if "No module named 'sglang'" in cause or "No module named sglang" in cause:
+            return (
+                f"{self.name} {what}: {self._python} has no SGLang: install batchrunner[engine], or set "
+                "engine.python"
+            )
+        status = "" if self._exit_code is None else f" (exit {self._exit_code})"
+        return f"{self.name} {what}{status}: {cause or 'its log says nothing'} [{self.log_path}]"
+
+    async def ready(self) -> None:
+        """Return when it is up.
+
+        Raises EngineLostError when it will not be again, and EngineDownError where no row is to wait for it.
+        """
+        if not self._stays:
+            await self._settled.wait()
+        if self.lost is not None:
+            raise self.lost
+        if not self.up:
+            raise EngineDownError(f"{self.name} is not up, and the run stops")
+
+    def hangs(self, hang: Hang) -> None:
+        """Have it ended and restarted: it is up, but does nothing."""
+        if self._hung is not None and not self._hung.done():
+            self._hung.set_result(hang)
+
+    async def excuses(self, sent_at: float) -> bool:
+        """Tell whether a death after `sent_at` was healed: then no row is at fault."""
+        if self._judged_at < sent_at:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(VERDICT_S):
+                    await self._verdict.wait()
+        return self._judged_at >= sent_at and self._healed
+
+    async def watch(self) -> None:
+        """Restart it whenever it ends; returns when it is lost."""
+        try:
+            await self._watch()
+        except Exception as failure:  # or those who wait in `ready` would wait for ever
+            self.lost = EngineLostError(f"{self.name}: {type(failure).__name__}: {failure}")
+            raise
+        finally:
+            self._settled.set()
+
+    async def _watch(self) -> None:
+        quick_deaths, began = 0, time.monotonic()
+        self.up = True
+        self._settled.set()
+        while True:
+            hang = await self._end()
+            if hang is PLANNED:
+                await self._drain()
+                if self._stays:
+                    self.up = True
+                    continue
+            self.up = False
+            self._settled.clear()
+            lived_s = time.monotonic() - began - (hang.silent_s if hang else 0)
+            cause = await self._take_down(hang)
+            self._judge(healed=hang is PLANNED or self._heal())
+            if not self._healed:
+                quick_deaths = quick_deaths + 1 if lived_s < TIMING.quick_death else 1
+            if quick_deaths > MOST_QUICK_DEATHS:
+                self.lost = EngineLostError(f"{cause} (for the {quick_deaths}th time in a row)")
+                self.incidents.append(Incident("lost", self.name, str(self.lost)))
+                log.warning("%s: not started again", self.name)
+                return
+            count = f" ({quick_deaths} of at most {MOST_QUICK_DEATHS} times in a row)"
+            log.warning("%s: started again%s", self.name, "" if self._healed else count)
+            if quick_deaths > 1:
+                await asyncio.sleep(
+                    min(TIMING.first_restart * 2.0 ** (quick_deaths - 2), TIMING.longest_restart)
+                )
+            try:
+                await self.start()
+            except EngineStartError:  # the next pass of the loop finds the program ended and says why
+                await self.stop()
+            else:
+                self.up = True
+                self._settled.set()
+                self._failures.record(self.url, alive=True)
+                self.incidents.append(Incident("back", self.name))
+                log.warning("%s is back", self.name)
+            began = time.monotonic()
+
+    def _judge(self, *, healed: bool) -> None:
+        """Publish the verdict on a death to those who wait for it."""
+        self._healed, self._judged_at = healed, time.monotonic()
+        self._verdict.set()
+        self._verdict = asyncio.Event()
+
+    async def _end(self) -> Hang | None:
+        """Return when it has ended, or with the hang when it hangs."""
+        if self._process is None:
+            return None
+        self._hung = hung = asyncio.get_running_loop().create_future()
+        ended = asyncio.ensure_future(self._process.wait())
+        try:
+            await asyncio.wait({ended, hung}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+        return hung.result() if hung.done() else None
+
+    async def _take_down(self, hang: Hang | None) -> str:
+        """Report why it is of no use any more, take it out of use, and end it if it hangs."""
+        cause = f"{self.name} {hang.why}" if hang else self._failure_message("died")
+        if hang is not PLANNED:
+            self.incidents.append(Incident("hangs" if hang else "died", self.name, cause))
+            log.warning("%s", cause)
+        self._failures.record(self.url, alive=False)
+        if hang:
+            await self.stop()
+        return cause
+
+
+def _starter(nodes: int) -> tuple[str, ...]:
+    """Return a command that starts another one on so many machines, the first of which is this one.
+
+    They are those of this task of Slurm or worker on Ray; raises EngineStartError where they are not there.
+    """
+    if group := os.environ.get(GROUP):
+        return sys.executable, str(RAY_RANKS), group
+    there = os.environ.get("SLURM_JOB_NUM_NODES", "none")
+    if there != str(nodes):
+        raise EngineStartError(
+            f"engine.nodes {nodes}: machines of a Slurm job are needed (there: {there})",
+            hint="start it with `batchrun slurm` or `batchrun ray`",
+        )
+    return (
+        *("srun", f"--nodes={there}", f"--ntasks={there}", "--ntasks-per-node=1"),
+        *("--overlap", "--kill-on-bad-exit=1", "--cpu-bind=none"),
+    )  # fmt: skip
+
+
+def to_argv(args: Mapping[str, Any]) -> list[str]:
+    """Turn `{mem-fraction-static: 0.8, enable-metrics: true}` into a command line."""
+    argv: list[str] = []
+    for name, value in args.items():
+        if value is None or value is False:
+            continue
+        argv.append(f"--{name}")
+        if isinstance(value, (list, tuple)):
+            argv += [str(item) for item in value]
+        elif isinstance(value, dict):
+            argv.append(orjson.dumps(value).decode())
+        elif value is not True:
+            argv.append(str(value))
+    return argv
+
+
+async def _is_ready(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as response:
+            return response.status in {200, 404}
+    except (aiohttp.ClientError, TimeoutError, OSError):
+        return False

@@ -1,0 +1,51 @@
+"""The background law on servers with users in bursts, in virtual time: users notice little, time is used."""
+
+from __future__ import annotations
+
+import pytest
+
+from batchrunner.core.engine_info import QueueBand
+from batchrunner.dispatch.concurrency.background import BackgroundController
+from batchrunner.dispatch.concurrency.law import Reading
+from batchrunner.engines.simulation.scheduler import SchedulerConfig
+from tests.support.shared_engine import SharedEngine, p99
+
+SECONDS = 40.0
+
+
+@pytest.mark.parametrize("priorities", [True, False])
+@pytest.mark.parametrize(("slots", "pool"), [(32, 100_000), (128, 30_000)])
+def test_users_do_not_wait_and_the_rest_is_used(slots: int, pool: int, *, priorities: bool) -> None:
+    """Users have their first token as if alone, also where the pool is the limit; gaps lengthen by a pass."""
+    config = SchedulerConfig(slots, pool)
+    alone = SharedEngine([10], priorities=priorities, ours=False, config=config).run(SECONDS).schedulers()[0]
+    engine = SharedEngine([10], priorities=priorities, config=config).run(SECONDS)
+    shared = engine.schedulers()[0]
+    assert not shared.sent_at
+    assert p99(shared.first_token_passes) <= p99(alone.first_token_passes) + 1
+    assert p99(shared.gaps) <= p99(alone.gaps) + 1
+    fits = min(slots, pool / 290)  # tokens of a row that runs
+    users = sum(users for users, _ in engine.running) / len(engine.running)
+    ours = sum(ours for _, ours in engine.running) / len(engine.running)
+    assert ours / (fits - users) >= (0.7 if priorities else 0.55)
+    assert engine.lost < 0.1 * engine.ended
+
+
+def test_the_loaded_replica_is_left_to_its_users() -> None:
+    """The idle one of two replicas does nearly all the work."""
+    engine = SharedEngine([60, 0], priorities=True, config=SchedulerConfig(32, 100_000)).run(SECONDS)
+    loaded, idle = (engine.limits.ends[route].rows for route in ("r0", "r1"))
+    assert idle > 1.2 * loaded
+
+
+def test_what_is_not_known_is_not_used() -> None:
+    """Without fresh gauges nothing is sent; a refusal of the server is heeded for a while."""
+    law = BackgroundController("r", 100, QueueBand(100, 2000), most=1000, now=0.0, yields=True)
+    law.sample(0.1, Reading(0, 0, 0, 0.0, max_running=32))
+    assert law.window > 30
+    law.backpressure(0.2, "503")
+    narrower = law.window
+    law.sample(0.3, Reading(0, 0, 0, 0.0, max_running=32))
+    assert law.window == narrower < 30
+    law.tick(60.0)
+    assert law.window == 0

@@ -1,0 +1,116 @@
+"""A run takes what the users of a server leave, and gives it back when they come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import batchrunner
+from batchrunner.core.errors import EngineStartError, JobError
+from batchrunner.core.timing import TIMING
+from tests.conftest import batchrun, job_of, report_of, results_of, write_job
+from tests.support.fake_sglang import TOKENS_OF_ABORTED, Behaviour, FakeSGLang, Sent
+from tests.support.runs import rows_once
+
+pytestmark = pytest.mark.usefixtures("quick_retries")
+
+SLOTS, ROWS, POLLS = 8, 40, 8
+PRIORITIES = {"enable_priority_scheduling": True, "default_priority_value": 0}
+
+
+class Day:
+    """A server on which users come after a few polls and take all slots, and leave after as many."""
+
+    def __init__(self, server: FakeSGLang) -> None:
+        self._server = server
+        self.running_at_first = self.running_with_users = 0
+        self.sent_before_users = self.sent_with_users = 0
+        server.on_poll = self.poll
+        server.script = self.script
+
+    def script(self, _: Sent) -> Behaviour:
+        return "answer" if self._server.polled > 3 * POLLS else "hold"
+
+    def poll(self) -> None:
+        """Change with the polls of the load, so that no clock matters."""
+        server = self._server
+        in_flight = len(server.sent) - len(server.aborted)
+        if server.polled < POLLS:
+            self.running_at_first = in_flight
+        elif server.polled == POLLS:
+            server.others = SLOTS
+        elif server.polled == POLLS + 1:
+            self.sent_before_users = len(server.sent)
+        elif server.polled == 3 * POLLS:
+            self.running_with_users, self.sent_with_users = in_flight, len(server.sent)
+            server.others = 0
+        server.wake_held()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, PRIORITIES, PRIORITIES | {"schedule_low_priority_values_first": True}]
+)
+def test_users_get_back_what_they_need(
+    tmp_path: Path, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in the way of users are aborted, and sent again later, without counting as attempts."""
+    monkeypatch.setattr(TIMING, "background_poll", 0.01)
+    with FakeSGLang(max_running=SLOTS, arguments=arguments) as server:
+        day = Day(server)
+        job = job_of(tmp_path, server, rows=ROWS)
+        job["limits"] = {"max_attempts": 1}
+        ran = batchrun("run", write_job(job, tmp_path), "--background")
+        assert ran.exit_code == 0, ran.stderr
+        sent = [each.body for each in server.sent]
+    rows_once(job, ROWS)
+    assert {row["attempts"] for row in results_of(job)} == {1}
+    assert (day.running_with_users, day.sent_with_users) == (0, day.sent_before_users)
+    assert day.running_at_first == (SLOTS + 1 if arguments else SLOTS - 1)
+    lowest = {0: None, 2: -(2**63), 3: 2**63 - 1}[len(arguments)]
+    assert {body.get("priority") for body in sent} == {lowest}
+    assert len({body["rid"] for body in sent}) == len(sent) > ROWS
+    background = report_of(job)["load"]["background"]
+    assert background["rows_given_back"] == len(sent) - ROWS
+    assert background["tokens_lost"] == TOKENS_OF_ABORTED * background["rows_given_back"]
+    assert 0 < background["our_share"] < 1
+    assert 0 < background["users_share"] < 1
+    assert "of ours, and a part of it is kept free" in ran.stderr or arguments
+    assert f"{background['rows_given_back']} rows given back" in ran.stderr
+
+
+def test_an_abort_that_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row whose server refuses aborts loses its connection, which ends it too."""
+    monkeypatch.setattr(TIMING, "background_poll", 0.01)
+    monkeypatch.setattr(TIMING, "status_timeout", 0.05)
+    with FakeSGLang(max_running=SLOTS, arguments=PRIORITIES) as server:
+        server.takes_aborts = False
+        Day(server)
+        job = job_of(tmp_path, server, rows=ROWS)
+        job["engine"]["background"] = True
+        batchrunner.run(job)
+    rows_once(job, ROWS)
+    assert report_of(job)["load"]["background"]["rows_given_back"] > 0
+
+
+def test_rows_go_where_no_users_are(tmp_path: Path) -> None:
+    """One of two replicas is busy: it gets nothing, for as long as its users wait."""
+    with FakeSGLang(max_running=SLOTS, others=2 * SLOTS) as busy, FakeSGLang(max_running=SLOTS) as idle:
+        job = job_of(
+            tmp_path, {"kind": "attach", "urls": [busy.url, idle.url], "background": True}, rows=ROWS
+        )
+        batchrunner.run(job)
+        assert (len(busy.sent), len(idle.sent)) == (0, ROWS)
+    rows_once(job, ROWS)
+
+
+def test_what_goes_without_background(tmp_path: Path) -> None:
+    """A launched server has no users; a server without a load cannot say when they come."""
+    engine = {"kind": "server", "model": "Qwen/Qwen3-8B", "background": True}
+    with pytest.raises(JobError, match="background: goes with servers that run already"):
+        batchrunner.run(job_of(tmp_path, engine))
+    with FakeSGLang() as server:
+        server.polls = "gone"
+        with pytest.raises(EngineStartError, match=r"tells no load.*--enable-metrics"):
+            batchrunner.run(job_of(tmp_path, server), overrides=["engine.background=true"])
