@@ -211,10 +211,9 @@ class Api:
         kind = request.match_info["kind"]
         records = self._records[kind]
         wanted = Page.model_validate({"limit": SHOWN.get(kind, MOST_SHOWN), **request.query})
-        if wanted.after not in {None, *records}:
+        left = iter(records.values() if wanted.order == "asc" else reversed(records.values()))
+        if wanted.after and records.get(wanted.after) not in left:
             raise invalid("after", "it names nothing")
-        names = [*records] if wanted.order == "asc" else [*reversed(records)]
-        left = [records[name] for name in names[names.index(wanted.after) + 1 if wanted.after else 0 :]]
         found = [record for record in left if wanted.purpose in {None, record.get("purpose")}]
         shown = found[: wanted.limit]
         first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
