@@ -212,7 +212,7 @@ class Api:
         records = self._records[kind]
         wanted = Page.model_validate({"limit": SHOWN.get(kind, MOST_SHOWN), **request.query})
         left = iter(records.values() if wanted.order == "asc" else reversed(records.values()))
-        if wanted.after and records.get(wanted.after) not in left:
+        if wanted.after and records.get(wanted.after, {}) not in left:
             raise invalid("after", "it names nothing")
         found = [record for record in left if wanted.purpose in {None, record.get("purpose")}]
         shown = found[: wanted.limit]
