@@ -230,7 +230,7 @@ def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
 
 def _measured(job: Job) -> dict[str, Any]:
     """Return what of the job's engine must be measured again where it changes."""
-    spec = job.engine.model_dump(mode="json", exclude={"replicas", "start_timeout"})
+    spec = job.engine.model_dump(mode="json", exclude={"replicas", "start_timeout", "cache_dir"})
     args = spec.get("args", {})
     scheduling = {name_in(args, flag) for flag in SCHEDULER_FLAGS}
     return spec | {"args": {name: value for name, value in args.items() if name not in scheduling}}

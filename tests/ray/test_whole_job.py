@@ -136,9 +136,9 @@ def test_an_engine_on_two_nodes(nodes: RayNodes, tmp_path: Path) -> None:
         assert run.end() == 0
     assert rows_in(job) == list(range(40))
     starts = [line.split()[0] for line in (tmp_path / "seen").read_text().splitlines()]
-    assert sorted(starts) == ["0", "0", "1", "1"]
+    assert starts.count("0") >= starts.count("1") >= 2
     (task,) = (tmp_path / "run" / "tasks").iterdir()
-    assert (task / "engine-server-node1.log").read_text() == "rank 1 begins\n" * 2
+    assert (task / "engine-server-node1.log").read_text() == "rank 1 begins\n" * starts.count("1")
 
 
 def test_failed_rows_again(nodes: RayNodes, server: FakeSGLang, tmp_path: Path) -> None:

@@ -193,6 +193,7 @@ _PHASES: dict[Phase, re.Pattern[str]] = {
     "general": re.compile("apture cuda graph end|CUDA graph end|KV Cache is allocated"),
 }
 _STEPS = {
+    "copying the model": re.compile("^copying "),
     "starting its processes": re.compile("server_args="),
     "downloading the model": re.compile(r"[Ww]ill (?:attempt )?download|Fetching \d+ files"),
     "loading the weights": re.compile(

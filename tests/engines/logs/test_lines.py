@@ -17,6 +17,7 @@ CAPTURE = "Capture target decode CUDA graph"
             "Loading safetensors checkpoint shards:  75% Completed | 3/4 [00:01<00:00,  2.46it/s]",
             "loading the weights, 3 of 4",
         ),
+        ("copying /shared/m (14.2 GiB) to /scratch/3f/m", "copying the model"),
         ("[… TP0] Load weight end. elapsed=1.7 s, mem usage=0.01 GB.", "making the KV pool"),
         (f"[… TP0] {CAPTURE} begin. backend=full, avail mem=5.14 GB", "capturing graphs"),
         ("Capturing batches (bs=56):  12%|█▏        | 3/25 [00:01<00:07]", "capturing graphs, 3 of 25"),
