@@ -108,7 +108,7 @@ def run(it: Adaptation, ticks: int, left_s: float | None, **sample: Any) -> None
 
 GAINS, LOSES = {4: 40.0, 16: 120.0}, {4: 40.0, 16: 30.0}
 LIFE_S = 1.0  # of a row, 10 in flight at 10 a second
-NEEDED_S = WORTH * (START_S + LIFE_S) / EXPECTED
+NEEDED_S = WORTH * (START_S + LIFE_S) / (2 * EXPECTED)  # from 4 places to 16 are two doublings
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ NEEDED_S = WORTH * (START_S + LIFE_S) / EXPECTED
     ],
 )
 def test_a_step_has_to_pay(tmp_path: Path, left_s: float, sample: Any, *, restarts: bool) -> None:
-    """Three times the start and the drain, at a twentieth of the time left; never near the end."""
+    """Three times the start and the drain, at a twentieth of the time left a doubling; never near the end."""
     server = Server(GAINS)
     run(adaptation(tmp_path, server), 100, left_s, **sample)
     assert server.starts == ([16] if restarts else [])
