@@ -108,7 +108,7 @@ MOST_TOKENS = {
     "advise": 12_000,
     "report": 11_000,
     "dispatch": 30_400,
-    "runner": 28_000,
+    "runner": 27_800,
     "forecast": 5_800,
     "tune": 10_600,
     "api": 3_100,
