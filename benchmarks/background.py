@@ -1,10 +1,10 @@
 """What do the users of a server notice of a run in the background, and what is used of the time they leave?
 
 A real engine on the CPU with a tiny random model. Users come by themselves (open loop): Poisson in bursts of
-3 s on average with pauses of 5 s. They are alone first, then beside `batchrun --background`. The scheduler
-itself counts, in a file: a line for each request that arrives, and for each forward pass with its users. So
-figures are in passes, free of the machine's noise: from a user's arrival to its first token, and between two
-of its tokens. Idle capacity is what rows without users have running together, less the users.
+200 passes on average with pauses of 300. They are alone first, then beside `batchrun --background`. The
+scheduler itself counts, in a file: a line for each request that arrives, and for each forward pass with its
+users. So figures are in passes, free of the machine's noise: from a user's arrival to its first token, and
+between two of its tokens. Idle capacity is what rows without users have running together, less the users.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +40,8 @@ ARGS = {**SERVER_ARGS, "max-running-requests": 32, "decode-log-interval": 100}
 PRIORITIES = {
     "enable-priority-scheduling": True, "default-priority-value": 0, "retraction-policy": "priority",
 }  # fmt: skip
-USERS_A_SECOND, BURST_S, PAUSE_S = 8.0, 3.0, 5.0
+USERS_A_PASS, BURST_PASSES, PAUSE_PASSES = 0.15, 200, 300
+"""A user has 40 tokens on average: six users run together in a burst."""
 USER = "user-"
 COUNTS = "BENCH_BACKGROUND_COUNTS"
 HOOK = '''
@@ -78,6 +80,8 @@ def patch(scheduler):
 
 sys.meta_path.insert(0, Finder())
 '''
+FORKS = Path("tests/support/engine_site/sitecustomize.py")
+"""Lets a server's processes be forks: they start with a third of the CPU time."""
 
 
 @dataclass(slots=True)
@@ -153,7 +157,7 @@ class Watched:
     def environment(self) -> None:
         site = self._counts.parent / "site"
         site.mkdir(exist_ok=True)
-        (site / "sitecustomize.py").write_text(HOOK % {"counts": COUNTS, "user": USER})
+        (site / "sitecustomize.py").write_text(HOOK % {"counts": COUNTS, "user": USER} + FORKS.read_text())
         os.environ["PYTHONPATH"] = f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         os.environ[COUNTS] = str(self._counts)
 
@@ -168,9 +172,10 @@ class Watched:
         return Counts.read(lines)
 
 
-async def use(urls: Sequence[str], key: str, seconds: float, seed: int) -> None:
+async def use(urls: Sequence[str], key: str, seconds: float, seed: int, pass_s: float) -> None:
     """Be the users of servers: each comes when it comes, whether others were answered or not."""
     luck, began, number = random.Random(seed), time.monotonic(), 0
+    burst_s, pause_s = BURST_PASSES * pass_s, PAUSE_PASSES * pass_s
     headers = {"Authorization": f"Bearer {key}"}
     async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -180,19 +185,35 @@ async def use(urls: Sequence[str], key: str, seconds: float, seed: int) -> None:
                 await response.read()
 
         asks = []
-        burst_ends = began + luck.expovariate(1 / BURST_S)
+        burst_ends = began + luck.expovariate(1 / burst_s)
         while (now := time.monotonic()) < began + seconds:
             if now >= burst_ends:
-                await asyncio.sleep(luck.expovariate(1 / PAUSE_S))
-                burst_ends = time.monotonic() + luck.expovariate(1 / BURST_S)
+                await asyncio.sleep(luck.expovariate(1 / pause_s))
+                burst_ends = time.monotonic() + luck.expovariate(1 / burst_s)
                 continue
             ids = [luck.randrange(100, 45_000) for _ in range(luck.randint(30, 90))]
             sampling = {"max_new_tokens": luck.randint(20, 60), "ignore_eos": True, "temperature": 0}
             body = {"input_ids": ids, "sampling_params": sampling, "rid": f"{USER}{seed}-{number}"}
             number += 1
             asks.append(asyncio.create_task(ask(luck.choice(urls), body)))
-            await asyncio.sleep(luck.expovariate(USERS_A_SECOND))
+            await asyncio.sleep(luck.expovariate(USERS_A_PASS / pass_s))
         await asyncio.gather(*asks)
+
+
+def seconds_of_a_pass(server: Server) -> float:
+    """Measure how long a pass takes on this machine now, with as many rows as users there are in a burst."""
+    body = {
+        "input_ids": [[100 + row, *range(200, 250)] for row in range(6)],
+        "sampling_params": {"max_new_tokens": 200, "ignore_eos": True},
+    }
+    began = time.monotonic()
+    request = urllib.request.Request(
+        server.url + "/generate", data=json.dumps(body).encode(),
+        headers={"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"},
+    )  # fmt: skip
+    with urllib.request.urlopen(request, timeout=300) as response:
+        response.read()
+    return (time.monotonic() - began) / 200
 
 
 @contextlib.contextmanager
@@ -225,14 +246,15 @@ def case(folder: Path, args: dict[str, Any], seconds: float, *, replicas: int) -
         urls = [server.url for server in servers]
         job = job_for(folder / "input.parquet", folder / "run", urls[0])
         job["engine"]["urls"] = urls
-        asyncio.run(use(urls[:1], key, 10, 0))  # the first requests meet cold code paths
+        asyncio.run(use(urls[:1], key, 10, 0, 0.05))  # the first requests meet cold code paths
         watched.since_last()
-        asyncio.run(use(urls[:1], key, seconds, 1))
+        pass_s = seconds_of_a_pass(servers[0])
+        asyncio.run(use(urls[:1], key, seconds, 1, pass_s))
         alone = watched.since_last().as_dict()
         with batch(job, folder, "--background"):
             time.sleep(seconds / 4)
             watched.since_last()
-            asyncio.run(use(urls[:1], key, seconds, 1))
+            asyncio.run(use(urls[:1], key, seconds, 1, pass_s))
             beside = watched.since_last().as_dict()
         report = json.loads((folder / "run" / "report.json").read_text())
         watched.since_last()
@@ -241,7 +263,7 @@ def case(folder: Path, args: dict[str, Any], seconds: float, *, replicas: int) -
             full = watched.since_last().running_mean
     ours = beside["running"] - beside["users_running"]
     found = {
-        "alone": alone, "beside": beside, "running_without_users": full,
+        "pass_ms": round(1000 * pass_s, 1), "alone": alone, "beside": beside, "running_without_users": full,
         "background": report["load"]["background"],
         "first_token_ratio": round(beside["first_token_p99"] / alone["first_token_p99"], 3),
         "gap_ratio": round(beside["gap_p99"] / alone["gap_p99"], 3),

@@ -198,6 +198,7 @@ def serve(
     task: Annotated[Literal["generate", "embed"], typer.Option(help="What the model does.")] = "generate",
     max_file_mb: Annotated[int, typer.Option(metavar="N", min=1, help="Largest file, in MB.")] = 1000,
     max_files: Annotated[int, typer.Option(metavar="N", min=1, help="Most files, also of results.")] = 10_000,
+    background: BackgroundOption = False,
     overrides: SetOption = None,
     verbose: VerboseOption = False,
 ) -> None:
@@ -215,7 +216,8 @@ def serve(
     log_to_stderr(verbose=verbose)
     serving = serve_batches(
         engine, directory.expanduser(), host=host, port=port, task=task,
-        overrides=overrides or (), most_bytes=max_file_mb * 1_000_000, most_files=max_files,
+        overrides=with_limit(overrides, None, background=background), most_files=max_files,
+        most_bytes=max_file_mb * 1_000_000,
     )  # fmt: skip
     uvloop.run(serving)
 

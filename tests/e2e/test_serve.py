@@ -107,6 +107,18 @@ def serving(*args: Any, **options: Any) -> Iterator[Server]:
         server.kill()
 
 
+def test_in_the_background(tmp_path: Path) -> None:
+    """With --background the users of the server go first: rows have the lowest priority."""
+    arguments = {"enable_priority_scheduling": True, "default_priority_value": 0}
+    with (
+        FakeSGLang(arguments=arguments) as engine,
+        serving(tmp_path / "d", "--background", engine=engine.url) as server,
+    ):
+        batch = server.ended(server.begin(server.upload(requests_of(5))))
+        assert batch.status == "completed"
+        assert {sent.body["priority"] for sent in engine.sent} == {-(2**63)}
+
+
 FAST, SLOW = ("--set", "engine.step_s=0"), ("--set", "engine.step_s=0.02", "--set", "engine.max_running=8")
 
 
