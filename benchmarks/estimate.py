@@ -111,9 +111,11 @@ def answered(
             )  # fmt: skip
 
 
-def random_job(made: random.Random, *, roofline: bool) -> tuple[list[Row], SchedulerConfig, Machine]:
+def random_job(
+    made: random.Random, between: Sequence[float], *, roofline: bool
+) -> tuple[list[Row], SchedulerConfig, Machine]:
     """Make a job and a machine: lengths, how prompts tell them, drift, prefixes, limits, speeds."""
-    count = round(math.exp(made.uniform(math.log(10_000), math.log(50_000))))
+    count = round(math.exp(made.uniform(*map(math.log, between))))
     prompt, output = math.exp(made.uniform(4, 7)), math.exp(made.uniform(1, 6))
     spread, told = made.uniform(0.2, 1.2), made.choice([0.0, 0.0, 0.5, 1.0])
     drift, shared = made.choice([1.0, 1.0, 2.0]), made.choice([0.0, 0.0, 0.3, 0.8])
@@ -141,10 +143,10 @@ def random_job(made: random.Random, *, roofline: bool) -> tuple[list[Row], Sched
     return rows, config, machine
 
 
-def one(seed: int, *, roofline: bool) -> dict[str, Any]:
+def one(seed: int, *, between: Sequence[float], roofline: bool) -> dict[str, Any]:
     """Estimate a random job, and run it."""
     made = random.Random(f"{SEED} {seed}")
-    rows, config, machine = random_job(made, roofline=roofline)
+    rows, config, machine = random_job(made, between, roofline=roofline)
     wanted = min(MOST_SAMPLED, max(FEWEST, round(SAMPLED * len(rows))))
     known = {row.row: row for row in rows}
     as_known = {row.row: JobRow(row.row, row.prompt, row.cached, row.asked) for row in rows}
@@ -179,13 +181,13 @@ def summary(jobs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def virtual(count: int) -> dict[str, Any]:
+def virtual(count: int, between: Sequence[float]) -> dict[str, Any]:
     """Estimate and run random jobs, a quarter as many on a roofline; return what came out."""
     found: dict[str, Any] = {}
     with ProcessPoolExecutor(2) as pool:
         for name, roofline, jobs in (("linear", False, count), ("roofline", True, count // 4)):
             each = []
-            for job in pool.map(partial(one, roofline=roofline), range(jobs)):
+            for job in pool.map(partial(one, between=between, roofline=roofline), range(jobs)):
                 each.append(job)
                 print(json.dumps(job), file=sys.stderr, flush=True)
             found[name] = {**summary(each), "each": each}
@@ -348,6 +350,7 @@ def real_jobs(log: Path, names: Sequence[str], scale: float) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--jobs", type=int, default=200, help="random jobs in virtual time")
+    parser.add_argument("--rows", type=int, nargs=2, default=(10_000, 50_000), help="rows of such a job")
     parser.add_argument("--real", type=Path, metavar="LOG", help="the real engine, going on where LOG ends")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the real jobs' rows")
     parser.add_argument("names", nargs="*", help="only these real jobs")
@@ -358,7 +361,7 @@ def main() -> int:
         line = f"{told['jobs']} jobs: median error {told['median_error']:.1%}, in passes {off:.1%}"
         save("estimate_real", line, told, ("sglang",), "estimate")
         return 0
-    found = virtual(options.jobs)
+    found = virtual(options.jobs, options.rows)
     told = found["linear"]
     line = (
         f"{told['jobs']} random jobs in virtual time: median error {told['median_error']:.1%}, "

@@ -28,7 +28,8 @@ def cold_forecast(
     weights, kv = weights_of(model_directory(model), config, {}), kv_bytes(config, 2)
     if card not in CARDS or weights is None or kv is None:
         raise JobError(
-            f"--cold {card}: needs one of {', '.join(CARDS)}, and a model whose files are here, not {model}"
+            f"--cold {card}: needs one of {', '.join(CARDS)}, and the files of engine.model "
+            f"({model or 'the job names none'})"
         )
     memory, read_s, compute_s = (cards * each for each in CARDS[card])
     prompt, asked = fmean(row.prompt - row.cached for row in rows), fmean(row.asked for row in rows)

@@ -26,7 +26,7 @@ MOST_SPANS = 24
 GOLDEN = 0.618033988749895
 """The golden ratio: numbers whose multiples of it have the smallest fractions are spread evenly."""
 FEW = 10
-"""A sample of so many rows looks half as varied as all rows are: the longest outputs are rare."""
+"""A sample of so many rows looks half as varied as all rows are: what is rare is not among them."""
 FOLDS = 8
 """Parts of the sample that are left out in turn, to see how much the costs depend on them."""
 BETWEEN_RUNS, UNKNOWN_COSTS = 0.02, 0.3
@@ -233,7 +233,8 @@ def forecast(
     cost, share = cost_of(spans), max(1, round(total / setting.schedulers))
     count = min(share, MOST_SIMULATED)
     drawn, deviation = draw(attempts, [rows[at * len(rows) // count] for at in range(count)])
-    deviation *= math.sqrt(1 + len(attempts) / total) * (1 + FEW / len(attempts))
+    few = 1 + FEW / len(attempts)
+    deviation *= few * math.sqrt(1 + len(attempts) / total)
 
     most = setting.config.max_running  # rows that wait: as many as a pass without decoding may take
 
@@ -257,7 +258,7 @@ def forecast(
         if len(spans) > FOLDS
     ]
     by_cost = stdev(folds) * (FOLDS - 1) / math.sqrt(FOLDS) if folds else UNKNOWN_COSTS
-    by_cost = math.hypot(by_cost, BETWEEN_RUNS)
+    by_cost = math.hypot(few * by_cost, BETWEEN_RUNS)
     limited_by = "prefill" if prefill_s > seconds / 2 else "pool" if waits > 1 / 2 else "decode"
     if client_s * total > seconds:
         seconds, limited_by = client_s * total, "client"
