@@ -109,7 +109,7 @@ MOST_TOKENS = {
     "report": 11_000,
     "dispatch": 30_400,
     "runner": 27_800,
-    "forecast": 5_800,
+    "forecast": 5_900,
     "tune": 10_600,
     "api": 3_100,
     "ray": 5_900,

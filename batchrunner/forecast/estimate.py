@@ -275,15 +275,15 @@ async def _estimate(
     if not left:
         raise JobError(f"{run_dir.name}: all rows are done: there is nothing to estimate")
     most = min(most, max(FEWEST, round(SHARE * len(selected))))
-    path, args = run_dir.path / ESTIMATE, getattr(job.engine, "args", {})
-    sampled, cards = 0, cards_of(args) * (replicas or 1) * workers
+    path, sampled = run_dir.path / ESTIMATE, 0
     if cold is not None:
         model = launched_model(job.engine) or ""
         directory = str(model_directory(model))
         tokenizing = TokenizerInfo(directory, directory)
         found = survey(prepared, left, EngineInfo("cold", model, tokenizing=tokenizing))
-        total = found.sent_of(len(left))
-        told = cold_forecast(model, cold, found.rows, total, cards_of(args), (replicas or 1) * workers)
+        each, copies = _cards(job, getattr(job.engine, "tp", None)), getattr(job.engine, "replicas", 1)
+        copies = replicas or (copies if isinstance(copies, int) else 1)
+        told = cold_forecast(model, cold, found.rows, found.sent_of(len(left)), each, copies * workers)
     else:
         async with contextlib.AsyncExitStack() as stack:
             engine: Engine | None = None
@@ -293,11 +293,12 @@ async def _estimate(
                 engine, info = await open_engine_of(job, prepared.model_task, logs, Control(), stack)
                 schedulers = max(len(await engine.loads()), len(info.routes))
                 setting = Setting(_config(job, info, schedulers), schedulers)
-                sample = KeptSample(_measured(job), setting, time.monotonic() - began, info)
+                opened_s = time.monotonic() - began
+                sample = KeptSample(_measured(job), setting, opened_s, info)
             found = survey(prepared, left | BitMap64(sample.rows), sample.info)
             for wanted in sorted({min(FIRST_ROWS, most), most}):
                 if engine is not None:
-                    await _answer(job, found.rows, wanted, engine, sample)
+                    sample.start_s = opened_s + await _answer(job, found.rows, wanted, engine, sample)
                     left -= BitMap64(sample.rows)
                 told = _told(job, found, sample, len(left), replicas, workers)
                 if engine is None or told.seconds.high - told.seconds.low <= NARROW * told.seconds.median:
@@ -305,13 +306,18 @@ async def _estimate(
         if replicas is None and workers == 1:
             sample.row_s = told.seconds.median / max(len(left), 1)
         write_json(path, msgspec.to_builtins(sample))
-        sampled, ways = len(sample.rows), {"tp-size": sample.info.tp or 1} | args
-        cards = cards_of(ways) * (replicas or len(sample.info.routes)) * workers
-    hours = told.seconds.times(cards / 3600)
+        sampled, each = len(sample.rows), _cards(job, sample.info.tp)
+        copies = replicas or len(sample.info.routes)
+    hours = told.seconds.times(each * copies * workers / 3600)
     cost = None if price is None else hours.times(price)
     rows = (len(left), sampled, found.read, found.not_sendable)
     tokens = told.tokens if job.forward is None else told.tokens | {"output": Interval(0, 0, 0)}
     return Estimate(told.seconds, hours, cost, tokens, told.passes, told.limited_by, told.why, *rows)
+
+
+def _cards(job: Job, tp: object) -> int:
+    """Return the cards of a replica; its weights are split over `tp`, where the job's flags do not say."""
+    return cards_of({"tp-size": tp if isinstance(tp, int) else 1} | getattr(job.engine, "args", {}))
 
 
 def _kept(path: Path, job: Job, fewest: int) -> KeptSample | None:
@@ -322,8 +328,8 @@ def _kept(path: Path, job: Job, fewest: int) -> KeptSample | None:
     return None
 
 
-async def _answer(job: Job, rows: Sequence[JobRow], wanted: int, engine: Engine, sample: KeptSample) -> None:
-    """Have more rows answered; raises BatchrunError.
+async def _answer(job: Job, rows: Sequence[JobRow], wanted: int, engine: Engine, sample: KeptSample) -> float:
+    """Have more rows answered; return the seconds that this took beside the sending. Raises BatchrunError.
 
     Half of them are in flight at once: as in the job, prompts come while others decode.
     """
@@ -343,10 +349,11 @@ async def _answer(job: Job, rows: Sequence[JobRow], wanted: int, engine: Engine,
         why = report.failures[0]["example"] if report.failures else report.reason
         raise BatchrunError(f"no row of the sample was answered: {why}")
     begin = min(each.began for each in noted.attempts)
-    sample.start_s += time.monotonic() - began - (max(each.ended for each in noted.attempts) - begin)
+    beside_s = time.monotonic() - began - (max(each.ended for each in noted.attempts) - begin)
     shift = max((each.ended for each in sample.attempts), default=0.0) - begin
     for each in noted.attempts:  # by a clock that stops between two parts of the sample
         sample.attempts.append(each._replace(began=each.began + shift, ended=each.ended + shift))
+    return beside_s
 
 
 def _told(

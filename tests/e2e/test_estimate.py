@@ -88,6 +88,9 @@ def test_a_range_without_an_engine(tmp_path: Path) -> None:
     assert found["seconds"]["low"] < found["seconds"]["median"] < found["seconds"]["high"]
     assert found["tokens"]["output"] == {"median": 300.0, "low": 100.0, "high": 1000.0}
     assert "a range by data sheets" in batchrun("estimate", path, "--cold", "H100").stdout
+    four = estimated(path, "--cold", "H100", "--set", "engine.tp=2", "--replicas", "2")
+    assert four["seconds"]["median"] < found["seconds"]["median"]
+    assert four["gpu_hours"]["median"] == pytest.approx(4 / 3600 * four["seconds"]["median"], rel=0.05)
     unknown = batchrun("estimate", path, "--cold", "H1000")
     assert unknown.exit_code == 2
     assert "one of A100, H100" in unknown.stderr
