@@ -21,7 +21,7 @@ PRIORITIES = {"enable_priority_scheduling": True, "default_priority_value": 0}
 
 
 class Day:
-    """A server on which users come after a few polls and take all slots, and leave after as many."""
+    """A server on which users come after a few polls, and want all slots and the pool; later they leave."""
 
     def __init__(self, server: FakeSGLang) -> None:
         self._server = server
@@ -40,12 +40,12 @@ class Day:
         if server.polled < POLLS:
             self.running_at_first = in_flight
         elif server.polled == POLLS:
-            server.others = SLOTS
+            server.others, server.used_tokens = SLOTS, 19_000  # of 20,000
         elif server.polled == POLLS + 1:
             self.sent_before_users = len(server.sent)
         elif server.polled == 3 * POLLS:
             self.running_with_users, self.sent_with_users = in_flight, len(server.sent)
-            server.others = 0
+            server.others = server.used_tokens = 0
         server.wake_held()
 
 

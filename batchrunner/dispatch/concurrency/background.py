@@ -10,8 +10,8 @@ What runs and waits there beyond ours is its users'. A fresh sample sets the win
 
 Of ours, those are given back that wait, sample after sample, as the server's admission takes no more: it
 counts as full with what it runs then. And where users wait, as many of ours as of them, twice as many at the
-next sample, and so on: nothing else makes room, also where SGLang's own preemption is on, which regards slots
-and not the pool.
+next sample, and so on: nothing else makes room in the pool, as SGLang's own preemption regards slots alone.
+Where that is on and all slots are taken, it is left to it: the rows keep their tokens, and wait for a slot.
 
 With a server that lets users go first, `spare` is what came at once lately, and `full` is 0.9. With any other
 one it is twice as many, an eighth of the slots at least, and `full` 0.75: who finds no room there waits for
@@ -102,7 +102,9 @@ class BackgroundController(Controller):
         why = f"{self.users} requests of users, #queue-req {seen.queue}, token usage {seen.usage:.2f}"
         if waits := min(seen.queue, self.users):
             room, why = 0, f"{why}: {waits} of the users' wait"
-            self.kept = max(0, seen.in_flight - waits * 2**self._rounds)
+            preempts = self._yields and seen.running >= AT_CAP * slots and seen.usage <= GOOD_USAGE
+            if not preempts and (self._rounds or waits > ahead or not self._yields):
+                self.kept = max(0, seen.in_flight - waits * 2**self._rounds)
             self._rounds = min(self._rounds + 1, MOST_ROUNDS)
         else:
             self._rounds = 0
@@ -122,7 +124,8 @@ class BackgroundController(Controller):
         starts = seen.running > self._were_running
         self._were_running = seen.running
         self._takes *= 2 ** (gap_s / TRUST_S)
-        if starts or stuck <= ahead or seen.running >= AT_CAP * slots:
+        # rows without decoding use no pool, and are in no gauge while they run
+        if starts or stuck <= ahead or seen.running >= AT_CAP * slots or not seen.usage:
             return None
         self._takes = seen.running
         return max(0, seen.in_flight - stuck)
@@ -133,7 +136,7 @@ class BackgroundController(Controller):
             return slots + ahead
         spare = self._rise if self._yields else max(1, LEAST_SPARE * slots, 2 * self._rise)
         self._spare = math.ceil(min(spare, MOST_SPARE * slots))
-        return slots - self._spare
+        return max(1, slots - self._spare)
 
     def _free_pool(self, now: float, seen: Reading) -> float:
         """Return how many requests may be there by the KV pool, ours and the users'."""
@@ -142,4 +145,4 @@ class BackgroundController(Controller):
             fits = self._running / self._usage
         room = self._full * min(fits, self._takes)
         over = seen.usage / self._full
-        return room if over < 1 else min(room, (seen.running + seen.queue) / over)
+        return max(1.0, room if over < 1 else min(room, (seen.running + seen.queue) / over))

@@ -49,3 +49,23 @@ def test_what_is_not_known_is_not_used() -> None:
     assert law.window == narrower < 30
     law.tick(60.0)
     assert law.window == 0
+
+
+@pytest.mark.parametrize(("slots", "fits"), [(1, 100), (32, 1)])
+@pytest.mark.parametrize("yields", [True, False])
+def test_the_smallest_server_is_used_while_nobody_is_there(slots: int, fits: int, *, yields: bool) -> None:
+    """One slot, or a pool for one row, is not kept free for ever; a user alone has it."""
+    law = BackgroundController("r", fits, QueueBand(100, 2000), most=1000, now=0.0, yields=yields)
+    law.sample(0.1, Reading(0, 0, 0, 0.0, max_running=slots))
+    assert law.window >= 1
+    for poll in range(1, 6):
+        law.sample(0.1 + poll, Reading(slots, 2, 0, 0.0, max_running=slots))
+    assert law.window == 0
+
+
+def test_rows_without_decoding_go_on() -> None:
+    """They run in no gauge, and wait in the queue: that is not taken for a server that is full."""
+    law = BackgroundController("r", 100, QueueBand(100, 2000), most=1000, now=0.0, yields=False)
+    for poll in range(20):
+        law.sample(poll / 10, Reading(0, 20, 40, 10.0 * poll, max_running=256))
+    assert law.window > 30
