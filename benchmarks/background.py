@@ -23,12 +23,15 @@ import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
+from batchrunner.engines.simulation.scheduler import SchedulerConfig
 from benchmarks.engine import KEY_VARIABLE, SERVER_ARGS, Server, job_for, serve, write_input
 from benchmarks.measure import save
+from tests.support.shared_engine import SharedEngine, p99
 from tests.support.tiny_model import make_tiny_llama
 
 if TYPE_CHECKING:
@@ -43,6 +46,8 @@ PRIORITIES = {
 USERS_A_PASS, BURST_PASSES, PAUSE_PASSES = 0.15, 200, 300
 """A user has 40 tokens on average: six users run together in a burst."""
 USER = "user-"
+ROW_TOKENS = 290
+"""Tokens of a row that runs, on average, in virtual time."""
 COUNTS = "BENCH_BACKGROUND_COUNTS"
 HOOK = '''
 """Lets SGLang's scheduler write down its passes: Python imports this file at its start."""
@@ -273,11 +278,44 @@ def case(folder: Path, args: dict[str, Any], seconds: float, *, replicas: int) -
     return found
 
 
+def in_virtual_time(seconds: float) -> dict[str, Any]:
+    """Measure the same on the simulated scheduler, with the passes of an 8B model on an H100."""
+    found = {}
+    for slots, pool in ((32, 100_000), (128, 30_000), (128, 100_000)):
+        for rate in (5, 20):
+            for name, priorities in (("on", True), ("off", False)):
+                config = SchedulerConfig(slots, pool)
+                alone, beside = (
+                    SharedEngine([rate], priorities=priorities, ours=ours, config=config).run(seconds)
+                    for ours in (False, True)
+                )
+                users, ours = (sum(each) / len(beside.running) for each in zip(*beside.running, strict=True))
+                before, after = alone.schedulers()[0], beside.schedulers()[0]
+                found[f"{name}, {slots} slots, pool {pool:,}, {rate} users/s"] = {
+                    "first_token_p99": (p99(before.first_token_passes), p99(after.first_token_passes)),
+                    "gap_p99": (p99(before.gaps), p99(after.gaps)),
+                    "gap_mean": (mean(before.gaps), mean(after.gaps)),
+                    "idle_used": round(ours / (min(slots, pool / ROW_TOKENS) - users), 2),
+                    "given_back": round(beside.lost / beside.ended, 3),
+                }
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--cases", nargs="+", default=["on", "off", "replicas"])
+    parser.add_argument("--virtual", action="store_true", help="on the simulated scheduler")
     wanted = parser.parse_args()
+    if wanted.virtual:
+        figures = in_virtual_time(100.0)
+        save(
+            "background_simulated",
+            "\n".join(f"{k}: {v}" for k, v in figures.items()),
+            figures,
+            ("batchrunner",),
+        )
+        return
     found = {}
     for name in wanted.cases:
         args = dict(ARGS) if name == "off" else {**ARGS, **PRIORITIES}

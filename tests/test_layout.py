@@ -107,7 +107,7 @@ MOST_TOKENS = {
     "engines": 47_900,
     "advise": 12_000,
     "report": 11_000,
-    "dispatch": 30_400,
+    "dispatch": 30_500,
     "runner": 27_800,
     "forecast": 5_900,
     "tune": 10_600,
