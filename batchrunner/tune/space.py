@@ -112,7 +112,7 @@ def _admits_too_few(s: TrialSigns) -> bool:
 
 SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "layout": lambda _, __: True,
-    "held": lambda s, _: _admits_too_few(s) and not s.full,
+    "held": lambda s, _: s.waits and not s.full,
     "retracting": lambda s, _: (
         _admits_too_few(s) and s.full and s.retractions_per_min > GUIDES.retractions_per_min
     ),
