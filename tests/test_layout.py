@@ -108,7 +108,7 @@ MOST_TOKENS = {
     "advise": 12_000,
     "report": 11_000,
     "dispatch": 30_500,
-    "runner": 27_800,
+    "runner": 27_900,
     "forecast": 5_900,
     "tune": 10_600,
     "api": 3_100,

@@ -15,10 +15,13 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from batchrunner.advise.from_run import ServerWatch
+from batchrunner.advise.load_rules import conservativeness
 from batchrunner.advise.rules import apply_all
+from batchrunner.advise.situation import Situation
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.base import Engine
+from batchrunner.engines.flag_table import LESS_CONSERVATIVE, next_setting
 from batchrunner.engines.flags import command_line, of_arguments
 from batchrunner.engines.launched.fleet import LaunchedFleet
 from batchrunner.engines.launched.server import SGLangServer
@@ -36,6 +39,8 @@ LEAST_GAIN = 0.02
 """Gain from which a step counts as one: less is noise."""
 MOST_WINDOWS = 4
 """Windows, each longer by the life of a row, after which a trial ends that had none of steady work."""
+CARE = "schedule-conservativeness"
+"""Flag that goes down with more places: what holds requests back shows only where places are free."""
 STEPS = frozenset({
     "conservative", "running-capped", "memory-left", "cuda-graph", "prefill-full", "running-low",
     "long-prompts", "retractions", "pool-small",
@@ -64,6 +69,11 @@ def _doublings(old: Mapping[str, Any], new: Mapping[str, Any]) -> float:
     """Return by how many powers of two a number changes at most, up or down; at least 1."""
     numbers = [(old[name], value) for name, value in new.items() if isinstance(value, (int, float))]
     return max([1.0, *(abs(math.log2(value / before)) for before, value in numbers if before and value > 0)])
+
+
+def _may_be_bolder(s: Situation) -> bool:
+    """Tell whether a scheduler reserves more than the guides say, for outputs of unknown length."""
+    return conservativeness(s) > LESS_CONSERVATIVE and not (s.client and s.client.ignore_eos)
 
 
 class Adaptation:
@@ -129,8 +139,11 @@ class Adaptation:
         """Return the first step that a sign calls for, and that pays."""
         situation = watch.situation
         facts = situation.facts
-        for advice in apply_all(situation, of_arguments(facts.version, facts.arguments)):
+        flags = of_arguments(facts.version, facts.arguments)
+        for advice in apply_all(situation, flags):
             args = {**advice.args, **advice.env}
+            if advice.rule == "running-capped" and server.may_change(CARE) and _may_be_bolder(situation):
+                args |= next_setting("held", CARE, situation.server, flags)
             old = {name: situation.server.now(name) for name in args}
             name = f"{advice.rule}, {command_line(old)}"
             gain = self._memory.gains.get(name, EXPECTED * _doublings(old, args))

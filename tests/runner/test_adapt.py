@@ -30,6 +30,7 @@ class Server:
     name: str = "replica 0"
     adapted: dict[str, Any] = field(default_factory=dict)
     named: str = "-"
+    care: float = 0.3
     up: bool = True
     lost: Any = None
     start_s: float = START_S
@@ -79,7 +80,8 @@ class Server:
         load, most = Series(), self.places
         for at in range(40):
             load.add("one", LoadSample(float(at), min(most, 16), 99, min(most, 16) / 16, most))
-        arguments = {"max_running_requests": most, "schedule_conservativeness": 0.3}
+        care = self.adapted.get("schedule-conservativeness", self.care)
+        arguments = {"max_running_requests": most, "schedule_conservativeness": care}
         return Situation(load, Series(), Facts(arguments=arguments, ready=ServerReady(9000, 8192, most, 99)))
 
 
@@ -143,6 +145,15 @@ def test_a_loss_is_taken_back(tmp_path: Path) -> None:
     server = Server(LOSES)
     run(adaptation(tmp_path, server), 100, 1e6)
     assert server.starts == [16, 4]
+
+
+@pytest.mark.parametrize(("named", "care"), [("-", 0.3), ("schedule", 1.0)])
+def test_more_places_come_with_a_bolder_scheduler(named: str, care: float, tmp_path: Path) -> None:
+    """In one restart, unless the job names how bold it is."""
+    server = Server(GAINS, care=1.0, named=named)
+    run(adaptation(tmp_path, server), 100, 1e6)
+    assert server.starts == [16]
+    assert server.adapted.get("schedule-conservativeness", server.care) == care
 
 
 def test_a_sign_has_to_last(tmp_path: Path) -> None:

@@ -48,6 +48,17 @@ def test_wrong_flags_are_put_right(noise: float) -> None:
     assert spent_s <= sum(result.cost_s for result in results) / 4
 
 
+def test_more_places_come_with_a_bolder_scheduler() -> None:
+    """Either alone is lost in the noise: the scheduler holds back what more places would take."""
+    made = random.Random(29)
+    rows = [(made.randint(20, 60), min(400, int(made.lognormvariate(5.0, 0.5))), 400) for _ in range(6000)]
+    found, _ = tuned(
+        Lab(rows, pool_tokens=60_000, max_running=256, noise=0.03), {"chunked-prefill-size": 128}
+    )
+    assert found.args["max-running-requests"] == 512
+    assert found.args["schedule-conservativeness"] < 1
+
+
 def test_good_flags_are_left_alone() -> None:
     """Where nothing is faster nothing is changed, however noisy the trials are."""
     good = {

@@ -101,7 +101,6 @@ def test_each_flag_is_tried_when_it_can_matter(
 LEFT: list[tuple[str, Args, dict[str, Any], str]] = [
     (PUT, {}, {"usage": 0.95}, "not the case: requests wait although"),
     (PUT, {}, {"empty_share": 0.9}, "not the case"),
-    (PUT, {}, {"running": 250}, "not the case"),
     (PUT, {PUT: 1.43}, {"usage": 0.98, "retractions_per_min": 9.0}, "no further value"),
     ("mem-fraction-static", {}, {}, "too little is known"),
     ("mem-fraction-static", {}, {**FULL, "spare_gb": 1.7}, "no further value"),
