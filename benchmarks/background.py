@@ -294,7 +294,7 @@ def in_virtual_time(seconds: float) -> dict[str, Any]:
                 found[f"{name}, {slots} slots, pool {pool:,}, {rate} users/s"] = {
                     "first_token_p99": (p99(before.first_token_passes), p99(after.first_token_passes)),
                     "gap_p99": (p99(before.gaps), p99(after.gaps)),
-                    "gap_mean": (mean(before.gaps), mean(after.gaps)),
+                    "gap_mean": tuple(round(mean(gaps), 2) for gaps in (before.gaps, after.gaps)),
                     "idle_used": round(ours / (min(slots, pool / ROW_TOKENS) - users), 2),
                     "given_back": round(beside.lost / beside.ended, 3),
                 }

@@ -202,7 +202,7 @@ class LoadSummary:
             return round(self._sums[name] / whole, 4) if whole else None
 
         return {
-            **({"background": self.background} if self.background else {}),
+            "background": self.background or None,
             "steady_s": round(steady, 1),
             "in_band_share": share("in_band"),
             "empty_queue_share": share("empty"),

@@ -22,8 +22,8 @@ LOAD = {
     "imbalance": "How much less the idlest scheduler ran than the busiest, as a share; null for one.",
     "retractions": "Requests put back into the queue because the KV pool was full.",
     "window_min, window_max": "Fewest and most requests that might be in flight.",
-    "background": "[In the background](../how-to/background.md) only: `our_share` and `users_share` of the "
-    "engine's time, `rows_given_back`, and the `tokens_lost` by it.",
+    "background": "[In the background](../how-to/background.md), else null: `our_share` and `users_share` of "
+    "the engine's time, `rows_given_back`, and the `tokens_lost` by it.",
 }
 SHARING = {
     "expected_tokens": "Prompt tokens that rows share with an earlier row.",
