@@ -83,7 +83,7 @@ def nginx(folder: Path) -> Iterator[str]:
         daemon off; worker_processes 1; pid {folder}/pid; error_log {folder}/error.log;
         events {{ worker_connections 4096; }}
         http {{
-            access_log off; keepalive_timeout 60; keepalive_requests 1000000; default_type application/json;
+            access_log off; keepalive_timeout 3600; keepalive_requests 1000000; default_type application/json;
             client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy;
             fastcgi_temp_path {folder}/fastcgi; uwsgi_temp_path {folder}/uwsgi; scgi_temp_path {folder}/scgi;
             server {{ listen 127.0.0.1:{port} backlog=4096; {locations}

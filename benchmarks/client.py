@@ -14,8 +14,8 @@ Imports count on no side.
 The figures of `ids` have the instructions of a row too, counted by `perf stat`, or where the processor's
 counters cannot be read (or with `--callgrind`) by valgrind, which takes ten minutes. They are the difference
 between runs of 500 and of 2,000 rows, so that nothing counts but rows. A tool makes the process slow, and
-what the runner does by the clock (polls of the load, writes of the journal) would count for many times as
-much as it is. So there is none of it in these runs, and a poll has a figure of its own.
+what the runner does by the clock (polls of the load, writes of the journal, connections that were idle)
+would count for many times as much as it is. So there is none of it in these runs, and a poll has a figure of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from yarl import URL
 
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Request
-from batchrunner.engines.http import wire
+from batchrunner.engines.http import client, wire
 from batchrunner.engines.http.client import HttpEngine
 from batchrunner.job.engine import AttachEngine
 from batchrunner.job.load import load_job
@@ -132,9 +132,13 @@ async def _post_all(url: URL, bodies: list[bytes], window: int) -> dict[str, Any
 def runner(job_file: str, bundle: int = 1, *, by_clock: bool = True, polls: bool = True) -> dict[str, Any]:
     """Run the job as the command does, with so many rows in a request.
 
-    Without `by_clock` the journal is not written while rows are sent, without `polls` the load is not read.
+    Without `by_clock` the journal is not written while rows are sent and no connection is closed because it
+    is idle, without `polls` the load is not read.
     """
-    overrides = [] if by_clock else [f"output.durable={LONG_S:g}"]
+    overrides = []
+    if not by_clock:
+        overrides.append(f"output.durable={LONG_S:g}")
+        client.KEEPALIVE_S = LONG_S
     if not polls:
         TIMING.load_poll = LONG_S
     if bundle > 1:
@@ -145,10 +149,10 @@ def runner(job_file: str, bundle: int = 1, *, by_clock: bool = True, polls: bool
     polled = 0
     poll = HttpEngine.loads
 
-    async def counted_poll(client: HttpEngine) -> Any:
+    async def counted_poll(engine: HttpEngine) -> Any:
         nonlocal polled
         polled += 1
-        return await poll(client)
+        return await poll(engine)
 
     HttpEngine.loads = counted_poll  # type: ignore[method-assign, assignment]
     with instructions.counted():

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import time
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -52,8 +53,8 @@ def counted() -> Iterator[None]:
 
 def _tell_callgrind(what: str) -> None:
     telling = subprocess.Popen(["callgrind_control", what, str(os.getpid())], stdout=subprocess.DEVNULL)
-    while telling.poll() is None:  # valgrind listens only while this process does something
-        pass
+    while telling.poll() is None:  # valgrind listens only while this process does something, which counts
+        time.sleep(0.002)
     assert telling.returncode == 0
 
 
@@ -76,7 +77,7 @@ def _perf(command: Sequence[str]) -> Counted:
 def _callgrind(command: Sequence[str]) -> Counted:
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "log")
-        valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no"]
+        valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--vgdb-poll=500"]
         files = [f"--callgrind-out-file={scratch}/out.%p", f"--log-file={log}"]
         done = _run([*valgrind, *files, *command], {**os.environ, COUNTED_BY: "callgrind"})
         counted = re.findall(r"Collected : (\d+)", log.read_text())

@@ -46,8 +46,10 @@ class BundleTotals:
         """Count a request with so many rows."""
         self.requests += 1
         self.rows += rows
-        self.bundles += rows > 1
-        self.most_rows = max(self.most_rows, rows)
+        if rows > 1:
+            self.bundles += 1
+        if rows > self.most_rows:
+            self.most_rows = rows
 
     def as_dict(self) -> dict[str, Any]:
         """Return report.json's `bundles`."""

@@ -116,7 +116,8 @@ class PendingRow(msgspec.Struct, eq=False):
     @property
     def memory_bytes(self) -> int:
         """Bytes of the prompt and its images in memory."""
-        return self.prompt_bytes + self.request.media_bytes
+        request = self.request
+        return self.prompt_bytes + request.media_bytes if request.media else self.prompt_bytes
 
 
 class RowSource(Protocol):
@@ -250,9 +251,8 @@ class Slots:
     def answered(self, route: str) -> None:
         """Record an answer of a route, which ends its cooldown."""
         slots = self._routes[route]
-        slots.cools_until = 0.0
-        slots.cooldown_s = FIRST_COOLDOWN_S
-        slots.is_out = False
+        if slots.cools_until:
+            slots.cools_until, slots.cooldown_s, slots.is_out = 0.0, FIRST_COOLDOWN_S, False
 
     def take_out(self, route: str, now: float) -> bool:
         """Give a route no rows for 10 minutes; tell whether it had some until now."""

@@ -286,8 +286,9 @@ class FollowerRelease:
         that fall due below a common prefix would go, and their prefixes be evicted before that. Where the
         next leader is so long that a prefix would be evicted unused, its followers go before they are due.
         """
-        self._find_due()
-        crowded = not self._due and self._is_crowded()
+        if self._held:
+            self._find_due()
+        crowded = self._held and not self._due and self._is_crowded()
         if self._leaders and not crowded and (not self._due or (last and self._is_near_end())):
             row = self._leaders.popleft()
             self._leaders_bytes -= row.prompt_bytes
@@ -312,7 +313,7 @@ class FollowerRelease:
 
     def _is_crowded(self) -> bool:
         """Tell whether the next leader would evict the prefix that was sent first and is still needed."""
-        if self._distance is None or not (self._held and self._leaders):
+        if self._distance is None or not self._leaders:
             return False
         return not self._distance.keeps(self._held[0][0], self._leaders[0].prompt_bytes)
 

@@ -173,22 +173,26 @@ class RowCounts:
 
     def add(self, outcome: Outcome) -> None:
         """Count the end of one row."""
-        _, completion, error, _, attempts = outcome
+        ref, completion, error, _, attempts = outcome
         if attempts > 1:
             self.retries += attempts - 1
         if error is not None:
             self.failed += 1
-            self.failures.add(outcome.ref.row, error)
-        elif completion is None:
-            self.ok += 1
-            self.left_out += 1
-            self._count_reason(LEFT_OUT)
+            self.failures.add(ref.row, error)
         else:
             self.ok += 1
-            self.cut += CUT in completion.finish_reasons
-            for reason in completion.finish_reasons:
-                self._count_reason(reason or UNKNOWN)
-            self.duplicates += attempts == 0
+            reasons: Sequence[str | None] = (LEFT_OUT,) if completion is None else completion.finish_reasons
+            for reason in reasons:
+                known = reason or UNKNOWN
+                if known not in self.finish_reasons and len(self.finish_reasons) >= MOST_GROUPS:
+                    known = OTHER  # a server that makes up ever new ones does not fill the memory
+                self.finish_reasons[known] += 1
+            if completion is None:
+                self.left_out += 1
+            elif attempts == 0:
+                self.duplicates += 1
+            if CUT in reasons:
+                self.cut += 1
         if completion is None or attempts == 0:
             return
         self.output_tokens += completion.output_tokens
@@ -196,12 +200,6 @@ class RowCounts:
         self.cached_tokens += completion.cached_tokens or 0
         if attempts > 1 or error is not None:  # else no answer was rejected
             self.output_tokens += self.checks.add(outcome)
-
-    def _count_reason(self, reason: str) -> None:
-        """Count a finish reason; a server that makes up ever new ones does not fill the memory."""
-        if reason not in self.finish_reasons and len(self.finish_reasons) >= MOST_GROUPS:
-            reason = OTHER
-        self.finish_reasons[reason] += 1
 
     def __add__(self, other: RowCounts) -> RowCounts:
         """Return the counts of both together."""
