@@ -15,7 +15,8 @@ The figures of `ids` have the instructions of a row too, counted by `perf stat`,
 counters cannot be read (or with `--callgrind`) by valgrind, which takes ten minutes. They are the difference
 between runs of 500 and of 2,000 rows, so that nothing counts but rows. A tool makes the process slow, and
 what the runner does by the clock (polls of the load, writes of the journal, connections that were idle)
-would count for many times as much as it is. So there is none of it in these runs, and a poll has a figure of its own.
+would count for many times as much as it is. So there is none of it in these runs, and a poll has a figure of
+its own.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.types import Completion
-from batchrunner.dispatch.concurrency.law import GOOD_USAGE, tokens_a_row
+from batchrunner.dispatch.concurrency.law import GOOD_USAGE, TYPICAL_PROMPT_TOKENS, tokens_a_row
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Slots
 from batchrunner.engines.simulation.replica import H100_8B, CostModel, Replica
@@ -150,6 +150,7 @@ class Fleet:
             tokens_a_row(max_new_tokens, prompt_tokens),
             most=sys.maxsize,
             fixed=fixed,
+            prompt_tokens=prompt_tokens or TYPICAL_PROMPT_TOKENS,
         )
         self._admission.begin([replica.load for replica in self.replicas.values()], 0.0, unsent=rows)
         self._gate = Slots(self._admission.windows)

@@ -69,7 +69,9 @@ class Run:
         )  # fmt: skip
         self._routes = routes
         row_tokens = tokens_a_row(max(row.outputs for row in rows))
-        self._limits = ConcurrencyLimits(info, QueueBand(100, 2000), row_tokens, most=1 << 30)
+        self._limits = ConcurrencyLimits(
+            info, QueueBand(100, 2000), row_tokens, most=1 << 30, prompt_tokens=least_tokens(rows) / len(rows)
+        )
         self._limits.begin(self._loads(), 0.0, unsent=len(rows))
         self._slots = Slots(self._limits.windows)
         self._queue = DispatchQueue(self._slots)
@@ -93,6 +95,7 @@ class Run:
                 next_poll += POLL_S
                 unsent = self.unread + self._order.held + len(self._queue)
                 self._limits.observe(self._loads(), self._slots.by_route, self.now, unsent=unsent)
+                self._slots.speeds = self._limits.speeds
                 for route, window in self._limits.windows.items():
                     self._slots.resize(route, window)
         ratio = self.uncached_tokens / least_tokens(self._rows)

@@ -48,8 +48,7 @@ class BundleTotals:
         self.rows += rows
         if rows > 1:
             self.bundles += 1
-        if rows > self.most_rows:
-            self.most_rows = rows
+        self.most_rows = max(self.most_rows, rows)
 
     def as_dict(self) -> dict[str, Any]:
         """Return report.json's `bundles`."""

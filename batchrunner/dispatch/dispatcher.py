@@ -231,13 +231,11 @@ class Dispatcher:
                 self._settle_doubts(row, route, now)
             self._refused_since = None
             self._slots.answered(route)
-            if sent_at > record.newest:
-                record.newest = sent_at
+            record.newest = max(record.newest, sent_at)
             record.answered += row.attempts == 1
             if error is None:
                 record.last = request
-            if now < row.prefix_ready_at:
-                row.prefix_ready_at = now
+            row.prefix_ready_at = min(row.prefix_ready_at, now)
             self._learn(row, route, completion)
         else:
             error = await self._try_again(row, route, error, now)

@@ -123,6 +123,7 @@ class LoadControl:
                 free -= max(0, granted - taken)
                 run.slots.resize(route, granted)
         for run in self._runs:
+            run.slots.speeds = self.concurrency.speeds
             write_changes(run.events, changes)
             run.backlog.wake_dispatcher()
 

@@ -178,6 +178,8 @@ class Slots:
             self.resize(route, window)
         self.in_flight = 0
         """Requests in flight on all routes."""
+        self.speeds: Mapping[str, float] = {}
+        """How fast the routes are beside each other; those that it lacks count as 1."""
 
     @property
     def window(self) -> int:
@@ -194,14 +196,14 @@ class Slots:
         return self._routes[route].in_flight
 
     def least_used(self, kept: Mapping[str, int]) -> str:
-        """Return the route with the fewest requests for its slots, with those that are `kept` for it.
+        """Return the route with the fewest requests for its speed, with those that are `kept` for it.
 
         One that refused requests, and has answered none since, is the last choice.
         """
 
         def use(route: str) -> tuple[bool, float]:
             slots = self._routes[route]
-            return slots.cools_until > 0, (slots.in_flight + kept[route]) / max(1, slots.window)
+            return slots.cools_until > 0, (slots.in_flight + kept[route]) / self.speeds.get(route, 1.0)
 
         return min(self._routes, key=use)
 
@@ -333,8 +335,9 @@ class DispatchQueue:
     come, and its rows wait for that route. A row that one route refused waits for another one.
 
     A route with little else to do takes rows of another route: an idle replica costs more than the cache
-    saves. But the prefix of a group that it takes is computed again. So it takes most of a group at once, and
-    only while it has less than half of the other's rows, in flight or kept for it.
+    saves. But the prefixes of the groups that it takes are computed again. So it takes whole groups, and
+    only while it has less than half of the other's rows, in flight or kept for it, and those that are kept
+    would wait until a quarter of those in flight have ended.
     """
 
     def __init__(self, slots: Slots) -> None:
@@ -400,7 +403,7 @@ class DispatchQueue:
                 return row
             self._keep(row, home)
         other = self._to_relieve(self._slots.in_flight_on(route) - 1)
-        return self._take_group(other, route) if other else None
+        return self._relieve(other, route) if other else None
 
     def home_of(self, group: PendingRow) -> str:
         """Return the route of a prefix group, which is chosen when it is asked for first."""
@@ -416,26 +419,36 @@ class DispatchQueue:
     def _to_relieve(self, in_flight: int) -> str | None:
         """Return another route whose kept rows a route with so many in flight may take."""
         other, kept = max(self._kept.items(), key=lambda item: len(item[1]))
-        is_busy = 2 * in_flight >= self._slots.in_flight_on(other) + len(kept)
-        is_theirs = is_busy and self._count < READ_AHEAD_ROWS and not self._slots.is_out(other)
-        return other if kept and not is_theirs else None
+        if not kept or self._count >= READ_AHEAD_ROWS or self._slots.is_out(other):
+            return other if kept else None
+        theirs = self._slots.in_flight_on(other)
+        return other if 2 * in_flight < theirs + len(kept) and 4 * len(kept) >= theirs else None
 
-    def _take_group(self, other: str, route: str) -> PendingRow:
-        """Take the group with the most rows that are kept for another route; half of what is kept at most."""
-        kept = self._kept[other]
-        group, count = Counter(row.group for row in kept).most_common(1)[0]
-        assert group is not None
-        taken = [row for row in kept if row.group is group][-(len(kept) + 1) // 2 :]
+    def _relieve(self, other: str, route: str) -> PendingRow:
+        """Take half of the rows that are kept for another route: whole groups, new ones and large ones first.
+
+        They stay in order, one of each group in turn: two in one pass would both compute the prefix.
+        """
+        kept, taken, left = self._kept[other], deque[PendingRow](), deque[PendingRow]()
+        rows_of = Counter(row.group for row in kept if row.group is not None)
+        moving = Counter[PendingRow]()
+        for group in sorted(rows_of, key=lambda group: (group.route is not None, -rows_of[group])):
+            moving[group] = min(rows_of[group], (len(kept) + 1) // 2 - moving.total())
+            if moving[group] == rows_of[group]:
+                group.home = route
+                self._promised[other] -= group.to_come
+                self._promised[route] += group.to_come
+        for row in reversed(kept):
+            assert row.group is not None
+            is_moved = moving[row.group] > 0
+            moving[row.group] -= is_moved
+            (taken if is_moved else left).appendleft(row)
+        self._kept[other] = left
         self._promised[other] -= len(taken)
-        if len(taken) == count:
-            group.home = route
-            self._promised[other] -= group.to_come
-            self._promised[route] += group.to_come
-        left = set(kept).difference(taken)
-        self._kept[other] = deque(row for row in kept if row in left)
-        for row in taken[1:]:
+        first = taken.popleft()
+        for row in taken:
             self._keep(row, route)
-        return taken[0]
+        return first
 
     def _refused_by_others(self, route: str) -> deque[PendingRow]:
         """Return rows that a route may take because another one refused them, or because no other is left."""

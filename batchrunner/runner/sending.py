@@ -21,6 +21,7 @@ from batchrunner.dispatch.bundles import BundleTotals, ForwardPasses, bundle_sen
 from batchrunner.dispatch.concurrency.law import (
     BYTES_A_TOKEN,
     BYTES_AN_ID,
+    TYPICAL_PROMPT_TOKENS,
     UNKNOWN_ENGINE_WINDOW,
     tokens_a_row,
 )
@@ -101,6 +102,7 @@ async def open_control(
         fixed=fixed,
         passes=None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens),
         own_band="queue" in job.model_fields_set,
+        prompt_tokens=prompt_tokens or TYPICAL_PROMPT_TOKENS,
     )
     loads = await engine.loads()
     if (control := _CONTROLS.get(engine)) and control.in_use and control.concurrency.fixed == fixed:

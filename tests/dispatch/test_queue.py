@@ -46,6 +46,19 @@ def test_a_route_with_little_to_do_takes_another_ones_rows() -> None:
     assert ready.take("a") is large[0]
 
 
+def test_few_rows_wait_for_their_own_route() -> None:
+    """Rows that are soon sent where their prefix is computed are not worth computing it again."""
+    rows = family(0, 6)
+    used = slots(a=20, b=1)
+    ready = DispatchQueue(used)
+    rows[0].home = "a"
+    for row in rows:
+        ready.add(row)
+    assert ready.take("a") is rows[0]
+    assert [ready.take("b") for _ in range(4)] == [*rows[3:], None]  # 5 were kept, a quarter of 20; then 2
+    assert not ready.has_for("b")
+
+
 def test_a_slow_route_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it keeps so many rows that no others are read, they are for all."""
     monkeypatch.setattr("batchrunner.dispatch.queue.READ_AHEAD_ROWS", 4)

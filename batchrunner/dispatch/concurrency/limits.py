@@ -13,9 +13,16 @@ from dataclasses import dataclass, field
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion
-from batchrunner.dispatch.bundles import ForwardPasses
+from batchrunner.dispatch.bundles import USUAL_TOKENS, ForwardPasses
 from batchrunner.dispatch.concurrency.background import BackgroundController
-from batchrunner.dispatch.concurrency.law import Controller, CornerChange, Decision, Reading, first_window
+from batchrunner.dispatch.concurrency.law import (
+    TYPICAL_PROMPT_TOKENS,
+    Controller,
+    CornerChange,
+    Decision,
+    Reading,
+    first_window,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +33,8 @@ class KnownScheduler:
     route: str
     controller: Controller
     heard_at: float
+    tells: bool
+    """Whether it tells its load."""
     last: SchedulerLoad | None = None
     """Its last sample that counted; None before one."""
     told_retractions: int = 0
@@ -49,6 +58,9 @@ class KnownScheduler:
 
 HALF_LIFE_S = 60.0
 """Half-life of the recent rows, in seconds: rows of one length end in waves as long as one of them takes."""
+AHEAD_PASSES = 8
+"""Prefill passes of prompts that a replica may have in its queue in any case: two to four seconds of work, in
+which the next samples come."""
 LEAST_ROWS = 1e-3
 """Fewest recent rows of a route: after a long silence all routes have so many, and are equal."""
 
@@ -113,6 +125,8 @@ class ConcurrencyLimits:
     """Output tokens of theirs that have to be generated again."""
     own_band: bool = False
     """Whether the job sets the band (`queue`), which then holds for passes too."""
+    prompt_tokens: float = TYPICAL_PROMPT_TOKENS
+    """Tokens of a prompt, on average, that the engine computes."""
     known: dict[str, KnownScheduler] = field(default_factory=dict)
     """Schedulers by their names."""
     _on_route: defaultdict[str, list[KnownScheduler]] = field(default_factory=lambda: defaultdict(list))
@@ -147,6 +161,11 @@ class ConcurrencyLimits:
             route: max(least, min(self._wanted(route), self._most_of_rest.get(route, self.most)))
             for route in self.ends
         }
+
+    @property
+    def speeds(self) -> dict[str, float]:
+        """How fast each route is: the rows that it ended lately."""
+        return {route: ends.recent for route, ends in self.ends.items()}
 
     @property
     def window(self) -> int:
@@ -255,7 +274,7 @@ class ConcurrencyLimits:
                 name, fits, band, most=self.most, now=now, yields=self.info.yields
             )
             why = "background: what the users leave"
-        self.known[name] = KnownScheduler(name, load.route, controller, heard_at=now)
+        self.known[name] = KnownScheduler(name, load.route, controller, now, load.source != "engine")
         self._on_route[load.route].append(self.known[name])
         self.ends.setdefault(load.route, RouteEnds()).recent += controller.window
         why = f"{why}; #queue-req {band.low:,}-{band.high:,} ({band.why})"
@@ -311,6 +330,19 @@ class ConcurrencyLimits:
             return self.band.scaled(load.max_running)
         return self.passes.band(load.max_running)
 
+    def _soon_used(self, route: str, share: int) -> int:
+        """Return how many rows of its share a route may hold now: the faster one can take the others.
+
+        It is half of its share, or what it can use soon, where that is more: as many as it runs, and some
+        passes of prompts in its queue. Where it tells no load it is all of its share.
+        """
+        on = self._on_route[route]
+        if not all(scheduler.tells for scheduler in on):
+            return share
+        running = sum(scheduler.last.running for scheduler in on if scheduler.last)
+        prompts = AHEAD_PASSES * (self.info.prefill_tokens or USUAL_TOKENS) / self.prompt_tokens
+        return min(share, max(math.ceil(share / 2), running + math.ceil(prompts)))
+
     def _share_out(self, left: int, now: float) -> list[Decision]:
         """Limit each route to its share of what is left; return a decision when that begins to matter."""
         if len(self.ends) == 1 or self.is_background:
@@ -318,7 +350,8 @@ class ConcurrencyLimits:
         silent = {r for r, on in self._on_route.items() if on and all(s.is_silent(now) for s in on)}
         gap_s = now - (now if self._shared_at is None else self._shared_at)
         self._shared_at = now
-        before, self._most_of_rest = self._most_of_rest, shares(self.ends, left, gap_s, silent)
+        before, found = self._most_of_rest, shares(self.ends, left, gap_s, silent)
+        self._most_of_rest = {route: self._soon_used(route, share) for route, share in found.items()}
         return [
             Decision(route, self._wanted(route), most, "share", f"its share of the {left} rows that are left")
             for route, most in self._most_of_rest.items()

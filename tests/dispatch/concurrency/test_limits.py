@@ -68,6 +68,23 @@ def test_the_first_wave_says_nothing_of_the_speed() -> None:
     assert admission.windows["b"] >= windows["b"]
 
 
+def test_part_of_a_short_input_waits_for_the_faster_route() -> None:
+    """Nobody knows the faster of two routes at the start; rows in a queue cannot move any more."""
+    info = EngineInfo(kind="attach", model="m", max_running=8192, routes=("a", "b"))
+    limits = [
+        ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6, prompt_tokens=1000) for _ in range(2)
+    ]
+    loads = [
+        SchedulerLoad(route, "loads", running, 0, 0.5, max_running=4096, route=route)
+        for route, running in (("a", 1500), ("b", 500))
+    ]
+    for each, told in zip(limits, (loads, []), strict=True):
+        each.begin(told, 0.0, unsent=4000)
+    assert [each.windows for each in limits] == [{"a": 1000, "b": 1000}, {"a": 2000, "b": 2000}]
+    limits[0].observe(loads, {"a": 1000, "b": 1000}, 0.25, unsent=2000)
+    assert limits[0].windows == {"a": 1500 + 66, "b": 1000}  # what it runs and 8 passes of prompts, or half
+
+
 def test_a_long_queue_gets_none_of_the_last_rows() -> None:
     """At the end of the input the replica that was given most waits until the others have caught up."""
     info = EngineInfo(kind="attach", model="m", routes=("a", "b"))
