@@ -224,8 +224,8 @@ class ConcurrencyLimits:
                 scheduler.controller.state = "fixed" if unsent else "tail"
                 scheduler.controller.corner = None
             return [] if self.fixed is not None else changes
-        changes += self._share_out(unsent + sum(in_flight.values()), now)
         changes += self._sample(loads, in_flight, now)
+        changes += self._share_out(unsent + sum(in_flight.values()), now)
         for scheduler in self.known.values():
             changes += scheduler.controller.tick(now)
         return changes
