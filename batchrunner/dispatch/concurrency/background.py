@@ -25,9 +25,9 @@ import math
 
 from batchrunner.core.engine_info import QueueBand
 from batchrunner.dispatch.concurrency.law import (
-    AT_CAP,
     CALM_S,
     GOOD_USAGE,
+    IN_USE,
     MINUTE_S,
     UNKNOWN_ENGINE_WINDOW,
     Controller,
@@ -102,10 +102,12 @@ class BackgroundController(Controller):
         why = f"{self.users} requests of users, #queue-req {seen.queue}, token usage {seen.usage:.2f}"
         if waits := min(seen.queue, self.users):
             room, why = 0, f"{why}: {waits} of the users' wait"
-            preempts = self._yields and seen.running >= AT_CAP * slots and seen.usage <= GOOD_USAGE
-            if not preempts and (self._rounds or waits > ahead or not self._yields):
-                self.kept = max(0, seen.in_flight - waits * 2**self._rounds)
-            self._rounds = min(self._rounds + 1, MOST_ROUNDS)
+            if self._yields and seen.running >= IN_USE * slots and seen.usage <= GOOD_USAGE:
+                self._rounds = 0  # SGLang preempts rows of ours, which may be those that wait
+            else:
+                if self._rounds or waits > ahead or not self._yields:
+                    self.kept = max(0, seen.in_flight - waits * 2**self._rounds)
+                self._rounds = min(self._rounds + 1, MOST_ROUNDS)
         else:
             self._rounds = 0
             may_stay = max(0, int(room) + at_most - self.users + self._spare // 2)
@@ -125,7 +127,7 @@ class BackgroundController(Controller):
         self._were_running = seen.running
         self._takes *= 2 ** (gap_s / TRUST_S)
         # rows without decoding use no pool, and are in no gauge while they run
-        if starts or stuck <= ahead or seen.running >= AT_CAP * slots or not seen.usage:
+        if starts or stuck <= ahead or seen.running >= IN_USE * slots or not seen.usage:
             return None
         self._takes = seen.running
         return max(0, seen.in_flight - stuck)
