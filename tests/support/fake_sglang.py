@@ -298,7 +298,8 @@ class FakeSGLang(ServerThread):
         self._in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
         try:
-            answering = asyncio.ensure_future(self._answer(request, sent))
+            what = self.script(sent)  # at once: none skips a count
+            answering = asyncio.ensure_future(self._answer(request, sent, what))
             self._named[body.get("rid")] = answering
             await asyncio.wait([answering])
             return (
@@ -310,8 +311,7 @@ class FakeSGLang(ServerThread):
             answering.cancel()
             self._in_flight -= 1
 
-    async def _answer(self, request: web.Request, sent: Sent) -> web.StreamResponse:
-        what = self.script(sent)
+    async def _answer(self, request: web.Request, sent: Sent, what: Any) -> web.StreamResponse:
         if self.delay_s and _is_good(what):
             async with self._slots:
                 await asyncio.sleep(self.delay_s)
