@@ -428,7 +428,8 @@ def test_an_engine_on_two_machines(ended: Submitted) -> None:
     here = ended.run.parent
     seen = [line.split() for line in (here / "seen").read_text().splitlines()]
     for start in (seen[:2], seen[2:4], seen[4:]):
-        assert sorted(line[:2] for line in start) == [["0", "0"], ["1", "0"]]  # a GPU on each
+        assert sorted(line[0] for line in start) == ["0", "1"]
+        assert all(line[1].isdigit() for line in start)  # a GPU on each, whichever is free there
         places = {tuple(words[words.index("--nnodes") : words.index("--node-rank")]) for words in start}
         assert len(places) == 1
         assert "--dist-init-addr" in places.pop()
