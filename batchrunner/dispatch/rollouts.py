@@ -58,9 +58,6 @@ LEAST_AHEAD, AHEAD_SHARE = 8, 1 / 8
 """Rows in the queue, or on their way there, up to which others are opened; the share is of the slots."""
 MOST_OPEN, MOST_OPEN_BYTES = 8192, 512 << 20
 """Rows that are open at once, and the bytes of their answers."""
-BUSY_SHARE = 0.5
-"""Share of the KV pool that turns in flight take at least before rows wait to be opened, so that the
-conversations of the open ones stay in the cache: few rows at once are worse than a prefix computed again."""
 ROWS_A_PROCESS = 16
 """Open rows of each process before another one is started."""
 
@@ -79,8 +76,6 @@ class Rollout:
     """What it asked last."""
     bytes: int = 0
     """Bytes of its answers."""
-    tokens: int = 0
-    """Tokens of its conversation, which its next turn repeats."""
     first: PendingRow | None = None
     """The first row that it sent, to whose replica the others go."""
     returned: asyncio.Future[tuple[list[dict[str, Any]], str | None]] | None = None
@@ -149,9 +144,8 @@ class Rollouts:
         slots: Slots,
         results: ResultSink,
         turns: TurnStore | None,
-        pool: float,
     ) -> None:
-        """Without `turns` nothing is stored, as of a program's rows; `pool` is the tokens that are cached."""
+        """Without `turns` nothing is stored, as of a program's rows."""
         self._limits, self._source, self._functions, self._tokenizer = (
             job.limits,
             source,
@@ -166,8 +160,7 @@ class Rollouts:
         self._processes: list[RolloutProcess] = []
         self._choosing, self._alone = asyncio.Lock(), asyncio.Semaphore(functions.most)
         self._numbers = count(1)
-        self._bytes = self._tokens = self._busy_tokens = 0
-        self._pool = pool
+        self._bytes = 0
         self.turns = 0
         """Requests of rollouts that were answered, without those that were stored."""
 
@@ -213,7 +206,6 @@ class Rollouts:
     def _coming(self) -> int:
         """Return how many rows come into the queue soon; many where no more can be open."""
         is_full = len(self._open) >= MOST_OPEN or self._bytes >= MOST_OPEN_BYTES
-        is_full |= self._tokens >= self._pool and self._busy_tokens >= BUSY_SHARE * self._pool
         return MOST_OPEN if is_full else len(self._starting)
 
     async def _solve(self, rollout: Rollout) -> None:
@@ -243,8 +235,8 @@ class Rollouts:
         for answer in rollout.answers.values():
             answer.cancel()
         rollout.answers.clear()
-        self._bytes, self._tokens = self._bytes - rollout.bytes, self._tokens - rollout.tokens
-        rollout.bytes, rollout.tokens, rollout.first = 0, 0, None
+        self._bytes -= rollout.bytes
+        rollout.bytes, rollout.first = 0, None
         if not is_done and self._turns is not None:
             await self._turns.drop(rollout.request.ref.row)
 
@@ -361,20 +353,12 @@ class Rollouts:
         self._starting.discard(rollout)
         self._backlog.add(row)
         self._backlog.wake_dispatcher()
-        repeated = rollout.tokens
-        self._busy_tokens += repeated
-        try:
-            outcome = await row.ask
-        finally:
-            self._busy_tokens -= repeated
-        answer = outcome.completion
-        if answer is not None and outcome.error is None:
+        outcome = await row.ask
+        if outcome.completion is not None and outcome.error is None:
             if self._turns is not None:
                 await self._turns.put(key, outcome)
-            size = len(answer.texts[0])
+            size = len(outcome.completion.texts[0])
             rollout.bytes, self._bytes = rollout.bytes + size, self._bytes + size
-            more = (answer.prompt_tokens or 0) + answer.output_tokens - rollout.tokens
-            rollout.tokens, self._tokens = rollout.tokens + max(0, more), self._tokens + max(0, more)
         self.turns += 1
         return outcome
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -278,9 +277,8 @@ class Sending:
             from batchrunner.dispatch.rollouts import Rollouts  # noqa: PLC0415 - only for such jobs
 
             self.rollouts = Rollouts(
-                job, rows, functions, tokenizer, self._backlog, slots, results, self._turns,
-                info.max_total_tokens or math.inf,
-            )  # fmt: skip
+                job, rows, functions, tokenizer, self._backlog, slots, results, self._turns
+            )
         self._feeder = self.rollouts or Feeder(
             rows, self.reorderer, tokenizer, self._backlog, results, engine, info.routes,
             keeps_prompts=job.accept.feedback, primes=info.yields is None,
