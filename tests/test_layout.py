@@ -107,7 +107,7 @@ MOST_TOKENS = {
     "engines": 47_900,
     "advise": 12_000,
     "report": 11_000,
-    "dispatch": 30_900,
+    "dispatch": 30_800,
     "runner": 27_900,
     "forecast": 5_900,
     "tune": 10_600,
