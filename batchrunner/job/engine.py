@@ -71,7 +71,18 @@ def _checked_args(args: Mapping[str, Any], reserved: tuple[str, ...], field: str
     return clean
 
 
-class ServerEngine(Spec):
+class EngineOfRun(Spec):
+    """An engine that lives as long as the run, and has no other users."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_ours(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("background"):
+            raise ValueError("background: goes with servers that run already: kind attach or gateway")
+        return given
+
+
+class ServerEngine(EngineOfRun):
     """Servers that the run starts on free local ports, restarts when they die, and stops at the end."""
 
     kind: Literal["server"]
@@ -107,13 +118,6 @@ class ServerEngine(Spec):
     """Change flags that the job does not name while the run goes on, where a sign lasts and the time left is
     worth a restart. Later runs of such a job begin with the best."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_ours(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("background"):
-            raise ValueError("background: goes with servers that run already: kind attach or gateway")
-        return given
-
     @field_validator("adapt", mode="before")
     @classmethod
     def _off(cls, adapt: object) -> object:
@@ -140,7 +144,7 @@ class ServerEngine(Spec):
         return {name: user_paths(value) for name, value in env.items()}
 
 
-class SimulatedEngine(Spec):
+class SimulatedEngine(EngineOfRun):
     """No engine: made-up answers at a made-up speed, for trials and tests. Results are marked."""
 
     kind: Literal["simulated"]
