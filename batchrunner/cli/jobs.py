@@ -62,16 +62,14 @@ def estimate(
     job: JobArgument,
     overrides: SetOption = None,
     limit: LimitOption = None,
-    rows: Annotated[int, typer.Option(metavar="N", min=2, help="Most rows of the sample.")] = 500,
+    rows: Annotated[int, typer.Option(metavar="N", help="Most rows of the sample.")] = 500,
     price: Annotated[
-        float | None, typer.Option(metavar="P", min=0, help="Price of a GPU-hour, for the cost.")
+        float | None, typer.Option(metavar="P", help="Price of a GPU-hour, for the cost.")
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Tell it for so many replicas, untried.")
+        int | None, typer.Option(metavar="N", help="Tell it for so many replicas, untried.")
     ] = None,
-    workers: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Tell it for so many tasks with --join.")
-    ] = 1,
+    workers: Annotated[int, typer.Option(metavar="N", help="Tell it for so many tasks with --join.")] = 1,
     cold: Annotated[
         str | None,
         typer.Option(metavar="CARD", help="Tell a range for a card such as H100, without an engine."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -24,12 +25,22 @@ from batchrunner.engines.model_files import cards_of, model_directory
 from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.engines.simulation.scheduler import CLIP_TOKENS, SchedulerConfig
 from batchrunner.forecast.cold import cold_forecast
-from batchrunner.forecast.job_time import Attempt, Forecast, Interval, JobRow, Setting, choose, forecast
+from batchrunner.forecast.job_time import (
+    Attempt,
+    Forecast,
+    Interval,
+    JobRow,
+    Setting,
+    choose,
+    forecast,
+    tokens_of,
+)
 from batchrunner.input.order import decide_order, prompt_bytes
 from batchrunner.job.load import load_job
 from batchrunner.output.files import write_json
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import ESTIMATE
+from batchrunner.output.task_lock import hold_task
 from batchrunner.report.report import duration
 from batchrunner.runner.control import Control
 from batchrunner.runner.open_engine import cancelled_once, open_portal
@@ -77,6 +88,8 @@ class KeptSample(msgspec.Struct):
     """Seconds of a start beside the sending."""
     info: EngineInfo
     attempts: list[Attempt] = []
+    refused: int = 0
+    """Rows of the sample that failed without an answer."""
     row_s: float | None = None
     """Seconds of a row in the run that follows, for the time that is left."""
 
@@ -98,7 +111,7 @@ class Survey(NamedTuple):
     row_s: float
     """Seconds in which a row was read."""
 
-    def sent_of(self, rows: int) -> int:
+    def sent_of(self, rows: float) -> int:
         """Return how many of so many rows are sent."""
         return max(1, round(rows * len(self.rows) / self.read * (1 - self.equal)))
 
@@ -253,6 +266,11 @@ def estimate(
     (tasks that join) may be others than the job's: they are not tried. `cold` names a card, such as H100: no
     engine is asked then, and what is told is a range. Raises BatchrunError.
     """
+    if min(rows - 1, workers, 1 if replicas is None else replicas) < 1 or not 0 <= (price or 0) < math.inf:
+        raise JobError(
+            f"rows {rows}, replicas {replicas}, workers {workers}, price {price}",
+            hint="give 2 rows or more, 1 replica and worker or more, and a price that is not negative",
+        )
     loaded = load_job(job, overrides=overrides)
     with contextlib.closing(prepare(loaded)) as prepared, open_portal() as portal:
         work = _estimate(prepared, rows, price, replicas, workers, cold)
@@ -270,24 +288,29 @@ async def _estimate(
 ) -> Estimate:
     job, run_dir = prepared.job, prepared.run_dir
     check_resumes(prepared, model_of(job.engine))
+    path, sampled, named = run_dir.path / ESTIMATE, 0, getattr(job.engine, "replicas", None)
+    copies = replicas or (named if isinstance(named, int) else None)
     selected = prepared.selected()
+    most = min(most, max(FEWEST, round(SHARE * len(selected))))
+    sample = None if cold is not None else _kept(path, job, min(FIRST_ROWS, most))
+    if sample is None and cold is None:
+        with hold_task(run_dir):  # no engine starts beside that of a run that goes on
+            pass
+        if job.output.reuse is not None:  # what the run takes from there is not to do
+            await execute(job, only=BitMap64())
     left = selected - read_done(run_dir).rows
     if not left:
         raise JobError(f"{run_dir.name}: all rows are done: there is nothing to estimate")
-    most = min(most, max(FEWEST, round(SHARE * len(selected))))
-    path, sampled = run_dir.path / ESTIMATE, 0
     if cold is not None:
         model = launched_model(job.engine) or ""
         directory = str(model_directory(model))
         tokenizing = TokenizerInfo(directory, directory)
         found = survey(prepared, left, EngineInfo("cold", model, tokenizing=tokenizing))
-        each, copies = _cards(job, getattr(job.engine, "tp", None)), getattr(job.engine, "replicas", 1)
-        copies = replicas or (copies if isinstance(copies, int) else 1)
+        each, copies = _cards(job, getattr(job.engine, "tp", None)), copies or 1
         told = cold_forecast(model, cold, found.rows, found.sent_of(len(left)), each, copies * workers)
     else:
         async with contextlib.AsyncExitStack() as stack:
             engine: Engine | None = None
-            sample = _kept(path, job, min(FIRST_ROWS, most))
             if sample is None:
                 began, logs = time.monotonic(), run_dir.log_directory
                 engine, info = await open_engine_of(job, prepared.model_task, logs, Control(), stack)
@@ -296,23 +319,25 @@ async def _estimate(
                 opened_s = time.monotonic() - began
                 sample = KeptSample(_measured(job), setting, opened_s, info)
             found = survey(prepared, left | BitMap64(sample.rows), sample.info)
+            copies = copies or len(sample.info.routes)
             for wanted in sorted({min(FIRST_ROWS, most), most}):
                 if engine is not None:
-                    sample.start_s = opened_s + await _answer(job, found.rows, wanted, engine, sample)
-                    left -= BitMap64(sample.rows)
-                told = _told(job, found, sample, len(left), replicas, workers)
+                    rows = [row for row in found.rows if row.row in left]
+                    beside_s = await _answer(prepared, rows, wanted, engine, sample)
+                    sample.start_s = opened_s + beside_s
+                    left = selected - read_done(run_dir).rows
+                told = _told(job, found, sample, left, copies, workers)
                 if engine is None or told.seconds.high - told.seconds.low <= NARROW * told.seconds.median:
                     break
         if replicas is None and workers == 1:
             sample.row_s = told.seconds.median / max(len(left), 1)
         write_json(path, msgspec.to_builtins(sample))
         sampled, each = len(sample.rows), _cards(job, sample.info.tp)
-        copies = replicas or len(sample.info.routes)
     hours = told.seconds.times(each * copies * workers / 3600)
     cost = None if price is None else hours.times(price)
-    rows = (len(left), sampled, found.read, found.not_sendable)
+    counts = (len(left), sampled, found.read, found.not_sendable)
     tokens = told.tokens if job.forward is None else told.tokens | {"output": Interval(0, 0, 0)}
-    return Estimate(told.seconds, hours, cost, tokens, told.passes, told.limited_by, told.why, *rows)
+    return Estimate(told.seconds, hours, cost, tokens, told.passes, told.limited_by, told.why, *counts)
 
 
 def _cards(job: Job, tp: object) -> int:
@@ -328,13 +353,15 @@ def _kept(path: Path, job: Job, fewest: int) -> KeptSample | None:
     return None
 
 
-async def _answer(job: Job, rows: Sequence[JobRow], wanted: int, engine: Engine, sample: KeptSample) -> float:
+async def _answer(
+    prepared: PreparedJob, rows: Sequence[JobRow], wanted: int, engine: Engine, sample: KeptSample
+) -> float:
     """Have more rows answered; return the seconds that this took beside the sending. Raises BatchrunError.
 
     Half of them are in flight at once: as in the job, prompts come while others decode.
     """
-    known = sample.rows
-    chosen = choose((row for row in rows if row.row not in known), wanted - len(known))
+    job, run_dir = prepared.job, prepared.run_dir
+    chosen = BitMap64([row.row for row in choose(rows, wanted - len(sample.rows))])
     log.info("a sample of %s is answered", counted(len(chosen), "row"))
     window = max(1, len(chosen) // 2)
     window = window if job.window == "auto" else min(job.window, window)
@@ -343,33 +370,37 @@ async def _answer(job: Job, rows: Sequence[JobRow], wanted: int, engine: Engine,
         job.model_copy(update={"window": window}),
         engine=cast("Engine", noted),
         info=sample.info,
-        only=BitMap64([row.row for row in chosen]),
+        only=chosen,
     )
-    if not noted.attempts:
-        why = report.failures[0]["example"] if report.failures else report.reason
-        raise BatchrunError(f"no row of the sample was answered: {why}")
-    begin = min(each.began for each in noted.attempts)
-    beside_s = time.monotonic() - began - (max(each.ended for each in noted.attempts) - begin)
+    begin = min((each.began for each in noted.attempts), default=began)
+    end = max((each.ended for each in noted.attempts), default=began)
+    beside_s = time.monotonic() - began - (end - begin)
     shift = max((each.ended for each in sample.attempts), default=0.0) - begin
     for each in noted.attempts:  # by a clock that stops between two parts of the sample
         sample.attempts.append(each._replace(began=each.began + shift, ended=each.ended + shift))
+    good = read_done(run_dir, without_failed=True).rows | BitMap64(sample.rows)
+    sample.refused += len(chosen & read_done(run_dir).rows - good)
+    if len(sample.rows) <= 1 and (sample.refused or not sample.attempts):
+        why = report.failures[0]["example"] if report.failures else report.reason
+        answered = f"{len(sample.rows)} of {counted(len(chosen), 'row')} of the sample answered"
+        raise BatchrunError(f"{answered}, too few to tell the rest: {why}")
     return beside_s
 
 
 def _told(
-    job: Job, found: Survey, sample: KeptSample, to_do: int, replicas: int | None, workers: int
+    job: Job, found: Survey, sample: KeptSample, left: BitMap64, replicas: int, workers: int
 ) -> Forecast:
-    """Return what the rows that the sample leaves take."""
+    """Return what the rows that are left take."""
+    rows = [row for row in found.rows if row.row in left]
+    if not rows:
+        none = Interval(0, 0, 0)
+        return Forecast(none, tokens_of(found.rows, 0, none), 0, "not known", ("the sample was the job",))
     real = {each.row.row: each.row.prompt for each in sample.attempts}
-    guessed = [row.prompt for row in found.rows if row.row in real]
-    factor = sum(real.values()) / sum(guessed) if len(guessed) == len(real) else 1.0
-    rows = [
-        row._replace(prompt=row.prompt * factor, cached=row.cached * factor)
-        for row in found.rows
-        if row.row not in real
-    ]
+    guessed = {row.row: row.prompt for row in found.rows if row.row in real}
+    factor = sum(real[row] for row in guessed) / max(sum(guessed.values()), 1)
+    rows = [row._replace(prompt=row.prompt * factor, cached=row.cached * factor) for row in rows]
     sampled, info = sample.sampled, sample.info
-    schedulers = sampled.schedulers // len(info.routes) * (replicas or len(info.routes)) * workers
+    schedulers = sampled.schedulers // len(info.routes) * replicas * workers
     window = None if job.window == "auto" else max(1, job.window * workers // schedulers)
     setting = Setting(_config(job, info, sampled.schedulers), schedulers, window)
     client_s = (found.row_s + CLIENT_S) / workers
@@ -377,8 +408,8 @@ def _told(
         sample.attempts,
         sampled,
         setting,
-        rows or found.rows,
-        found.sent_of(to_do),
+        rows,
+        found.sent_of(len(left) * len(real) / (len(real) + sample.refused)),
         start_s=sample.start_s,
         client_s=client_s,
     )

@@ -269,8 +269,12 @@ def forecast(
         tokens_of(rows, total, _around(outputs, deviation)),
         round(work.passes),
         limited_by,
-        tuple(f"{what}: ±{100 * math.expm1(TAIL * part):.0f} %" for part, what in why),
+        tuple(_cause(what, math.expm1(TAIL * part)) for part, what in why),
     )
+
+
+def _cause(what: str, share: float) -> str:
+    return f"{what}: ±{100 * share:.0f} %" if share <= 1 else f"{what}: too few rows to say"
 
 
 def _around(median: float, deviation: float) -> Interval:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import JobError
+from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.output.events import read_events
+from batchrunner.output.run_dir import open_run
+from batchrunner.output.task_lock import hold_task
 from tests.conftest import batchrun, job_of, report_of, results_of, write_job, write_rows
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.launchable import with_slots
 
 LOOSE = 1.4
 """How much slower a simulated engine may be on a machine that is busy with other tests."""
@@ -97,9 +100,64 @@ def test_a_range_without_an_engine(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "run.json").exists()
 
 
+def test_rows_that_are_not_to_do(tmp_path: Path) -> None:
+    """They are those that another run has answered, that fail, and that the sample itself has done."""
+    write_rows(
+        tmp_path / "input.parquet", 120, text=["word " * (9000 * (at % 2)) + f"{at}" for at in range(120)]
+    )
+    job = job_of(tmp_path, SIMULATED, sampling={"max_new_tokens": 20, "temperature": 0.5})
+    half = batchrunner.estimate(job)  # of the rows that are too long
+    assert half.rows_sampled == 15
+    assert half.tokens["output"].high < 20 * (120 - 15) * 0.7
+    batchrunner.run({**job, "limits": {"max_failed_rows": 120}})
+    again = job_of(tmp_path / "again", SIMULATED, sampling=job["sampling"])
+    again["input"] = job["input"]
+    again["output"]["reuse"] = job["output"]["path"]
+    with pytest.raises(BatchrunError, match="0 of 30 rows of the sample answered, too few"):
+        batchrunner.estimate(again)  # those that failed are asked again
+    assert report_of(again)["rows_ok"] == 60
+    again["input"] = {**job["input"], "filter": "id % 2 == 0"}
+    again["output"]["path"] += "-all"
+    with pytest.raises(JobError, match="all rows are done"):
+        batchrunner.estimate(again)
+    few = batchrunner.estimate(
+        {**again, "output": {"path": str(tmp_path / "few")}, "input": {**again["input"], "limit": 9}}
+    )
+    assert (few.rows_sampled, few.rows_to_do, few.seconds.high, few.tokens["prompt"].median) == (9, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rows": 1}, {"price": float("nan")}, {"price": -1.0}, {"workers": 0}, {"replicas": 0}]
+)
+def test_numbers_that_cannot_be(wrong: dict[str, Any], tmp_path: Path) -> None:
+    """They are refused in one line, before anything is read."""
+    with pytest.raises(JobError, match="give 2 rows or more"):
+        batchrunner.estimate(job_of(tmp_path, SIMULATED), **wrong)
+    name, value = next(iter(wrong.items()))
+    told = batchrun("estimate", write_job(job_of(tmp_path, SIMULATED), tmp_path), f"--{name}", value)
+    assert (told.exit_code, f"{name} {value}" in told.stderr) == (2, True)
+
+
+def test_no_engine_starts_beside_a_run(tmp_path: Path) -> None:
+    """An estimate waits for no run that goes on; more replicas, also by the job, are told without a start."""
+    job = job_of(tmp_path, with_slots(tmp_path), rows=100)
+    with (
+        hold_task(open_run(job["output"]["path"])),
+        pytest.raises(BatchrunError, match="is writing this run"),
+    ):
+        batchrunner.estimate(job)
+    assert not (tmp_path / "starts").exists()
+    one = batchrunner.estimate(job)
+    two = batchrunner.estimate(job, overrides=["engine.replicas=2"])
+    assert (tmp_path / "starts").read_text() == "4\n"
+    assert two == batchrunner.estimate(job, replicas=2)
+    assert two.seconds.median < one.seconds.median
+    assert two.gpu_hours.median == pytest.approx(2 / 3600 * two.seconds.median, rel=0.01)
+
+
 def test_rows_that_are_all_refused(server: FakeSGLang, tmp_path: Path) -> None:
     job = job_of(tmp_path, server, prompt={"text": "nowhere"})
-    with pytest.raises(batchrunner.BatchrunError):
+    with pytest.raises(BatchrunError):
         batchrunner.estimate(job)
     with pytest.raises(JobError):
         batchrunner.estimate({**job, "prompt": {}})
