@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,6 +29,8 @@ from batchrunner.output.run_dir import RunDir
 from batchrunner.runner.open_engine import STOP, OpenEngine
 from batchrunner.runner.progress import ProgressListener, make_displays
 
+T = TypeVar("T")
+
 
 def results_of(
     rows: Data,
@@ -47,7 +49,7 @@ def results_of(
         source, out = Path(scratch) / "input.parquet", Path(scratch) / "run"
         if paths is None:
             try:
-                write_parquet(map(_unless_stopped, batches_of(rows)), source)
+                write_parquet(batches_of(rows, _unless_stopped), source)
             except pa.ArrowException as failure:
                 raise InputError(f"rows: cannot be written as Parquet: {first_line(failure)}") from None
         dataset = Dataset(InputSpec(path=paths or str(source)), copies=RunDir(out).copies)
@@ -63,11 +65,11 @@ def results_of(
         return pa.concat_tables(pq.read_table(file) for file in sorted(merged.path.glob("*.parquet")))
 
 
-def _unless_stopped(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return a batch of the rows; raises CancelledError where the call was cancelled while they were read."""
+def _unless_stopped(rows: T) -> T:
+    """Return a row or a batch of them; raises CancelledError where the call was cancelled meanwhile."""
     if (stop := STOP.get()) is not None and stop.done():
         raise CancelledError
-    return batch
+    return rows
 
 
 def _no_results(job: Job, dataset: Dataset) -> pa.Table:

@@ -27,7 +27,7 @@ from batchrunner.job.spec import InputSpec
 from batchrunner.output.addresses import check_client, store_address
 from batchrunner.output.files import make_directory, whole_file, writing
 from batchrunner.output.resume import done_by_all
-from batchrunner.output.run_dir import RunDir, look_at_run
+from batchrunner.output.run_dir import look_at_run
 from batchrunner.output.run_json import holds_run, require_run_json
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ def results_of(given: str, storage: StorageSpec) -> str:
         is_run = "://" not in given and holds_run(Path(given))
     if not is_run:
         return given
-    from batchrunner.output.merge import merge  # noqa: PLC0415 - only for such an input
+    from batchrunner.output.merge import merge, merged_rows  # noqa: PLC0415 - only for such an input
 
     run_dir = look_at_run(given, storage)
     done, total = len(done_by_all(run_dir).rows), require_run_json(run_dir)["rows_total"]
@@ -130,22 +130,16 @@ def results_of(given: str, storage: StorageSpec) -> str:
             f"{given}: this run is not done: {done:,} of {total:,} rows",
             hint=f"run it again, or take what is there: {given}/parts",
         )
-    if not _is_merged(run_dir, total):
+    if merged_rows(run_dir) < total:
         with _only_one(run_dir.path / ".merging"):
-            if not _is_merged(run_dir, total):
-                merge(run_dir)
+            if merged_rows(run_dir) < total > merge(run_dir).rows:
+                raise InputError(f"{given}: this run is still at work", hint="try again when it has ended")
     return f"{given}/merged"
 
 
 def _inaccessible(name: str, failure: Exception) -> BatchrunError:
     why = getattr(failure, "strerror", None) or first_line(failure)
     return or_away(InputError(f"{name}: {why}"), failure)
-
-
-def _is_merged(run_dir: RunDir, rows: int) -> bool:
-    """Tell whether all rows of a run are merged: it may have been merged before its end."""
-    merged = sum(pq.read_metadata(file).num_rows for file in run_dir.merged.glob("*.parquet"))
-    return bool(merged >= rows)
 
 
 def read_errors(fs: pafs.FileSystem) -> tuple[type[Exception], ...]:

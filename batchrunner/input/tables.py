@@ -67,14 +67,14 @@ def paths_of(data: object) -> list[str] | None:
     return [data]
 
 
-def batches_of(data: object) -> Iterator[pa.RecordBatch]:
+def batches_of(data: object, seen: Callable[[Any], Any]) -> Iterator[pa.RecordBatch]:
     """Yield data as Arrow batches, at least one; those of an iterator may differ in their columns and types.
 
-    Raises InputError, and what an iterator raises.
+    `seen` is called with each batch, or each row, and returns it. Raises InputError, and what an iterator or
+    `seen` raises.
     """
     batches = as_batches(data)
-    if batches is None:
-        batches = _of_rows(as_rows(data))
+    batches = _of_rows(map(seen, as_rows(data))) if batches is None else map(seen, batches)
     first = next(batches, None)
     yield pa.RecordBatch.from_pydict({TEXT: pa.nulls(0, pa.string())}) if first is None else first
     yield from batches

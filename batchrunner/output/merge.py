@@ -178,6 +178,12 @@ def in_order(
         yield with_counts(table if kind is None else with_returned(table, kind), None)
 
 
+def merged_rows(run_dir: RunDir) -> int:
+    """Return how many rows of the input are merged: a run may have been merged before its end."""
+    files = run_dir.merged.glob("*.parquet")
+    return sum(_distinct_rows(pq.read_table(file, columns=["row"])) for file in files)
+
+
 def _distinct_rows(table: pa.Table) -> int:
     """Return how many rows of the input a table of results has."""
     return int(pc.count_distinct(table.column("row")).as_py())

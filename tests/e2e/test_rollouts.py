@@ -95,7 +95,10 @@ def test_a_conversation_with_a_tool(tmp_path: Path, server: FakeSGLang) -> None:
 
 
 def test_rows_by_values(tmp_path: Path, server: FakeSGLang) -> None:
-    """Without an annotation merged columns are typed by all values; a list is a row for each."""
+    """Without an annotation merged columns are typed by all values; a list is a row for each.
+
+    All of them are the next run's input, also where the run was merged before its end.
+    """
     write_module(
         tmp_path,
         """
@@ -122,6 +125,9 @@ def test_rows_by_values(tmp_path: Path, server: FakeSGLang) -> None:
     ]  # fmt: skip
     assert [row["score"] for row in rows[:6]] == [0.5, 0.5, 1.0, 0.5, 1.0, 2.0]
     assert rows[6]["finish_reason"] == "left_out"
+    pq.write_table(merged.slice(0, 6), next((tmp_path / "run" / "merged").iterdir()))
+    again = batchrunner.generate(str(tmp_path / "run"), prompt={"text": "{{ row }}"}, engine="simulated")
+    assert again.num_rows == 7
     streamed = list(
         batchrunner.stream(
             [{"id": 2, "text": "a"}], prompt=PROMPT | {"rollout": by_value}, engine="simulated"
