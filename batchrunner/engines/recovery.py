@@ -9,6 +9,7 @@ of tokens. Advice proposes these arguments, and a launched engine that died gets
 remembers them.
 """
 
+import contextlib
 import hashlib
 import logging
 import re
@@ -19,9 +20,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
+
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.errors import BatchrunError
-from batchrunner.core.files import cache_directory, read_json
+from batchrunner.core.files import cache_directory
 from batchrunner.engines.device import cards
 from batchrunner.engines.flag_table import FLAGS, Server, in_effect, next_setting
 from batchrunner.engines.flags import Flags, command_line, name_in, of_arguments, version_of
@@ -181,6 +184,23 @@ _HOPELESS = {
 }
 
 
+class Learned(msgspec.Struct):
+    """What earlier runs found out of a model on a card: the content of a file."""
+
+    args: dict[str, Any] = {}
+    """Arguments, and variables, to begin with."""
+    gains: dict[str, float] = {}
+    why: str = ""
+    """Since when these arguments are needed, and for what."""
+
+
+def recall(file: Path) -> Learned:
+    """Return what was written down; nothing where the file is missing or damaged."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(file.read_bytes(), type=Learned)
+    return Learned()
+
+
 class Healer:
     """Chooses the arguments of the next start after a death, and keeps them in a file for the next run.
 
@@ -189,22 +209,18 @@ class Healer:
 
     def __init__(self, given: Mapping[str, Any], file: Path, incidents: list[Incident]) -> None:
         """Take the job's `engine.args`, and begin with what worked in an earlier run, by its file."""
-        learned = read_json(file)
-        self.args = {n: v for n, v in learned.get("args", {}).items() if name_in(given, n) not in given}
+        learned = recall(file)
+        self.args = {n: v for n, v in learned.args.items() if name_in(given, n) not in given}
         """Safer arguments of the next start, which replace the job's own, or add to them."""
         self._file = file
         self._incidents = incidents
         self._changes = 0
-        self._why = ""
-        """Why the server died before the last change."""
         if self.args:
-            self._why = learned["why"]
-            why = f"learned on {learned['on']} from {self._why}"
             log.info(
                 "starting with %s, %s; engine.args overrules it; delete %s to forget",
-                _shown(self.args), why, file,
+                _shown(self.args), learned.why, file,
             )  # fmt: skip
-            incidents.append(Incident("recalled", "the engine", why, {"new": self.args}))
+            incidents.append(Incident("recalled", "the engine", learned.why, {"new": self.args}))
 
     def heal(self, name: str, ended: EndedServer) -> bool:
         """Change `args` after a server's death; return whether they help, so that no row is at fault."""
@@ -223,6 +239,7 @@ class Healer:
         old = {name: in_effect(facts, name) for name in args}
         self.args = {**self.args, **args}
         self._why = NAMES[death.kind]
+        """Why a server died last."""
         log.warning(
             "%s: %s: %s at the next start (change %d of at most %d)",
             name, self._why, _shown(args, old), self._changes, MOST_CHANGES,
@@ -235,8 +252,8 @@ class Healer:
     def outlived(self, args: Mapping[str, Any]) -> None:
         """Write down, for the next run, what was learned; `args` are of a server that runs at a run's end."""
         if self._changes and self._had_all(args):
-            learned = {"args": self.args, "why": self._why, "on": f"{datetime.now(UTC):%Y-%m-%d}"}
-            remember(self._file, learned)
+            why = f"learned on {datetime.now(UTC):%Y-%m-%d} from {self._why}"
+            remember(self._file, Learned(self.args, why=why))
 
     def _had_all(self, args: Mapping[str, Any]) -> bool:
         return all(args.get(name) == value for name, value in self.args.items())
@@ -251,7 +268,7 @@ class FlagMemory:
     def __init__(self, file: Path, incidents: list[Incident]) -> None:
         self._file = file
         self._gains: dict[str, float] = {}  # of this task's steps, also where the file cannot be written
-        self.args: Mapping[str, Any] = read_json(file).get("args", {})
+        self.args = recall(file).args
         """Those with which the servers of this run start, beside the job's own."""
         if self.args:
             why = "found best by an earlier run of such a job"
@@ -259,20 +276,19 @@ class FlagMemory:
             incidents.append(Incident("recalled", "the engine", why, {"new": self.args}))
 
     @property
-    def gains(self) -> Mapping[str, float]:
+    def gains(self) -> dict[str, float]:
         """Gain of each step that was tried: 0.1 is a tenth more output tokens a second."""
-        return {**read_json(self._file).get("gains", {}), **self._gains}
+        return recall(self._file).gains | self._gains
 
     def learn(self, step: str, gain: float, args: Mapping[str, Any] = {}) -> None:
         """Write down what a step gained, and what it sets, where later runs are to start with that."""
         self._gains[step] = round(gain, 3)
-        best = {**read_json(self._file).get("args", {}), **args}
-        remember(self._file, {"args": best, "gains": self.gains})
+        remember(self._file, Learned({**recall(self._file).args, **args}, self.gains))
 
     def forget(self) -> None:
         """Start no more with what was found, and try none of its steps: a server does not live with them."""
         self._gains |= {step: -1.0 for step, gain in self.gains.items() if gain > 0}
-        remember(self._file, {"args": {}, "gains": self.gains})
+        remember(self._file, Learned(gains=self.gains))
 
 
 def learned_file(spec: ServerEngine, model: str, *, cpu: bool) -> Path:
@@ -284,11 +300,11 @@ def learned_file(spec: ServerEngine, model: str, *, cpu: bool) -> Path:
     return cache_directory() / "engines" / f"{name}-{digest}.json"
 
 
-def remember(file: Path, learned: Mapping[str, Any]) -> None:
+def remember(file: Path, learned: Learned) -> None:
     """Write down what a run learned, for the next one; other runs may write the file too."""
     try:
         make_directory(file.parent)
-        write_json(file, learned, writer=secrets.token_hex(4))
+        write_json(file, msgspec.to_builtins(learned), writer=secrets.token_hex(4))
     except (OSError, BatchrunError) as failure:
         log.warning("what worked is not remembered for the next run: %s", failure)
 

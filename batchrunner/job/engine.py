@@ -62,13 +62,8 @@ class GatewayEngine(Spec):
         return fields
 
 
-def _checked_args(args: Mapping[str, Any], reserved: tuple[str, ...], field: str) -> dict[str, Any]:
-    """Return arguments by their command-line names without `--`; raises ValueError for a reserved one."""
-    clean = {name.lstrip("-").replace("_", "-"): user_paths(value) for name, value in args.items()}
-    for name in reserved:
-        if name in clean:
-            raise ValueError(f"batchrunner sets --{name} itself: leave it out of engine.{field}")
-    return clean
+RESERVED = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")
+"""Arguments of SGLang that the run sets itself."""
 
 
 class EngineOfRun(Spec):
@@ -125,9 +120,14 @@ class ServerEngine(EngineOfRun):
 
     @field_validator("args")
     @classmethod
-    def _reserved_arguments(cls, args: dict[str, Any]) -> dict[str, Any]:
-        reserved = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")
-        return _checked_args(args, reserved, "args")
+    def _by_name(cls, args: dict[str, Any]) -> dict[str, Any]:
+        clean = {name.lstrip("-").replace("_", "-"): user_paths(value) for name, value in args.items()}
+        for name in clean:
+            if name in RESERVED:
+                raise ValueError(f"batchrunner sets --{name} itself: leave it out of engine.args")
+            if "=" in name:
+                raise ValueError(f"{name}: write its value after a colon")
+        return clean
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -104,6 +104,10 @@ def _engine_tree(source: Any) -> Any:
     if isinstance(source, (list, tuple)):
         return {"kind": "attach", "urls": list(source)}
     if isinstance(source, (str, Path)) and str(source).endswith(".json"):  # of `open_engine(…, share=…)`
+        if not _job_path(source).exists():
+            raise JobError(
+                f"engine: {source}: no such file", hint="the program that shares it must be at work"
+            )
         return read_job_file(source)
     if isinstance(source, os.PathLike):
         return {"kind": "server", "model": as_folder(source)}

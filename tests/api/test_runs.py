@@ -342,7 +342,9 @@ def test_an_engine_that_another_process_shares(
         assert "a-secret-key" not in Path(run, "run.json").read_text() + file.read_text()
         assert file.with_suffix(".key").stat().st_mode & 0o077 == 0
     assert not list(tmp_path.glob("engine.*"))
-    with pytest.raises(JobError, match=r"engine.json: no such job file"):
+    with pytest.raises(
+        JobError, match=r"engine.json: no such file: the program that shares it must be at work"
+    ):
         batchrunner.generate(["a"], engine=file)
     with pytest.raises(JobError, match="share"), batchrunner.open_engine(INSTANT, share=file):
         pass

@@ -55,7 +55,7 @@ def run(job: dict[str, Any], directory: Path, name: str) -> None:
 
 
 def test_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All servers load one copy. One that was cut off is no copy; a model that changes has another one."""
+    """All servers load one copy. One that was cut off goes on; a model that changes has another one."""
     monkeypatch.setenv("DISK", str(tmp_path / "disk"))
     job = a_job(tmp_path, cache_dir="$DISK/models")
     run(job, tmp_path, "first")
@@ -68,12 +68,14 @@ def test_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logs = "".join(log.read_text() for log in (tmp_path / "first").rglob("engine-replica-*.log"))
     assert logs.count("copying") == 1
 
-    copy.rename(copy.with_name("model.part"))
-    (copy.with_name("model.part") / "model.safetensors").write_text("weig")
+    part, made = copy.with_name("model.part"), (copy / "config.json").stat().st_ino
+    copy.rename(part)
+    (part / "model.safetensors").write_text("weig")
     run(job, tmp_path, "second")
     assert loaded(tmp_path) == copy
     assert (copy / "model.safetensors").read_text() == "weights"
-    assert not copy.with_name("model.part").exists()
+    assert (copy / "config.json").stat().st_ino == made  # was there whole
+    assert not part.exists()
 
     (tmp_path / "blob").write_text("others!")
     run(job, tmp_path, "third")

@@ -33,6 +33,11 @@ from tests.conftest import (
             {"kind": "server", "model": "a", "tp": 2, "args": {"tp_size": 2}},
             "engine.tp and --tp-size",
         ),
+        (
+            {"kind": "server", "model": "a", "args": {"--max_running_requests=4": True}},
+            "max-running-requests=4: write its value after a colon",
+        ),
+        ({"kind": "server", "model": "a", "args": {"--api_key": "a"}}, "batchrunner sets --api-key itself"),
     ],
 )
 def test_wrong_jobs(engine: dict[str, Any], said: str) -> None:

@@ -48,7 +48,6 @@ from typing import Any
 
 POLL_S = 0.1
 KILL_S = 10.0
-COPY_BYTES = 16 << 20
 NO_MODEL = (".", "checkpoint-", "original")
 """What folders beside a model's files begin with that SGLang reads nothing from: they are not copied."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -127,17 +126,18 @@ def files_of(source: str) -> dict[str, tuple[int, int]]:
 def copy_files(source: str, files: dict[str, tuple[int, int]], whole: Path) -> None:
     """Copy these files of a model's directory to a new one; raises OSError, also where they change."""
     part = whole.with_name(f"{whole.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of one that was killed
-    needed, free = sum(size for size, _ in files.values()), shutil.disk_usage(whole.parent).free
+    there = files_of(str(part))  # of one that was killed
+    left = {file: size for file, (size, _) in files.items() if there.get(file, (-1,))[0] != size}
+    needed, free = sum(left.values()), shutil.disk_usage(whole.parent).free
     told = f"{needed / 2**30:.1f} GiB"
     if needed > free:
         raise OSError(f"it takes {told}, and {free / 2**30:.1f} GiB are free")
     print(f"copying {source} ({told}) to {whole}", flush=True)  # noqa: T201 - into the log
     try:
-        for file in files:
+        for file in left:
             (part / file).parent.mkdir(parents=True, exist_ok=True)
-            with Path(source, file).open("rb") as original, (part / file).open("wb") as copied:
-                shutil.copyfileobj(original, copied, COPY_BYTES)
+            shutil.copyfile(Path(source, file), part / file)
+            with (part / file).open("rb") as copied:
                 os.fsync(copied.fileno())
         if files_of(source) != files:
             raise OSError("it changed while it was copied")  # noqa: TRY301
