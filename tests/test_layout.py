@@ -109,7 +109,7 @@ MOST_TOKENS = {
     "report": 11_000,
     "dispatch": 30_800,
     "runner": 27_900,
-    "forecast": 5_900,
+    "forecast": 6_200,
     "tune": 10_600,
     "api": 3_100,
     "ray": 5_900,
