@@ -64,14 +64,14 @@ def stream(
     In a program with an event loop write `async for`: a plain `for` blocks it. The arguments are those of
     `generate`; `rows` may also be an asynchronous iterator. An iterator may be endless: it is read a few
     thousand rows ahead, in a thread (an asynchronous one in the running loop), and not while the program is
-    behind. Columns are those of the first rows. Of the rows that are there, up to 512 together, one of each
-    prefix is sent first. `row` is the position in the input.
+    behind. Columns are those of the first rows. Of up to 512 rows that are there, one of each prefix goes
+    first. `row` is the position in the input.
 
     `task` is that of a job; `task_options` are the arguments that only `embed`, `score` or `rerank` have.
 
-    Nothing stays on disk: where a crash may lose no answer, use `run`. Leaving the loop, closing the
-    generator or cancelling the task ends the requests in flight, and closes the engine unless it is an open
-    one. Raises BatchrunError, and what an iterator of `rows` raises, after the rows that it gave.
+    Leaving the loop, closing the generator or cancelling the task ends the requests in flight, and closes the
+    engine unless it is an open one. Raises BatchrunError, and what an iterator of `rows` raises, after the
+    rows that it gave.
     """
     opened, spec = engine_of(engine)
     if opened is not None:

@@ -102,10 +102,10 @@ def generate(
 ) -> pa.Table:
     """Send every row and return the results as a pyarrow Table in input order.
 
-    `rows` are texts (the column `text`) or mappings, in a list or any iterable; a table or data frame of
-    pyarrow, pandas, polars, duckdb or anything with Arrow's C interface; a data set of pyarrow or Hugging
-    Face; the path of a file, a directory or a glob. Iterators and data sets are read in bounded memory; the
-    results are in memory.
+    `rows` are texts (the column `text`) or mappings, in any iterable; a table or data frame of pyarrow,
+    pandas, polars, duckdb or anything with Arrow's C interface; a data set of pyarrow or Hugging Face; the
+    path of a file, a directory or a glob. Iterators and data sets are read in bounded memory; the results are
+    in memory.
 
     `prompt` is the user template, the `prompt` part of a job, or a function of a row; by default the only
     text column. `rollout` in its place is an asynchronous function that asks several times. `parse` is a
@@ -189,7 +189,7 @@ def score(
     Give `labels`, single tokens by text or id, or `choices`, texts for all rows or the column with a list for
     each. The column `scores` has probabilities of the labels (with `softmax` among the labels), or log
     likelihoods of the choices, which `scores_per_token` and `scores_per_byte` divide by length. All else is
-    as for `embed`, with `task="score"`.
+    as for `embed`.
     """
     given = choices if choices is None or isinstance(choices, str) else list(choices)
     return results_of(
@@ -221,8 +221,7 @@ def rerank(
     Example: `rerank(rows, prompt="{{ query }}", documents="documents", engine="BAAI/bge-reranker-base")`.
 
     `prompt` is the template of the query, or its column; `documents` the column with a list of texts, or one.
-    The column `scores` has a list in the order of the documents. All else is as for `embed`, with
-    `task="rerank"`.
+    The column `scores` has a list in the order of the documents. All else is as for `embed`.
     """
     return results_of(
         rows,

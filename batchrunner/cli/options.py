@@ -21,7 +21,7 @@ LimitOption = Annotated[
     int | None,
     typer.Option(metavar="N", min=1, help="Send the first N rows only."),
 ]
-FreshOption = Annotated[bool, typer.Option(help="Discard what is under output.path and start again.")]
+FreshOption = Annotated[bool, typer.Option("--fresh", help="Discard the run's directory and start again.")]
 JoinOption = Annotated[
     bool,
     typer.Option("--join", help="Share the rows with all other starts that say --join."),
@@ -30,7 +30,7 @@ BackgroundOption = Annotated[
     bool,
     typer.Option("--background", help="Let others who use the servers go first: engine.background=true."),
 ]
-RetryFailedOption = Annotated[bool, typer.Option(help="Send failed rows again.")]
+RetryFailedOption = Annotated[bool, typer.Option("--retry-failed", help="Send failed rows again.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show notes too.")]
 JsonOption = Annotated[
@@ -40,7 +40,6 @@ JsonOption = Annotated[
 MetricsPortOption = Annotated[
     int | None,
     typer.Option(
-        "--metrics-port",
         metavar="PORT",
         min=0,
         max=65535,
@@ -49,7 +48,7 @@ MetricsPortOption = Annotated[
 ]
 MetricsHostOption = Annotated[
     str,
-    typer.Option("--metrics-host", metavar="HOST", help="Address for --metrics-port."),
+    typer.Option(metavar="HOST", help="Address for --metrics-port."),
 ]
 
 

@@ -116,7 +116,7 @@ def batch(
     ] = None,
     overrides: SetOption = None,
     limit: LimitOption = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Discard RESULTS.run and start again.")] = False,
+    fresh: FreshOption = False,
     retry_failed: RetryFailedOption = False,
     join: JoinOption = False,
     background: BackgroundOption = False,
@@ -191,11 +191,16 @@ def serve(
     directory: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="The directory of files and batches.")
     ],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes any free one.")] = 8000,
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="0 takes any free one.")] = 8000,
     host: Annotated[
-        str, typer.Option(help="Address of this machine; any but localhost needs BATCHRUN_API_KEY.")
+        str,
+        typer.Option(
+            metavar="HOST", help="Address of this machine; any but localhost needs BATCHRUN_API_KEY."
+        ),
     ] = "127.0.0.1",
-    task: Annotated[Literal["generate", "embed"], typer.Option(help="What the model does.")] = "generate",
+    task: Annotated[
+        Literal["generate", "embed"], typer.Option(metavar="generate|embed", help="What the model does.")
+    ] = "generate",
     max_file_mb: Annotated[int, typer.Option(metavar="N", min=1, help="Largest file, in MB.")] = 1000,
     max_files: Annotated[int, typer.Option(metavar="N", min=1, help="Most files, also of results.")] = 10_000,
     background: BackgroundOption = False,

@@ -45,11 +45,11 @@ class GatewayEngine(Spec):
     url: Url
     """Address of the gateway. Rows go to the workers that it lists, each by its own load."""
     api_key_env: str = "SGLANG_API_KEY"
-    """Name of the environment variable with the API key of gateway and workers."""
+    """Environment variable with the servers' API key."""
     api_key_file: UserPath | None = None
-    """File with that API key, in place of the variable."""
+    """File with the API key instead, such as a mounted secret."""
     background: bool = False
-    """The workers serve others, whose requests go first: rows take what these leave of them."""
+    """The servers serve others, whose requests go first: rows take what these leave of them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -85,11 +85,9 @@ class ServerEngine(EngineOfRun):
     model: ModelName
     """Model directory, or a model name that SGLang can load."""
     replicas: Literal["auto"] | Annotated[int, Field(ge=1)] = 1
-    """Number of servers, each with GPUs of its own; rows go to each by its own load. `auto` is one for every
-    `tp` visible GPUs, and one on a CPU."""
+    """Servers, each with GPUs of its own. `auto`: one for every `tp` visible GPUs, one on a CPU."""
     nodes: Annotated[int, Field(ge=1)] = 1
-    """Machines that the server runs on together, for a model that needs several; `tp` counts the GPUs of all.
-    A task of `batchrun slurm` has as many machines, and `srun` starts SGLang on each."""
+    """Machines of a server, for a model that needs several; `tp` counts the GPUs of all."""
     args: dict[str, Any] = {}
     """SGLang's server arguments, such as `{mem-fraction-static: 0.88}`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
@@ -99,19 +97,18 @@ class ServerEngine(EngineOfRun):
     env: dict[str, str] = {}
     """Environment variables for the server."""
     cache_dir: UserPath | None = None
-    """Directory on the machine's own disk, such as `/scratch/$USER`, to which the model is copied once:
-    servers load it from there, and not from shared storage. Environment variables in it are the machine's."""
+    """Directory on the machine's own disk, such as `/scratch/$USER`, to which the model is copied once, and
+    from which servers load it. Environment variables in it are the machine's."""
     start_timeout: Duration = 1800.0
     """Time until the server must be ready."""
     tp: Literal["auto"] | Annotated[int, Field(ge=1)] | None = None
     """GPUs of a replica (SGLang's `--tp-size`). `auto`: the fewest with room for weights and a KV pool.
     Default: what `args` say, or 1."""
     heal: bool = True
-    """Restart a server that ran out of memory with safer arguments, and begin later runs of this model, GPU
-    and SGLang with them."""
+    """Restart a server that ran out of memory with safer arguments, and begin later runs with them."""
     adapt: Literal["auto", "off"] = "auto"
-    """Change flags that the job does not name while the run goes on, where a sign lasts and the time left is
-    worth a restart. Later runs of such a job begin with the best."""
+    """Change flags that the job does not name while the run goes on, where the time left is worth a restart.
+    Later runs of such a job begin with the best."""
 
     @field_validator("adapt", mode="before")
     @classmethod

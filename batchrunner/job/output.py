@@ -82,18 +82,15 @@ class OutputSpec(Spec):
     """Directory of the run, also a URI of an object store (`s3://`, `gs://`, `az://`)."""
     columns: list[AnswerColumn] = []
     """Further columns: `reasoning`, `tool_calls`, `output_ids`, `logprobs`, `top_logprobs`,
-    `prompt_logprobs`, `matched_stop`, `parsed`; the usual ones may be named too. Starts of a run may differ:
-    merged rows of a start without a column have nulls."""
+    `prompt_logprobs`, `matched_stop`, `parsed`; the usual ones may be named too."""
     reuse: UserPath | None = None
-    """Path of another run, whose good answers are taken for rows with an equal request: prompt, `sampling`,
-    `columns`, model and checks. They are not sent, and add no tokens."""
+    """Path of another run, whose good answers are taken for rows with an equal request."""
     top_logprobs: Annotated[int, Field(ge=1, le=MOST_TOP_LOGPROBS)] = 5
     """Tokens for each position in the column `top_logprobs`."""
     part_rows: Annotated[int, Field(ge=1)] = 10_000
     """Most input rows in a result file. One is also written every 30 s, in a store every `durable`."""
     durable: Duration = 1.0
-    """Time until a finished row is safe on disk; in an object store until it is uploaded, there 10 s by
-    default."""
+    """Time until a finished row is safe on disk, or uploaded to an object store (there 10 s by default)."""
     dtype: Dtype = "float32"
     """With `task: embed`: type of a vector's numbers."""
     normalize: bool = False
@@ -147,8 +144,8 @@ class StorageSpec(Spec):
     secret."""
 
     copies: UserPath | None = None
-    """Directory for the working copy of a run in a store, as large as its results. Default: the cache
-    directory. Keep it: it has rows that a killed run had not uploaded."""
+    """Directory for the working copy of a run in a store. Default: the cache directory. Keep it: it has rows
+    that a killed run had not uploaded."""
 
     @model_validator(mode="after")
     def _one_way(self) -> StorageSpec:

@@ -121,11 +121,9 @@ class PromptSpec(Spec):
     """Columns with images: names, or `columns` with `folder`, `allow_urls`, `placeholder`, `max_pixels`. A
     template places them; else they come before the last user message."""
     audio: MediaSpec | None = None
-    """Columns with sound, given like `images` and sent as they are: WAV, FLAC, MP3, Ogg, AAC, AIFF, AMR, MP4,
-    WebM."""
+    """Columns with sound, as for `images`: WAV, FLAC, MP3, Ogg, AAC, AIFF, AMR, MP4, WebM."""
     videos: MediaSpec | None = None
-    """Columns with videos, given like `images` and sent as they are: MP4, MOV, WebM, MKV, AVI, MPEG, Ogg,
-    FLV, WMV."""
+    """Columns with videos, as for `images`: MP4, MOV, WebM, MKV, AVI, MPEG, Ogg, FLV, WMV."""
     pdf: PdfSpec | None = None
     """Column with PDF documents, whose pages are sent as images: a name, or `column` with `pages`, `dpi`,
     `max_pixels`, `folder`, `allow_urls`."""
@@ -155,11 +153,10 @@ class PromptSpec(Spec):
     system: str | None = None
     """Jinja2 template of the system message."""
     user: str | None = None
-    """Jinja2 template of the user message. The model's chat template is applied."""
+    """Jinja2 template of the user message."""
     messages: str | Annotated[list[MessageTemplate], Field(min_length=1)] | None = None
     """A list of messages with `role` and a Jinja2 template as `content`; an assistant's last one begins the
-    answer. Or a column of conversations: `{role, content}`, ShareGPT's `{from, value}`, or JSON of these. The
-    model's chat template is applied."""
+    answer. Or a column of conversations: `{role, content}`, ShareGPT's `{from, value}`, or JSON of these."""
     continue_: Annotated[bool | None, Field(alias="continue")] = None
     """Go on with the assistant's message at the end of a conversation in a column. Unset: that message is
     left out."""
@@ -169,14 +166,13 @@ class PromptSpec(Spec):
     """Column with prompts as lists of token ids."""
     python: PythonFunction | None = None
     """Function of the row, a dict. Returns messages, a text (no chat template), token ids, or None to leave
-    the row out. May be called more than once a row."""
+    the row out."""
     rollout: PythonFunction | None = None
     """Asynchronous function of the row, a dict, and `generate`. Returns a dict of columns, a list of such for
-    several rows, or None. After a kill it begins anew, with the answers it has had."""
+    several rows, or None."""
     tools: str | Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
     """Tools of a chat in OpenAI's form, `{type: function, function: {name, description, parameters}}`, or the
-    column with such lists, also as JSON. Calls are in the column `tool_calls`; the server needs a
-    `--tool-call-parser`."""
+    column with such lists, also as JSON. The server needs a `--tool-call-parser`."""
     fields: FieldsSpec | None = None
     """`columns` that templates show as `{{ fields }}`, a line `name: value` each. `order: auto` is the order
     in which rows share most; `order: written` that of `columns`."""

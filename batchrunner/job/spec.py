@@ -147,10 +147,9 @@ class InputSpec(Spec):
     """Where the rows come from."""
 
     path: UserPath | Annotated[list[UserPath], Field(min_length=1)]
-    """File, directory, glob or list of these: Parquet, or by their ending CSV (`.csv`, `.tsv`), JSON Lines
-    (`.jsonl`, `.ndjson`, `.json`) or Arrow (`.arrow`, `.feather`, `.ipc`), also `.gz` or `.zst`. Local, or a
-    URI (`s3://`, `gs://`, `az://`, `hf://`, `hdfs://`) with `*` and `**/`. A folder `year=2024` is a column,
-    unless the files have it. The `output.path` of a finished run means its results."""
+    """File, directory, glob or list of these: Parquet, or by their ending CSV, JSON Lines or Arrow, also
+    compressed. Local, or a URI (`s3://`, `gs://`, `az://`, `hf://`, `hdfs://`) with `*` and `**/`. The
+    `output.path` of a finished run means its results."""
     columns: list[str] = []
     """Columns to copy into the results."""
     types: dict[str, ColumnType] = {}
@@ -165,7 +164,7 @@ class InputSpec(Spec):
     rename: dict[str, str] = {}
     """New names for copied columns: `{old: new}`."""
     filter: str | None = None
-    """Jinja2 expression over a row's columns. Rows for which it is not true are not sent."""
+    """Jinja2 expression over a row's columns, true for the rows to send."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """Most rows to send, counted after `filter`. Default: all."""
 
@@ -176,42 +175,40 @@ class InputSpec(Spec):
 
 
 class LimitsSpec(Spec):
-    """When a run gives up, and when it counts as failed."""
+    """When a row fails, when a run gives up, and when it counts as failed."""
 
     deadline: Duration | None = None
-    """Stop sending after this time. Rows in flight end; exit code 1; the run can be resumed."""
+    """Stop sending after this time. Rows in flight end; exit code 1."""
     max_failed_rows: CountOrShare = 0
     """Failed rows to tolerate: a count, or a share (0.01 or `1%`). More make the exit code 3."""
     abort_failed_share: Share = 0.5
-    """Stop (exit code 1) when more than this share of the rows sent failed, of at least 100. Rows that cannot
-    be sent, such as null prompts, do not count."""
+    """Stop (exit code 1) when more than this share of the rows sent failed, of at least 100; rows that cannot
+    be sent do not count."""
     max_attempts: Annotated[int, Field(ge=1)] = 5
     """Most tries of a row that may itself be the reason of its failures."""
     python: Duration = 30.0
     """Longest call of a Python function (of `prompt.rollout`: between two awaits), or reading of a row's
-    files. A slower row fails."""
+    files."""
     python_memory_gb: Annotated[float, Field(gt=0)] = 2.0
-    """Memory that each process of Python functions and files may take beyond its imports. A row that needs
-    more fails."""
+    """GiB of memory that each process of Python functions and files may take beyond its imports."""
     python_processes: Annotated[int, Field(ge=1)] | None = None
     """Most processes for Python functions and files. Default: one a core, up to 8."""
     rollout: Duration = 3600.0
-    """Longest time of one row of `prompt.rollout`, its answers included. A slower row fails."""
+    """Longest time of one row of `prompt.rollout`, its answers included."""
     turns: Annotated[int, Field(ge=1)] = 100
-    """Most answers of one row of `prompt.rollout`. A row that asks for more fails."""
+    """Most answers of one row of `prompt.rollout`."""
     request_timeout: Duration = 3600.0
     """Longest wait for one answer."""
     engine_wait: Duration = 300.0
     """Stop (exit code 1) when the engine takes no row for so long."""
     hang: Duration = 60.0
     """An engine that has rows and makes no progress for this time is hung; longer for a slow engine, five
-    times before its first progress. A server that the run started is restarted."""
+    times before its first progress."""
     drain: Duration = 100.0
     """Time that rows in flight have after SIGUSR1 (SIGTERM: 15 s; Ctrl-C: no limit). The next start does the
     rest. `batchrun slurm --grace` sets it."""
     disk_wait: Duration = 600.0
-    """Stop (exit code 1) when results cannot be written for so long, or an object store is away so long at
-    the start."""
+    """Stop (exit code 1) when results cannot be written, or an object store is away, for so long."""
 
 
 Label: TypeAlias = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge=0, strict=True)]
@@ -236,8 +233,7 @@ class Job(Spec):
     """Sampling parameters, by SGLang's names."""
     parse: PythonFunction | None = None
     """Function of the answer, or of the answer and a dict of `input.columns`, that returns a dict of columns.
-    Its return type (TypedDict, dataclass, NamedTuple or pydantic model) names them. A row whose answer it
-    cannot parse fails and keeps its answer."""
+    Its return type (TypedDict, dataclass, NamedTuple or pydantic model) names them."""
     output: OutputSpec
     """Where the results are written."""
     storage: StorageSpec = StorageSpec()
@@ -253,9 +249,9 @@ class Job(Spec):
     limits: LimitsSpec = LimitsSpec()
     """When a run gives up, and when it counts as failed."""
     order: Literal["auto", "input", "prefix", "longest_first"] = "auto"
-    """Order of sending; merged results are in input order anyway. `prefix` sorts by prompt, so that a common
-    prefix is computed once. `longest_first`: the largest `max_new_tokens` (a column), else the longest
-    prompts, first. `input`: as in the files. `auto`: `prefix` or `input`, by a sample."""
+    """Order of sending. `prefix` sorts by prompt, so that a common prefix is computed once. `longest_first`:
+    the largest `max_new_tokens` (a column), else the longest prompts, first. `input`: as in the files.
+    `auto`: `prefix` or `input`, by a sample."""
     dedupe: bool = True
     """Send equal rows once, at temperature 0, and give all the answer."""
     window: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
@@ -264,8 +260,8 @@ class Job(Spec):
     """Rows in one request, each answered when it ends. `auto`: 1 to 64, as many as end together. `off`:
     one."""
     tokenize: Literal["auto", "client", "server"] = "auto"
-    """Who tokenizes prompts. `auto`: batchrunner, if the answers cannot differ (`-v` says why not). `client`:
-    batchrunner, or the run does not begin. `server`: the engine."""
+    """Who tokenizes prompts. `auto`: batchrunner, if the answers cannot differ. `client`: batchrunner, or the
+    run does not begin. `server`: the engine."""
     queue: Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=4)]], Field()] = (100, 2000)
     """Range in which each scheduler's waiting requests (`#queue-req`) are kept; smaller for one that runs
     few."""

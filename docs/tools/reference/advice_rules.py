@@ -1,48 +1,57 @@
 """The page on the rules of `batchrun advise`, from their table, and on the table of flags."""
 
+from collections import Counter
+
 from batchrunner.advise.rules import RULES, Rule
 from batchrunner.engines.flag_table import FLAGS, SIGNS, Flag
 from batchrunner.engines.flags import VARIABLES
-from docs.tools.reference.markdown import table
+from docs.tools.reference.markdown import named
 
 HEAD = """# Rules of advice
 
-What `batchrun advise` looks for, in this order, what it then proposes, and what that costs. The value of a
-flag is in the [table below](#flags).
-
-*Often* means in 25% of at least 8 samples over at least 10 s of work. Where the guides give no number, it is
-one of ours."""
+What `batchrun advise` looks for, in this order, what it then proposes (values are in the
+[table below](#flags)), and what that costs. *Often* means in 25% of at least 8 samples over at least 10 s of
+work. Where the guides give no number, it is one of ours."""
 FLAGS_HEAD = """## Flags
 
-What SGLang's flags and variables need, and which value a sign calls for. [Advice](../advice.md) names it,
-[tuning](../how-it-works/tuning.md) tries it, and a server whose memory ran out starts with it. G1 to G4 are
-SGLang's tuning guides: the newest, its own of 2025, the oldest, and the Chinese one."""
+Which value a rule's direction means. [Advice](../advice.md) names it, [tuning](../how-it-works/tuning.md)
+tries it, and a server whose memory ran out starts with it. G1 to G4 are SGLang's tuning guides: the newest,
+its own of 2025, the oldest, and the Chinese one."""
 
 
 def page() -> str:
     """Return the page."""
-    rules = ([f"`{rule.name}`", rule.sign, _advice(rule), rule.tradeoff or "none"] for rule in RULES)
-    flags = ([_spelt(flag.name), _needs(flag), _values(flag)] for flag in FLAGS.values())
-    return "\n\n".join([
-        HEAD, table(["rule", "sign", "advice", "cost"], rules),
-        FLAGS_HEAD, table(["flag", "needs", "*sign*: value (source)"], flags),
-    ])  # fmt: skip
+    rules = named((f"`{rule.name}`", f"{rule.sign} → {_advice(rule)}{_cost(rule)}") for rule in RULES)
+    flags = named((f"{_spelt(flag.name)}{_needs(flag)}", _values(flag)) for flag in FLAGS.values())
+    return f"{HEAD}\n\n{rules}\n\n{FLAGS_HEAD}\n\n{flags}"
+
+
+def _cost(rule: Rule) -> str:
+    return f" (cost: {rule.tradeoff})" if rule.tradeoff else ""
 
 
 def _advice(rule: Rule) -> str:
     """Return the flag and its direction, and what else may help."""
     how = rule.move.rule if rule.move else ""
     told = how if how.startswith("set") else how.partition(":")[0]
-    named = [f"{_spelt(rule.flag)} {told}"] if rule.move else []
-    return "; ".join([*named, *([rule.other] if rule.other else [])])
+    moved = f"{_spelt(rule.flag)} {told}" if rule.move else ""
+    return "; ".join(part for part in (moved, rule.other) if part)
 
 
 def _needs(flag: Flag) -> str:
-    return ", ".join(need for need in (flag.needs, flag.memory) if need) or "nothing"
+    needs = ", ".join(need for need in (flag.needs, flag.memory) if need)
+    return f" (needs {needs})" if needs else ""
 
 
 def _values(flag: Flag) -> str:
-    return "<br>".join(f"*{SIGNS[sign]}*: {move.rule} ({move.source})" for sign, move in flag.moves.items())
+    """Return the values, each with its sign where the table of rules does not tell which one is meant."""
+    ways = Counter(move.rule.partition(":")[0] for move in flag.moves.values())
+    in_a_rule = any(rule.flag == flag.name for rule in RULES)
+    values = []
+    for sign, move in flag.moves.items():
+        is_plain = in_a_rule and ways[move.rule.partition(":")[0]] == 1
+        values.append(f"{'' if is_plain else f'*{SIGNS[sign]}*: '}{move.rule} ({move.source})")
+    return "; ".join(values)
 
 
 def _spelt(name: str) -> str:

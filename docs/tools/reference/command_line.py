@@ -7,16 +7,15 @@ from typing import Any
 import typer
 
 from batchrunner.cli import app
-from docs.tools.reference.markdown import one_line, paragraphs, table
+from docs.tools.reference.markdown import named, one_line, paragraphs
 
 HEAD = """# Command line
 
 `batchrun JOB.yaml` is short for `batchrun run JOB.yaml`, and `python -m batchrunner` is the same command.
-`batchrun COMMAND --help` shows what this page has, `batchrun --version` the version. There is a table of
-[exit codes](exit-codes.md).
+`batchrun COMMAND --help` shows what this page has. See also: [exit codes](exit-codes.md).
 
 A run prints the path of its results, `RUN/parts`, on standard output; the log goes to standard error.
-With `--json` a command prints its result as JSON ([keys](json-output.md)), or its error:
+With `--json` a command prints its result ([keys](json-output.md)), or its error:
 
 ```json
 {
@@ -32,12 +31,9 @@ with that file.
 
 ## On a terminal
 
-A run begins with the rows to do, the requests in flight and the order, each with its reason. Then comes a bar
-with rows, time left, failed rows and the engine: running and waiting requests, with the range in which the
-queue is kept, use of the KV pool, and share of prompt tokens from the prefix cache. Elsewhere there is such a
-line every 5 s. While a server starts, a line every 15 s says what it does."""
-
-COLUMNS = ["argument or option", "meaning"]
+A run begins with the rows to do, the requests in flight and the order, each with its reason. Then comes a
+bar, elsewhere a line every 5 s, with [these figures](../troubleshooting.md#lines-of-a-healthy-run). While a
+server starts, a line every 15 s says what it does."""
 
 SHARED = "## Options of several commands"
 COMMANDS_THAT_SHARE = 2
@@ -52,38 +48,38 @@ def commands() -> dict[str, Any]:
 
 def page() -> str:
     """Return the page."""
-    rows = Counter(tuple(_parameter(one)) for command in commands().values() for one in command.params)
+    rows = Counter(_parameter(one) for command in commands().values() for one in command.params)
     shared = {row for row, times in rows.items() if times >= COMMANDS_THAT_SHARE}
-    known = table(COLUMNS, [list(row) for row in rows if row in shared])
+    known = named(row for row in rows if row in shared)
     texts = [_command(name, command, shared) for name, command in commands().items() if name]
     return "\n\n".join([HEAD, SHARED, known, *texts])
 
 
-def _command(name: str, command: Any, shared: set[tuple[str, ...]]) -> str:
+def _command(name: str, command: Any, shared: set[tuple[str, str]]) -> str:
     text, _, example = inspect.cleandoc(command.help or "").partition("Example: ")
     parts = [f"## batchrun {name}", paragraphs(text)]
     if example:
         parts.append(f"Example: `{one_line(example)}`")
     rows = [_parameter(parameter) for parameter in command.params]
-    own = [row for row in rows if tuple(row) not in shared]
+    own = [row for row in rows if row not in shared]
     if own:
-        parts.append(table(COLUMNS, own))
-    names = [row[0].split("`")[1] for row in rows if tuple(row) in shared]
+        parts.append(named(own))
+    names = [row[0].split("`")[1] for row in rows if row in shared]
     if names:
         parts.append(("Also " if own else "Takes ") + ", ".join(f"`{one}`" for one in names) + ".")
     return "\n\n".join(parts)
 
 
-def _parameter(parameter: Any) -> list[str]:
+def _parameter(parameter: Any) -> tuple[str, str]:
     """Return what names a parameter, and its help with its default."""
     shown = parameter.metavar or "TEXT"
     default = "" if parameter.required else _default(parameter.default)
     told = f"{parameter.help} {default}".strip()
     if parameter.param_type_name == "argument":
-        return [f"`{shown}`", told]
+        return f"`{shown}`", told
     names = ", ".join(f"`{name}`" for name in parameter.opts)
     must = ", required" if parameter.required else ""
-    return [names + must if parameter.is_flag else f"{names} `{shown}`{must}", told]
+    return names + must if parameter.is_flag else f"{names} `{shown}`{must}", told
 
 
 def _default(value: object) -> str:

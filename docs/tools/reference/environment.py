@@ -1,6 +1,6 @@
 """The page on environment variables: those that batchrunner reads, and those that it sets for engines."""
 
-from docs.tools.reference.markdown import table
+from docs.tools.reference.markdown import meanings
 
 HEAD = """# Environment variables
 
@@ -51,9 +51,4 @@ Unless `engine.env` has them:"""
 
 def page() -> str:
     """Return the page."""
-    return "\n\n".join([HEAD, _meanings(READ), SETS, _meanings(SET)])
-
-
-def _meanings(told: dict[str, str]) -> str:
-    rows = ([", ".join(f"`{name}`" for name in names.split(", ")), text] for names, text in told.items())
-    return table(["variable", "meaning"], rows)
+    return "\n\n".join([HEAD, meanings(READ.items()), SETS, meanings(SET.items())])

@@ -12,9 +12,9 @@ the same command goes on with the rest."""
 
 ERRORS = """## Errors of the library
 
-The [library](library.md) raises these where the command would end with the code. Too many failed rows (3)
-and `limits.deadline` (1) raise nothing: `exit_code` of the report tells. An error that ends a run has the
-report of the rows done as `error.report`, None where the run had not begun."""
+The [library](library.md) raises these where the command would end with the code, but for too many failed rows
+(3) and `limits.deadline` (1), which `exit_code` of the report tells. `error.report` is the report of the rows
+done, None where the run had not begun."""
 
 
 def page() -> str:

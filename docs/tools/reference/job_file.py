@@ -6,43 +6,16 @@ from typing import Any
 import yaml
 
 from batchrunner.job.spec import Job
-from docs.tools.reference.markdown import one_line, table
+from docs.tools.reference.markdown import named, one_line
 
 HEAD = """# Job file
 
-All fields of a job file. Any other key is an error, which names the nearest field. `batchrun schema` prints
-the same as JSON Schema, with which editors complete and check job files. [Jobs](../jobs.md) shows how fields
-go together.
+All fields of a job file; any other key is an error. [Jobs](../jobs.md) shows how they go together, and
+`--set input.limit=100` overrides one.
 
-`--set input.limit=100` overrides a field. Paths begin in the current directory. A *duration* is a number of
-seconds, or a text such as `90s`, `30m`, `2h30m` or `1d`. A *function* is `module:function` in Python, run in
-a process of its own: see [Python functions](../how-to/python-hooks.md). *Or column*: `{column: NAME}` takes
-the value from a column of the row."""
-
-UNITS = {
-    "input.limit": "rows",
-    "sampling.max_new_tokens": "tokens",
-    "sampling.min_new_tokens": "tokens",
-    "sampling.n": "outputs",
-    "output.top_logprobs": "tokens",
-    "output.part_rows": "rows",
-    "output.dimensions": "numbers",
-    "engine.dimensions": "numbers",
-    "limits.python_memory_gb": "GiB",
-    "limits.python_processes": "processes",
-    "engine.tp": "GPUs",
-    "engine.max_running": "requests",
-    "engine.max_total_tokens": "tokens",
-    "engine.context_length": "tokens",
-    "engine.step_s": "seconds",
-    "accept.tries": "tries",
-    "limits.max_failed_rows": "rows",
-    "limits.max_attempts": "tries",
-    "window": "requests",
-    "bundle": "rows",
-    "queue": "requests",
-}
-"""Units of the fields whose type does not tell it, by path."""
+A *duration* is a number of seconds, or a text such as `90s`, `30m`, `2h30m` or `1d`. A *function* is
+`module:function` in Python: see [Python functions](../how-to/python-hooks.md). *Or column*: `{column: NAME}`
+takes the value from a column of the row."""
 
 
 def page() -> str:
@@ -61,9 +34,9 @@ def page() -> str:
                     f"*{type_of(node)} · default {_value(node.get('default'))}*",
                     one_line(node["description"]),
                 ]
-            parts.append(_fields(name, section, section["properties"]))
+            parts.append(_fields(section, section["properties"]))
     others = [name for name, node in tops.items() if "discriminator" not in node and _section(node) is None]
-    parts += ["## Top level", _fields("", schema, others)]
+    parts += ["## Top level", _fields(schema, others)]
     return "\n\n".join(parts)
 
 
@@ -100,25 +73,25 @@ def _engines(schema: dict[str, Any]) -> list[str]:
         own = {name: field for name, field in section["properties"].items() if name != "kind"}
         again = [f"`{name}`" for name in own if known.get(name) == own[name]]
         parts += [f"### engine of kind {kind}", one_line(section["description"])]
-        parts.append(_fields("engine", section, [name for name in own if known.get(name) != own[name]]))
+        parts.append(_fields(section, [name for name in own if known.get(name) != own[name]]))
         if again:
             parts.append(f"And, as above: {', '.join(again)}.")
         known |= own
     return parts
 
 
-def _fields(section: str, node: dict[str, Any], names: Iterable[str]) -> str:
-    """Return a table of fields, each with its type, default and description."""
+def _fields(node: dict[str, Any], names: Iterable[str]) -> str:
+    """Return a list of fields, each with its type, default and description."""
     rows = []
     for name in sorted(names, key=lambda name: name not in node.get("required", ())):
-        field, path = node["properties"][name], f"{section}.{name}".lstrip(".")
-        facts = [type_of(field), *([UNITS[path]] if path in UNITS else [])]
+        field = node["properties"][name]
+        facts = [type_of(field)]
         if name in node.get("required", ()):
             facts.append("required")
         elif field.get("default") not in (None, {}, []):
             facts.append(f"default {_value(field['default'])}" + (" s" if facts[0] == "duration" else ""))
-        rows.append([f"`{name}`", ", ".join(facts), one_line(field["description"])])
-    return table(["field", "type", "meaning"], rows)
+        rows.append((f"`{name}` ({', '.join(facts)})", field["description"]))
+    return named(rows)
 
 
 def _value(default: object) -> str:

@@ -5,13 +5,12 @@ import inspect
 from batchrunner.advise.rules import Advice
 from batchrunner.report.report import Report
 from batchrunner.runner.check import Check
-from docs.tools.reference.markdown import field_table, table
+from docs.tools.reference.markdown import field_list, meanings
 
 HEAD = """# report.json and --json
 
-`batchrun run --json` prints what `RUN/report.json` holds; other commands print objects of their own, and
-`schema` the JSON Schema of jobs. Log lines go to standard error. Keys that are not here (of `engine`, `init`,
-`slurm`, `tune`) are named as on the screen."""
+`batchrun run --json` prints what `RUN/report.json` holds; other commands print objects of their own. Keys
+that are not here (of `slurm`, `tune`) are named as on the screen."""
 
 LOAD = {
     "steady_s": "Seconds of steady time, summed over schedulers. Shares are of it, and null without it.",
@@ -85,31 +84,26 @@ MERGE = {
 }
 
 
-ROWS_LEFT = f"\n| `rows_left` | {inspect.getdoc(Report.rows_left)} |"
+ROWS_LEFT = f"\n- `rows_left`: {inspect.getdoc(Report.rows_left)}"
 """The one key that is computed from the others."""
 
 
 def page() -> str:
     """Return the page."""
     tables: dict[str, str] = {
-        "## report.json": field_table(Report) + ROWS_LEFT,
-        "### failures": _keys(FAILURES),
-        "### load": _keys(LOAD),
-        "### incidents": _keys(INCIDENTS),
-        "### sharing\n\nEmpty in input order, or without a prefix cache.": _keys(SHARING),
-        "## Errors\n\nAny command with `--json`. A run that began has the keys of report.json too.": _keys(
-            ERROR
+        "## report.json": field_list(Report) + ROWS_LEFT,
+        "### failures": meanings(FAILURES.items()),
+        "### load": meanings(LOAD.items()),
+        "### incidents": meanings(INCIDENTS.items()),
+        "### sharing\n\nEmpty in input order, or without a prefix cache.": meanings(SHARING.items()),
+        "## Errors\n\nAny command with `--json`. A run that began has the keys of report.json too.": meanings(
+            ERROR.items()
         ),
-        "## check --json": field_table(Check),
-        "## status --json": _keys(STATUS),
-        "### tasks": _keys(TASK),
-        "## merge --json": _keys(MERGE),
-        "## advise --json": _keys(ADVISE),
-        "### advice": field_table(Advice),
+        "## check --json": field_list(Check),
+        "## status --json": meanings(STATUS.items()),
+        "### tasks": meanings(TASK.items()),
+        "## merge --json": meanings(MERGE.items()),
+        "## advise --json": meanings(ADVISE.items()),
+        "### advice": field_list(Advice),
     }
     return "\n\n".join([HEAD, *(f"{title}\n\n{rows}" for title, rows in tables.items())])
-
-
-def _keys(meanings: dict[str, str]) -> str:
-    rows = ([", ".join(f"`{name}`" for name in names.split(", ")), text] for names, text in meanings.items())
-    return table(["key", "meaning"], rows)

@@ -9,7 +9,7 @@ from typing import Any
 import batchrunner
 from batchrunner.report.report import Report
 from batchrunner.runner.progress import Progress
-from docs.tools.reference.markdown import fenced, field_table, paragraphs
+from docs.tools.reference.markdown import fenced, field_list, paragraphs
 
 HEAD = """# Python library
 
@@ -56,7 +56,7 @@ def _class(name: str, kind: type) -> str:
     if kind is Report:
         parts += ["Its fields are the keys of [report.json](json-output.md)."]
     if kind is Progress:
-        parts += ["Its fields:", field_table(kind)]
+        parts += ["Its fields:", field_list(kind)]
     if name == "Job":
         parts += [
             "Its fields are those of a [job file](job-file.md). `Job.model_validate(mapping)` makes one."

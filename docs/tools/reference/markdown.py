@@ -16,6 +16,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
+def meanings(told: Iterable[tuple[str, str]]) -> str:
+    """Return a list of names, several with commas between them, and what each means."""
+    return named((", ".join(f"`{name}`" for name in names.split(", ")), text) for names, text in told)
+
+
+def named(told: Iterable[tuple[str, str]]) -> str:
+    """Return a list of things, as they shall stand there, and what each means."""
+    return "\n".join(f"- {one_line(thing)}: {one_line(text)}" for thing, text in told)
+
+
 def one_line(text: str) -> str:
     """Return a text without line breaks."""
     return re.sub(r"\s+", " ", text).strip()
@@ -47,7 +57,7 @@ def field_docs(kind: type) -> dict[str, str]:
     return found
 
 
-def field_table(kind: type) -> str:
-    """Return the fields of a dataclass as a table."""
+def field_list(kind: type) -> str:
+    """Return the fields of a dataclass as a list."""
     docs = field_docs(kind)
-    return table(["key", "meaning"], ([f"`{field.name}`", docs[field.name]] for field in fields(kind)))
+    return meanings((field.name, docs[field.name]) for field in fields(kind))

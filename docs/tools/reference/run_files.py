@@ -1,5 +1,7 @@
 """The page on the result columns of a run."""
 
+import re
+
 import pyarrow as pa
 
 from batchrunner.core.types import ForwardTask
@@ -8,20 +10,20 @@ from batchrunner.job.arrow_types import type_name
 from batchrunner.job.output import ANSWER_COLUMNS, RESULT_COLUMNS, ROLLOUT_COLUMNS
 from batchrunner.job.tasks import TASKS, ChoiceTask
 from batchrunner.output.columns import ANSWER_TYPES, schema_of_run
-from docs.tools.reference.markdown import table
+from docs.tools.reference.markdown import named
 
 RESULTS = """# Result columns
 
-Columns of the Parquet files in `RUN/parts` and `RUN/merged`. Those that `input.columns` copies stand after
-`row`. With `sampling.n` above 1, `output`, `finish_reason` and `completion_tokens` are lists. A batch file
-(`batchrun batch`) has a last column `response`: the whole answer of the endpoint, as JSON. Made-up answers
-(`engine.kind: simulated`) have `simulated: true` in the file's metadata."""
+Columns of the Parquet files in `RUN/parts` and `RUN/merged`. Those of `input.columns` stand after `row`. With
+`sampling.n` above 1, `output`, `finish_reason` and `completion_tokens` are lists. Those of a batch file have
+a last column `response`, the endpoint's whole answer as JSON; made-up ones (`engine.kind: simulated`) have
+`simulated: true` in the file's metadata."""
 
 ASKED = """## Columns on demand
 
 `output.columns` adds them after all others: see [whole answers](../how-to/whole-answers.md). With
-`sampling.n` above 1 each is a list with a value for each output, but for `prompt_logprobs`. A carried column
-of the same name takes the place of one that is always there.
+`sampling.n` above 1 all but `prompt_logprobs` are lists. A carried column of the same name takes the place of
+one that is always there.
 
 *tokens* is a list of `{id: int32, token: string, logprob: float}`, *calls* one of
 `{id, type, function: {name, arguments}}`, all strings."""
@@ -39,36 +41,32 @@ They stand after all others, and are null where a row failed. `output`, `finish_
 def result_columns() -> str:
     """Return the page on the columns of the results."""
     kinds = schema_of_run(pa.schema([]), AnswerPlan(columns=()))
-    head = ["column", "type", "meaning"]
-    always = table(
-        head,
-        ([f"`{name}`", type_name(kinds.field(name).type), text] for name, text in RESULT_COLUMNS.items()),
+    always = named(
+        (f"`{name}` ({_named(kinds.field(name).type)})", text) for name, text in RESULT_COLUMNS.items()
     )
-    asked = table(
-        head, ([f"`{name}`", _named(ANSWER_TYPES[name]), text] for name, text in ANSWER_COLUMNS.items())
-    )
-    rollouts = table(
-        head, ([f"`{name}`", str(ANSWER_TYPES[name]), text] for name, text in ROLLOUT_COLUMNS.items())
+    asked = named((f"`{name}` ({_named(ANSWER_TYPES[name])})", text) for name, text in ANSWER_COLUMNS.items())
+    rollouts = named(
+        (f"`{name}` ({_named(ANSWER_TYPES[name])})", text) for name, text in ROLLOUT_COLUMNS.items()
     )
     tasks = {f"`{name}`": kind() for name, kind in TASKS.items()}
     tasks = {**tasks, f"`{ChoiceTask.name}` with `prompt.choices`": ChoiceTask()}
-    own = table(["task", *head], (row for name, task in tasks.items() for row in _own_columns(name, task)))
+    own = named(column for name, task in tasks.items() for column in _own_columns(name, task))
     parts = [RESULTS, always, ASKED, asked, ROLLOUTS, rollouts, OF_TASKS, own]
     return "\n\n".join(parts)
 
 
 def _named(kind: pa.DataType) -> str:
     """Return an Arrow type, with the names of the page for the long ones."""
-    long = {str(ANSWER_TYPES["logprobs"]): "tokens", str(ANSWER_TYPES["tool_calls"]): "calls"}
-    return next(
-        (str(kind).replace(told, f"*{name}*") for told, name in long.items() if told in str(kind)), str(kind)
-    )
+    told = type_name(kind)
+    for column, name in {"logprobs": "*tokens*", "tool_calls": "*calls*"}.items():
+        told = told.replace(type_name(ANSWER_TYPES[column]), name)
+    return re.sub(r"^list<item: (.*)>$", r"list of \1", told)
 
 
-def _own_columns(name: str, task: ForwardTask) -> list[list[str]]:
+def _own_columns(name: str, task: ForwardTask) -> list[tuple[str, str]]:
     """Return the columns of a task, with their types and meanings."""
     kinds = schema_of_run(pa.schema([]), AnswerPlan(columns=(), parsed=(*task.columns,), task=task))
     return [
-        [name, f"`{column}`", type_name(kinds.field(column).type), task.meanings[column]]
+        (f"`{column}` of {name} ({_named(kinds.field(column).type)})", task.meanings[column])
         for column, _ in task.columns
     ]
