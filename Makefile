@@ -81,15 +81,11 @@ clean: ## Delete the virtual environment, the prepared data and all results
 bench-client: .venv/.light ## Cost of the runner beside a bare aiohttp loop, one row and many in a request
 bench-large-runs: .venv/.light ## Memory and time of whole commands at 100,000 and a million rows
 bench-control-simulated: .venv/.light ## Adaptive concurrency on 1 to 64 simulated replicas
-bench-order-simulated: .venv/.light ## Cache hits of several sending orders, simulated
+bench-order-simulated: .venv/.light ## Computed prompt tokens in the order of the runner, on replicas, simulated
 bench-engine: $(ENGINE) ## Throughput beside the best bare loop, real engine
-bench-bundles: $(ENGINE) ## Many rows in one request beside one by one and Engine.generate, real engine
 bench-simulation: $(ENGINE) ## Simulated scheduler beside the real one
 bench-rollouts: $(ENGINE) ## Rows of several turns beside single requests, and under kills, real engine
 bench-order: $(ENGINE) ## Prefix-aware order beside Engine.generate, real engine
-bench-advice: $(ENGINE) ## What a bad value of each flag costs, and whether advice names it
-bench-tune-simulated: .venv/.dev ## batchrun tune from five bad starts beside 60 random settings, simulated
-bench-ngrams: $(ENGINE) ## Tune's replay of answers beside SGLang's n-gram corpus
 bench-card: $(ENGINE) ## Default flags, advice and tuning on a GPU
 
 $(filter bench-%,$(TARGETS)): bench-%:

@@ -9,15 +9,13 @@ lost. Each is compared with fixed windows per replica. No figure here is a measu
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand, SchedulerLoad
@@ -31,7 +29,7 @@ from benchmarks.engine import lognormal
 from benchmarks.measure import save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator
 
 SEED = 5
 GOAL = 0.98
@@ -46,8 +44,8 @@ SETTLED_S = 10.0
 MAX_RUNNING, KV_TOKENS = 4096, 440_000
 """Limits on an 80 GB card: SGLang's own, and the tokens that 8B parameters in bf16 leave room for at 0.83."""
 WINDOWS = (256, 1024, 4096, 1_000_000)
-MOST_REPLICAS_IN_FULL = 8
-"""Larger fleets run three workloads only, with half of the rows each."""
+MOST_REPLICAS_IN_FULL, IN_LARGE = 8, 3
+"""Larger fleets run the first three workloads only, with half of the rows each."""
 WORKLOADS = {
     "chat": 1.0,
     "short/short": 3.0,
@@ -60,7 +58,6 @@ WORKLOADS = {
 """With the rows of each, as a share of `--rows`: some minutes for all."""
 IN_BRIEF = 0.1
 """The same jobs with so few of their rows: 15 to 120 s, most of it start and tail. They have no goal."""
-LARGEST = ((8, 1_000_000), (64, 10_000_000))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +127,9 @@ class Fleet:
         max_new_tokens: int | None = None,
         prompt_tokens: float | None = None,
         cost: CostModel = H100_8B,
-        ended: Callable[[SimulatedRequest], None] = lambda _: None,
     ) -> None:
         """`window` is a fixed one per replica; gauges are told `late_s` late; `max_new_tokens` is the job's,
-        `prompt_tokens` what is known of its prompts before the first is sent; a pass has a `cost`; `ended`
-        learns of each end.
+        `prompt_tokens` what is known of its prompts before the first is sent; a pass has a `cost`.
         """
         self._samples = samples
         self._count = rows
@@ -155,12 +150,10 @@ class Fleet:
         self._admission.begin([replica.load for replica in self.replicas.values()], 0.0, unsent=rows)
         self._gate = Slots(self._admission.windows)
         self._told: dict[str, deque[SchedulerLoad]] = {route: deque() for route in routes}
-        self._tell = ended
-        self._primes: set[SimulatedRequest] = set()
         self._waiting: SimulatedRequest | None = None
         self._sent = 0
         self._next_poll = 0.0
-        self.now, self.ended, self.tokens, self.uncached_tokens = 0.0, 0, 0, 0
+        self.now, self.ended, self.tokens = 0.0, 0, 0
         self.drained_at: float | None = None
         self.oldest_gauge_s = 0.0
         self.seen = _Seen()
@@ -170,15 +163,6 @@ class Fleet:
         self._waiting = next(self._samples, None)
         while self.ended < self._count:
             self._tick()
-
-    def prime(self, samples: Sequence[SimulatedRequest]) -> None:
-        """Let samples come to their end on the first replica before anything else is sent."""
-        self._primes.update(samples)
-        for sample in samples:
-            next(iter(self.replicas.values())).scheduler.submit(sample)
-        while self._primes:
-            self.now += TICK_S
-            self._collect()
 
     def totals(self) -> dict[str, Any]:
         """Say what the run came to."""
@@ -203,13 +187,8 @@ class Fleet:
     def _collect(self) -> None:
         for route, replica in self.replicas.items():
             for end in replica.advance(self.now):
-                self.uncached_tokens += end.sample.prompt_tokens - end.sample.cached_tokens
-                if end.sample in self._primes:
-                    self._primes.remove(end.sample)
-                    continue
                 self.ended += 1
                 self.tokens += end.sample.outputs
-                self._tell(end.sample)
                 self._gate.release(route)
                 self._admission.ended(route, answer_of(end.sample))
 
@@ -310,28 +289,17 @@ class _Seen:
         }
 
 
-def grid(rows: int, replicas: list[int], late: list[float], large: list[str]) -> list[Case]:
+def grid(rows: int, replicas: list[int], late: list[float]) -> list[Case]:
     """Make the cases: each workload with each window, and with the controller at each staleness."""
     cases = []
     for count in replicas:
         in_full = count <= MOST_REPLICAS_IN_FULL
-        for name in list(WORKLOADS) if in_full else large:
+        for name in WORKLOADS if in_full else [*WORKLOADS][:IN_LARGE]:
             for scale in (1.0, IN_BRIEF) if in_full else (0.5,):
                 mine, brief = round(rows * WORKLOADS[name] * scale) * count, scale == IN_BRIEF
                 cases += [Case(name, count, mine, None, late_s, brief) for late_s in late]
                 cases += [Case(name, count, mine, window, 0.0, brief) for window in WINDOWS]
     return cases
-
-
-def fixed_of(file: Path) -> dict[Case, dict[str, Any]]:
-    """Return what fixed windows came to in an earlier run. The same case always comes to the same."""
-    names = {field.name for field in fields(Case)}
-    table = json.loads(file.read_text())["cases"]
-    return {
-        Case(**{name: row[name] for name in names}): {k: v for k, v in row.items() if k not in names}
-        for row in table
-        if row["window"] is not None
-    }
 
 
 def table_of(found: list[tuple[Case, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -347,7 +315,7 @@ def table_of(found: list[tuple[Case, dict[str, Any]]]) -> list[dict[str, Any]]:
     return table
 
 
-def report(found: list[tuple[Case, dict[str, Any]]], took_s: float, name: str) -> None:
+def report(found: list[tuple[Case, dict[str, Any]]], took_s: float) -> None:
     table = table_of(found)
     controlled = [row for row in table if row["window"] is None]
     long = [row for row in controlled if not row["brief"]]
@@ -366,13 +334,7 @@ def report(found: list[tuple[Case, dict[str, Any]]], took_s: float, name: str) -
         "goal": {"ratio_at_least": GOAL, "met": worst >= GOAL}, "took_s": round(took_s, 1),
         "max_running": MAX_RUNNING, "kv_tokens": KV_TOKENS, "cases": table,
     }  # fmt: skip
-    save(name, line, figures, ("batchrunner",))
-
-
-def report_largest(found: list[tuple[Case, dict[str, Any]]]) -> None:
-    told = [f"{c.rows:,} rows on {c.replicas} replicas in {r['took_s'] / 60:.1f} min" for c, r in found]
-    table = [{**asdict(case), **result} for case, result in found]
-    save("control_largest", f"simulator: {', '.join(told)}", {"cases": table}, ("batchrunner",))
+    save("control_simulated", line, figures, ("batchrunner",))
 
 
 def main() -> None:
@@ -380,33 +342,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=20_000, help="rows a replica, of the chat workload")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--late", type=float, nargs="+", default=[0.1, 1.0, 4.0], metavar="SECONDS")
-    parser.add_argument("--one", help="run one case, given as JSON, and print what came out")
-    parser.add_argument("--largest", action="store_true", help="1 million and 10 million rows instead")
     parser.add_argument("--workload", action="append", default=[], choices=list(WORKLOADS))
-    parser.add_argument("--save-as", default="control_simulated", metavar="NAME")
-    large, fixed = "what more than 8 replicas run", "take fixed windows from an earlier result"
-    parser.add_argument("--large", nargs="+", default=list(WORKLOADS)[:3], metavar="WORKLOAD", help=large)
-    parser.add_argument("--fixed-from", type=Path, metavar="FILE", help=fixed)
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
-    if args.one:
-        began = time.perf_counter()
-        print(json.dumps(run(Case(**json.loads(args.one)))), f"{time.perf_counter() - began:.1f} s")
-        return
-    cases = [Case("chat", count, rows, None, 1.0) for count, rows in LARGEST]
-    if not args.largest:
-        cases = grid(args.rows, args.replicas, args.late, args.large)
-        cases = [case for case in cases if case.workload in (args.workload or WORKLOADS)]
-    known = fixed_of(args.fixed_from) if args.fixed_from else {}
+    cases = grid(args.rows, args.replicas, args.late)
+    cases = [case for case in cases if case.workload in (args.workload or WORKLOADS)]
     began = time.perf_counter()
     with ProcessPoolExecutor(args.processes) as pool:
-        unknown = [case for case in cases if case not in known]
-        results = known | dict(zip(unknown, pool.map(run, unknown), strict=True))
-    found = [(case, results[case]) for case in cases]
-    if args.largest:
-        report_largest(found)
-    else:
-        report(found, time.perf_counter() - began, args.save_as)
+        found = list(zip(cases, pool.map(run, cases), strict=True))
+    report(found, time.perf_counter() - began)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import platform
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -16,12 +15,9 @@ from math import comb
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import batchrunner
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from batchrunner.report.report import Report
 
 RESULTS = Path(__file__).parent / "results"
 SIDE_TIMEOUT_S = 600.0
@@ -68,47 +64,6 @@ def in_fresh_process(module: str, *arguments: str) -> dict[str, Any]:
     found = json.loads(done.stdout.splitlines()[-1])
     assert isinstance(found, dict)
     return found
-
-
-def front_cpu_s(mark: str) -> float:
-    """CPU seconds of the front processes of servers with `mark` in their environment: schedulers' parents."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if not (process / "cmdline").read_bytes().startswith(b"sglang::scheduler"):
-                continue
-            if mark.encode() in (process / "environ").read_bytes():
-                fields = _stat_of(_stat_of(process.name)[1])
-                found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
-        except OSError:
-            continue
-    if not found:
-        raise SystemExit("the server's front process was not found")
-    return sum(found)
-
-
-def _stat_of(process: str) -> list[str]:
-    return Path("/proc", process, "stat").read_text().rpartition(")")[2].split()
-
-
-def measured_run(
-    job: dict[str, Any], engine: batchrunner.OpenEngine, mark: str
-) -> tuple[Report, dict[str, float]]:
-    """Run a job afresh on an engine whose server has `mark` in its environment.
-
-    Return its report, and rows a second, milliseconds of CPU a row of the front process and of this one, and
-    rows a request.
-    """
-    front_s, own_s = front_cpu_s(mark), time.process_time()
-    report = batchrunner.run(job, engine=engine, fresh=True)
-    own_s, front_s = time.process_time() - own_s, front_cpu_s(mark) - front_s
-    assert report.rows_ok == report.rows_total, report.reason
-    return report, {
-        "rows_s": report.rows_ok / report.wall_s,
-        "front_ms": 1000 * front_s / report.rows_ok,
-        "own_ms": 1000 * own_s / report.rows_ok,
-        "rows_a_request": report.bundles["rows_per_request"],
-    }
 
 
 def machine() -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 Each is sent by `sglang.Engine.generate` (all rows at once, in the order of the file: the peer), by the runner
 in input order, and by the runner as it is (`order: auto`, `dedupe: true`), in turns; once more by
-`Engine.generate` with the rows sorted by prompt (plain sorting), and by the runner against a server with
-`--schedule-policy lpm`. The radix cache is flushed before each. Where prefill is what matters the model is
-one whose prefill costs; elsewhere it is the tiny one.
+`Engine.generate` with the rows sorted by prompt (plain sorting). The radix cache is flushed before each.
+Where prefill is what matters the model is one whose prefill costs; elsewhere it is the tiny one.
 
 Seconds are noisy on a shared machine; the scheduler's own counts are not: tokens that were prefilled (beside
 the fewest possible, which are known exactly: SGLang computes each different beginning once, and of each row
@@ -193,7 +192,7 @@ def summed(name: str, known: dict[str, int], found: dict[str, Any]) -> dict[str,
     return result
 
 
-def measure(found: dict[str, Any], tokenizer: Path, names: list[str], rounds: int, *, lpm: bool) -> None:
+def measure(found: dict[str, Any], tokenizer: Path, names: list[str], rounds: int) -> None:
     """Put into `found` what each workload gave."""
     words = Words(tokenizer)
     for kind, size in MODELS.items():
@@ -207,12 +206,6 @@ def measure(found: dict[str, Any], tokenizer: Path, names: list[str], rounds: in
                 for name, workload in chosen.items():
                     print(name, file=sys.stderr, flush=True)
                     found[name] = in_turns(engine, server, folder, workload, words, rounds)
-            if lpm:
-                args = {**SERVER_ARGS, "schedule-policy": "lpm"}
-                with serve(model, folder, args, name="lpm") as server:
-                    for name, workload in chosen.items():
-                        print(f"{name}, lpm", file=sys.stderr, flush=True)
-                        found[name] |= with_lpm(server, folder, workload, words)
 
 
 def in_turns(
@@ -236,16 +229,6 @@ def in_turns(
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "load_average": os.getloadavg(),
         **known, "model": workload.model, "goal": workload.goal, "rounds": measured, "sorted": in_order,
     }  # fmt: skip
-
-
-def with_lpm(server: Server, folder: Path, workload: Workload, words: Words) -> dict[str, Any]:
-    """Run both orders of the runner once against a server that looks for the longest prefix itself."""
-    os.environ[KEY_VARIABLE] = server.key
-    known = write_input(folder / "input.parquet", workload, words)
-    return {
-        f"lpm_{side}": summed(side, known, by_runner(server, folder, workload, order))
-        for side, order in (("input", "input"), ("ours", "auto"))
-    }
 
 
 def verdict(found: dict[str, Any]) -> dict[str, Any]:
@@ -322,7 +305,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workload", action="append", default=[], choices=list(workloads()))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-lpm", action="store_true", help="leave the server with that policy out")
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -331,7 +313,7 @@ def main() -> None:
     else:
         found: dict[str, Any] = {}
         try:
-            measure(found, args.tokenizer, args.workload, args.rounds, lpm=not args.no_lpm)
+            measure(found, args.tokenizer, args.workload, args.rounds)
         finally:  # where it breaks off, what was measured stays
             report(found)
 

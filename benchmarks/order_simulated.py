@@ -1,42 +1,43 @@
-"""How much of the cache does each order of sending reach, and how far apart should rows be? In virtual time.
+"""How many prompt tokens does the runner's order compute, and how are rows shared out? In virtual time.
 
-The schedulers are simulated (`engines/simulation`: SGLang's admission, radix cache and eviction, with the
-step times of an 8B model on an H100), the gate and the admission are the runner's own. Each workload is sent
-in the order of its input, sorted by prompt, and sorted with leaders before followers, in three ways: in
-windows whose shared beginnings take a share of the KV pool; with every follower so many computed tokens
-behind the row that brings its beginning in; and as the runner does it (`batchrunner.input.order` and
-`batchrunner.dispatch.reorder`), which sorts only where that pays, and finds its distance itself.
-The least that must be computed is known exactly. No figure here is a measurement of a GPU.
+Order, queue, slots and windows are the runner's own (`batchrunner.input.order`, `batchrunner.dispatch`); the
+schedulers are simulated (`engines/simulation`: SGLang's admission, radix cache and eviction, with the step
+times of an 8B model on an H100). Each workload is sent as the runner does it, in the order of its input, and
+sorted by prompt; `--speeds 1 0.5` has two replicas, of which one is half as fast. The least that must be
+computed is known exactly. No figure here is a measurement of a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import heapq
 import itertools
 import random
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import cache
 from math import isqrt
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.engine_info import EngineInfo
+from batchrunner.core.engine_info import EngineInfo, QueueBand
 from batchrunner.core.types import Request, RowRef
-from batchrunner.dispatch.queue import PendingRow
+from batchrunner.dispatch.concurrency.law import tokens_a_row
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.dispatch.queue import DispatchQueue, PendingRow, Slots
 from batchrunner.dispatch.reorder import OutputLengths, PrimeTask, Reorderer, ReuseDistance
+from batchrunner.engines.simulation.replica import H100_8B, CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from batchrunner.input.order import STRETCH_BYTES, decide, stretches
-from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, Fleet, answer_of
+from benchmarks.control_simulated import KV_TOKENS, MAX_RUNNING, POLL_S, TICK_S, answer_of
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
 from benchmarks.prompts import (
-    Parts,
     Row,
     conversations,
     few_shot,
@@ -51,30 +52,17 @@ from benchmarks.prompts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from batchrunner.core.types import Outcome
 
 SEED = 5
 GOAL = 1.05
-SHARES = (0.05, 0.1, 0.2, 0.4)
-"""Shares of the KV pool for the prefixes that the rows of a window have in common."""
-DISTANCES = (4096, 8192, 16_384, 32_768)
-"""Tokens computed between a leader and its followers; a prefill pass computes 8,192 at most."""
-WAITING_ROWS = 4096
-"""Rows that are held back at most: what a client reads ahead."""
 PASS_TOKENS = 8192
 """Tokens of a prefill pass: SGLang's `--chunked-prefill-size` on such a card."""
 BATCH_ROWS = 128
 SMALL_POOL = 60_000
 BYTES_A_TOKEN = 4
-ARMS = (
-    "runner",
-    "input",
-    "sorted",
-    *(f"windows {share}" for share in SHARES),
-    *(f"apart {tokens}" for tokens in DISTANCES),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +74,8 @@ class Case:
     kv_tokens: int
     arm: str
     max_running: int = MAX_RUNNING
+    speeds: tuple[float, ...] = (1.0,)
+    """Those of the replicas."""
 
 
 WORKLOADS: dict[str, Callable[[random.Random, int], list[Row]]] = {
@@ -141,143 +131,62 @@ def _cut(prompts: Iterator[bytes]) -> list[bytes]:
     return found
 
 
-@dataclass(slots=True, eq=False)
-class Step:
-    """A row of the plan, and the row before it that brings in the longest beginning they share."""
-
-    row: Row
-    shared: int
-    """Tokens at its beginning that an earlier row has."""
-    leader: Step | None
-    sent_at: int | None = None
-    followers: list[tuple[int, Step]] = field(default_factory=list)
-    """With their place in the plan, those that wait for it to be sent."""
+def text_of(row: Row) -> str:
+    """Make a text of four characters a token, which begins like another's as far as the parts do."""
+    return "".join((name * tokens)[: BYTES_A_TOKEN * tokens] for name, tokens in row.parts)
 
 
-def common(one: Parts, other: Parts) -> int:
-    """Return how many tokens two prompts have in common at their beginning."""
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return sum(tokens for (_, tokens), _ in same)
-
-
-def steps(rows: Iterable[Row]) -> Iterator[Step]:
-    """Find each row's leader, from rows in the order of their prompts."""
-    path: list[tuple[int, Step]] = []  # up to which token of the last prompt each step brought it in
-    last: Parts = ()
-    for row in rows:
-        shared = common(last, row.parts)
-        while path and (path[-2][0] if len(path) > 1 else 0) >= shared:
-            path.pop()
-        leader = path[-1][1] if path else None
-        if leader:
-            path[-1] = (min(path[-1][0], shared), leader)
-        step = Step(row, shared, leader)
-        path.append((row.tokens, step))
-        yield step
-        last = row.parts
-
-
-def in_windows(rows: Iterable[Row], tokens: float) -> Iterator[Row]:
-    """Send a window's leaders, then who follows them, and so on; its shared beginnings fit in `tokens`."""
-    window: dict[Step, int] = {}  # with how many leaders are above each in the window
-    held = shared = 0
-    for step in steps(rows):
-        more = max(0, step.shared - shared)
-        shared = step.shared
-        if window and (held + more > tokens or len(window) == WAITING_ROWS):
-            yield from (each.row for each in sorted(window, key=window.__getitem__))
-            window.clear()
-            held = more = 0
-        held += more
-        window[step] = window.get(step.leader, -1) + 1 if step.leader else 0
-    yield from (each.row for each in sorted(window, key=window.__getitem__))
-
-
-def apart(rows: Iterable[Row], tokens: int) -> Iterator[Row]:
-    """Send rows in the plan's order, but a follower so many computed tokens after its leader.
-
-    Where nothing else is left to be sent, or too much waits, followers go earlier.
-    """
-    resting: list[tuple[int, int, Step]] = []  # when it may go, its place in the plan
-    ready: list[tuple[int, Step]] = []
-    computed = waiting = 0
-    plan = enumerate(steps(rows))
-    upcoming = next(plan, None)
-    while upcoming or waiting:
-        forced = upcoming is None or waiting >= WAITING_ROWS
-        while resting and (resting[0][0] <= computed or (forced and not ready)):
-            heapq.heappush(ready, heapq.heappop(resting)[1:])
-        if ready:
-            _, step = heapq.heappop(ready)
-            waiting -= 1
-            computed += max(1, step.row.tokens - step.shared)
-            step.sent_at = computed
-            for place, follower in step.followers:
-                heapq.heappush(resting, (computed + tokens, place, follower))
-            step.followers.clear()
-            yield step.row
-            continue
-        assert upcoming
-        (place, step), upcoming = upcoming, next(plan, None)
-        waiting += 1
-        if step.leader is None:
-            ready.append((place, step))
-        elif step.leader.sent_at is None:
-            step.leader.followers.append((place, step))
-        else:
-            heapq.heappush(resting, (step.leader.sent_at + tokens, place, step))
-
-
-def ordered(rows: list[Row], arm: str, kv_tokens: int) -> Iterator[Row]:
-    """Put rows, which come in the order of the input, into the arm's."""
-    match arm.split():
-        case ["windows", share]:
-            return in_windows(sorted(rows), float(share) * kv_tokens)
-        case ["apart", tokens]:
-            return apart(sorted(rows), int(tokens))
-        case ["sorted"]:
-            return iter(sorted(rows))
-    return iter(rows)
-
-
-class AsTheRunner:
-    """The runner's own order: a source of rows, which are sent as the reorderer says."""
+class Run:
+    """A run on replicas: a source of rows for the runner's order, and what sends them."""
 
     is_shared = False
 
-    def __init__(self, rows: list[Row], kv_tokens: int) -> None:
-        info = EngineInfo("attach", "simulated", max_total_tokens=kv_tokens, prefill_tokens=PASS_TOKENS)
+    def __init__(
+        self,
+        rows: list[Row],
+        config: SchedulerConfig,
+        speeds: tuple[float, ...] = (1.0,),
+        *,
+        reorders: bool = True,
+    ) -> None:
         self._rows = rows
-        self._reorderer = Reorderer(ReuseDistance(info, 1), OutputLengths(), dedupe=True)
         self.unread = self.total = len(rows)
-        self._fleet: Fleet | None = None
+        self.replicas = {
+            route: Replica(config, CostModel(*(part / speed for part in H100_8B)), route, route)
+            for route, speed in ((f"r{number}", speed) for number, speed in enumerate(speeds))
+        }
+        info = EngineInfo(
+            "attach", "simulated", max_total_tokens=config.max_total_tokens * len(speeds),
+            prefill_tokens=PASS_TOKENS, routes=tuple(self.replicas),
+        )  # fmt: skip
+        self._limits = ConcurrencyLimits(
+            info, QueueBand(100, 2000), tokens_a_row(max(row.outputs for row in rows)), most=1 << 30,
+            prompt_tokens=least_tokens(rows) / len(rows),
+        )  # fmt: skip
+        self._limits.begin(self._loads(), 0.0, unsent=len(rows))
+        self._slots = Slots(self._limits.windows)
+        self._queue = DispatchQueue(self._slots)
+        distance = ReuseDistance(info, len(speeds)) if reorders else None
+        lengths = OutputLengths() if reorders else None
+        self._order = Reorderer(distance, lengths, dedupe=True, caches=len(speeds))
+        self._items = self._order.reorder(self)
+        self._is_read = False
+        self._primes: set[SimulatedRequest] = set()
+        self.now, self.uncached_tokens, self.ended = 0.0, 0, Counter[str]()
 
-    def run(self, config: SchedulerConfig) -> Fleet:
+    def run(self) -> None:
         """Let all rows come to their end."""
-        fleet = self._fleet = Fleet(self._samples(), len(self._rows), config, ended=self._ended)
-        fleet.run()
-        return fleet
-
-    def _samples(self) -> Iterator[SimulatedRequest]:
-        assert self._fleet
-        for batch in self._reorderer.reorder(self):
-            primers = [item for item in batch if isinstance(item, PrimeTask)]
-            for _, turn in itertools.groupby(sorted(primers, key=lambda p: p.round), key=lambda p: p.round):
-                works = [primer.row for primer in turn]
-                self._fleet.prime([self._sample(work, 1) for work in works])
-                for work in works:
-                    work.prefix_ready_at = self._fleet.now
-            for item in batch:
-                if isinstance(item, PendingRow):
-                    item.route, item.sent_at = "r0", self._fleet.now
-                    yield self._sample(item, self._rows[item.request.ref.row].outputs)
-
-    def stop(self) -> None:
-        """Do nothing: a run in virtual time is never stopped."""
+        next_poll = 0.0
+        while self.ended.total() < len(self._rows):
+            self._tick()
+            self._send()
+            if self.now >= next_poll:
+                next_poll += POLL_S
+                self._poll()
 
     def batches(self) -> Iterator[list[Request | Outcome]]:
+        """Read the rows."""
         nothing = pa.RecordBatch.from_pylist([{}])
-        self.unread = len(self._rows)
         for first in range(0, len(self._rows), BATCH_ROWS):
             batch = self._rows[first : first + BATCH_ROWS]
             self.unread -= len(batch)
@@ -286,20 +195,77 @@ class AsTheRunner:
                 for row, each in enumerate(batch, first)
             ]
 
-    def _sample(self, work: PendingRow, outputs: int) -> SimulatedRequest:
-        row = self._rows[work.request.ref.row]
-        return SimulatedRequest(row.tokens, outputs, outputs, prefix=row.parts, payload=work)
+    def stop(self) -> None:
+        """Do nothing: a run in virtual time is never stopped."""
 
-    def _ended(self, sample: SimulatedRequest) -> None:
-        assert self._fleet
-        work = sample.payload
-        work.prefix_ready_at = min(work.prefix_ready_at, self._fleet.now)
-        self._reorderer.record(work, answer_of(sample))
+    def _loads(self) -> list[Any]:
+        return [replica.load for replica in self.replicas.values()]
+
+    def _poll(self) -> None:
+        unsent = self.unread + self._order.held + len(self._queue)
+        self._limits.observe(self._loads(), self._slots.by_route, self.now, unsent=unsent)
+        self._slots.speeds = self._limits.speeds
+        for route, window in self._limits.windows.items():
+            self._slots.resize(route, window)
+
+    def _tick(self) -> None:
+        self.now += TICK_S
+        for route, replica in self.replicas.items():
+            for end in replica.advance(self.now):
+                self.uncached_tokens += end.sample.prompt_tokens - end.sample.cached_tokens
+                if end.sample in self._primes:
+                    self._primes.remove(end.sample)
+                else:
+                    self._ended(end.sample, route)
+
+    def _ended(self, sample: SimulatedRequest, route: str) -> None:
+        row, answer = sample.payload, answer_of(sample)
+        row.prefix_ready_at = min(row.prefix_ready_at, self.now)
+        self.ended[route] += 1
+        self._order.record(row, answer)
+        self._slots.release(route)
+        self._limits.ended(route, answer)
+
+    def _submit(self, row: PendingRow, route: str, outputs: int) -> SimulatedRequest:
+        made = self._rows[row.request.ref.row]
+        sample = SimulatedRequest(made.tokens, outputs, outputs, prefix=made.parts, payload=row)
+        self.replicas[route].scheduler.submit(sample)
+        return sample
+
+    def _prime(self, tasks: list[PrimeTask]) -> None:
+        for _, turn in itertools.groupby(sorted(tasks, key=attrgetter("round")), key=attrgetter("round")):
+            some = [*turn]
+            for task in some:
+                group = None if task.on_every_replica else task.row.group
+                for route in (self._queue.home_of(group),) if group else self.replicas:
+                    self._primes.add(self._submit(task.row, route, 1))
+            while self._primes:
+                self._tick()
+            for task in some:
+                task.row.prefix_ready_at = self.now
+
+    def _feed(self) -> None:
+        while not self._is_read and not self._queue.is_full:
+            piece = next(self._items, None)
+            self._is_read = piece is None
+            self._prime([item for item in piece or () if isinstance(item, PrimeTask)])
+            for item in piece or ():
+                if isinstance(item, PendingRow):
+                    self._queue.add(item)
+
+    def _send(self) -> None:
+        self._feed()
+        while (route := self._slots.take(self.now, self._queue.has_for)) is not None:
+            row = self._queue.take(route)
+            if row is None:
+                self._slots.release(route)
+                continue
+            row.attempts, row.route, row.sent_at = 1, route, self.now
+            self._submit(row, route, self._rows[row.request.ref.row].outputs)
+            self._feed()
 
 
-def text_of(row: Row) -> str:
-    """Make a text of four characters a token, which begins like another's as far as the parts do."""
-    return "".join((name * tokens)[: BYTES_A_TOKEN * tokens] for name, tokens in row.parts)
+ORDERS: dict[str, Callable[[list[Row]], list[Row]]] = {"runner": planned, "input": list, "sorted": sorted}
 
 
 def run(case: Case) -> dict[str, Any]:
@@ -307,22 +273,16 @@ def run(case: Case) -> dict[str, Any]:
     began = time.perf_counter()
     rows = input_of(case.workload, case.rows)
     config = SchedulerConfig(case.max_running, case.kv_tokens)
-    if case.arm == "runner":
-        fleet = AsTheRunner(planned(rows), case.kv_tokens).run(config)
-    else:
-        samples = (
-            SimulatedRequest(row.tokens, row.outputs, row.outputs, prefix=row.parts)
-            for row in ordered(rows, case.arm, case.kv_tokens)
-        )
-        fleet = Fleet(samples, len(rows), config)
-        fleet.run()
+    made = Run(ORDERS[case.arm](rows), config, case.speeds, reorders=case.arm == "runner")
+    made.run()
     prompt_tokens, least = sum(row.tokens for row in rows), least_tokens(rows)
     return {
-        "prompt_tokens": prompt_tokens, "least_tokens": least, "prefilled_tokens": fleet.uncached_tokens,
-        "ratio_to_least": round(fleet.uncached_tokens / least, 4),
-        "hit_rate": round(1 - fleet.uncached_tokens / prompt_tokens, 4),
-        "hit_rate_at_most": round(1 - least / prompt_tokens, 4),
-        **fleet.totals(), "took_s": round(time.perf_counter() - began, 1),
+        "prompt_tokens": prompt_tokens, "least_tokens": least, "prefilled_tokens": made.uncached_tokens,
+        "ratio_to_least": round(made.uncached_tokens / least, 4),
+        "hit_rate": round(1 - made.uncached_tokens / prompt_tokens, 4),
+        "hit_rate_at_most": round(1 - least / prompt_tokens, 4), "virtual_s": round(made.now, 1),
+        "retractions": sum(replica.scheduler.retractions for replica in made.replicas.values()),
+        "rows_of_replicas": [*made.ended.values()], "took_s": round(time.perf_counter() - began, 1),
     }  # fmt: skip
 
 
@@ -345,15 +305,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=100_000, help="of each workload, about")
     parser.add_argument("--workload", action="append", default=[], choices=WORKLOADS)
-    parser.add_argument("--arm", action="append", default=[], choices=ARMS)
+    parser.add_argument("--arm", action="append", default=[], choices=ORDERS)
     parser.add_argument("--kv-tokens", type=int, nargs="+", default=[KV_TOKENS, SMALL_POOL])
+    parser.add_argument("--speeds", type=float, nargs="+", default=[1.0], help="of the replicas")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
     cases = [
-        Case(name, args.rows, kv, arm)
+        Case(name, args.rows, kv, arm, speeds=tuple(args.speeds))
         for name in args.workload or WORKLOADS
         for kv in args.kv_tokens
-        for arm in args.arm or ARMS
+        for arm in args.arm or ORDERS
     ]
     found = []
     with ProcessPoolExecutor(args.processes) as pool:

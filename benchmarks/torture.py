@@ -23,9 +23,7 @@ In further rounds (`--changes N`) the input changes during a run: its file is re
 truncated, or a file is added. No row of a new content may be in the results, and the exit code must say that
 rows are missing.
 
-The engine is simulated, for the number of kills; `--real N` adds rounds with the real SGLang on the CPU and a
-tiny random model at temperature 0, every second one on two replicas. In each of them a
-scheduler and the runner are killed, one after the other, each after another part.
+The engine is simulated, for the number of kills.
 """
 
 from __future__ import annotations
@@ -37,9 +35,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -57,7 +53,6 @@ from benchmarks.torture_round import (
     undisturbed,
 )
 from benchmarks.torture_servers import bundle_rounds, check_rounds, swap_rounds
-from tests.support.tiny_model import make_tiny_llama
 
 FUNCTIONS = """
 from typing import TypedDict
@@ -151,32 +146,14 @@ def _change(source: Path, what: str) -> None:
     other.unlink(missing_ok=True)
 
 
-def real_rounds(scratch: Path, source: Path, tokenizer: Path, rounds: int, seed: int, totals: Totals) -> None:
-    """Kill a scheduler and the runner in the middle of real work."""
-    model = str(make_tiny_llama(scratch / "tiny", tokenizer))
-    server: dict[str, Any] = {"model": model, "device": "cpu", "args": {"max-running-requests": 16}}
-    engines = ({"kind": "server", **server}, {"kind": "server", "replicas": 2, **server})
-    expected, calls = undisturbed(scratch / "calm-real", source, engines[0])
-    made = random.Random(seed)
-    for number in range(rounds):
-        folder = scratch / f"real-{number}"
-        folder.mkdir()
-        one = Round(folder, job_for(folder, source, engines[number % 2]), expected, totals, made, calls)
-        one.go(kills=1, strike=partial(one.kill_each, ("scheduler", "runner")))
-        told = f"{totals.kills} kills, with the real engine: {totals.of_real_engine()}"
-        print(f"real round {number + 1} of {rounds}: {told}", file=sys.stderr, flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=300)
-    parser.add_argument("--real", type=int, default=0, help="rounds with the real engine")
     parser.add_argument("--changes", type=int, default=12, help="rounds in which the input changes")
     parser.add_argument("--bundles", type=int, default=9, help="rounds with rows that share requests")
     parser.add_argument("--checks", type=int, default=6, help="rounds with answers that are rejected")
     parser.add_argument("--swaps", type=int, default=6, help="rounds in which another model comes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--told", help=argparse.SUPPRESS)
     parser.add_argument("--at", nargs=3, help=argparse.SUPPRESS)
@@ -195,8 +172,6 @@ def main() -> None:
         bundle_rounds(Path(scratch), args.bundles, args.seed, totals)
         check_rounds(Path(scratch), args.checks, args.seed, totals)
         swap_rounds(Path(scratch), args.swaps, args.seed, totals)
-        if args.real:
-            real_rounds(Path(scratch), source, args.tokenizer, args.real, args.seed, totals)
     line = (
         f"torture: {totals.kills} kills, {totals.rows:,} rows, {totals.lost} lost, {totals.doubled} doubled, "
         f"{totals.different} different, {totals.vanished} durable ones gone, {totals.redone} done again "
@@ -205,8 +180,6 @@ def main() -> None:
         f"{totals.unnoticed} unnoticed; rows shared requests in {totals.shared} rounds, and were asked again "
         f"in {totals.checked}: {totals.miscounted} rows with a wrong count of attempts"
     )
-    if args.real:
-        line += f"; kills with the real engine: {totals.of_real_engine()}"
     figures = {
         "goal_met": not (
             totals.lost
@@ -217,7 +190,7 @@ def main() -> None:
             or totals.unnoticed
             or totals.miscounted
         ),
-        "took_s": round(time.monotonic() - began, 1), "real_rounds": args.real, "seed": args.seed,
+        "took_s": round(time.monotonic() - began, 1), "seed": args.seed,
         "kills_by_moment": dict(totals.by_moment),
     }  # fmt: skip
     save("torture", line, figures, ("batchrunner", "pyarrow"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import math
 import os
@@ -15,7 +14,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 
@@ -25,11 +24,10 @@ from batchrunner.output.writer import ResultWriter
 from batchrunner.runner.foreground import run_in_foreground
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from batchrunner.core.types import Outcome
 
-Strike: TypeAlias = "Callable[[subprocess.Popen[bytes]], None]"
 CALLS = ("fsync", "pwrite", "replace", "rename", "link", "unlink", "open", "ftruncate", "mkdir", "rmdir")
 MOMENTS = ("before", "torn", "after")
 ROWS = 300
@@ -40,7 +38,6 @@ LATE_S = 0.8
 """More than `durable`, by what a busy machine's fsync and scheduling take."""
 LONGEST_START_S = 900.0
 """A start that takes longer hangs: two replicas that were killed start again on two busy cores."""
-REAL = "real: "
 
 
 @dataclass
@@ -72,11 +69,6 @@ class Totals:
     def killed(self, moment: str) -> None:
         self.kills += 1
         self.by_moment[moment] += 1
-
-    def of_real_engine(self) -> str:
-        """Say who was killed in the rounds with the real engine, and how often."""
-        kinds = {name.removeprefix(REAL): n for name, n in self.by_moment.items() if name.startswith(REAL)}
-        return ", ".join(f"{kind} {n}" for kind, n in sorted(kinds.items()))
 
 
 def child(job_file: str, told: str, call: str, moment: str, number: int, *, join: bool) -> None:
@@ -162,35 +154,27 @@ class Round:
     attempts: Mapping[int, int] = field(default_factory=dict)
     """The attempts that rows must have needed, where that is known."""
 
-    def go(self, kills: int, strike: Strike | None = None) -> None:
+    def go(self, kills: int) -> None:
         """Kill so many starts, unless one comes to its end before; then let one."""
         job_file = self.folder / "job.yaml"
         job_file.write_text(json.dumps(self.job))
         for _ in range(kills):
-            if self._start(job_file, strike):
+            if self._start(job_file):
                 break
         else:
-            if not self._start(job_file, None, undisturbed=True):
+            if not self._start(job_file, undisturbed=True):
                 raise SystemExit(f"an undisturbed start failed: {self.folder}")
         self._judge()
 
-    def _start(
-        self,
-        job_file: Path,
-        strike: Callable[[subprocess.Popen[bytes]], None] | None,
-        *,
-        undisturbed: bool = False,
-    ) -> bool:
+    def _start(self, job_file: Path, *, undisturbed: bool = False) -> bool:
         """Start the runner once; tell whether it came to its end."""
-        by_time = undisturbed or strike is not None or self.made.random() < 0.3
+        by_time = undisturbed or self.made.random() < 0.3
         command, where = self._command(job_file, at_a_call=not by_time)
         # no pipe: an engine that the runner has launched would hold it open for seconds after a kill
         said = self.folder / "stderr"
         with said.open("wb") as file, subprocess.Popen(command, stderr=file) as process:
             try:
-                if strike is not None and not undisturbed:
-                    strike(process)
-                elif by_time and not undisturbed:
+                if by_time and not undisturbed:
                     time.sleep(self.made.uniform(0.5, 2.5))
                     process.kill()
                 process.wait(timeout=LONGEST_START_S)
@@ -199,7 +183,7 @@ class Round:
                 process.kill()
                 raise SystemExit(f"a start hangs: {where} in {self.folder}") from None
         if process.returncode == -signal.SIGKILL:
-            self.totals.killed(f"{REAL}runner" if strike else where)
+            self.totals.killed(where)
             self._look(died_at, process.pid)
             return False
         if process.returncode != 0:
@@ -259,26 +243,6 @@ class Round:
         dies_at = time.monotonic() + self.made.uniform(0.7, 3.0) if by_time and kill else math.inf
         return _Joined(subprocess.Popen(command), where, dies_at)
 
-    def kill_each(self, kinds: Sequence[str], process: subprocess.Popen[bytes]) -> None:
-        """Kill one process of each kind, the runner last, each as soon as another part is there."""
-        for kind in kinds:
-            before, deadline = self._parts(), time.monotonic() + LONGEST_START_S
-            while self._parts() == before or (victim := _victim(kind, process.pid)) is None:
-                if process.poll() is not None:
-                    return
-                if time.monotonic() > deadline:
-                    process.kill()
-                    raise SystemExit(f"no part comes, or no {kind} in {self.folder}")
-                time.sleep(0.05)
-            time.sleep(self.made.uniform(0.0, 0.5))
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.kill(victim, signal.SIGKILL)
-                if kind != "runner":  # whose death is seen at the end of its start
-                    self.totals.killed(REAL + kind)
-
-    def _parts(self) -> int:
-        return len(list(Path(self.job["output"]["path"]).glob("parts/part-*.parquet")))
-
     def _look(self, died_at: float, pid: int) -> None:
         """See that what was durable still is, and that all that ended more than a moment ago is."""
         tasks = RunDir(self.job["output"]["path"]).all_tasks()
@@ -336,26 +300,3 @@ def _status(process: subprocess.Popen[bytes]) -> int | None:
     if found is None:
         return None
     return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-
-
-def _victim(kind: str, pid: int) -> int | None:
-    """Return the runner, or the first scheduler that it has started; None while there is none."""
-    if kind == "runner":
-        return pid
-    return next((each for each in _below(pid) if b"sglang::scheduler" in _command_of(each)), None)
-
-
-def _below(pid: int) -> list[int]:
-    """Return the processes that a process has started, and those that they have."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            for child in map(int, task.read_text().split()):
-                found += [child, *_below(child)]
-    return found
-
-
-def _command_of(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
