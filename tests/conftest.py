@@ -111,18 +111,23 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What runs learn is not for the home of whoever runs the tests."""
+def _for_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Set what all tests and what they start need."""
+    ray_s = {"agent_register_timeout_ms": 1000 * PATIENCE_S, "worker_register_timeout_seconds": PATIENCE_S}
     with pytest.MonkeyPatch.context() as patch:
+        # what runs learn is not for the home of whoever runs the tests
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Give each engine one thread: several engines share the cores, and threads that wait for a core spin."""
-    with pytest.MonkeyPatch.context() as patch:
+        # engines share the cores: threads that wait for a core would spin
         patch.setenv("OMP_NUM_THREADS", "1")
+        # processes of Ray start as slowly as the machine does; a full memory kills none
+        for name, value in {**ray_s, "memory_monitor_refresh_ms": 0}.items():
+            patch.setenv(f"RAY_{name}", f"{value:.0f}")
+        # servers get the module `sitecustomize` that makes their imports quick
+        patch.setenv("PYTHONPATH", str(ROOT / "tests" / "support" / "engine_site"), prepend=os.pathsep)
+        # typer makes the command of its functions once, and not for each `batchrun` of a test
+        patch.setattr("typer.testing._get_command", functools.cache(get_command))
+        # parts are written when they are full, and not because a machine is slow
+        patch.setattr(TIMING, "part", 3600.0)
         yield
 
 
@@ -149,43 +154,6 @@ def _process_set_back() -> Iterator[None]:
         yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _patient_ray() -> Iterator[None]:
-    """Let the processes of Ray start as slowly as the machine does; a full memory kills none.
-
-    By default a node dies whose agent takes more than 30 s to start.
-    """
-    patience = {"agent_register_timeout_ms": 1000 * PATIENCE_S, "worker_register_timeout_seconds": PATIENCE_S}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**patience, "memory_monitor_refresh_ms": 0}.items():
-            patch.setenv(f"RAY_{name}", f"{value:.0f}")
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _quick_imports() -> Iterator[None]:
-    """Give servers the module `sitecustomize` that makes their imports quick."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT / "tests" / "support" / "engine_site"), prepend=os.pathsep)
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_command() -> Iterator[None]:
-    """Let typer make the command of its functions once, and not for each `batchrun` of a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("typer.testing._get_command", functools.cache(get_command))
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _full_parts() -> Iterator[None]:
-    """Let parts be written when they are full, and not because a machine is slow."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TIMING, "part", 3600.0)
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -146,11 +146,9 @@ def test_a_job_named_like_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("words", "kind"),
     [
         (["nothing.yaml"], "JobError"),
-        (["slurm", "nothing.yaml", "--array", "0-1"], "JobError"),
         (["merge", "nowhere"], "OutputError"),
         (["advise", "nothing.log"], "InputError"),
         (["check"], "MissingParameter"),
-        (["run", "job.yaml", "--limit", "0"], "BadParameter"),
         (["--nonsense", "status", "nowhere"], "NoSuchOption"),
     ],
 )
@@ -165,23 +163,6 @@ def test_an_error_as_json(words: list[str], kind: str) -> None:
     assert failed.stderr.count("\n") == 1
     without = batchrun(*words)
     assert (without.exit_code, without.stdout, without.stderr) == (2, "", failed.stderr)
-
-
-def test_the_hint_of_an_error(tmp_path: Path) -> None:
-    """What the user may have meant stands apart."""
-    file = write_job({**job_of(tmp_path), "smapling": {}}, tmp_path)
-    error = json.loads(batchrun("check", file, "--json").stdout)["error"]
-    assert error["hint"] == "did you mean 'sampling'?"
-    assert error["message"].endswith("unknown key 'smapling'")
-
-
-def test_the_error_of_a_run_has_its_report(tmp_path: Path, server: FakeSGLang) -> None:
-    """One JSON document says what is done and why it went no further."""
-    server.script = lambda _: "bad schema"
-    ended = batchrun(write_job(job_of(tmp_path, server, rows=200), tmp_path), "--json")
-    found = json.loads(ended.stdout)
-    assert found["rows_failed"] > 0
-    assert found["exit_code"] == ended.exit_code != 0
 
 
 def test_json_of_other_commands(tmp_path: Path) -> None:

@@ -30,15 +30,6 @@ def test_a_guides_line_is_a_sign_if_it_comes_often(guide: str, tmp_path: Path) -
     assert set(changes(often)) == ({"conservative"} if guide != "G4" else set())
 
 
-def test_a_guides_ready_line_is_judged_by_its_memory(tmp_path: Path) -> None:
-    """4.64 GB are too little; without the card's memory the step is the guides'."""
-    ready = (
-        "[2025-11-11 13:01:09 TP0] max_total_num_tokens=1522816, chunked_prefill_size=1024, "
-        "max_prefill_tokens=2048, max_running_requests=4096, context_len=32768, available_gpu_mem=4.64 GB"
-    )
-    assert "in steps of 0.01" in changes(judged(ready, tmp_path))["memory-tight"]
-
-
 @pytest.mark.parametrize("guide", RETRACTIONS)
 def test_a_guides_retraction_is_counted(guide: str, tmp_path: Path) -> None:
     """Occasional ones are said to be fine, frequent ones are advised on."""
@@ -61,18 +52,6 @@ def test_what_retractions_cost_decides(monkeypatch: pytest.MonkeyPatch, most: fl
     assert "9.1 a minute" in found.sign
     assert f"{gained:,} tokens are computed again, 16% of those generated" in found.sign
     assert found.change == change
-
-
-def test_few_samples_are_no_verdict_on_retractions(tmp_path: Path) -> None:
-    """Ten a line are not fine because there are few lines: the reading counts them, and that is all."""
-    log = LogWriter(step_s=30)
-    for _ in range(7):
-        log.decode(1, u=0.99)
-        for _ in range(10):
-            log.retract()
-    found = judged(log.text(), tmp_path)
-    assert "70 retractions" in found.lines()[0]
-    assert found.advice == []
 
 
 REAL: dict[str, set[str]] = {
@@ -138,19 +117,6 @@ def test_flags_are_those_of_the_version(
     old = parse_help("  --cuda-graph-max-bs N", "0.5.2")
     monkeypatch.setattr("batchrunner.advise.advise.installed", lambda _: old)
     assert changes(judged(text, tmp_path)) == expected
-
-
-def test_wrong_sources_and_cards_are_said(tmp_path: Path) -> None:
-    """A path that is not there, a directory that is no run, a slip in the name of a card."""
-    path = LogWriter().started().decode(40).write(tmp_path)
-    for source, options, words in [
-        (tmp_path / "no", [], "no such file"),
-        (tmp_path, [], "no run.json"),
-        (path, ["--card", "RTX4090"], "--card RTX4090: not known here; known are H100, H200"),
-    ]:
-        result = batchrun("advise", source, *options)
-        assert result.exit_code == 2
-        assert words in result.stderr
 
 
 def test_an_advice_is_whole(tmp_path: Path) -> None:

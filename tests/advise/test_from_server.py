@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
-import socketserver
-import threading
-import tracemalloc
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchrunner.advise.advise import AdviceReport, advise
-from batchrunner.advise.rules import apply_all
-from batchrunner.advise.situation import Situation
-from batchrunner.api import run
 from batchrunner.core.errors import InputError
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.flags import Flags
-from batchrunner.engines.logs.series import GUIDES, LoadSample, Series
-from tests.conftest import batchrun, eventually, job_of, started
+from batchrunner.engines.logs.series import GUIDES
+from tests.conftest import batchrun, eventually, started
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
 from tests.support.sglang_logs import changes
@@ -72,28 +63,6 @@ def test_a_live_server_is_watched() -> None:
     assert found.flags.version == "0.5.23"
     assert set(changes(found)) == {"running-capped", "metrics-off", "memory-left"}
     assert "from 0.83: 6.3 GB of 79 more" in changes(found)["memory-left"]
-
-
-def test_a_limit_that_only_the_log_tells() -> None:
-    """/v1/loads leaves out the state pool of a hybrid model: where that is full, no cap limits."""
-    load, log = Series(), Series()
-    for at in range(40):
-        load.add("a", LoadSample(at, 170, 500, 0.2, 170))
-    situation = Situation(load, log)
-    assert "running-capped" in {advice.rule for advice in apply_all(situation, Flags())}
-    for at in range(40):
-        log.add("a", LoadSample(at, 170, 500, 0.98, 170))
-    assert "running-capped" not in {advice.rule for advice in apply_all(situation, Flags())}
-
-
-def test_limits_that_the_arguments_do_not_tell(tmp_path: Path) -> None:
-    """On a GPU they are null: what the schedulers say with their load counts."""
-    state = {"max_running_requests": None, "effective_max_running_requests_per_dp": 4}
-    arguments = {"max_running_requests": None, "max_total_tokens": None, "internal_states": [state]}
-    with FakeSGLang(max_running=4, arguments=arguments) as server:
-        report = run(job_of(tmp_path, server, rows=3))
-    assert report.engine["max_running"] == 4
-    assert report.engine["max_total_tokens"] == 20000
 
 
 def test_a_live_server_with_dp_attention() -> None:
@@ -165,44 +134,6 @@ def test_a_server_that_does_not_tell_its_load() -> None:
         found = batchrun("advise", server.url, "--span", "600")
     assert "does not tell its load" in found.stdout
     assert "--enable-metrics" in found.stdout
-
-
-@pytest.mark.parametrize(
-    "told",
-    [
-        {"internal_states": [{"memory_usage": 5}], "architectures": "Llama"},
-        {"architectures": 5, "max_running_requests": "64", "tp_size": [1], "cuda_graph_max_bs": "x"},
-    ],
-)
-def test_a_server_that_answers_oddly(told: dict[str, Any]) -> None:
-    """What is no number is not counted with; the load is judged all the same."""
-    with FakeSGLang(max_running=4, others=40, arguments=told) as server:
-        found = watched(server)
-    assert set(changes(found)) - {"metrics-off"} <= {"running-capped"}
-    assert found.situation.load.median("queue") == 36
-
-
-def test_an_endless_answer_is_not_read_to_its_end() -> None:
-    """What streams without end is no SGLang, and takes no memory to find out."""
-
-    class Endless(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            self.request.recv(1 << 16)
-            self.request.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-            with contextlib.suppress(OSError):
-                while True:
-                    self.request.sendall(b"x" * (1 << 20))
-
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Endless) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        tracemalloc.start()
-        try:
-            with pytest.raises(InputError, match="not an SGLang server"):
-                advise(f"http://127.0.0.1:{server.server_address[1]}", span_s=0.1)
-            assert tracemalloc.get_traced_memory()[1] < 64 << 20
-        finally:
-            tracemalloc.stop()
-            server.shutdown()
 
 
 def test_a_silent_server_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -273,31 +273,6 @@ async def test_runs_at_once_share_the_engine(tmp_path: Path) -> None:
     assert max(windows[1][1:]) <= 20
 
 
-async def test_who_has_few_rows_leaves_slots_to_others(tmp_path: Path) -> None:
-    """Rows that come slowly, and nobody knows how many, do not hold half of the engine."""
-    slow = {"kind": "simulated", "step_s": 0.01, "max_running": 40}
-    job = job_of(tmp_path, slow, rows=300, sampling={"max_new_tokens": 30})
-
-    async def slowly() -> AsyncIterator[dict[str, str]]:
-        while True:
-            yield {"text": "a"}
-            await asyncio.sleep(0.05)
-
-    async def listen() -> None:
-        async for _ in batchrunner.stream(slowly(), engine=engine, sampling={"max_new_tokens": 5}):
-            pass
-
-    with batchrunner.open_engine(slow) as engine:
-        listening = asyncio.ensure_future(listen())
-        await asyncio.sleep(0.5)
-        assert (await batchrunner.arun(job, engine=engine)).rows_ok == 300
-        listening.cancel()
-        await asyncio.gather(listening, return_exceptions=True)
-    samples = samples_of(tmp_path / "run")[1:]
-    shares = [sample["window"] / sample["signals"][0]["window"] for sample in samples]
-    assert max(shares) > 0.7
-
-
 def samples_of(run: Path) -> list[dict[str, Any]]:
     """Return the samples in the event log of a run."""
     events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
@@ -314,14 +289,6 @@ def test_an_open_engine_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(KeyError), batchrunner.open_engine(INSTANT):
         raise KeyError
     assert len(list(tmp_path.iterdir())) == 1
-
-
-def test_an_engine_by_its_address_or_name(server: FakeSGLang) -> None:
-    """An address, or several, are servers that run; a text is the model of one that the run starts."""
-    with FakeSGLang() as second, batchrunner.open_engine((server.url, second.url)) as engine:
-        assert set(engine.info.routes) == {server.url, second.url}
-    with batchrunner.open_engine("simulated") as engine:
-        assert engine.info.simulated
 
 
 def test_an_engine_that_another_process_shares(

@@ -9,12 +9,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing, nullcontext
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import BatchrunError, EngineStartError, InputError, JobError
+from batchrunner.core.errors import BatchrunError, EngineStartError
 from tests.conftest import INSTANT
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
@@ -86,18 +86,6 @@ async def test_a_row_has_the_columns_of_a_result(server: FakeSGLang, scratch: Pa
         (0, "a", "answer 0 to a"),
         (1, "b", "answer 0 to b"),
     ]
-
-
-async def test_a_record_that_cannot_be_read_fails_alone(tmp_path: Path) -> None:
-    """A broken line of a JSON Lines file is a failed row, in a stream and in a table."""
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"text": "a"}\n{"text": broken\n{"text": "c"}\n')
-    rows = await all_of(str(file), prompt=TEXT, engine=INSTANT)
-    rows.sort(key=lambda row: row["row"])
-    table = await asyncio.to_thread(batchrunner.generate, str(file), prompt=TEXT, engine=INSTANT)
-    for errors in ([row["error"] for row in rows], table["error"].to_pylist()):
-        assert [error is None for error in errors] == [True, False, True]
-        assert "line 2" in errors[1]
 
 
 async def test_rows_come_as_they_end(server: FakeSGLang) -> None:
@@ -197,26 +185,6 @@ async def test_a_program_may_use_its_mapping_again() -> None:
 async def test_nothing_gives_nothing() -> None:
     """A stream of no rows ends at once; no engine is opened for it."""
     assert await all_of([], prompt="x", engine="http://127.0.0.1:9") == []
-
-
-@pytest.mark.parametrize(
-    ("rows", "options", "error", "told"),
-    [
-        (["a"], {"engine": 7}, JobError, "engine: give an open engine"),
-        (["a"], {"engine": "http://127.0.0.1:9"}, EngineStartError, "127.0.0.1:9"),
-        ([7], {}, InputError, "a row of type int: row 0"),
-        ([{"a": 1}], {}, InputError, "prompt: give one"),
-        (["a"], {"prompt": "{{ nothing }}"}, JobError, "unknown column 'nothing'"),
-    ],
-)
-async def test_wrong_arguments_are_explained(
-    rows: Any, options: dict[str, Any], error: type[BatchrunError], told: str, scratch: Path
-) -> None:
-    """A slip is one clear line, and leaves nothing behind."""
-    with pytest.raises(error, match=told) as caught:
-        await all_of(rows, **{"engine": INSTANT, **options})
-    assert len(str(caught.value).splitlines()) == 1
-    assert list(scratch.iterdir()) == []
 
 
 # --- ends ---
@@ -369,26 +337,3 @@ async def test_progress() -> None:
     assert (told[-1].rows_done, told[-1].rows_total) == (2, 2)
     await all_of(iter(["a", "b"]), engine=INSTANT, on_progress=told.append)
     assert (told[-1].rows_done, told[-1].rows_total, told[-1].eta_s) == (2, None, None)
-
-
-class Number(TypedDict):
-    number: int
-
-
-async def test_a_stream_takes_functions(server: FakeSGLang) -> None:
-    """Each row comes with the columns of its answer; one that cannot be parsed comes with its error."""
-
-    def parse(answer: str) -> Number:
-        return {"number": int(answer.rsplit(maxsplit=1)[-1])}
-
-    found = await all_of(
-        ["0", "1", "seven"],
-        prompt=lambda row: None if row["text"] == "1" else [{"role": "user", "content": row["text"]}],
-        parse=parse,
-        engine=server.url,
-    )
-    first, left_out, wrong = sorted(found, key=lambda row: row["row"])
-    assert (first["number"], first["error"]) == (0, None)
-    assert (left_out["finish_reason"], left_out["number"], left_out["error"]) == ("left_out", None, None)
-    assert "ValueError: invalid literal" in wrong["error"]
-    assert wrong["output"] == "answer 0 to seven"

@@ -15,15 +15,13 @@ import pyarrow as pa
 import pyarrow.dataset as pads
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typing_extensions import TypedDict
 
 import batchrunner
-from batchrunner.core.errors import BatchrunError, InputError, JobError
-from tests.conftest import INSTANT, examples
+from batchrunner.core.errors import BatchrunError, JobError
+from tests.conftest import INSTANT
 from tests.support.engine_processes import descendants_of
-from tests.support.fake_sglang import Behaviour, FakeSGLang
+from tests.support.fake_sglang import FakeSGLang
 
 NAMES = pa.table({"id": [1, 2, 3], "name": ["Ada", "Bob", "Cyd"]})
 
@@ -171,15 +169,6 @@ def test_an_iterator_is_not_kept_in_memory() -> None:
     assert next(rows, None) is None
 
 
-def test_a_column_that_is_given_twice() -> None:
-    """It cannot be used, and does not matter where it is not."""
-    arrays = [pa.array(["a"]), pa.array(["b"]), pa.array([1])]
-    table = pa.Table.from_arrays(arrays, names=["text", "text", "n"])
-    with pytest.raises(InputError, match="has 2 columns 'text'"):
-        batchrunner.generate(table, engine="simulated", prompt="{{ text }}")
-    assert batchrunner.generate(table, prompt="{{ n }}", engine="simulated").num_rows == 1
-
-
 def test_values_without_a_common_type_are_json_text() -> None:
     """Wherever they are among the rows; so are those of a type that Parquet does not have."""
     rows = iter([{"a": 1}] * 2048 + [{"a": "x"}, {"a": {"b": [None]}}])
@@ -189,26 +178,6 @@ def test_values_without_a_common_type_are_json_text() -> None:
     assert found == ["1"] * 2048 + ["x", '{"b":[null]}']
     months = pa.table({"m": pa.array([(1, 2, 3)], pa.month_day_nano_interval())})
     assert batchrunner.generate(months, prompt="{{ m }}", engine=INSTANT).num_rows == 1
-
-
-@examples(10)
-@given(
-    fates=st.lists(st.sampled_from(["answer", "too long", "bad schema"]), min_size=1, max_size=40),
-    window=st.integers(1, 8),
-)
-def test_generate_is_in_input_order(fates: list[Behaviour], window: int) -> None:
-    """The table has one row for each row given, in its order, failed ones with their error."""
-    with FakeSGLang(lambda sent: fates[int(sent.prompt)], max_running=window) as server:
-        table = batchrunner.generate(
-            pa.table({"i": range(len(fates))}),
-            prompt={"text": "{{ i }}"},
-            engine={"kind": "attach", "urls": [server.url]},
-            columns=["i"],
-            limits={"abort_failed_share": 1},
-        )
-    assert table.column("row").to_pylist() == table.column("i").to_pylist() == list(range(len(fates)))
-    assert [text is not None for text in table.column("output").to_pylist()] == [f == "answer" for f in fates]
-    assert [text is None for text in table.column("error").to_pylist()] == [f == "answer" for f in fates]
 
 
 def test_generate_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from batchrunner.dispatch.bundles import (
     FIRST_ROWS,
@@ -60,11 +58,6 @@ def test_a_bundle_has_a_share_of_the_rows_in_flight() -> None:
     assert size.rows(MANY) == MOST_ROWS
     assert size.rows(8) == 8 // SHARE
     assert size.rows(3) <= 1
-
-
-@given(ends=st.lists(st.floats(0, 10), max_size=300), outstanding=st.integers(0, 10**4))
-def test_any_ends_give_a_size(ends: list[float], outstanding: int) -> None:
-    assert 0 <= size_after(*sorted(ends)).rows(outstanding) <= min(MOST_ROWS, max(1, outstanding))
 
 
 def test_a_list_has_a_pass_or_a_quarter_of_the_rows_in_flight() -> None:

@@ -11,13 +11,10 @@ from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Outcome, Request, RowRef
-from batchrunner.dispatch.queue import DispatchQueue, PendingRow
+from batchrunner.dispatch.queue import PendingRow
 from batchrunner.dispatch.reorder import (
     FOLLOWERS_A_CHECK,
     LAST_ROWS,
-    MOST_HELD_BYTES,
-    SHARED_ROWS,
-    WINDOW_BYTES,
     WINDOW_ROWS,
     OutputLengths,
     PrimeTask,
@@ -29,7 +26,7 @@ from batchrunner.engines.simulation.scheduler import SchedulerConfig
 from benchmarks.control_simulated import MAX_RUNNING
 from benchmarks.order_simulated import Case, Run, input_of, planned, run
 from benchmarks.prompts import Row, least_tokens
-from tests.support.prompts import CARRIED, INFO, request, shared, slots, words
+from tests.support.prompts import CARRIED, INFO, request, shared, words
 
 
 class Source:
@@ -148,15 +145,6 @@ def test_memory_stays_bounded_while_rows_come() -> None:
     assert max(held) <= 2 * WINDOW_ROWS + LAST_ROWS
 
 
-def test_memory_stays_bounded_with_long_beginnings() -> None:
-    """A hundred thousand words that all rows begin with are not held a thousand times."""
-    prefix = words("document", 100_000)
-    by = arranger(EngineInfo(kind="test", model="m", prefill_tokens=10_000_000), dedupe=False)
-    batches: Iterable[list[Request | Outcome]] = ([request(row, prefix + str(row))] for row in range(1000))
-    held = max(by.held for _ in by.reorder(Source(batches)))
-    assert held * len(prefix) <= MOST_HELD_BYTES + WINDOW_BYTES + len(prefix)
-
-
 def test_rows_do_not_wait_for_a_source_that_waits() -> None:
     """An empty batch says that more may take long: what is there goes."""
     by = arranger()
@@ -182,13 +170,6 @@ def test_a_long_row_goes_early_with_its_group() -> None:
     ]
     works, _, _ = arranged(arranger(), [groups])
     assert rows_of(works).index(77) < 4
-
-
-def test_of_shared_rows_few_are_held() -> None:
-    """Rows that other tasks could do are not read far ahead, though they are the last."""
-    batches: Iterator[list[Request | Outcome]] = ([request(row, f"p{row}")] for row in range(3 * SHARED_ROWS))
-    assert next(iter(arranger().reorder(Source(batches, lambda: 100, is_shared=True))))
-    assert next(batches)[0].ref.row == SHARED_ROWS
 
 
 def test_what_kinds_of_rows_have_had_tells_how_long_they_will_be() -> None:
@@ -226,37 +207,6 @@ def test_only_rows_that_must_get_one_answer_are_sent_once(
     """The same prompt with other sampling, or with chance in it, is another row."""
     works, _, _ = arranged(arranger(), [[request(0, "p", **one), request(1, "p", **other)]])
     assert sum(len(work.duplicates) for work in works) == twins
-
-
-def test_a_family_stays_on_one_route() -> None:
-    """Rows with a common beginning go where the first of them went; what all have in common binds nobody."""
-    by = arranger(caches=2)
-    system = words("system", 200)
-    texts = [system + words(f"doc{row % 20}", 100) + words(str(row), 4) for row in range(200)]
-    works, _, _ = arranged(by, [[request(row, text) for row, text in enumerate(texts)]])
-    ready = DispatchQueue(slots(a=1, b=1))
-    for work in works:
-        ready.add(work)
-    went: dict[int, set[str]] = {}
-    taken = {"a": 0, "b": 0}
-    while ready:
-        for route in ("a", "b"):
-            took = ready.take(route)
-            if took is not None:
-                went.setdefault(took.request.ref.row % 20, set()).add(route)
-                taken[route] += 1
-    assert sum(len(routes) > 1 for routes in went.values()) < 10  # of 20: at the end one has nothing else
-    assert abs(taken["a"] - taken["b"]) <= 1
-
-
-def test_the_longest_prompts_first() -> None:
-    """Without decoding or a cache, rows of about one length share a pass: those of a window are sorted."""
-    by = Reorderer(None, None, dedupe=True, by_length=True)
-    lengths = [(7 * n) % 31 + 1 for n in range(100)]
-    works, _, _ = arranged(by, [[request(n, f"{n:03}" + "x" * length) for n, length in enumerate(lengths)]])
-    assert sorted(rows_of(works)) == list(range(100))
-    found = [row.prompt_bytes for row in works]
-    assert found == sorted(found, reverse=True)
 
 
 # Which row follows which, and when
@@ -358,28 +308,9 @@ def test_followers_less_than_a_pass_behind_come_too_early() -> None:
     assert before < lead.tokens <= 0.4 * 20_000
 
 
-def test_a_change_that_made_it_worse_is_undone() -> None:
-    """Where wider means more misses, their beginnings are evicted: the distance narrows."""
-    lead = ReuseDistance(TIGHT, 1)
-    follow(lead, missed=10)
-    wider = lead.tokens
-    follow(lead, missed=25)
-    assert lead.tokens < wider
-
-
 def test_followers_that_come_too_late_narrow_the_distance() -> None:
     """Their beginning had been computed, and is gone."""
     lead = ReuseDistance(INFO, 1)
     before = lead.tokens
     assert follow(lead, missed=20, computed_before=True)
     assert 0 < lead.tokens < before
-
-
-def test_single_misses_change_nothing() -> None:
-    """A few of 32 may be chance; as many in the next check are not."""
-    lead = ReuseDistance(TIGHT, 1)
-    before = lead.tokens
-    assert [follow(lead, missed=missed) for missed in (0, 4, 0, 5, 1)] == [[]] * 5
-    assert lead.tokens == before
-    lead = ReuseDistance(TIGHT, 1)
-    assert [len(follow(lead, missed=5)) for _ in range(2)] == [0, 1]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchrunner.engines.flag_table import FLAGS, OF_DECODING, SIGNS, Server, next_setting, with_memory
-from batchrunner.engines.flags import CLIP, Flags
+from batchrunner.engines.flags import Flags
 from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.reader import Facts
 
@@ -22,41 +22,6 @@ def server(device: str = "cuda", spare_gb: float = 13.5, **arguments: Any) -> Se
     return Server(
         facts, 64, 0.3, output_tokens=200, longest_output=340, most_pool_tokens=60_000, repeated=2.0
     )
-
-
-@pytest.mark.parametrize(
-    ("sign", "name", "value"),
-    [
-        ("held", "schedule-conservativeness", 0.3),
-        ("held", CLIP, 340),
-        ("retracting", "schedule-conservativeness", 1.3),
-        ("oom", "chunked-prefill-size", 4096),
-        ("chunk-full", "chunked-prefill-size", 16_384),
-        ("capped", "max-running-requests", 256),
-        ("oom", "max-running-requests", 48),
-        ("memory-left", "mem-fraction-static", 0.91),
-        ("oom", "mem-fraction-static", 0.8),
-        ("graph-off", "cuda-graph-max-bs-decode", 256),
-        ("slow-backend", "attention-backend", "fa3"),
-        ("small-prefills", "prefill-decode-interval", 20),
-        ("wide-numbers", "quantization", "fp8"),
-        ("layout", "tp-size", 2),
-        ("repeated", "speculative-algorithm", "NGRAM"),
-    ],
-)
-def test_a_sign_has_a_next_value(sign: str, name: str, value: object) -> None:
-    """Up or down, for a flag and for a variable."""
-    assert next_setting(sign, name, server(), Flags()) == {name: value}
-
-
-def test_the_last_value_has_no_next() -> None:
-    """What is at its end already, or is as it should be, stays."""
-    at_end = server(schedule_conservativeness=0.1, attention_backend="fa3", quantization="fp8")
-    for sign, name in (("held", "schedule-conservativeness"), ("wide-numbers", "quantization")):
-        assert next_setting(sign, name, at_end, Flags()) == {}
-    assert next_setting("slow-backend", "attention-backend", at_end, Flags()) == {
-        "attention-backend": "flashinfer"
-    }
 
 
 def test_a_server_must_have_what_a_flag_needs() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,26 +87,6 @@ def test_weights_that_do_not_fit_are_refused_at_once(
         assert not (tmp_path / "starts").exists()
         assert "its weights do not fit: " in result.stderr
         assert "of NVIDIA H100 80GB HBM3, which has 79.6 GiB: a larger tp-size" in result.stderr
-
-
-@pytest.mark.parametrize("revision", [None, "pinned", "0123abc"])
-def test_weights_in_the_hubs_cache_are_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str | None
-) -> None:
-    """A hub's name is looked up in Hugging Face's cache: the snapshot of `main`, a branch or a commit."""
-    give_cards(tmp_path, monkeypatch, H100)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    engine = with_weights(tmp_path, 141.1e9)
-    repository = tmp_path / "hf" / "hub" / "models--org--name"
-    (repository / "refs").mkdir(parents=True)
-    for name in ("main", "pinned"):
-        (repository / "refs" / name).write_text("0123abc" if name == (revision or "main") else "456def")
-    shutil.copytree(tmp_path / "model", repository / "snapshots" / "0123abc")
-    engine |= {"model": "org/name", "args": {"revision": revision} if revision else {}}
-    result = batchrun(write_job(job_of(tmp_path, engine, rows=5), tmp_path))
-    assert result.exit_code == 2
-    assert "its weights do not fit: 131.4 GiB" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -203,11 +182,6 @@ def test_kills_within_cgroups(tmp_path: Path, own_group: str, files: dict[str, s
     assert oom_kills(tmp_path) == kills
 
 
-def test_a_kernel_that_tells_nothing(tmp_path: Path) -> None:
-    """Not Linux: nothing is known, and nothing fails."""
-    assert oom_kills(tmp_path) is None
-
-
 def a_model(directory: Path, config: dict[str, Any]) -> Path:
     (directory / "config.json").write_text(json.dumps(config))
     return directory
@@ -256,31 +230,3 @@ def test_advice_goes_by_the_config(name: str, tmp_path: Path) -> None:
     )  # fmt: skip
     found = changes(judged(log.decode(30).text(), tmp_path))
     assert ("expert-parallel" in found, "dp-attention" in found) == (is_moe, is_mla)
-
-
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        ("LongcatFlashForCausalLM", {"expert-parallel", "dp-attention"}),
-        ("MistralLarge3ForCausalLM", {"expert-parallel", "dp-attention"}),
-        ("Llama4ForConditionalGeneration", {"expert-parallel"}),
-        ("Qwen3ForCausalLM", set()),
-    ],
-)
-def test_a_log_from_elsewhere(model: str, expected: set[str], tmp_path: Path) -> None:
-    """Where the model is not on this machine, the class that the log names is all that is known."""
-    log = LogWriter().started(tp_size=8, gpu_gb=7, model_path="/not/here").say(
-        f"Load weight end. elapsed=90 s, type={model}, avail mem=1.0 GB, mem usage=75.00 GB."
-    )  # fmt: skip
-    assert set(changes(judged(log.decode(30).text(), tmp_path))) - {"tensor-parallel"} == expected
-
-
-def test_sparse_attention_has_backends_of_its_own(tmp_path: Path) -> None:
-    """SGLang chooses the backend of a model with an indexer: the guides' would be refused."""
-    log = LogWriter().started(attention_backend="triton", quantization="fp8", model_path=str(tmp_path))
-    text = log.decode(30).text()
-    plain, sparse = KINDS["DeepSeek-V3"][0], KINDS["GLM-5"][0]
-    a_model(tmp_path, plain)
-    assert "attention-backend" in changes(judged(text, tmp_path, card="H100"))
-    a_model(tmp_path, sparse)
-    assert "attention-backend" not in changes(judged(text, tmp_path, card="H100"))

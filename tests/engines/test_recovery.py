@@ -167,7 +167,6 @@ CPU = {
                           {"mem-fraction-static": 0.8}, {"mem-fraction-static": 0.7},
                           {"mem-fraction-static": 0.6}, {}]),
         ("prefill", {"chunked_prefill_size": -1}, [{"chunked-prefill-size": 4096}]),  # switched off
-        ("decode", {"max_running_requests": 6}, [{"max-running-requests": 4}, {"mem-fraction-static": 0.8}]),
         ("graph", GPU, [{"cuda-graph-max-bs-decode": 128, "mem-fraction-static": 0.8},
                         {"cuda-graph-max-bs-decode": 64, "mem-fraction-static": 0.7},
                         {"cuda-graph-max-bs-decode": 32, "mem-fraction-static": 0.6},
@@ -213,15 +212,6 @@ def test_weights_keep_their_place() -> None:
     assert safer(Death("graph", ""), facts, Flags()) == off
     assert safer(Death("graph", ""), facts, old) == {"disable-cuda-graph": True}
     assert safer(Death("general", ""), facts, Flags()) == {"chunked-prefill-size": 4096}
-
-
-def test_a_flag_is_changed_as_the_version_spells_it() -> None:
-    """The log of a server names its arguments: the graph's batch is called as there, or left alone."""
-    old, new = (of_arguments(None, ["mem_fraction_static", name]) for name in ("cuda_graph_max_bs", "x"))
-    facts = Facts(arguments=GPU)
-    graph = Death("graph", "")
-    assert safer(graph, facts, old) == {"cuda-graph-max-bs": 128, "mem-fraction-static": 0.8}
-    assert safer(graph, facts, new) == {"mem-fraction-static": 0.8}
 
 
 SHORTEST_S = 60.0

@@ -11,14 +11,8 @@ import pytest
 from batchrunner.core.errors import (
     JobError,
 )
-from batchrunner.engines.registry import for_task, model_of
+from batchrunner.engines.registry import for_task
 from batchrunner.job.load import parse_engine
-from batchrunner.job.tasks import TaskName
-from tests.conftest import (
-    batchrun,
-    job_of,
-    write_job,
-)
 
 
 @pytest.mark.parametrize(
@@ -45,16 +39,6 @@ def test_wrong_jobs(engine: dict[str, Any], said: str) -> None:
         parse_engine(engine)
 
 
-def test_model_is_known_before_the_engine(tmp_path: Path) -> None:
-    """As a launched server's is, so that a finished run needs no engine to be found finished."""
-    assert model_of(parse_engine({"kind": "server", "replicas": 2, "model": "org/model"})) == "org/model"
-    assert model_of(parse_engine({"kind": "gateway", "url": "http://a:1"})) is None
-    missing = job_of(tmp_path, {"kind": "server", "replicas": 2, "model": "/no/such/model"})
-    result = batchrun("check", write_job(missing, tmp_path))
-    assert result.exit_code == 2
-    assert "no such model directory" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("architecture", "mean", "args", "env"),
     [
@@ -79,23 +63,3 @@ def test_a_server_for_embeddings(
     assert made["args"] == {"is-embedding": True, **on_a_cpu, **args, **own}
     assert set(made["env"].values()) == env
     assert for_task(given, "generate") == given
-
-
-@pytest.mark.parametrize(
-    ("architecture", "tasks", "encodes"),
-    [
-        ("SomeModelOfTomorrow", ("embed",), True),
-        ("Qwen3ForCausalLM", ("embed",), False),
-        ("DebertaV2ForSequenceClassification", ("rerank", "reward", "classify"), True),
-        ("Qwen3ForSequenceClassification", ("embed", "rerank", "reward", "classify"), False),
-    ],
-)
-def test_an_encoder_is_one_for_each_task(
-    tmp_path: Path, architecture: str, tasks: tuple[TaskName, ...], *, encodes: bool
-) -> None:
-    """Its prompts are computed whole, whatever is made of them; those of a decoder may be cached."""
-    (tmp_path / "config.json").write_bytes(orjson.dumps({"architectures": [architecture]}))
-    given = parse_engine({"kind": "server", "model": str(tmp_path)})
-    for task in tasks:
-        args = for_task(given, task).model_dump()["args"]
-        assert ("disable-radix-cache" in args) == ("chunked-prefill-size" in args) == encodes

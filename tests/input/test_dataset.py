@@ -7,33 +7,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyroaring import BitMap64
 
 import batchrunner
-from batchrunner.core.errors import InputError
 from batchrunner.input import text_files
 from batchrunner.input.dataset import Dataset, rows_of
 from batchrunner.input.job_input import MOST_LEASE_ROWS, cut_into_leases
-from batchrunner.job.arrow_types import PLAIN_TYPES
 from batchrunner.job.spec import InputSpec
 from tests.conftest import (
-    INSTANT,
     job_of,
     results_of,
     write_rows,
 )
 from tests.support.fake_sglang import FakeSGLang
-
-
-def test_row_counts_before_filter_and_limit(tmp_path: Path, server: FakeSGLang) -> None:
-    """`row` is the place in the input, so a result can be joined back whatever was selected."""
-    job = job_of(tmp_path, server, rows=10, input={"filter": "id % 3 == 1", "limit": 2, "columns": ["id"]})
-    assert batchrunner.run(job).rows_total == 2
-    assert [(row["row"], row["id"]) for row in results_of(job)] == [(1, 1), (4, 4)]
 
 
 def test_hive_partitions_are_columns(tmp_path: Path, server: FakeSGLang) -> None:
@@ -67,16 +56,6 @@ def test_a_stored_column_wins_over_the_path(tmp_path: Path, server: FakeSGLang) 
     batchrunner.run(job)
     assert server.prompts == ["Where is 0123?"]
     assert [(row["row"], row["zip"]) for row in results_of(job)] == [(1, "0123")]
-
-
-def test_files_must_agree_on_columns_that_are_used_only(tmp_path: Path) -> None:
-    """Files may differ in columns that the job does not use; in one that it uses they may not."""
-    write_rows(tmp_path / "in" / "a.parquet", 2, extra=[1, 2])
-    write_rows(tmp_path / "in" / "b.parquet", 2, extra=["x", "y"])
-    job = job_of(tmp_path, INSTANT, input={"path": str(tmp_path / "in")})
-    assert batchrunner.run(job).rows_ok == 4
-    with pytest.raises(InputError, match="column 'extra' is string, but int64 in"):
-        batchrunner.run(job, overrides=["input.columns=[extra]"], fresh=True)
 
 
 ABC = [("c", 6), ("a", 0), ("b", 3)]
@@ -139,38 +118,6 @@ def test_json_values(
     assert values_in(tmp_path / "a.jsonl", content) == expected
 
 
-@pytest.mark.parametrize("kind", ["int32", "float64", "bool", "date", "timestamp", "string"])
-def test_types_of_json_lines_and_csv(tmp_path: Path, kind: str) -> None:
-    """`input.types` reads texts as values; an empty one is null, but for texts."""
-    text = {"bool": "true", "date": "2024-02-29", "timestamp": "2024-02-29 12:00:00"}.get(kind, "7")
-    types = {"a": kind}
-    found = values_in(tmp_path / "a.csv", f"a,b\n{text},x\n,y\n", types=types)
-    assert found == [pa.scalar(text).cast(PLAIN_TYPES[kind]).as_py(), "" if kind == "string" else None]
-    assert values_in(tmp_path / "a.jsonl", json.dumps({"a": text}) + "\n", types=types) == found[:1]
-
-
-def test_a_copy_is_kept_until_the_run_is_done(tmp_path: Path) -> None:
-    """It is in the run's directory, is made once, and goes with the last row."""
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"id": 1, "text": "a"}\n{"id": 2, "text": "b"}\n')
-    copies = tmp_path / "copies"
-    first = Dataset(InputSpec(path=str(path)), copies=copies)
-    (copy,) = copies.glob("*.parquet")
-    made = copy.stat().st_mtime_ns
-    assert Dataset(InputSpec(path=str(path)), copies=copies).facts() == first.facts()
-    assert copy.stat().st_mtime_ns == made
-    batchrunner.run(job_of(tmp_path, INSTANT, input={"path": str(path)}))
-    assert not (tmp_path / "run" / ".input").exists()
-
-
-def test_a_refused_file_leaves_nothing(tmp_path: Path) -> None:
-    """No copy, and no run directory."""
-    (tmp_path / "a.csv").write_text('text\n"open\n')
-    with pytest.raises(InputError, match="line 2: unexpected end of data"):
-        batchrunner.run(job_of(tmp_path, INSTANT, input={"path": str(tmp_path / "a.csv")}))
-    assert not (tmp_path / "run").exists()
-
-
 @given(groups=st.lists(st.integers(1, 30_000), min_size=1, max_size=30), data=st.data())
 def test_leases_part_the_rows(groups: list[int], data: st.DataObject) -> None:
     """They cover the input without gaps, and none is larger than allowed."""
@@ -184,12 +131,3 @@ def test_leases_part_the_rows(groups: list[int], data: st.DataObject) -> None:
     counts = [rows.range_cardinality(start, stop) for start, stop in pairwise(cuts)]
     assert sum(counts) == len(rows)
     assert max(counts) <= MOST_LEASE_ROWS
-
-
-def test_leases_follow_row_groups() -> None:
-    """Small row groups are put together, large ones parted evenly, and none is needlessly read by two."""
-    rows = BitMap64()
-    rows.add_range(0, 64_000)
-    assert cut_into_leases(rows, range(100, 64_001, 100))[:4] == [0, 100, 200, 300]
-    assert cut_into_leases(rows, range(10, 64_001, 10))[:3] == [0, 120, 240]
-    assert cut_into_leases(rows, [300, 64_000])[:4] == [0, 100, 200, 300]

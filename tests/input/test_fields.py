@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 from collections.abc import Sequence
 from datetime import date
 from decimal import Decimal
@@ -18,7 +17,7 @@ import pytest
 
 import batchrunner
 from batchrunner.input.fields import choose_order
-from tests.conftest import batchrun, eventually, job_of, results_of, started, write_job
+from tests.conftest import batchrun, job_of, results_of, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import refusal
 
@@ -138,22 +137,6 @@ def test_a_resumed_run_keeps_its_order(tmp_path: Path, server: FakeSGLang) -> No
     assert orders(server) == {"key,plot,kind"} or orders(server) == {"key,kind,plot"}
 
 
-def test_tasks_keep_the_order_of_their_plan(tmp_path: Path, server: FakeSGLang) -> None:
-    """The first task planned and died before it sent a row: a later one finds more files, and keeps it."""
-    write(tmp_path / "in" / "a.parquet", 100)
-    file = write_job(a_job(tmp_path, server), tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never answers
-        url = f"engine={{kind: attach, urls: ['http://127.0.0.1:{silent.getsockname()[1]}']}}"
-        with started(file, "--join", "--set", url) as first:
-            eventually(lambda: [*(tmp_path / "run" / "leases").glob("plan-*")])
-            first.process.kill()
-            first.process.wait()
-    assert not (tmp_path / "run" / "run.json").exists()
-    write(tmp_path / "in" / "b.parquet", 3000, first=100, swap=True)
-    assert batchrun(file, "--join").exit_code == 0
-    assert orders(server) == {"plot,kind,key"}
-
-
 ROW = {
     "name": "Ada", "born": date(1815, 12, 10), "score": 2.5, "sum": Decimal("1.10"), "alive": False,
     "note": None, "tags": ["a", "ö"], "place": {"city": "London"}, "n": 3, "two": "one\ntwo",
@@ -191,12 +174,9 @@ def test_where_it_stands(where: str, tmp_path: Path, server: FakeSGLang) -> None
     ("prompt", "told"),
     [
         ({"text": "{{ name }}"}, "prompt.fields: no template shows them: write {{ fields }} into the prompt"),
-        ({"text": "name"}, "prompt.fields: no template shows them: write {{ fields }} into the prompt"),
         ({"input_ids": "n"}, "`fields` has no effect beside `input_ids`"),
-        ({"messages": "name"}, "`fields` has no effect beside `messages`"),
         ({"fields": ["name", "nmae"]}, "prompt.fields: unknown column 'nmae'; did you mean 'name'?"),
         ({"fields": ["name", "name"]}, "`columns` has 'name' twice"),
-        ({"fields": []}, "prompt.fields.columns"),
         ({"fields": ["raw"]}, "prompt.fields: column 'raw' holds bytes (binary), which are no text"),
     ],
 )
@@ -217,16 +197,3 @@ def test_a_column_of_that_name(tmp_path: Path, server: FakeSGLang) -> None:
     job["prompt"]["fields"] = {"columns": ["name"]}
     other = {**job, "output": {"path": str(tmp_path / "other")}}
     assert "prompt.fields: the input has a column 'fields'" in refusal(other, tmp_path)
-
-
-def test_a_row_that_cannot_be_read(tmp_path: Path, server: FakeSGLang) -> None:
-    """A bad value of a field fails its own row; the sample leaves it out."""
-    lines = "\n".join(f'{{"a": {n % 2}, "b": "{n}"}}' for n in range(20))
-    (tmp_path / "rows.jsonl").write_text(f'{lines}\n{{"a": "no number", "b": "x"}}\n')
-    source = {"path": str(tmp_path / "rows.jsonl"), "types": {"a": "int64"}}
-    prompt = {"text": "{{ fields }}", "fields": {"columns": ["b", "a"]}}
-    job = job_of(tmp_path, server, input=source, prompt=prompt, limits={"max_failed_rows": 1})
-    report = batchrunner.run(job)
-    assert (report.exit_code, report.rows_failed) == (0, 1)
-    assert {sent.prompt.split("\n")[0] for sent in server.sent} == {"a: 0", "a: 1"}
-    assert len(results_of(job)) == 21

@@ -100,22 +100,6 @@ def test_another_adapter_shares_nothing() -> None:
     assert common_length(one, other) == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "prompt"),
-    [
-        ("text", "a\ud800b"),
-        ("messages", [{"role": "user", "content": None}]),
-        ("messages", [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}]),
-        ("messages", [None, {"content": "no role"}]),
-        ("input_ids", [2**40, -1]),
-        ("input_ids", [None]),
-    ],
-)
-def test_what_no_engine_takes_has_a_beginning_too(kind: PromptKind, prompt: Any) -> None:
-    """A prompt that will be refused when it is sent does not end the run before."""
-    assert prompt_bytes(request(kind, prompt))
-
-
 @given(st.data())
 def test_equal_beginnings_stand_together(data: st.DataObject) -> None:
     """In the order of keys all prompts with the same first blocks are neighbours, whatever follows."""
@@ -148,11 +132,3 @@ def test_row_groups_are_of_whole_prefix_groups(rows: list[int], wanted: int) -> 
         if keys[start + count - 1] == keys[start + count]:
             assert len(set(keys[start + wanted - 1 : start + count])) == 1
         start += count
-
-
-@given(st.lists(st.integers(0, 20 << 20), max_size=100), st.integers(1, 50))
-def test_row_groups_fit_into_memory(sizes: list[int], wanted: int) -> None:
-    """However large rows are, those of one group have 32 MiB at most, or are one row."""
-    cuts = list(cut_into_groups([(b"", size) for size in sizes], wanted))
-    assert sum(count for count, _ in cuts) == len(sizes)
-    assert all(size <= 32 << 20 for _, size in cuts)

@@ -15,7 +15,6 @@ from tests.conftest import (
     batchrun,
     job_of,
     results_of,
-    rows_in,
     write_job,
     write_rows,
 )
@@ -69,14 +68,6 @@ def test_token_ids_of_any_type(tmp_path: Path, server: FakeSGLang, kind: Any) ->
         assert sorted(row.body["input_ids"] for row in server.sent) == sent
 
 
-def test_a_prompt_without_columns(tmp_path: Path, server: FakeSGLang) -> None:
-    """A prompt that is the same for all rows needs no column, and nothing is carried either."""
-    job = job_of(tmp_path, server, rows=5, prompt={"user": "Make up a name."}, input={"limit": 3})
-    batchrunner.run(job)
-    assert server.prompts == ["Make up a name."] * 3
-    assert rows_in(job) == [0, 1, 2]
-
-
 @pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}])
 def test_sampling_from_columns(tmp_path: Path, server: FakeSGLang, prompt: dict[str, str]) -> None:
     """A row brings its own value, a null leaves the engine's default, and the rest is the job's."""
@@ -115,13 +106,6 @@ def test_a_schema_reaches_either_endpoint(tmp_path: Path, server: FakeSGLang) ->
     assert chat.body["response_format"]["json_schema"]["schema"] == schema
     assert raw.body["sampling_params"]["stop"] == chat.body["stop"] == ["END"]
     assert raw.body["sampling_params"]["max_new_tokens"] == chat.body["max_completion_tokens"] == 1024
-
-
-def test_an_override_can_be_a_template(tmp_path: Path, server: FakeSGLang) -> None:
-    """`--set prompt.text={{ text }}` is what it looks like, though YAML reads braces otherwise."""
-    job = job_of(tmp_path, server, rows=1, prompt={"text": "id {{ id }}"})
-    batchrunner.run(job, overrides=["prompt.text={{ text }}!"])
-    assert server.prompts == ["row 0!"]
 
 
 def test_numbers_that_json_has_not(tmp_path: Path, server: FakeSGLang) -> None:
@@ -185,29 +169,6 @@ def test_parts(tmp_path: Path, server: FakeSGLang) -> None:
         said(("system", "s"), ("user", "c d")),
         said(("user", [{"type": "text", "text": "e"}, image]), ("user", "f")),
     ]
-
-
-def test_json_lines_of_openai(tmp_path: Path, server: FakeSGLang) -> None:
-    """Contents that are texts in one line and parts in another, and tools, as fine-tuning files have them."""
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "type": "function"}]}
-    talks = [
-        said(("user", "a"), ("assistant", "b")),
-        [
-            *said(("user", [{"type": "text", "text": "c"}])),
-            call,
-            {"role": "tool", "content": "7", "tool_call_id": "1"},
-        ],
-    ]
-    path = tmp_path / "chats.jsonl"
-    path.write_text("\n".join(json.dumps({"messages": talk}) for talk in talks))
-    job = job_of(
-        tmp_path, server, input={"path": str(path)}, prompt={"messages": "messages"}, window=1, order="input"
-    )
-    assert batchrunner.run(job).rows_ok == 2
-    first, second = (sent.body["messages"] for sent in server.sent)
-    assert first == said(("user", "a"))
-    assert [message["role"] for message in second] == ["user", "assistant", "tool"]
-    assert (second[0]["content"], second[2]["tool_call_id"]) == ("c", "1")
 
 
 def test_continue(tmp_path: Path, server: FakeSGLang) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from batchrunner.core.errors import JobError
 from batchrunner.engines.model_files import check_model
 from batchrunner.job.load import parse_engine
 
@@ -43,20 +42,3 @@ def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert of({"kind": "server", "model": elsewhere}).model == elsewhere
     assert of(Path("my model")).model == "my model"
     assert of(Path("nothing")).model == "./nothing", "a path is no name on the Hub"
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("Qwen/Qwen3 8B", "no model is named so: give a folder (./NAME), a name on the Hub (OWNER/NAME), or"),
-        ("", "no model is named so"),
-        ("user@host:30000", "no model is named so"),
-        ("http://host:30000", "as `urls` of an engine of `kind: attach`"),
-    ],
-)
-def test_what_is_no_model_is_one_line(name: str, told: str) -> None:
-    """It is refused as the job is read."""
-    with pytest.raises(JobError) as caught:
-        of({"kind": "server", "model": name})
-    assert told in str(caught.value)
-    assert len(str(caught.value).splitlines()) == 1

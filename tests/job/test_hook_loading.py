@@ -7,10 +7,8 @@ import datetime as dt
 import decimal
 import enum
 import threading
-import uuid
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Optional
+from typing import Any, NamedTuple, NotRequired
 
 import numpy as np
 import pydantic
@@ -39,43 +37,7 @@ class Place(TypedDict):
     line: NotRequired[float]
 
 
-class Everything(TypedDict, total=False):
-    text: str
-    maybe: Optional[int]  # noqa: UP045 - people write it so
-    union: int | None
-    either: int | float
-    mixed: int | str
-    mood: Mood
-    choice: Literal["a", "b"] | None
-    many: list[str]
-    several: Sequence[int]
-    pair: tuple[int, int]
-    places: list[Place]
-    place: Place
-    any: Any
-    mapping: dict[str, int]
-    other: Mapping[str, str]
-    day: dt.date
-    time: dt.datetime
-    price: decimal.Decimal
-    id: uuid.UUID
-    file: Path
-    blob: bytes
-    named: Annotated[int, "a number"]
-
-
 PLACE = ("struct", (("page", "int64"), ("line", "float64")))
-
-
-def test_types_of_annotations() -> None:
-    """Each kind of annotation has the type that its values need."""
-    assert dict(columns_of(Everything)) == {
-        "text": "string", "maybe": "int64", "union": "int64", "either": "float64", "mixed": "json",
-        "mood": "string", "choice": "string", "many": ("list", "string"), "several": ("list", "int64"),
-        "pair": ("list", "int64"), "places": ("list", PLACE), "place": PLACE, "any": "json",
-        "mapping": "json", "other": "json", "day": "date", "time": "timestamp", "price": "string",
-        "id": "string", "file": "string", "blob": "binary", "named": "int64",
-    }  # fmt: skip
 
 
 @dataclasses.dataclass

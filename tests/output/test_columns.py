@@ -8,14 +8,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import batchrunner
 from tests.conftest import (
     batchrun,
     batchrun_merge,
-    examples,
     job_of,
     parts_of,
     report_of,
@@ -59,20 +56,6 @@ def test_columns_and_types(tmp_path: Path, server: FakeSGLang) -> None:
     }
 
 
-@pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}])
-def test_samples_are_lists(tmp_path: Path, server: FakeSGLang, prompt: dict[str, str]) -> None:
-    """With n > 1 each sample has its own output, finish reason and token count, from either endpoint."""
-    server.script = lambda sent: "too long" if sent.prompt == "row 1" else "answer"
-    job = job_of(tmp_path, server, rows=2, prompt=prompt, sampling={"n": 3})
-    batchrunner.run(job)
-    good, bad = results_of(job)
-    assert good["output"] == [f"answer {i} to row 0" for i in range(3)]
-    assert (good["finish_reason"], good["completion_tokens"]) == (["stop"] * 3, [5, 5, 5])
-    assert good["prompt_tokens"] == 2
-    assert (bad["output"], bad["finish_reason"], bad["completion_tokens"]) == (None, None, None)
-    assert report_of(job)["output_tokens"] == 15
-
-
 @pytest.mark.parametrize("name", CARRIED)
 def test_carried_columns_keep_their_types(tmp_path: Path, name: str) -> None:
     """A carried column comes out as it went in, type and values, also through several parts and `merge`."""
@@ -89,7 +72,6 @@ def test_carried_columns_keep_their_types(tmp_path: Path, name: str) -> None:
 
 DECLARED: dict[str, tuple[pa.DataType, pa.DataType, list[Any], list[Any]]] = {
     "number": (pa.int64(), pa.int64(), [1, 2], [None, 3]),
-    "dictionary": (*[pa.dictionary(pa.int32(), pa.string())] * 2, ["a", "b"], [None, "b"]),
     "list": (
         pa.list_(pa.field("item", pa.string(), nullable=False)),
         pa.list_(pa.field("item", pa.string(), metadata={"of": "another"})),
@@ -99,10 +81,9 @@ DECLARED: dict[str, tuple[pa.DataType, pa.DataType, list[Any], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("order", ["input", "prefix"])
 @pytest.mark.parametrize("names", ["ab", "ba"])
 @pytest.mark.parametrize("column", DECLARED)
-def test_one_file_says_that_it_has_no_nulls(tmp_path: Path, column: str, names: str, order: str) -> None:
+def test_one_file_says_that_it_has_no_nulls(tmp_path: Path, column: str, names: str) -> None:
     """Files agree on a carried column whatever each of them says of nulls and in its metadata."""
     full, holey, *both = DECLARED[column]
     fields = [pa.field("of", full, nullable=False, metadata={"by": "a"}), pa.field("of", holey)]
@@ -111,35 +92,11 @@ def test_one_file_says_that_it_has_no_nulls(tmp_path: Path, column: str, names: 
         schema = pa.schema([pa.field("text", pa.string()), field], metadata={"file": name})
         columns = [pa.array(["row 0", "row 1"]), pa.array(values, field.type)]
         pq.write_table(pa.Table.from_arrays(columns, schema=schema), tmp_path / "in" / f"{name}.parquet")
-    job = job_of(tmp_path, input={"path": str(tmp_path / "in"), "columns": ["of"]}, order=order)
+    job = job_of(tmp_path, input={"path": str(tmp_path / "in"), "columns": ["of"]}, order="prefix")
     batchrunner.run(job)
     expected = [value for _, values in sorted(zip(names, both, strict=True)) for value in values]
     assert [row["of"] for row in results_of(job)] == expected
     assert pq.read_table(batchrun_merge(tmp_path / "run")).column("of").to_pylist() == expected
-
-
-@examples(10)
-@given(data=st.data())
-def test_carried_rows_stay_with_their_results(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """However rows are grouped, batched and ordered, each result stands beside its own carried values."""
-    texts = data.draw(st.lists(st.text(min_size=1, max_size=5), min_size=1, max_size=40))
-    tmp_path = tmp_path_factory.mktemp("carried")
-    table = pa.table({"text": texts, "tag": pa.array(texts).dictionary_encode(), "n": range(len(texts))})
-    pq.write_table(
-        table, tmp_path / "input.parquet", row_group_size=data.draw(st.integers(1, 10), "row group")
-    )
-    part_rows = data.draw(st.integers(1, 10), "part")
-    with FakeSGLang() as server:
-        job = job_of(
-            tmp_path, server, input={"columns": ["tag", "n", "text"]}, output={"part_rows": part_rows}
-        )
-        batchrunner.run(job)
-    rows = results_of(job)
-    assert [row["row"] for row in rows] == [row["n"] for row in rows] == list(range(len(texts)))
-    assert [row["tag"] for row in rows] == [row["text"] for row in rows] == texts
-    assert [row["output"] for row in rows] == [f"answer 0 to {text}" for text in texts]
 
 
 def test_rename(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from tests.conftest import (
     examples,
     job_of,
     results_of,
-    write_job,
     write_rows,
 )
 from tests.support.fake_sglang import FakeSGLang
@@ -221,21 +220,3 @@ def test_refusals(run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[st
     (line,) = result.stderr.splitlines()
     assert problem in line
     assert sorted(run.parent.rglob("*")) == before
-
-
-def test_a_run_that_is_not_done(tmp_path: Path, server: FakeSGLang) -> None:
-    """What is there is written, with exit code 1 and the number of missing rows."""
-    output = {"part_rows": 20}
-    job = job_of(tmp_path, server, rows=60, limits={"max_failed_rows": 9}, output=output, window=1)
-    server.script = lambda sent: "too long" if sent.prompt == "row 1" else "answer"
-    assert batchrun(write_job(job, tmp_path), "-q").exit_code == 0
-    max((tmp_path / "run" / "parts").iterdir()).unlink()
-    file = tmp_path / "a.csv"
-    result = batchrun("merge", tmp_path / "run", file)
-    assert result.exit_code == 1
-    rows = list(csv.DictReader(file.read_text().splitlines()))
-    assert f"merged: {len(rows)} of 60 rows, {60 - len(rows)} are missing" in result.stderr
-    assert [row["row"] for row in rows if row["error"]] == ["1"]
-    nothing = batchrun("merge", tmp_path / "elsewhere", file, "--force")
-    assert nothing.exit_code == 2
-    assert "nothing has finished yet" in nothing.stderr

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import OutputError
 from tests.conftest import (
     batchrun,
     batchrun_merge,
@@ -33,19 +32,6 @@ def test_the_run_directory(tmp_path: Path, server: FakeSGLang) -> None:
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     told = [event["event"] for event in events if event["event"] != "sample"]
     assert told == ["start", "window", "tokenize", "order", "end"]
-
-
-def test_no_secret_is_written_down(
-    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The API key reaches the server and no file of the run."""
-    monkeypatch.setenv("MY_KEY", "s3cret-key")
-    server.api_key = "s3cret-key"
-    engine = {"kind": "attach", "urls": [server.url], "api_key_env": "MY_KEY"}
-    assert batchrunner.run(job_of(tmp_path, engine)).rows_ok == 10
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert files
-    assert not [path for path in files if b"s3cret-key" in path.read_bytes()]
 
 
 ANSWERS = """
@@ -104,14 +90,3 @@ def test_an_output_within_the_input(
     assert batchrunner.run(job).rows_ok == 3
     report = batchrunner.run(job, overrides=["input.limit=5"])
     assert (report.rows_ok, report.rows_resumed) == (5, 3)
-
-
-def test_a_result_that_is_named_as_input(tmp_path: Path) -> None:
-    """Who names a file of the run is told so, and not that there is none."""
-    job = job_of(tmp_path)
-    batchrunner.run(job)
-    parts = tmp_path / "run" / "parts"
-    (part,) = map(str, parts.iterdir())
-    for path in (part, str(parts), f"{parts}/*.parquet", [part, str(tmp_path / "input.parquet")]):
-        with pytest.raises(OutputError, match=f"the input file {part} lies in it"):
-            batchrunner.run({**job, "input": {"path": path}})

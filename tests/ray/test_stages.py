@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
@@ -115,15 +115,11 @@ def test_what_is_wrong_is_told_before_the_pipeline_runs(nodes: RayNodes, server:
 @pytest.mark.parametrize(
     ("engine", "on_nodes", "asked"),
     [
-        ("simulated", [8], 0),
         ("http://localhost:1", [8], 0),
-        ({"kind": "gateway", "url": "http://localhost:1"}, [8], 0),
         ("a/model", [0, 8], 1),
         ("a/model", [0, 0], 0),
         ({"kind": "server", "model": "m", "device": "cpu"}, [8], 0),
-        ({"kind": "server", "model": "m", "tp": 4}, [0, 8], 4),
         ({"kind": "server", "model": "m", "args": {"tp-size": 2, "dp-size": 2}}, [8], 4),
-        ({"kind": "server", "model": "m", "args": {"pp-size": 2}, "tp": 2}, [8], 4),
         ({"kind": "server", "model": "m", "tp": 2, "replicas": 3}, [8], 6),
         ({"kind": "server", "model": "m", "tp": 16, "nodes": 2}, [8], 8),
     ],
@@ -190,42 +186,6 @@ async def test_batches_overlap(server: FakeSGLang) -> None:
     ]
     answers = pa.concat_tables(tables).column("output").to_pylist()
     assert answers == [f"answer 0 to row {i}" for i in range(50)]
-
-
-async def test_each_task_has_its_columns() -> None:
-    """The tables of a task have the same types, also where no row has an answer."""
-    documents = [["a", "b"]] * 3
-    with worker(task="score", options={"labels": [" yes", " no"], "softmax": True}, prefix="s_") as call:
-        scored = await call(batch(0, 3))
-    assert [sum(scores) for scores in scored.column("s_scores").to_pylist()] == pytest.approx([1] * 3)
-    with worker(task="rerank", options={"documents": "documents"}) as call:
-        ranked = await call(batch(0, 3, documents=documents))
-    assert [len(scores) for scores in ranked.column("scores").to_pylist()] == [2] * 3
-    with worker(task="embed") as call:
-        nothing = await call(pa.table({"id": [1], "text": pa.array([None], pa.string())}))
-        some = await call(batch(0, 3))
-        empty = await call(batch(0, 3).slice(0, 0))
-    assert nothing.column("error").to_pylist() != [None]
-    assert some.schema.field("embedding").type == pa.list_(pa.float32())
-    assert nothing.schema.equals(some.schema)
-    assert empty.schema.equals(some.schema)
-
-
-class Found(TypedDict):
-    of: int
-    length: int
-
-
-async def test_a_function_gets_the_columns_that_are_kept() -> None:
-    """`parse` may ask for the row."""
-
-    def of(text: str, row: dict[str, Any]) -> Found:
-        return {"of": row["id"], "length": len(text)}
-
-    with worker(parse=of) as call:
-        table = await call(batch(5, 3))
-    assert table.column("of").to_pylist() == [5, 6, 7]
-    assert min(table.column("length").to_pylist()) > 0
 
 
 async def test_a_stream_that_ends_fails_its_batches_and_another_begins(server: FakeSGLang) -> None:

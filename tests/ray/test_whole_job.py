@@ -18,7 +18,7 @@ import pytest
 
 from batchrunner.core.errors import OutputError
 from batchrunner.runner.status import status
-from tests.conftest import batchrun, job_of, results_of, rows_in, started, write_job
+from tests.conftest import batchrun, job_of, rows_in, started, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import two_halves
 from tests.support.ray_cluster import RayNodes
@@ -141,19 +141,6 @@ def test_an_engine_on_two_nodes(nodes: RayNodes, tmp_path: Path) -> None:
     assert (task / "engine-server-node1.log").read_text() == "rank 1 begins\n" * starts.count("1")
 
 
-def test_failed_rows_again(nodes: RayNodes, server: FakeSGLang, tmp_path: Path) -> None:
-    """`--retry-failed` sends the failed rows alone, whichever worker comes first."""
-    server.script = lambda sent: "too long" if int(sent.prompt.split()[1]) % 10 == 3 else "answer"
-    job = job_of(tmp_path, server, rows=40)
-    path = write_job(job, tmp_path)
-    assert on_cluster(nodes, path, "--workers", 2).returncode == 3
-    server.script = lambda _: "answer"
-    done = on_cluster(nodes, path, "--workers", 2, "--retry-failed", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["rows_failed"] == 0
-    assert (len(server.prompts), [row["error"] for row in results_of(job)]) == (44, [None] * 40)
-
-
 def test_what_the_cluster_cannot_give_is_one_line(nodes: RayNodes, tmp_path: Path) -> None:
     """No worker is started that no node has room for."""
     model = {"kind": "server", "model": "m", "device": "cuda", "tp": 2}
@@ -203,18 +190,6 @@ def refused(tmp_path: Path, *options: object) -> str:
 def test_bad_options_are_one_line(options: list[Any], said: str, tmp_path: Path) -> None:
     """What is wrong, where, and what to do."""
     assert re.search(said, refused(tmp_path, *options))
-
-
-@pytest.mark.parametrize("address", ["auto", "local"])
-def test_a_cluster_that_refuses(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line says what Ray says, and what to give."""
-
-    def refuse(**_: object) -> None:
-        raise ConnectionError("Failed to connect to Ray cluster at 10.0.0.1:6379")
-
-    monkeypatch.setattr("ray.init", refuse)
-    line = refused(tmp_path, "--address", address)
-    assert f"--address {address}: Ray cannot connect: Failed to connect to Ray cluster at" in line
 
 
 def test_ray_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from batchrunner.advise.situation import Situation
 from batchrunner.core.engine_info import Incident
-from batchrunner.core.timing import TIMING
 from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.reader import Facts
 from batchrunner.engines.logs.series import LoadSample, Series
@@ -140,13 +139,6 @@ def test_what_was_measured_counts_the_next_time(tmp_path: Path) -> None:
         (tmp_path / "learned.json").unlink()
 
 
-def test_a_loss_is_taken_back(tmp_path: Path) -> None:
-    """Where the time left is worth it."""
-    server = Server(LOSES)
-    run(adaptation(tmp_path, server), 100, 1e6)
-    assert server.starts == [16, 4]
-
-
 @pytest.mark.parametrize(("named", "care"), [("-", 0.3), ("schedule", 1.0)])
 def test_more_places_come_with_a_bolder_scheduler(named: str, care: float, tmp_path: Path) -> None:
     """In one restart, unless the job names how bold it is."""
@@ -154,13 +146,6 @@ def test_more_places_come_with_a_bolder_scheduler(named: str, care: float, tmp_p
     run(adaptation(tmp_path, server), 100, 1e6)
     assert server.starts == [16]
     assert server.adapted.get("schedule-conservativeness", server.care) == care
-
-
-def test_a_sign_has_to_last(tmp_path: Path) -> None:
-    """Nothing is restarted before a window of steady work."""
-    server = Server(GAINS)
-    run(adaptation(tmp_path, server), int(TIMING.adapt / TICK_S) - 1, 1e6)
-    assert not server.starts
 
 
 def test_replicas_are_compared_with_each_other(tmp_path: Path) -> None:
@@ -222,10 +207,3 @@ def test_tasks_learn_from_each_other(tmp_path: Path) -> None:
     assert one.gains == {"a": 0.5, "b": 0.2, "c": -0.2}
     both = {"max-running-requests": 16, "chunked-prefill-size": 2048}
     assert FlagMemory(tmp_path / "learned.json", []).args == both
-
-
-def test_named_flags_are_not_touched(tmp_path: Path) -> None:
-    """Under any of their names."""
-    server = Server(GAINS, named="max-running-requests")
-    run(adaptation(tmp_path, server), 100, 1e6)
-    assert not server.starts

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import re
-import socket
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.runner.prepare import new_task
 from tests.conftest import eventually, examples, job_of, parts_of
 from tests.support.runs import Task
-
-SLURM = {"SLURM_ARRAY_JOB_ID": "812", "SLURM_JOB_ID": "815", "SLURM_ARRAY_TASK_ID": "3"}
 
 
 @examples(10)
@@ -75,20 +68,3 @@ def test_few_rows_are_shared(tmp_path: Path) -> None:
             reader.result()
     assert sum(counts.values()) == 128
     assert min(counts.values()) >= 40
-
-
-@pytest.mark.parametrize(
-    ("host", "environ", "name"),
-    [
-        ("gpu07.hpc", SLURM, "join-gpu07.hpc-812-t3-"),
-        ("gpu 07", {**SLURM, "SLURM_RESTART_COUNT": "1"}, "join-gpu_07-812-t3-r1-"),
-        ("laptop", {}, "join-laptop-"),
-    ],
-)
-def test_names_of_tasks(
-    host: str, environ: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A task's name says host, job, array task and restart, in letters that a file may have."""
-    monkeypatch.setattr(os, "environ", environ)
-    monkeypatch.setattr(socket, "gethostname", lambda: host)
-    assert re.fullmatch(re.escape(name) + "[0-9a-f]{6}", new_task())

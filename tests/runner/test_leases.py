@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from batchrunner.runner.leases import Leases, next_lease
-from tests.conftest import job_of
-from tests.support.runs import Task
+from batchrunner.runner.leases import next_lease
 
 
 def test_tasks_meet_late() -> None:
@@ -16,13 +12,3 @@ def test_tasks_meet_late() -> None:
     assert next_lease(range(1, 100), None) == 50
     assert next_lease([*range(10, 20), *range(40, 100)], 19) == 70
     assert next_lease([], 3) is None
-
-
-def test_sixteen_take_the_same(tmp_path: Path) -> None:
-    """A lease that several want at the same time goes to one of them, also where its directory looks old."""
-    first = Task(job_of(tmp_path, rows=100), "first")
-    boards = [Leases(first.run_dir.leases, f"task-{n}") for n in range(16)]
-    for board in boards:
-        board.refresh()
-    taken = [board.take(5) for board in boards]
-    assert [lease is not None for lease in taken] == [True] + [False] * 15

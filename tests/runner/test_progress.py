@@ -22,8 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import batchrunner
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import MetricsAddress
-from batchrunner.runner.progress import PREFIX, SCHEDULER, metrics_server
+from batchrunner.runner.progress import PREFIX, SCHEDULER
 from tests.conftest import ROOT, batchrun, eventually, job_of, results_of, started, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
@@ -179,36 +178,6 @@ def test_a_run_at_work(tmp_path: Path, server: FakeSGLang) -> None:
         server.answer_held()
         assert process.end() == 0
     assert len(results_of(job)) == 12
-
-
-STATE = {
-    "rows_per_request": 2.5,
-    "time_left_s": None,
-    "signals": [
-        {"scheduler": "http://a:30000", "queue": 20, "window": 32, "retractions": 4, "corner": "good"},
-        {"scheduler": "http://a:30001", "queue": 21},
-    ],
-    "bands": {"http://a:30000": (100, 2000)},
-}
-
-
-def test_each_figure_of_the_display_is_there(caplog: pytest.LogCaptureFixture) -> None:
-    """What is not known is absent and not 0."""
-    with caplog.at_level("INFO", "batchrunner"), metrics_server(MetricsAddress(0)) as page:
-        url = caplog.messages[-1].removeprefix("metrics: ")
-        before = read(url)
-        page.show(STATE)
-        values = read(url)
-        page.close()
-        after = read(url)
-    assert before == {("batchrunner_running", ""): 0}
-    assert (values["batchrunner_running", ""], after["batchrunner_running", ""]) == (1, 0)
-    assert values["batchrunner_rows_per_request", ""] == 2.5
-    first, second = "http://a:30000", "http://a:30001"
-    assert values["batchrunner_scheduler_queue", second] == 21
-    assert values["batchrunner_scheduler_queue_high", first] == 2000
-    assert values["batchrunner_scheduler_retractions", first] == 4
-    assert ("batchrunner_scheduler_window", second) not in values
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

@@ -5,58 +5,24 @@ from __future__ import annotations
 import json
 import re
 import socket
-import time
-from dataclasses import asdict, replace
-from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.output import liveness
-from batchrunner.output.events import read_events
-from batchrunner.output.holder import this_process
-from batchrunner.output.run_dir import RunDir
-from batchrunner.runner.status import status
 from tests.conftest import (
     batchrun,
     eventually,
     job_of,
-    results_of,
     started,
     write_job,
 )
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.runs import status_of
 from tests.support.tiny_tokenizer import make_tokenizer
-
-
-@pytest.mark.parametrize(("off_s", "beats"), [(-3600, True), (3600, False)])
-def test_another_machine_with_another_clock(
-    tmp_path: Path, off_s: int, beats: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its heartbeat tells whether it runs, not the time in its log; the page says the same."""
-    run = tmp_path / "run"
-    batchrunner.run(job_of(tmp_path))
-    events = [{**event, "time": event["time"] + off_s} for event in read_events(run / "events.jsonl")]
-    (run / "events.jsonl").write_bytes(b"".join(orjson.dumps(event) + b"\n" for event in events))
-    held_by = asdict(replace(this_process(), host="elsewhere", pid=7))
-    task = RunDir(run).task_directory
-    task.mkdir(parents=True, exist_ok=True)
-    (task / "owner").write_text(json.dumps(held_by))
-    (task / "heartbeat").write_text("1")
-    clock = SimpleNamespace(time=time.time, sleep=lambda _: beats and (task / "heartbeat").write_text("2"))
-    monkeypatch.setattr(liveness, "time", clock)
-    running = "batchrun with pid 7 on elsewhere" if beats else None
-    assert status(run)["running"] == running
-    (task / "heartbeat").write_text("1")
-    assert batchrun("report", run).exit_code == 0
-    assert ("Running: batchrun with pid 7" in (run / "report.html").read_text()) is beats
 
 
 def test_while_the_engine_starts(tmp_path: Path) -> None:
@@ -137,25 +103,6 @@ def test_check_sends_nothing(tmp_path: Path, server: FakeSGLang) -> None:
     assert (later["rows_total"], later["rows_done"], later["rows_to_do"]) == (7, 5, 2)
 
 
-def test_check_says_what_json_cannot_hold(tmp_path: Path, server: FakeSGLang) -> None:
-    """Rows that a run would refuse before it sends them are shown with its own words."""
-    kind = pa.list_(pa.struct({"role": pa.string(), "content": pa.string(), "score": pa.decimal128(5, 2)}))
-    message = {"role": "user", "content": "hi", "score": Decimal("1.50")}
-    table = pa.table({"chat": pa.array([[message], [{**message, "score": None}]], kind), "text": ["a", ""]})
-    pq.write_table(table, tmp_path / "input.parquet")
-    for prompt, bad in [({"messages": "chat"}, 0), ({"text": "{{ text }}"}, 1)]:
-        job = job_of(tmp_path, server, prompt=prompt, output={"path": str(tmp_path / f"run{bad}")})
-        file = write_job(job, tmp_path)
-        shown = batchrun("check", file)
-        assert "1 of the first 2 rows cannot be sent" in shown.stdout
-        found = json.loads(batchrun("check", file, "--json").stdout)["prompts"]
-        batchrunner.run(job)
-        errors = [row["error"] for row in results_of(job)]
-        assert [prompt["error"] for prompt in found] == errors
-        assert errors[bad] is not None
-        assert errors[bad] in shown.stdout
-
-
 def test_check_counts_what_cannot_be_sent(tmp_path: Path) -> None:
     """Rows behind the shown ones count too: null and empty prompts, and templates that fail."""
     texts = ["a", "b", "c", None, "", "d", None, "e", "f", "g"]
@@ -170,16 +117,6 @@ def test_check_counts_what_cannot_be_sent(tmp_path: Path) -> None:
     assert (found["rows_looked_at"], found["rows_not_sendable"]) == (10, 1)
     assert found["not_sendable"][0]["example"].startswith("template: ZeroDivisionError: ")
     assert found["prompts"][2]["error"] is None
-
-
-def test_check_looks_at_parameters_from_columns(tmp_path: Path) -> None:
-    """A value that SGLang refuses is found in its row, as the simulated engine does."""
-    pq.write_table(pa.table({"text": ["a", "b"], "heat": [0.5, -1.0]}), tmp_path / "input.parquet")
-    job = job_of(tmp_path, sampling={"temperature": {"column": "heat"}})
-    problem = "400: temperature: should be greater than or equal to 0 (got -1.0)"
-    assert f"cannot be sent: 1 row: {problem} (row 1)" in batchrun("check", write_job(job, tmp_path)).stdout
-    batchrunner.run(job)
-    assert [row["error"] for row in results_of(job)] == [None, problem]
 
 
 def test_check_says_what_it_does_not_know(tmp_path: Path) -> None:

@@ -1,7 +1,4 @@
-"""Reads whatever bytes a server may send, as a run does, and checks that no error comes but a RequestError.
-
-Hypothesis and `benchmarks.fuzz` both call these checks.
-"""
+"""Reads whatever bytes a server may send, and checks that no error comes but a RequestError."""
 
 from __future__ import annotations
 
@@ -9,28 +6,25 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from dataclasses import asdict
 from typing import Any
 
 import orjson
 import pyarrow as pa
 from hypothesis import strategies as st
 
-from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import (
     AnotherModelError,
     AttemptFailedError,
-    EngineStartError,
     RequestError,
     RowRefusedError,
 )
 from batchrunner.core.types import Completion, Outcome, Request, RowRef
-from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.engines.base import PlacedRequest
 from batchrunner.engines.http import replies
 from batchrunner.engines.http.client import BundleAnswer, Endpoint
-from batchrunner.engines.http.guard import ModelGuard, common_model, model_in
-from batchrunner.engines.http.server_info import LOADS, METRICS, counters_in, describe, load_in, workers_in
+from batchrunner.engines.http.guard import ModelGuard
+from batchrunner.engines.http.server_info import LOADS, METRICS, load_in
 from batchrunner.job.answers import AnswerPlan
 from batchrunner.output.columns import schema_of_run, table_of
 from batchrunner.output.counts import RowCounts
@@ -109,46 +103,12 @@ def check_error(code: int, body: bytes, retry_after: str | None) -> None:
 
 
 def check_load(reply: bytes) -> bool:
-    """Read a load, steer by it and write it down; tell whether it is one."""
+    """Read a load; tell whether it is one."""
     found: list[list[SchedulerLoad]] = []
     for path in (LOADS, METRICS):
         with contextlib.suppress(ValueError):
             found.append(load_in(path, reply, URL))
-    for loads in filter(None, found):
-        orjson.dumps([asdict(load) for load in loads])
-        steer(loads)
-    with contextlib.suppress(ValueError):
-        orjson.dumps(counters_in(reply.decode(errors="replace")))
     return any(found)
-
-
-def steer(loads: list[SchedulerLoad]) -> None:
-    """Let the windows follow a load for a while."""
-    limits = ConcurrencyLimits(
-        EngineInfo("attach", "m", routes=(URL,)), QueueBand(100, 2000), 100, most=10**4
-    )
-    limits.begin(loads, 0.0, unsent=1000)
-    for second in range(1, 9):
-        polled = loads if second % 3 else []
-        orjson.dumps([asdict(move) for move in limits.observe(polled, {URL: 50}, float(second), unsent=1000)])
-        limits.ended(URL, Completion([], [], [1], None, None, retractions=1))
-    assert all(1 <= window <= 10**4 for window in limits.windows.values())
-
-
-def check_description(reply: bytes) -> bool:
-    """Read what a server says of itself, and what a gateway says of its workers."""
-    try:
-        found = orjson.loads(reply)
-    except orjson.JSONDecodeError:
-        return False
-    if not isinstance(found, dict):
-        return False
-    assert all(url.startswith("http") for url in workers_in(found.get("workers")))
-    model = {**found, "model_path": str(found.get("model_path"))}
-    with contextlib.suppress(EngineStartError):
-        orjson.dumps(asdict(describe([model, model], [found, found], [])))
-        common_model([model_in(model, found), model_in(found)])
-    return True
 
 
 ODD_NUMBERS = (2**31, -(2**31), 2**33, 2**63, 2**64, 10**30, -1, 1e308, float("inf"), float("nan"), 0.5)

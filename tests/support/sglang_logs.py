@@ -93,12 +93,6 @@ class LogWriter:
             self.say(self.form.prefill.format(n=n, new=new, hit=hit, u=0.5, r=100, q=300))
         return self
 
-    def mixed_prefill(self, passes: int, *, n: int, new: int) -> LogWriter:
-        """Write such passes in turn with small ones of many prompts."""
-        for _ in range(passes):
-            self.prefill(1, n=n, new=new).prefill(1, n=3, new=new // 2)
-        return self
-
     def retract(self, lost: int = 20_600) -> LogWriter:
         """Write that the pool was full, and the tokens that this lost where the release tells."""
         return self.say(re.sub(r"(?<=gained: )\d+", str(lost), self.form.retraction))

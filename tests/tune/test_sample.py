@@ -39,12 +39,6 @@ def test_the_sample_is_like_the_whole(tmp_path: Path, monkeypatch: pytest.Monkey
         assert max(gaps) < 2.5 / len(part)
 
 
-def test_a_small_input_is_its_own_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows that the filter leaves, in order, where they are few."""
-    rows = sampled(tmp_path, 600, monkeypatch, input={"filter": "id >= 100", "limit": 300})
-    assert rows == list(range(100, 400))
-
-
 @pytest.mark.parametrize(
     "prompt",
     [

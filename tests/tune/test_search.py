@@ -48,17 +48,6 @@ def test_wrong_flags_are_put_right(noise: float) -> None:
     assert spent_s <= sum(result.cost_s for result in results) / 4
 
 
-def test_more_places_come_with_a_bolder_scheduler() -> None:
-    """Either alone is lost in the noise: the scheduler holds back what more places would take."""
-    made = random.Random(29)
-    rows = [(made.randint(20, 60), min(400, int(made.lognormvariate(5.0, 0.5))), 400) for _ in range(6000)]
-    found, _ = tuned(
-        Lab(rows, pool_tokens=60_000, max_running=256, noise=0.03), {"chunked-prefill-size": 128}
-    )
-    assert found.args["max-running-requests"] == 512
-    assert found.args["schedule-conservativeness"] < 1
-
-
 def test_good_flags_are_left_alone() -> None:
     """Where nothing is faster nothing is changed, however noisy the trials are."""
     good = {
@@ -147,18 +136,6 @@ def test_hopeless_trials_are_stopped() -> None:
     assert wide.tokens_per_s > 2 * narrow.tokens_per_s
 
 
-def test_the_tail_does_not_count() -> None:
-    """The last rows, for which no request waits, do not make a setting look slower than it is.
-
-    But a job with fewer rows than run at once has no steady part: its whole time counts.
-    """
-    short, long = (measured({"max-running-requests": 64}, rows=rows) for rows in (400, 4000))
-    assert short.tokens_per_s == pytest.approx(long.tokens_per_s, rel=0.15)
-    small = measured({"max-running-requests": 256}, rows=40)
-    tokens = sum(output for _, output, _ in ROWS[:40])
-    assert small.tokens_per_s * (small.cost_s - 25) == pytest.approx(tokens, rel=0.05)
-
-
 def test_dead_heats_are_not_won() -> None:
     """Fewer than one in eight challengers that are exactly as fast are taken for faster, at any noise."""
     luck = random.Random(7)
@@ -185,27 +162,6 @@ def test_the_table_names_each_trial_and_reason() -> None:
     assert "engine:\n  args:\n    schedule-conservativeness: 0.1\n    max-running-requests: 256\n" in text
     assert all(f"\n{tuned_flag.name}: " in text for tuned_flag in TUNED_FLAGS)
     assert text.endswith("put this into job.yaml")
-
-
-def test_more_output_a_pass_settles_a_near_tie() -> None:
-    """Where the scheduler's own count says faster, and the times agree, no further trial is spent on it."""
-    spread = trial_noise([])
-    assert compare([103], [100], spread)[0] == "again"
-    assert compare([103], [100], spread, more_per_pass=True)[0] == "faster"
-    assert compare([80], [100], spread, more_per_pass=True)[0] == "no faster"
-
-
-def test_two_flags_out_of_a_corner() -> None:
-    """Slots and chunk that limit one another are both found, by few trials, also where times are noisy."""
-    rows = [(row[0] + 500, *row[1:]) for row in chat_rows(700)]
-    corner = {"max-running-requests": 8, "chunked-prefill-size": 128}
-    _, search = tuned(Lab(rows, pool_tokens=100_000, noise=0.03), corner, budget_s=900)
-    good = {"max-running-requests": 128, "chunked-prefill-size": 8192}
-    true, best = (
-        Lab(rows, pool_tokens=100_000).measure(TrialRequest(args, "", 0))
-        for args in (search.winner.args, good)
-    )
-    assert true.tokens_per_s >= 0.95 * best.tokens_per_s
 
 
 def cards_lab(speeds: dict[int, float]) -> Lab:
@@ -245,28 +201,3 @@ def test_gpus_are_shared_out_for_the_most_output(
     said, _ = tuned(cards_lab(speeds), own, machine=replace(machine, says_tp=True))
     assert said.layout.get("tp") == found.args.get("tp-size")
     assert "tp-size" not in said.args
-
-
-def test_the_job_s_own_flags_are_beaten_by_more_than_noise() -> None:
-    """What is told is faster than the job's own flags in truth too, however noisy trials are."""
-    own = {"schedule-conservativeness": 0.3, "max-running-requests": 200}
-    for seed in range(8):
-        found, _ = tuned(Lab(ROWS, noise=0.12, seed=seed), own, budget_s=900)
-        taken = measured({**own, **found.args, **{name: int(value) for name, value in found.env.items()}})
-        assert taken.tokens_per_s >= 0.99 * measured(own).tokens_per_s
-
-
-def test_numbers_of_8_bits_are_allowed_or_left() -> None:
-    """They change answers: nothing tries them unasked, and the result says so."""
-
-    class Quantised(Lab):
-        def measure(self, request: TrialRequest, within_s: float = math.inf) -> TrialResult:
-            speed = 2000.0 if "quantization" in request.args else 1000.0
-            return TrialResult("measured", "", 60.0, speed, facts=Facts(quantised=""))
-
-    left, _ = tuned(Quantised(ROWS), {}, machine=CARD)
-    assert left.args == {}
-    assert left.notes["quantization"] == "it changes answers: only with --allow fp8"
-    taken, _ = tuned(Quantised(ROWS), {}, machine=replace(CARD, allow_fp8=True))
-    assert taken.args == {"quantization": "fp8"}
-    assert "quantization: answers change: compare some before the run" in taken.lines()

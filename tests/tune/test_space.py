@@ -49,20 +49,14 @@ def candidates(name: str, args: Args, told: dict[str, Any], machine: dict[str, A
 FULL = {"usage": 0.97}
 TRIED: list[tuple[str, Args, dict[str, Any], list[Args]]] = [
     (PUT, {}, {}, [{PUT: 0.3}]),
-    (PUT, {PUT: None}, {}, [{PUT: 0.3}]),
     (PUT, {}, {"usage": 0.98, "retractions_per_min": 9.0}, [{PUT: 1.3}, {PUT: 1.43}]),
     (
         "mem-fraction-static", {}, {**FULL, "spare_gb": 13.5},
         [{"mem-fraction-static": 0.91}, {"mem-fraction-static": 0.84}],
     ),
-    ("mem-fraction-static", {}, {**FULL, "spare_gb": 4.6}, [{"mem-fraction-static": 0.84}]),
     (
         "chunked-prefill-size", {}, {"prefill_per_pass": 1900.0, "spare_gb": 60.0},
         [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 16_384}],
-    ),
-    (
-        "max-running-requests", {}, {"running": 250, "usage": 0.3},
-        [{"max-running-requests": 1024}, {"max-running-requests": 512}],
     ),
     (
         "max-running-requests", {}, {"running": 0, "max_running": 1, "usage": 0},
@@ -100,23 +94,14 @@ def test_each_flag_is_tried_when_it_can_matter(
 
 LEFT: list[tuple[str, Args, dict[str, Any], str]] = [
     (PUT, {}, {"usage": 0.95}, "not the case: requests wait although"),
-    (PUT, {}, {"empty_share": 0.9}, "not the case"),
-    (PUT, {PUT: 1.43}, {"usage": 0.98, "retractions_per_min": 9.0}, "no further value"),
     ("mem-fraction-static", {}, {}, "too little is known"),
-    ("mem-fraction-static", {}, {**FULL, "spare_gb": 1.7}, "no further value"),
     ("max-running-requests", {}, {"running": 250, "usage": 0.95}, "not the case: as many requests"),
-    ("max-running-requests", {}, {"running": 7.0, "max_running": 8, "usage": 0.89}, "no further value"),
     ("chunked-prefill-size", {}, {"prefill_per_pass": 300.0}, "not the case: prefill passes take all"),
-    ("chunked-prefill-size", {}, {"chunk": 32_768, "prefill_per_pass": 3e4}, "no further value"),
     ("cuda-graph-max-bs-decode", {}, {"graph_off_share": 0.02}, "not the case: decode passes run without"),
-    ("schedule-policy", {}, {"cached_share": 0.6, "queue": 300}, "no further value"),
     ("speculative-algorithm", {}, {"repeated": 1.1}, "no further value"),
-    (CLIP, {CLIP: 360}, {"longest_output": 340}, "no further value"),
     ("quantization", {}, {}, "it changes answers: only with --allow fp8"),
     ("tp-size", {}, {}, "no further value"),
     ("enable-hierarchical-cache", {}, {"cached_share": 0.5}, "not the case: prompts share prefixes"),
-    ("enable-hierarchical-cache", {"enable-hierarchical-cache": True}, {"cached_share": 0.5, "usage": 0.98},
-     "no further value"),
 ]  # fmt: skip
 
 
@@ -136,33 +121,21 @@ ON_CARDS: list[tuple[str, Args, dict[str, Any], dict[str, Any], list[Args] | str
         [{"attention-backend": "trtllm_mla"}, {"attention-backend": "flashinfer"}],
     ),
     (
-        "attention-backend", {}, {}, {"card": "NVIDIA L4"},
-        [{"attention-backend": "flashinfer"}, {"attention-backend": "triton"}],
-    ),
-    (
         "attention-backend", {}, {"model": "GptOssForCausalLM"}, {"card": "NVIDIA B200"},
         "no further value",
     ),
     # a card of 24 GB turns the guides' 5, 6.5 and 10 GB into 3, 3.9 and 6, as advice does
-    ("mem-fraction-static", {}, {**FULL, "spare_gb": 1.2}, {"card_gb": 24}, "no further value"),
     ("mem-fraction-static", {}, {**FULL, "spare_gb": 4.5}, {"card_gb": 24}, [{"mem-fraction-static": 0.84}]),
-    (
-        "mem-fraction-static", {}, {**FULL, "spare_gb": 6.5}, {"card_gb": 24},
-        [{"mem-fraction-static": 0.93}, {"mem-fraction-static": 0.84}],
-    ),
     ("tp-size", TWO, {}, {"cards": 8}, [{"tp-size": 1}, {"tp-size": 4}]),
     (
         "tp-size", {}, {}, {"cards": 2, "config": MIXTURE},
         [{"tp-size": 2, "ep-size": 2}, {"tp-size": 2, "ep-size": 1}],
     ),
     ("quantization", {}, {}, {"allow_fp8": True}, [{"quantization": "fp8"}]),
-    ("quantization", {}, {"quantised": "awq"}, {"allow_fp8": True}, "no further value"),
     ("quantization", {}, {}, {"allow_fp8": True, "card": "NVIDIA A100"}, "it needs FP8"),
     ("kv-cache-dtype", {}, {}, {"allow_fp8": True}, [{"kv-cache-dtype": "fp8_e4m3"}]),
     ("ep-size", TWO, {}, {"config": MIXTURE}, [{"ep-size": 2}]),
-    ("ep-size", TWO, {}, {}, "no further value"),
     ("attn-dp-size", TWO, {}, {"config": LATENT}, [{"attn-dp-size": 2}]),
-    ("attn-dp-size", TWO, {}, {}, "no further value"),
 ]  # fmt: skip
 
 
@@ -221,11 +194,8 @@ def test_arguments_and_variables_go_their_own_ways() -> None:
 @pytest.mark.parametrize(
     ("engine", "expected"),
     [
-        ({}, (4, 1, False)),
         ({"tp": 2}, (4, 1, True)),
-        ({"replicas": "auto"}, (4, 4, False)),
         ({"replicas": "auto", "tp": 2}, (4, 2, True)),
-        ({"replicas": 2}, (2, 2, False)),
         (
             {"replicas": "auto", "args": {"tp-size": 2}, "env": {"CUDA_VISIBLE_DEVICES": "0,1"}},
             (2, 1, False),

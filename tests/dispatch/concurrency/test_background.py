@@ -31,13 +31,6 @@ def test_users_do_not_wait_and_the_rest_is_used(slots: int, pool: int, *, priori
     assert engine.lost < 0.1 * engine.ended
 
 
-def test_the_loaded_replica_is_left_to_its_users() -> None:
-    """The idle one of two replicas does nearly all the work."""
-    engine = SharedEngine([60, 0], priorities=True, config=SchedulerConfig(32, 100_000)).run(SECONDS)
-    loaded, idle = (engine.limits.ends[route].rows for route in ("r0", "r1"))
-    assert idle > 1.2 * loaded
-
-
 def test_what_is_not_known_is_not_used() -> None:
     """Without fresh gauges nothing is sent; a refusal of the server is heeded for a while."""
     law = BackgroundController("r", 100, QueueBand(100, 2000), most=1000, now=0.0, yields=True)

@@ -157,21 +157,6 @@ def test_pressure_backs_off_once_a_second() -> None:
     assert min(made.queues_since(65)) > 0
 
 
-def test_no_fresh_load_holds_the_window() -> None:
-    """When the gauges stop, the window stays as it is, which is told once and with its reason."""
-    made = plant()
-    made.run(30)
-    before, known = made.controller.window, len(made.decisions)
-    made.run(60, told=False)
-    assert made.controller.state == "blind"
-    assert made.controller.window == before
-    assert len(made.decisions) == known + 1
-    assert "no fresh load" in made.decisions[-1].reason
-    assert len(made.ends) == 256
-    made.run(30)
-    assert made.controller.state == "steady"
-
-
 def test_rows_of_others_count() -> None:
     """What others submit to the same scheduler is part of its queue: we send that much less."""
     controller = Controller("s", 356, BAND, most=10_000, now=0.0)
@@ -303,38 +288,6 @@ def test_a_server_that_holds_back_is_told(queue: int, usage: float, noise: float
     assert held[0].queue == queue
     assert f"token usage {held[0].token_usage:.2f}" in held[0].reason
     assert scheduler.controller.corner is Corner.HELD
-
-
-@pytest.mark.parametrize(
-    ("queue", "usage", "max_running", "in_use"),
-    [(150, 0.6, 870, True), (150, 0.92, 4096, True), (50, 0.6, 4096, True), (150, 0.6, 4096, False)],
-)
-def test_what_is_no_holding_back(queue: int, usage: float, max_running: int, *, in_use: bool) -> None:
-    """Not where as many run as may, where the pool is used, where few wait, and where the input is slow."""
-    scheduler = Scheduler()
-    for _ in range(40):
-        scheduler.tells(5, queue=queue, usage=usage, max_running=max_running, in_use=in_use, running=850)
-    assert Corner.HELD not in scheduler.news
-
-
-def test_a_corner_that_does_not_last_is_not_told() -> None:
-    """A scheduler that goes to and fro every second does not fill the event log."""
-    scheduler = Scheduler()
-    for second in range(100):
-        scheduler.tells(1, queue=150 * (second % 2), usage=0.95)
-    assert scheduler.news == []
-
-
-@pytest.mark.parametrize(("usage", "in_use"), [(0.88, True), (0.9, False)])
-def test_a_corner_ends(usage: float, *, in_use: bool) -> None:
-    """A scheduler that has been in no corner for a while is shown in none; it is back in one without news."""
-    scheduler, shown = Scheduler(), []
-    good, other = (0.9, True), (usage, in_use)
-    for seconds, (told, is_used) in ((20, good), (1, other), (TOLD_AFTER_S, other), (TOLD_AFTER_S + 1, good)):
-        scheduler.tells(seconds, queue=150, usage=told, in_use=is_used)
-        shown.append(scheduler.controller.corner)
-    assert shown == [Corner.GOOD, Corner.GOOD, None, Corner.GOOD]
-    assert scheduler.news == [Corner.GOOD]
 
 
 def test_rows_that_grow_together_are_not_retracted_together() -> None:

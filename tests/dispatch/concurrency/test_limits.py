@@ -102,17 +102,6 @@ def test_a_long_queue_gets_none_of_the_last_rows() -> None:
     assert admission.observe(first, {"a": 356, "b": 100}, 0.2, unsent=40) == []  # told once
 
 
-def test_rows_that_come_back_end_the_tail() -> None:
-    """When nothing is left to send the windows rest; a row that waits for another try wakes them."""
-    info = EngineInfo(kind="attach", model="m", routes=("a",))
-    admission = ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
-    admission.begin([signal("a", 0)], 0.0, unsent=10_000)
-    admission.observe([signal("a", 300)], {"a": 500}, 1.0, unsent=0)
-    assert admission.known["a"].controller.state == "tail"
-    admission.observe([signal("a", 301)], {"a": 499}, 2.0, unsent=1)
-    assert admission.known["a"].controller.state == "steady"
-
-
 @pytest.mark.parametrize("told_by", ["load", "rows"])
 def test_a_retraction_counts_for_its_rank(told_by: str) -> None:
     """One of four DP ranks retracts requests: only its load tells it, and it alone counts.
@@ -140,26 +129,6 @@ def test_a_retraction_counts_for_its_rank(told_by: str) -> None:
 
 URL = "http://server"
 HALF_MINUTE = 120
-
-
-@pytest.mark.parametrize(
-    ("tokens", "row_tokens", "max_running", "rows"),
-    [
-        (16_384, 64, 32, 32),
-        (8192, 30_000, 256, 1),
-        (None, 8, 4096, 1024),
-        (100, 0, None, 100),
-    ],
-)
-def test_rows_of_a_pass(tokens: int | None, row_tokens: int, max_running: int | None, rows: int) -> None:
-    """Rows are counted by their tokens; the most requests that run at once limit a pass of short ones."""
-    passes = ForwardPasses(tokens)
-    for _ in range(100):
-        passes.sent(row_tokens)
-    assert passes.rows(max_running) == rows
-    band = passes.band(max_running)
-    assert max(8, rows) == band.low < band.high
-    assert passes.first_window(max_running) >= 2 * rows
 
 
 class Server:
@@ -214,24 +183,3 @@ def test_the_window_neither_starves_nor_piles_up(
     assert server.starved == 0
     assert 2 * rows <= server.limits.windows[URL] <= 10 * rows
     assert server.limits.known[URL].controller.corner is None
-
-
-def test_a_pass_may_take_long() -> None:
-    """No load is told while a pass is computed: the window stays, so that the next pass is full too."""
-    server = Server(16_384, 32, passes_a_sample=1)
-    server.runs(20, 100)
-    window = server.limits.windows[URL]
-    for second in range(60):
-        server.limits.observe([], {URL: window}, server.now + second, unsent=10**6)
-    assert server.limits.known[URL].controller.state == "blind"
-    assert server.limits.windows[URL] == window
-
-
-def test_the_band_of_the_job_holds() -> None:
-    """`queue` in a job is what its author wants, for passes too."""
-    info = EngineInfo("attach", "m", routes=(URL,))
-    limits = ConcurrencyLimits(
-        info, QueueBand(7, 70), 256, most=10**5, passes=ForwardPasses(8192), own_band=True
-    )
-    limits.begin([SchedulerLoad(URL, "loads", 0, 0, 0.0, route=URL)], 0.0, unsent=10)
-    assert limits.known[URL].controller.band == QueueBand(7, 70)

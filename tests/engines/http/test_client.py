@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pyarrow as pa
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -18,13 +15,11 @@ from hypothesis import strategies as st
 from yarl import URL
 
 from batchrunner.core.errors import (
-    AttemptFailedError,
     BundleRefusedError,
     EngineDownError,
 )
-from batchrunner.core.types import Completion, Request, RequestBody, RowRef
 from batchrunner.engines.http.connections import HeldPort, free_port
-from batchrunner.engines.http.replies import EventLines, completion_of
+from batchrunner.engines.http.replies import EventLines
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from tests.support.reader_checks import (
     ANY_JSON,
@@ -80,11 +75,6 @@ def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     lines.feed(b"data: " + b"x" * 90)
     with pytest.raises(BundleRefusedError, match="an event is larger than"):
         lines.feed(b"x" * 90)
-
-
-def test_ports_to_listen_on_are_not_for_connections() -> None:
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert all(free_port() < low for _ in range(20))
 
 
 def test_a_held_port_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,16 +200,6 @@ async def test_a_redirect_that_is_refused(other: str) -> None:
     assert f"{place}: correct engine.urls" in str(refused.value)
 
 
-async def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = Seen()
-    async with serving(seen.answer) as proxy, aiohttp.ClientSession(trust_env=True) as session:
-        monkeypatch.setenv("http_proxy", str(proxy))
-        monkeypatch.delenv("no_proxy", raising=False)
-        answer = await PostSender(session, URL("http://engine.invalid:1234/generate")).post(b"{}")
-        assert await body_of(answer) == b"answer"
-    assert seen.requests[0][1] == "http://engine.invalid:1234/generate"
-
-
 async def test_a_cancelled_post_ends_its_connection() -> None:
     """So the server learns that nobody waits any more."""
     begun, ended = asyncio.Event(), asyncio.Event()
@@ -285,50 +265,3 @@ def test_any_answer_can_be_read_and_written(reply: bytes, kind: str, samples: in
 def test_any_error_can_be_read(code: int, body: bytes, retry_after: str | None) -> None:
     """Whatever an error's body and headers are, it is an error of the row."""
     check_error(code, body, retry_after)
-
-
-BODY = RequestBody("/v1/chat/completions", b'{"messages": []}', "gpt-4o-mini", 16)
-REPLY: dict[str, Any] = {
-    "id": "1",
-    "model": "default",
-    "choices": [{"index": 0, "message": {"content": "yes"}, "finish_reason": "stop"}],
-    "usage": {"prompt_tokens": 3, "completion_tokens": 1},
-}
-
-
-def _read(body: RequestBody, reply: bytes) -> Completion:
-    return completion_of(Request(RowRef(0, pa.RecordBatch.from_pylist([{}]), 0), "body", body, {}), reply)
-
-
-@given(
-    st.binary()
-    | st.builds(
-        lambda key, value: json.dumps({**REPLY, key: value}).encode(),
-        st.sampled_from(sorted(REPLY)),
-        st.recursive(st.none() | st.integers() | st.floats() | st.text(), st.lists),
-    )
-)
-def test_no_reply_breaks_the_reader(reply: bytes) -> None:
-    """Any reply is an answer, which is kept as JSON on one line, or a failed try."""
-    try:
-        completion = _read(BODY, reply)
-    except AttemptFailedError:
-        return
-    (kept,) = completion.columns["response"]
-    assert "\n" not in kept
-    assert json.loads(kept)["model"] == "gpt-4o-mini"
-
-
-@pytest.mark.parametrize(
-    ("asked", "came", "is_answer"),
-    [(b"2", 2, True), (b"2.0", 2, True), (b"null", 1, True), (b"2", 1, False)],
-)
-def test_the_number_of_choices(asked: bytes, came: int, *, is_answer: bool) -> None:
-    """A chat has as many choices as it asks for."""
-    body = BODY._replace(content=b'{"messages": [], "n": %s}' % asked)
-    reply = json.dumps({**REPLY, "choices": REPLY["choices"] * came}).encode()
-    if is_answer:
-        assert _read(body, reply).texts == ["yes"]
-    else:
-        with pytest.raises(AttemptFailedError, match="were asked for"):
-            _read(body, reply)

@@ -11,8 +11,7 @@ import stat
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.processes import STOP_SIGNALS
 from batchrunner.engines.launched.fleet import LaunchedFleet, gpu_slices
-from batchrunner.engines.model_files import with_tp
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import LimitsSpec
-from tests.conftest import batchrun, job_of, write_job
+from tests.conftest import batchrun, eventually, job_of, write_job
 from tests.support.engine_processes import deaf_to
 from tests.support.launchable import launchable, two_halves
 from tests.support.server_thread import PATIENCE_S
@@ -65,21 +63,6 @@ def test_the_jobs_own_gpus_are_dealt_out(
         asyncio.run(server.close())  # gives its port back
 
 
-def test_command_lines(tmp_path: Path) -> None:
-    """Each replica has its own port, log and GPUs."""
-    spec = ServerEngine(kind="server", model="org/model", replicas=2, tp=2)
-    fleet = LaunchedFleet(with_tp(spec), log_dir=tmp_path, limits=LimitsSpec())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-        made = fleet._make_servers("org/model", cpu=False)
-    servers = made
-    assert [server.environ["CUDA_VISIBLE_DEVICES"] for server in servers] == ["0,1", "2,3"]
-    assert len({server.url for server in servers}) == 2
-    assert [server.log_path.name for server in servers] == ["engine-replica-0.log", "engine-replica-1.log"]
-    for server in made:
-        asyncio.run(server.close())  # gives its port back
-
-
 ANSWERS = """
 Path(os.environ["SEEN"]).write_text(json.dumps(sys.argv[1:]))
 if int(dict(zip(sys.argv, sys.argv[1:])).get("--tokenizer-worker-num", 1)) > 1:
@@ -112,7 +95,6 @@ def test_several_tokenizers_have_no_key(
 
 LAUNCHER = Path(batchrunner.__file__).parent / "engines" / "launched" / "launcher.py"
 SECRET = "5ecret"
-WAIT_S = PATIENCE_S
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="prctl and /proc are Linux's")
 
@@ -185,7 +167,7 @@ class Launched:
 
     def tree(self) -> list[int]:
         """Server, child, grandchild and orphan, once they all run."""
-        wait_for(self.told.exists)
+        eventually(self.told.exists)
         pids: list[int] = json.loads(self.told.read_text())["pids"]
         assert all(map(alive, pids))
         return pids
@@ -212,14 +194,6 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Return once `condition()` holds; fail when it does not come to."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 def gone(pids: list[int]) -> bool:
     return not any(map(alive, pids))
 
@@ -227,7 +201,7 @@ def gone(pids: list[int]) -> bool:
 @pytest.mark.parametrize(("mode", "status"), [("0", 0), ("3", 3), ("signal", 128 + signal.SIGUSR2)])
 def test_exit_status_is_the_servers(launched: Launched, mode: str, status: int) -> None:
     """What the server ended with decides what the runner tells the user."""
-    assert launched.start(mode).wait(WAIT_S) == status
+    assert launched.start(mode).wait(PATIENCE_S) == status
 
 
 def test_key_shows_nowhere(launched: Launched) -> None:
@@ -242,7 +216,7 @@ def test_key_shows_nowhere(launched: Launched) -> None:
 
 def test_log_is_private_and_whole(launched: Launched) -> None:
     """The log keeps all the server said, bytes that are no text too."""
-    launched.start("3").wait(WAIT_S)
+    launched.start("3").wait(PATIENCE_S)
     log = launched.log.read_bytes()
     assert log.startswith(b"server_args ['--api-key', '5ecret']\n")
     assert b"not text: \xff\xfe\n" in log
@@ -271,7 +245,7 @@ def test_killed_owner_leaves_nothing(launched: Launched) -> None:
     launched.process = subprocess.Popen([*command, sys.executable, str(LAUNCHER)], env=launched.env)
     pids = launched.tree()
     launched.process.kill()
-    wait_for(lambda: gone(pids))
+    eventually(lambda: gone(pids))
 
 
 def test_killed_launcher_takes_the_server_along(launched: Launched) -> None:
@@ -279,7 +253,7 @@ def test_killed_launcher_takes_the_server_along(launched: Launched) -> None:
     launcher = launched.start("deaf")
     server = launched.tree()[0]
     launcher.kill()
-    wait_for(lambda: not alive(server))
+    eventually(lambda: not alive(server))
 
 
 def test_machines_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

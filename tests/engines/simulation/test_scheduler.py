@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from batchrunner.engines.simulation.replica import (
     H100_8B,
     PARTS,
-    CostModel,
     PassWork,
-    Replica,
     fit_spans,
 )
 from batchrunner.engines.simulation.scheduler import Scheduler, SchedulerConfig, SimulatedRequest, StepResult
@@ -50,26 +48,6 @@ def step(scheduler: Scheduler, limit: int = 1) -> StepResult:
     found = scheduler.step(limit)
     assert found is not None
     return found
-
-
-@pytest.mark.parametrize("radix_cache", [True, False])
-def test_when_the_pool_is_full_the_shortest_output_goes_back(radix_cache: bool) -> None:
-    """A scheduler that expects too little sends the youngest back to the end of the queue; all end."""
-    scheduler = make(max_total_tokens=1000, conservativeness=0.01, radix_cache=radix_cache)
-    rows = [SimulatedRequest(20, 300, 300) for _ in range(12)]
-    for row in rows:  # one at a time: in one pass each would count in full
-        scheduler.submit(row)
-        step(scheduler)
-    while not scheduler.retractions:
-        youngest, ratio = next(reversed(scheduler.decoding)), scheduler.ratio
-        step(scheduler)
-    assert youngest in scheduler.waiting
-    assert youngest.outputs > 1
-    assert scheduler.ratio > ratio
-    run(scheduler)
-    assert {(row.aborted, row.outputs) for row in rows} == {(False, 300)}
-    assert sum(row.retractions for row in rows) == scheduler.retractions
-    assert scheduler.pool.used_tokens == 0
 
 
 # The cache
@@ -210,52 +188,6 @@ def test_a_prefill_waits_for_the_decodes_owed(limit: int, config: dict[str, int]
     """Rows that end meanwhile are replaced together."""
     rows = [(10, 2), (10, 3), (10, 4), (10, 5), (10, 5), (10, 5)]
     assert passes(limit, rows, **config)[: len(wanted)] == wanted
-
-
-UNIT = CostModel(1.0, 0.0, 0.0, 0.0)
-"""Every pass takes a second."""
-
-
-def replica(max_running: int = 256) -> Replica:
-    return Replica(SchedulerConfig(max_running, 100_000), UNIT)
-
-
-def test_small_and_large_ticks_agree() -> None:
-    """However the caller moves the clock, the same samples end at the same moments."""
-
-    def ends(tick_s: float) -> list[tuple[float, int]]:
-        made = random.Random(4)
-        server = Replica(SchedulerConfig(16, 5000), H100_8B)
-        for number in range(100):
-            server.scheduler.submit(
-                SimulatedRequest(made.randint(5, 200), made.randint(1, 200), payload=number)
-            )
-        found: list[tuple[float, int]] = []
-        now_s = 0.0
-        while len(found) < 100:
-            now_s += tick_s
-            found += [(round(ended.at_s, 9), ended.sample.payload) for ended in server.advance(now_s)]
-        return found
-
-    assert ends(0.004) == ends(0.1) == ends(1000.0)
-
-
-def test_gauges_are_as_stale_as_the_real_ones() -> None:
-    """Written at each prefill, without those that are prefilled, and then every so many decode passes."""
-    server, interval = replica(max_running=1), 15
-    for _ in range(3):
-        server.scheduler.submit(SimulatedRequest(10, 100))
-    seen = {}
-    for now_s in range(1, 100):
-        server.advance(float(now_s))
-        seen[now_s] = (server.load.taken_at, server.load.running, server.load.queue)
-    assert seen[1] == (1.0, 0, 2)
-    assert seen[interval] == seen[1]
-    assert seen[interval + 1] == (interval + 1.0, 1, 2)
-    assert seen[2 * interval] == seen[interval + 1]
-    assert (seen[99][0], server.load.used_tokens) == (91.0, 10 + 90)
-    server.advance(1000.0)
-    assert (server.load.running, server.load.queue) == (0, 0)
 
 
 def test_a_fit_tells_the_time_of_like_work() -> None:

@@ -111,13 +111,6 @@ def test_addresses_that_are_not_public(host: str) -> None:
     assert "is not public" in _refused(f"https://{host}:8443/a.png")
 
 
-def test_name_of_a_private_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name counts by its addresses: one that is private is enough."""
-    addresses = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (text, 80)) for text in ("8.8.8.8", "10.0.0.1")]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_named: addresses)
-    assert "10.0.0.1 is not public" in _refused("http://example.org/a.png")
-
-
 def test_a_name_that_leads_elsewhere_by_now(pages: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is connected counts, not what the name meant before."""
     monkeypatch.setattr(module, "is_public", is_public)

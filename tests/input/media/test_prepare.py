@@ -29,15 +29,6 @@ def _file(content: bytes, kind: KindName = "image", dpi: float | None = None) ->
     return PromptFile(b"key", 1, "column 'file'", content, "", "all", rules)
 
 
-def test_images_and_pages() -> None:
-    """Each image is one file, and a document one for each page; their tokens are those of their pixels."""
-    red = picture("red", (280, 280))
-    found = prepare((_file(red), _file(document(3, (280, 280)), dpi=72)))
-    assert isinstance(found, list)
-    assert found[0] == ((red,), 100)
-    assert (len(found[1][0]), found[1][1]) == (3, 300)
-
-
 def test_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row may have so many files, and so many bytes of them."""
     monkeypatch.setattr(module, "MOST_FILES", 3)
@@ -98,10 +89,9 @@ def test_exif_orientation(most: int | None) -> None:
         (file_of(Image.new("CMYK", (30, 30), (0, 255, 255, 0)), "JPEG", quality=95), RED),
         (file_of(Image.new("I;16", (30, 30), 0x8000)), (127, 127, 127)),
         (file_of(Image.new("RGBA", (30, 30), (255, 0, 0, 0))), WHITE),
-        (file_of(Image.new("RGB", (30, 30), "red"), "TIFF"), RED),
         (file_of(Image.new("RGB", (30, 30), "red"), "PNG", transparency=RED), WHITE),
     ],
-    ids=["cmyk", "16 bits", "clear", "tiff", "one clear"],
+    ids=["cmyk", "16 bits", "clear", "one clear"],
 )
 def test_other_modes(content: bytes, expected: tuple[int, ...]) -> None:
     """What models do not take becomes RGB or grey of 8 bits, on white where it is transparent."""
@@ -160,20 +150,6 @@ def test_pages(pages: str, tones: list[int]) -> None:
     assert [page.getpixel((50, 50)) for page in found] == pytest.approx(tones, abs=3)
 
 
-def test_sizes_of_pages() -> None:
-    """The dots an inch say how large an image is, and max_pixels how large at most, also of a huge page."""
-    small, large, bounded, huge = (
-        opened(next(page_images(content, "1", dpi, most))).size
-        for content, dpi, most in (
-            (document(1), 72, None), (document(1), 144, None), (document(1), 720, 20_000),
-            (document(1, (100, 100), dpi=0.5), 150, 10_000),
-        )
-    )  # fmt: skip
-    assert (small, large) == ((200, 100), (400, 200))
-    assert bounded == pytest.approx((200, 100), abs=3)
-    assert huge == pytest.approx((100, 100), abs=3)
-
-
 ENCRYPTED = (
     b"%PDF-1.4\n1 0 obj<</Type/Catalog/Pages 2 0 R>>endobj\n"
     b"2 0 obj<</Type/Pages/Kids[3 0 R]/Count 1>>endobj\n"
@@ -225,10 +201,3 @@ def test_bad_pages_of_a_row(pages: Any) -> None:
     """What is no page fails the row."""
     with pytest.raises(RowRefusedError, match=r"prompt\.pdf: "):
         _files("a.pdf", BY_ROW, pages)
-
-
-def test_lists() -> None:
-    """A list is several images, and says which of them is wrong."""
-    assert [image.place for image in _files(["a.png", "b.png"])] == ["a.png", "b.png"]
-    with pytest.raises(RowRefusedError, match="item 2 is null"):
-        _files(["a.png", None])

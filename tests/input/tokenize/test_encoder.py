@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from batchrunner.core.errors import CannotTokenizeError, RowRefusedError
 from batchrunner.core.types import Request
-from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, Truncation, truncate_tokens
+from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, Truncation
 from tests.conftest import SMALL_MODEL, require_engine
 from tests.support.tiny_tokenizer import CHATML, make_tokenizer
 from tests.support.tokenizers import ids_of, messages, request
@@ -58,16 +58,6 @@ def test_what_is_cut_fits_and_leaves_the_template(
     assert len(whole) <= room or len(done.prompt) < len(whole)
     assert done.prompt[:4] == whole[:4]
     assert done.prompt[-4:] == before[-4:]
-
-
-@given(tokens=st.lists(st.integers(), max_size=20), keep=st.integers(1, 25))
-def test_cut_tokens(tokens: list[int], keep: int) -> None:
-    """Head, tail and middle keep as many tokens as they may, of the ends that they are named for."""
-    assert truncate_tokens(tokens, keep, "head") == tokens[-keep:]
-    assert truncate_tokens(tokens, keep, "tail") == tokens[:keep]
-    kept = truncate_tokens(tokens, keep, "middle")
-    assert len(kept) == min(keep, len(tokens))
-    assert kept[: keep // 2] == tokens[: keep // 2]
 
 
 TEMPLATES = {

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import batchrunner
-from batchrunner.output.events import last_sample
 from batchrunner.report.html.history import MOST_CELLS, cell_width, history_of, make_timeline
-from tests.conftest import job_of
-from tests.support.fake_sglang import FakeSGLang
-from tests.support.page import page_of, sample
+from tests.support.page import sample
 
 
 def test_a_long_log_stays_small_and_keeps_its_extremes() -> None:
@@ -61,41 +56,6 @@ def test_tasks_are_added_up() -> None:
     assert set(timeline.schedulers["queue"]) == {"a s", "b s"}
 
 
-def test_retractions_of_all_attempts() -> None:
-    """Each replica's count is drawn; the total has those of earlier attempts, which begin at 0 each."""
-
-    def events() -> Iterator[dict[str, Any]]:
-        for began in (6000.0, 6600.0):
-            yield {"event": "start", "time": began}
-            for at in range(0, 600, 2):
-                signals = [{"scheduler": who, "retractions": at // 60 * (who == "a")} for who in "ab"]
-                yield {"event": "sample", "time": began + at, "retractions": at // 60, "signals": signals}
-
-    timeline = make_timeline([history_of("main", events(), 0.5)])
-    assert timeline.retractions == 2 * 9
-    lines = timeline.of_schedulers("retractions")
-    assert max(value.mean for value in lines["a"] if value) == 9
-    assert {value.mean for value in lines["b"] if value} == {0.0}
-
-
-def test_several_replicas_are_drawn_apart(tmp_path: Path) -> None:
-    """The page has the throughput and the window of each replica beside the totals."""
-    with FakeSGLang(delay_s=0.05, max_running=4) as one, FakeSGLang(delay_s=0.05, max_running=8) as two:
-        both = {"kind": "attach", "urls": [one.url, two.url]}
-        job = job_of(tmp_path, both, rows=400)
-        batchrunner.run(job)
-    last = last_sample(tmp_path / "run" / "events.jsonl")
-    assert last is not None
-    parts = [signal["output_tokens_per_s"] for signal in last["signals"]]
-    assert sum(parts) == pytest.approx(last["output_tokens_per_s"], rel=0.1)
-    assert parts[0] < parts[1]
-    assert sum(signal["window"] for signal in last["signals"]) == last["window"]
-    page = page_of(tmp_path / "run")
-    for title in ("Output tokens a second, by replica", "Window, by replica"):
-        legend = page.texts[page.texts.index(title) + 2 :]
-        assert legend[:2] == sorted(url.removeprefix("http://") for url in (one.url, two.url))
-
-
 def replicas(ports: list[int], began: float, most: int, log: str | None) -> Iterator[dict[str, Any]]:
     """Yield a start whose servers have these ports and run so many requests at most."""
     yield {"event": "start", "time": began, "engine": {"log": log}}
@@ -121,14 +81,3 @@ def test_servers_that_were_started_again_keep_their_lines() -> None:
     assert set(story.max_running.values()) == {320}
     theirs = make_timeline([history_of("main", replicas([30_000], 1000, 64, None), 0.5)])
     assert list(theirs.schedulers["queue"]) == ["http://127.0.0.1:30000#dp1"]
-
-
-def test_many_schedulers_share_a_line() -> None:
-    """The mean and the range are drawn where schedulers are too many for a line each."""
-    story = history_of("main", [sample(1000 + at, queue=at) for at in range(10)], 0.5)
-    many = [history_of(str(n), [sample(1000.0, queue=n)], 4.0) for n in range(20)]
-    assert list(make_timeline([story]).of_schedulers("queue")) == ["s"]
-    ((label, line),) = make_timeline(many).of_schedulers("queue").items()
-    assert "20" in label
-    assert line[0] is not None
-    assert (line[0].low, line[0].mean, line[0].high) == (0, 9.5, 19)
