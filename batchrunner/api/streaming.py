@@ -1,14 +1,13 @@
 """Answers, row by row as they end."""
 
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
+from typing import Any, Unpack
 
 from batchrunner.api.runs import engine_of
 from batchrunner.input.tables import Data, Row, paths_of
-from batchrunner.job.call import LibraryCall
+from batchrunner.job.call import CallOptions, LibraryCall
 from batchrunner.job.load import EngineLike
-from batchrunner.job.spec import LimitsSpec, OnLength
-from batchrunner.job.tasks import GENERATE, TaskName
+from batchrunner.job.tasks import GENERATE
 from batchrunner.runner.open_engine import OpenEngine, PortalWork, open_portal
 from batchrunner.runner.progress import ProgressListener, make_displays
 from batchrunner.runner.stream import StreamCall
@@ -42,20 +41,11 @@ class Stream(AsyncIterator[dict[str, Any]]):
 def stream(
     rows: Data | AsyncIterable[Row],
     *,
-    prompt: str | Mapping[str, Any] | Callable[..., Any] | None = None,
-    rollout: str | Callable[..., Any] | None = None,
-    parse: str | Callable[..., Any] | None = None,
     engine: OpenEngine | EngineLike | None = None,
-    sampling: Mapping[str, Any] | None = None,
     columns: Sequence[str] = (),
-    answers: Sequence[str] = (),
-    accept: Mapping[str, Any] | None = None,
-    on_length: OnLength | None = None,
-    limits: Mapping[str, Any] | LimitsSpec | None = None,
-    task: TaskName = GENERATE,
-    task_options: Mapping[str, Any] | None = None,
     progress: bool = False,
     on_progress: ProgressListener | None = None,
+    **call: Unpack[CallOptions],
 ) -> Stream:
     """Send rows as they come and yield each as it ends, as a dict with the columns of a result row.
 
@@ -75,23 +65,8 @@ def stream(
     """
     opened, spec = engine_of(engine)
     if opened is not None:
-        opened.refuse_other_task(task)
-
+        opened.refuse_other_task(call.get("task", GENERATE))
     files = paths_of(rows)
-    call = LibraryCall(
-        engine=spec,
-        prompt=prompt,
-        columns=columns,
-        limits=limits,
-        task=task,
-        options=task_options or {},
-        rollout=rollout,
-        parse=parse,
-        sampling=sampling,
-        answers=answers,
-        accept=accept,
-        on_length=on_length,
-        own_rows=files is None,
-    )
+    made = LibraryCall(engine=spec, columns=columns, own_rows=files is None, **call)
     displays = make_displays(progress=progress, on_progress=on_progress)
-    return Stream(StreamCall(rows, files, call, opened.loop if opened else None, displays))
+    return Stream(StreamCall(rows, files, made, opened.loop if opened else None, displays))

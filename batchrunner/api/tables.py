@@ -165,7 +165,7 @@ def embed(
         prompt=prompt,
         columns=columns,
         limits=limits,
-        options={"dtype": dtype, "normalize": normalize, "dimensions": dimensions},
+        task_options={"dtype": dtype, "normalize": normalize, "dimensions": dimensions},
     )
 
 
@@ -201,7 +201,7 @@ def score(
         prompt=prompt,
         columns=columns,
         limits=limits,
-        options={"labels": labels, "choices": given, "softmax": softmax},
+        task_options={"labels": labels, "choices": given, "softmax": softmax},
     )
 
 
@@ -232,7 +232,7 @@ def rerank(
         prompt=prompt,
         columns=columns,
         limits=limits,
-        options={"documents": documents},
+        task_options={"documents": documents},
     )
 
 

@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -41,7 +40,7 @@ from batchrunner.core.errors import (
     JobError,
     interrupted,
 )
-from batchrunner.core.processes import SignalWatch
+from batchrunner.core.processes import SignalWatch, listened_to
 from batchrunner.core.timing import TIMING
 
 HELP_OPTIONS = ("-h", "--help")
@@ -108,53 +107,21 @@ class CommandGroup(TyperGroup):
 
 
 class Interrupts:
-    """Counts Ctrl-C, as SIGINT's handler and as a listener: the one that is late does not count again."""
+    """Ends the process of a command that a Ctrl-C does not end: after a while, or at once by a second one."""
 
-    def __init__(self) -> None:
-        self._seen = 0
-        """Signals that came."""
-        self._handled = 0
-        """Signals that the main thread has taken: the command ends by itself."""
-        self._is_timed = False
+    _came = 0
 
     def came(self, number: signal.Signals) -> None:
-        """Take a signal; see `SignalWatch`."""
-        if number == signal.SIGINT and signal.getsignal(number) == self.handle:
-            self._seen += 1
-            self._act()
-
-    def handle(self, _number: int, _frame: FrameType | None) -> None:
-        """Interrupt the main thread; an event loop between two callbacks, which would catch and log it."""
-        import asyncio  # noqa: PLC0415 - not for --help
-
-        self._handled += 1
-        self._act()
-        try:
-            asyncio.get_running_loop().call_soon_threadsafe(_interrupt)
-        except RuntimeError:  # no loop runs
-            raise KeyboardInterrupt from None
-
-    def _act(self) -> None:
-        if max(self._seen, self._handled) > 1:
+        """Take a signal; see `SignalWatch`. A run takes its own."""
+        taken = signal.getsignal(number) in {signal.SIG_IGN, signal.SIG_DFL, listened_to}
+        if number != signal.SIGINT or taken:
+            return
+        self._came += 1
+        if self._came > 1:
             _end_process()
-        if not self._is_timed:
-            self._is_timed = True
-            _after(TIMING.stop_start, self._end_blocked)
-            _after(TIMING.stop_at_once, _end_process)
-
-    def _end_blocked(self) -> None:
-        if not self._handled:
-            _end_process()
-
-
-def _interrupt() -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _after(seconds: float, act: Callable[[], None]) -> None:
-    timer = threading.Timer(seconds, act)
-    timer.daemon = True
-    timer.start()
+        timer = threading.Timer(TIMING.stop_at_once, _end_process)
+        timer.daemon = True
+        timer.start()
 
 
 def _end_process() -> None:
@@ -169,12 +136,9 @@ _BY_SIGNAL = {EXIT_INTERRUPTED, EXIT_TERMINATED, EXIT_TIME_UP}
 def start(app: Typer) -> NoReturn:
     """Run the command of `sys.argv` and end the process with its exit code, whatever happens."""
     open_standard_streams()
-    interrupts = Interrupts()
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored
-        signal.signal(signal.SIGINT, interrupts.handle)
-    with SignalWatch(interrupts.came):
+    with SignalWatch(Interrupts().came):
         code = _run(app)
-        if signal.getsignal(signal.SIGINT) == interrupts.handle:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # from now on a Ctrl-C has nothing to interrupt
     if lost := lost_output():
         tell(f"batchrun: standard output: cannot be written: {lost}")

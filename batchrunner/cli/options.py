@@ -37,20 +37,6 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print the result, or the error, as JSON on standard output.")
 ]
 
-MetricsPortOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="PORT",
-        min=0,
-        max=65535,
-        help="Serve figures for Prometheus at this port; 0 is any free one.",
-    ),
-]
-MetricsHostOption = Annotated[
-    str,
-    typer.Option(metavar="HOST", help="Address for --metrics-port."),
-]
-
 
 def with_limit(overrides: list[str] | None, limit: int | None, *, background: bool = False) -> list[str]:
     """Return what `--set` gives, and then what `--limit` and `--background` do."""

@@ -17,8 +17,6 @@ from batchrunner.cli.options import (
     JoinOption,
     JsonOption,
     LimitOption,
-    MetricsHostOption,
-    MetricsPortOption,
     QuietOption,
     RetryFailedOption,
     SetOption,
@@ -27,7 +25,6 @@ from batchrunner.cli.options import (
 )
 from batchrunner.core.console import show, tell
 from batchrunner.core.errors import BatchrunError, JobError
-from batchrunner.core.types import MetricsAddress
 
 
 @contextlib.contextmanager
@@ -52,11 +49,6 @@ def _end(done: Any, exit_code: int, shown: list[str], *, quiet: bool, as_json: b
     raise typer.Exit(exit_code)
 
 
-def _metrics(port: int | None, host: str) -> MetricsAddress | None:
-    """Return where metrics are served; None without a port."""
-    return None if port is None else MetricsAddress(port, host)
-
-
 def run(
     job: JobArgument,
     overrides: SetOption = None,
@@ -65,8 +57,6 @@ def run(
     retry_failed: RetryFailedOption = False,
     join: JoinOption = False,
     background: BackgroundOption = False,
-    metrics_port: MetricsPortOption = None,
-    metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -85,7 +75,6 @@ def run(
             fresh=fresh,
             retry_failed=retry_failed,
             join=join,
-            metrics=_metrics(metrics_port, metrics_host),
             quiet=quiet,
             as_json=as_json,
         )
@@ -120,8 +109,6 @@ def batch(
     retry_failed: RetryFailedOption = False,
     join: JoinOption = False,
     background: BackgroundOption = False,
-    metrics_port: MetricsPortOption = None,
-    metrics_host: MetricsHostOption = "127.0.0.1",
     quiet: QuietOption = False,
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
@@ -141,7 +128,7 @@ def batch(
     with telling_report(quiet=quiet or as_json):
         done = run_batch(
             requests, output, errors, made, fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet,
-            as_json=as_json, metrics=_metrics(metrics_port, metrics_host),
+            as_json=as_json,
         )  # fmt: skip
     shown = [str(done.results)] if done.is_published else []
     _end(done, done.report.exit_code, shown, quiet=quiet, as_json=as_json)

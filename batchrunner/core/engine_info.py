@@ -175,9 +175,9 @@ LEAST_LOW = 8
 class QueueBand:
     """Healthy `#queue-req` of one scheduler, in requests."""
 
-    low: int
-    high: int
-    why: str = "the job's"
+    low: int = 100
+    high: int = 2000
+    why: str = "the guide's"
 
     def scaled(self, max_running: int | None) -> QueueBand:
         """Return the band for a scheduler that runs at most `max_running` requests at once."""

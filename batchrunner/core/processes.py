@@ -44,7 +44,7 @@ class SignalWatch:
         self._next = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         for number in self._caught:
             if signal.getsignal(number) != signal.SIG_IGN:
-                self._handlers[number] = signal.signal(number, _nothing)
+                self._handlers[number] = signal.signal(number, listened_to)
         self._thread.start()
         return self
 
@@ -67,8 +67,8 @@ class SignalWatch:
                 self._listener(signal.Signals(number))
 
 
-def _nothing(_number: int, _frame: FrameType | None) -> None:
-    """Handle a signal: whoever listens does."""
+def listened_to(_number: int, _frame: FrameType | None) -> None:
+    """Handle a signal that a SignalWatch catches: its listener does."""
 
 
 @contextlib.contextmanager

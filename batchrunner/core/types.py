@@ -230,15 +230,6 @@ BATCH_PATHS = (CHAT_PATH, COMPLETIONS_PATH, EMBEDDINGS_PATH)
 """Endpoints that the lines of a batch file may be for."""
 
 
-class MetricsAddress(NamedTuple):
-    """Where the metrics of a run are served."""
-
-    port: int
-    """0 is any free one; the log says which."""
-    host: str = "127.0.0.1"
-    """By default only programs of this machine can ask."""
-
-
 def rows_to_text(rows: BitMap64) -> str:
     """Return rows as base-85 text for a JSON file: a few bytes per consecutive range, 2.5 per single row."""
     rows = rows.copy()

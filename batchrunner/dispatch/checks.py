@@ -23,7 +23,7 @@ from batchrunner.job.answers import AnswerPlan, of_sample
 from batchrunner.job.arrow_types import fit, kind_of_schema
 from batchrunner.job.hook_loading import CHECK
 from batchrunner.job.output import CUT, PARSED, REASONING, TOOL_CALLS
-from batchrunner.job.spec import AcceptSpec, Job
+from batchrunner.job.spec import Job
 from batchrunner.output.counts import ASKED_AGAIN, AskedAgain, Rejected
 
 MOST_LENGTHENED = 3
@@ -107,9 +107,9 @@ class AnswerChecker:
         number = len(history.rejected) - history.lengthened
         if number >= self._tries:
             return None
-        again: Request | Outcome = _next_try(history.first, self._check, number)
+        again: Request | Outcome = _next_try(history.first, number)
         if self._check.feedback and row.unencoded is not None and row.unencoded.kind == "messages":
-            told = _with_complaint(_next_try(row.unencoded, self._check, number), answer, complaint)
+            told = _with_complaint(_next_try(row.unencoded, number), answer, complaint)
             (again,) = await self._tokenizer.tokenize([told])
         return again if isinstance(again, Request) else None
 
@@ -268,14 +268,17 @@ def _short(text: str) -> str:
     return line if len(line) <= LONGEST_COMPLAINT else line[: LONGEST_COMPLAINT - 1] + "…"
 
 
-def _next_try(first: Request, accept: AcceptSpec, number: int) -> Request:
+RISING = (0.4, 0.8)
+"""Least temperatures of the second and of all further tries: at 0 the same answer would come again."""
+
+
+def _next_try(first: Request, number: int) -> Request:
     """Return try `number` of a row, from 1 on: its first request with another seed and temperature."""
     sampling = {**first.sampling}
     seed = sampling.get("sampling_seed") or 0
     sampling["sampling_seed"] = (seed + number * SEED_STEP) & MOST_SEED
-    temperature = accept.temperature_of(number, sampling.get("temperature"))
-    if temperature is not None:
-        sampling["temperature"] = temperature
+    if "temperature" in sampling:
+        sampling["temperature"] = max(sampling["temperature"], RISING[min(number, len(RISING)) - 1])
     return first._replace(sampling=sampling)
 
 

@@ -21,7 +21,7 @@ from batchrunner.core.types import ColumnKind
 PLAIN_TYPES: dict[str, pa.DataType] = {
     "string": pa.string(), "bool": pa.bool_(), "int32": pa.int32(), "int64": pa.int64(),
     "float16": pa.float16(), "float32": pa.float32(), "float64": pa.float64(), "binary": pa.binary(),
-    "date": pa.date32(), "timestamp": pa.timestamp("us"), "json": pa.string(), "": pa.string(),
+    "date": pa.date32(), "timestamp": pa.timestamp("us"), "json": pa.string(),
 }  # fmt: skip
 _NAMES = {str(kind): name for name, kind in reversed(PLAIN_TYPES.items())}
 _WORDS = {"string": "string", "boolean": "bool", "integer": "int64", "number": "float64"}
@@ -76,10 +76,10 @@ class _SchemaReader:
         if choices is not None:
             is_plain = isinstance(choices, list) and "properties" not in schema
             others = [each for each in choices if each != {"type": "null"}] if is_plain else []
-            return _common(map(self.kind_of, others))
+            return common_kind(map(self.kind_of, others))
         if "enum" in schema or "const" in schema:
             values = schema["enum"] if "enum" in schema else [schema["const"]]
-            return _common(_KINDS_OF_VALUES.get(type(each), "json") for each in values if each is not None)
+            return common_kind(kind for each in values for kind in kinds_of_value(each))
         given = schema.get("type", "object" if "properties" in schema else None)
         types = [word for word in (given if isinstance(given, list) else [given]) if word != "null"]
         return self._of_type(types[0], schema) if len(types) == 1 else "json"
@@ -91,7 +91,7 @@ class _SchemaReader:
         if word == "array":
             fixed = schema.get("prefixItems")
             if fixed and schema.get("maxItems") == len(fixed):  # a tuple
-                inner = _common(map(self.kind_of, fixed))
+                inner = common_kind(map(self.kind_of, fixed))
             else:
                 inner = self.kind_of(None if fixed else schema.get("items"))
             return ("list", inner) if schema.get("items") or inner != "json" else "json"
@@ -120,42 +120,22 @@ def part_at(root: Any, reference: str) -> Any:
         raise LookupError(reference) from None
 
 
-def _common(kinds: Iterable[ColumnKind]) -> ColumnKind:
+def kinds_of_value(value: Any) -> list[ColumnKind]:
+    """Return the kinds of column that could hold a value of JSON: a list's by its items; none for a null."""
+    if isinstance(value, list):
+        return [("list", kind) for item in value for kind in kinds_of_value(item)]
+    is_small = not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
+    return [] if value is None else [_KINDS_OF_VALUES.get(type(value), "json") if is_small else "json"]
+
+
+def common_kind(kinds: Iterable[ColumnKind]) -> ColumnKind:
     """Return the kind that holds values of all these."""
     found = set(kinds)
+    if found and all(kind[0] == "list" for kind in found):
+        return "list", common_kind(kind[1] for kind in found)
     if len(found) == 1:
         return found.pop()
     return "float64" if found == {"int64", "float64"} else "json"
-
-
-NO_KIND: ColumnKind = ""
-"""What is known of a column whose values were all null."""
-
-
-def kind_of_value(value: Any) -> ColumnKind:
-    """Return the kind of column for a value of JSON."""
-    if value is None:
-        return NO_KIND
-    if isinstance(value, list):
-        return "list", functools.reduce(wider, map(kind_of_value, value), NO_KIND)
-    if isinstance(value, dict) and value:
-        return "struct", tuple((name, kind_of_value(each)) for name, each in value.items())
-    is_small = not isinstance(value, int) or -(1 << 63) <= value < 1 << 63
-    return _KINDS_OF_VALUES.get(type(value), "json") if is_small else "json"
-
-
-def wider(one: ColumnKind, other: ColumnKind) -> ColumnKind:
-    """Return the kind that holds values of both, as far as they are known."""
-    if NO_KIND in (one, other):
-        return one or other
-    if one[0] == other[0] == "list":
-        return "list", wider(one[1], other[1])
-    if one[0] == other[0] == "struct":
-        known: dict[str, Any] = {}
-        for name, kind in (*one[1], *other[1]):
-            known[name] = wider(known.get(name, NO_KIND), kind)
-        return "struct", tuple(known.items())
-    return _common((one, other))
 
 
 def fit(value: Any, kind: ColumnKind) -> Any:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import pyarrow as pa
 
@@ -27,6 +27,21 @@ _INDEX = "__index_level_"
 """Beginning of the name of a column that pandas makes of an index."""
 
 
+class CallOptions(TypedDict, total=False):
+    """Arguments of `generate` that `stream` and a stage of Ray Data have too, and the task."""
+
+    prompt: Prompt | None
+    rollout: str | Callable[..., Any] | None
+    parse: str | Callable[..., Any] | None
+    sampling: Mapping[str, Any] | None
+    answers: Sequence[str]
+    accept: Mapping[str, Any] | None
+    on_length: OnLength | None
+    limits: Mapping[str, Any] | LimitsSpec | None
+    task: TaskName
+    task_options: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryCall:
     """A call of the library, without its rows; the fields are its arguments."""
@@ -38,7 +53,7 @@ class LibraryCall:
     columns: Sequence[str] = ()
     limits: Mapping[str, Any] | LimitsSpec | None = None
     task: TaskName = GENERATE
-    options: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, Any] = field(default_factory=dict)
     """The fields that the task has and generating lacks, by the last parts of their names: `dtype`."""
     rollout: str | Callable[..., Any] | None = None
     parse: str | Callable[..., Any] | None = None
@@ -76,7 +91,7 @@ class LibraryCall:
         }
         fields = TASKS[self.task].takes if self.task in TASKS else ()
         places = {place.rpartition(".")[2]: place for place in fields}
-        for name, value in self.options.items():
+        for name, value in self.task_options.items():
             if name not in places:
                 takes = ", ".join(places) or "none"
                 raise JobError(f"task_options: {name!r} with task: {self.task}", hint=f"it takes {takes}")
@@ -105,7 +120,7 @@ def _anywhere(name: str, part: Any) -> Any:
 
 
 _OF_BASE = {
-    "engine", "limits", "order", "window", "queue", "dedupe", "bundle", "storage", "output.part_rows",
+    "engine", "limits", "order", "window", "dedupe", "bundle", "storage", "output.part_rows",
     "output.durable", "input.limit",
 }  # fmt: skip
 """Parts of a job that hold for a batch file, from a base job or `--set`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
@@ -22,62 +21,40 @@ def _checked_url(url: str) -> str:
 Url: TypeAlias = Annotated[str, AfterValidator(_checked_url)]
 
 
-class AttachEngine(Spec):
+class RunningServers(Spec):
+    """SGLang servers that already run."""
+
+    api_key_env: str = "SGLANG_API_KEY"
+    """Environment variable with the servers' API key."""
+    api_key_file: UserPath | None = None
+    """File with the API key instead, such as a mounted secret."""
+    background: bool = False
+    """The servers serve others, whose requests go first: rows take what these leave of them."""
+
+
+class AttachEngine(RunningServers):
     """One or more SGLang servers that already run."""
 
     kind: Literal["attach"]
     """`attach`: the servers already run."""
     urls: Annotated[list[Url], Field(min_length=1)]
     """Addresses of the servers, replicas of one model. Rows go to each by its load."""
-    api_key_env: str = "SGLANG_API_KEY"
-    """Environment variable with the servers' API key."""
-    api_key_file: UserPath | None = None
-    """File with the API key instead, such as a mounted secret."""
-    background: bool = False
-    """The servers serve others, whose requests go first: rows take what these leave of them."""
 
 
-class GatewayEngine(Spec):
+class GatewayEngine(RunningServers):
     """The workers of SGLang's Model Gateway, which already runs. Rows go to them directly."""
 
     kind: Literal["gateway"]
     """`gateway`: the servers already run, and a Model Gateway lists them."""
     url: Url
     """Address of the gateway. Rows go to the workers that it lists, each by its own load."""
-    api_key_env: str = "SGLANG_API_KEY"
-    """Environment variable with the servers' API key."""
-    api_key_file: UserPath | None = None
-    """File with the API key instead, such as a mounted secret."""
-    background: bool = False
-    """The servers serve others, whose requests go first: rows take what these leave of them."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _starts_none(cls, fields: Any) -> Any:
-        if isinstance(fields, Mapping) and fields.keys() & {"model", "replicas"}:
-            raise ValueError(
-                "kind gateway is one that already runs, by its `url`; replicas that the run starts are "
-                "`kind: server` with `replicas: auto` or a number"
-            )
-        return fields
 
 
 RESERVED = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")
 """Arguments of SGLang that the run sets itself."""
 
 
-class EngineOfRun(Spec):
-    """An engine that lives as long as the run, and has no other users."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_ours(cls, given: Any) -> Any:
-        if isinstance(given, Mapping) and given.get("background"):
-            raise ValueError("background: goes with servers that run already: kind attach or gateway")
-        return given
-
-
-class ServerEngine(EngineOfRun):
+class ServerEngine(Spec):
     """Servers that the run starts on free local ports, restarts when they die, and stops at the end."""
 
     kind: Literal["server"]
@@ -141,7 +118,7 @@ class ServerEngine(EngineOfRun):
         return {name: user_paths(value) for name, value in env.items()}
 
 
-class SimulatedEngine(EngineOfRun):
+class SimulatedEngine(Spec):
     """No engine: made-up answers at a made-up speed, for trials and tests. Results are marked."""
 
     kind: Literal["simulated"]

@@ -143,10 +143,6 @@ class StorageSpec(Spec):
     (S3), `account_key` or `sas_token` (Azure), `service_account_key` (Google, JSON). The job file holds no
     secret."""
 
-    copies: UserPath | None = None
-    """Directory for the working copy of a run in a store. Default: the cache directory. Keep it: it has rows
-    that a killed run had not uploaded."""
-
     @model_validator(mode="after")
     def _one_way(self) -> StorageSpec:
         if self.anonymous and self.secrets:

@@ -100,9 +100,8 @@ class AcceptSpec(Spec):
     """Function of the answer, or of the answer and a dict of `input.columns`. Returns true, false, or what is
     wrong."""
     tries: Annotated[int, Field(ge=1, le=100)] | None = None
-    """Most answers asked for, the first included. Default 3; 1 without a section `accept`."""
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    """Temperature of all tries but the first. By default at least 0.4, then 0.8."""
+    """Most answers asked for, the first included. Default 3; 1 without a section `accept`. The second has a
+    temperature of at least 0.4, the others of 0.8."""
     feedback: bool = False
     """Show a chat its answer and the complaint in the next try."""
 
@@ -112,19 +111,9 @@ class AcceptSpec(Spec):
         given = (self.regex, self.expression, self.python)
         return bool(self.json_) or any(condition is not None for condition in given)
 
-    def temperature_of(self, number: int, sampled: float | None) -> float | None:
-        """Return the temperature of try `number`, from 1 on, of a row that `sampling` gives one, or none."""
-        if self.temperature is not None:
-            return self.temperature
-        least = RISING[min(number, len(RISING)) - 1]
-        return sampled if sampled is None else max(sampled, least)
-
 
 TRIES = 3
 """Answers of a row that are checked unless the job says otherwise."""
-RISING = (0.4, 0.8)
-"""Least temperatures of the second and of all further tries: at 0 the same answer would come again."""
-
 
 ColumnType: TypeAlias = Literal["string", "bool", "int32", "int64", "float32", "float64", "date", "timestamp"]
 
@@ -262,9 +251,6 @@ class Job(Spec):
     tokenize: Literal["auto", "client", "server"] = "auto"
     """Who tokenizes prompts. `auto`: batchrunner, if the answers cannot differ. `client`: batchrunner, or the
     run does not begin. `server`: the engine."""
-    queue: Annotated[tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=4)]], Field()] = (100, 2000)
-    """Range in which each scheduler's waiting requests (`#queue-req`) are kept; smaller for one that runs
-    few."""
 
     python_path: list[UserPath] = []
     """Where modules of Python functions are looked up first. Default: the job file's directory."""
@@ -284,13 +270,6 @@ class Job(Spec):
     @classmethod
     def _off(cls, bundle: object) -> object:
         return "off" if bundle is False else bundle  # YAML reads off as false
-
-    @field_validator("queue")
-    @classmethod
-    def _band(cls, queue: tuple[int, int]) -> tuple[int, int]:
-        if queue[1] < 4 * queue[0]:
-            raise ValueError("the upper end must be at least 4 times the lower one")
-        return queue
 
     @model_validator(mode="after")
     def _fields_go_together(self) -> Job:

@@ -1,6 +1,7 @@
 """Converts outcomes into Arrow tables with the columns of a part."""
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -9,7 +10,7 @@ import pyarrow as pa
 
 from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, Outcome, RowRef
 from batchrunner.job.answers import AnswerPlan
-from batchrunner.job.arrow_types import arrow_type, fit, kind_of_schema, kind_of_value, wider
+from batchrunner.job.arrow_types import arrow_type, common_kind, fit, kind_of_schema, kinds_of_value
 from batchrunner.job.output import (
     MADE_ROWS,
     OF_TEXTS,
@@ -148,7 +149,7 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
         values[REQUEST_DIGEST] = [ref.digests and ref.digests[ref.position] for ref in refs]
     for name in plan.names:
         values[name] = [answer_value(completion, name, plan.samples) for completion in completions]
-    carried = _carried(refs)
+    carried = _carried(refs) if {*schema.names} - values.keys() else pa.table({})
     arrays = [
         arrow_array(values[field.name], field.type) if field.name in values else carried.column(field.name)
         for field in schema
@@ -156,25 +157,28 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
     return pa.Table.from_arrays(arrays, schema=schema)
 
 
-def kind_returned(tables: Iterable[pa.Table]) -> ColumnKind:
-    """Return the kind of all that a function without annotation returned, from its values in tables."""
-    kind: ColumnKind = "struct", ()
+def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
+    """Return the columns of all that a function without annotation returned, by its values in tables."""
+    found: defaultdict[str, set[ColumnKind]] = defaultdict(set)
     for table in tables:
-        for text in table.column(RETURNED).to_pylist():
-            if text not in {None, "{}"}:
-                kind = wider(kind, kind_of_value(msgspec.json.decode(text)))
-    return kind
+        for row in _returned(table):
+            for name, value in row.items():
+                found[name].update(kinds_of_value(value))
+    return {name: common_kind(kinds) for name, kinds in found.items()}
 
 
-def with_returned(table: pa.Table, kind: ColumnKind) -> pa.Table:
+def with_returned(table: pa.Table, kinds: Mapping[str, ColumnKind]) -> pa.Table:
     """Return a table with what the function returned as columns, in place of others of their names."""
-    rows = [fit(msgspec.json.decode(text or "{}"), kind) for text in table.column(RETURNED).to_pylist()]
-    fields: Any = kind[1]
-    names = [name for name, _ in fields]
-    table = table.drop_columns([name for name in table.column_names if name in {RETURNED, *names}])
-    for name, values in zip(names, arrow_array(rows, arrow_type(kind)).flatten(), strict=True):
-        table = table.append_column(name, values)
+    rows = _returned(table)
+    table = table.drop_columns([name for name in table.column_names if name == RETURNED or name in kinds])
+    for name, kind in kinds.items():
+        values = [fit(row.get(name), kind) for row in rows]
+        table = table.append_column(name, arrow_array(values, arrow_type(kind)))
     return table
+
+
+def _returned(table: pa.Table) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(text or "{}") for text in table.column(RETURNED).to_pylist()]
 
 
 def _carried(refs: Sequence[RowRef]) -> pa.Table:

@@ -26,7 +26,7 @@ from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, known_form
 from batchrunner.job.output import REQUEST_DIGEST, RESPONSE, RETURNED
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets, release_unused
-from batchrunner.output.columns import kind_returned, with_returned
+from batchrunner.output.columns import kinds_returned, with_returned
 from batchrunner.output.counts import with_counts
 from batchrunner.output.files import file_to_write, sync_directory, whole_file, writing
 from batchrunner.output.parts import open_part, recover
@@ -167,15 +167,15 @@ def in_order(
         for part in parts:
             buckets.put(_with_all_columns(_read(part, columns), schema))
     tables = buckets.take()
-    kind = None
+    kinds = None
     if RETURNED in schema.names:
-        kind = kind_returned(_read(part, [RETURNED]) for part in parts)
+        kinds = kinds_returned(_read(part, [RETURNED]) for part in parts)
     while True:
         with writing(run_dir.path, OutputError):
             table = next(tables, None)
         if table is None:
             return
-        yield with_counts(table if kind is None else with_returned(table, kind), None)
+        yield with_counts(table if kinds is None else with_returned(table, kinds), None)
 
 
 def merged_rows(run_dir: RunDir) -> int:

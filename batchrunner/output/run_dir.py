@@ -248,7 +248,7 @@ def _with_copy(
 
     where = f"{address} {endpoint_of(address, storage) or ''}"
     name = f"{address.name}-{hashlib.sha256(where.encode()).hexdigest()[:16]}"
-    copies = (Path(storage.copies) if storage.copies else cache_directory()) / "runs" / name
+    copies = cache_directory() / "runs" / name
     root = cache_directory() / "looked-at" / name / task if is_looked_at else copies / task
     objects = RunObjects(address, storage)
     store = ObjectStore(objects, root, copies)

@@ -1,11 +1,11 @@
 """Batch inference on a Ray cluster: stages of Ray Data pipelines, and whole jobs.
 
-`generate`, `embed`, `score` and `rerank` take a Ray data set and return one with the answers. A whole job is
-`batchrun ray JOB.yaml` (`whole_job.py`). `import batchrunner` imports nothing of this.
+`generate` takes a Ray data set and returns one with the answers. A whole job is `batchrun ray JOB.yaml`
+(`whole_job.py`). `import batchrunner` imports nothing of this.
 """
 
 try:
-    from batchrunner.ray.stages import embed, generate, rerank, score
+    from batchrunner.ray.stages import generate
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] != "ray":
         raise
@@ -13,4 +13,4 @@ except ModuleNotFoundError as missing:
         "batchrunner.ray: Ray is not installed: pip install 'batchrunner[ray]'", name="ray"
     ) from None
 
-__all__ = ["embed", "generate", "rerank", "score"]
+__all__ = ["generate"]

@@ -5,12 +5,12 @@ import functools
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Unpack
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -24,14 +24,12 @@ from batchrunner.core.types import Outcome
 from batchrunner.engines.model_files import cards_of
 from batchrunner.input.templates import unknown_column
 from batchrunner.job.answers import AnswerPlan, plan_answers
-from batchrunner.job.call import LibraryCall, Prompt
+from batchrunner.job.call import CallOptions, LibraryCall
 from batchrunner.job.engine import EngineSpec, ServerEngine
 from batchrunner.job.load import EngineLike, parse_engine
-from batchrunner.job.output import RETURNED
 from batchrunner.job.python_functions import open_functions
-from batchrunner.job.spec import Job, LimitsSpec, OnLength
-from batchrunner.job.tasks import Dtype
-from batchrunner.output.columns import kind_returned, schema_of_run, table_of, with_returned
+from batchrunner.job.spec import Job, LimitsSpec
+from batchrunner.output.columns import schema_of_run, table_of
 from batchrunner.runner.open_engine import EngineLoop, OpenEngine
 from batchrunner.runner.stream import MOST_ROWS, ProgramRows, RowBuffer, send_stream
 
@@ -120,29 +118,15 @@ class StageCall:
             )
 
 
+@dataclass(slots=True, eq=False)
 class SentBlock:
     """Rows that are sent together; done when each has an outcome."""
 
-    def __init__(self, first: int, rows: int) -> None:
-        """`first` is the ordinal of the first row in the stream."""
-        self.first = first
-        self.outcomes: list[Outcome | None] = [None] * rows
-        self._missing = rows
-        self.done: Future[list[Outcome] | None] = Future()
-        """Becomes the outcomes in the order of the rows; None if the stream ends before."""
-        self.done.set_running_or_notify_cancel()  # who waits may be cancelled, and this cannot
-
-    @property
-    def end(self) -> int:
-        """Ordinal of the row after the last one."""
-        return self.first + len(self.outcomes)
-
-    def put(self, outcome: Outcome) -> None:
-        """Take the outcome of a row."""
-        self.outcomes[outcome.ref.row - self.first] = outcome
-        self._missing -= 1
-        if not self._missing:
-            self.done.set_result([outcome for outcome in self.outcomes if outcome is not None])
+    rows: range
+    """Their ordinals in the stream."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    done: Future[list[Outcome] | None] = field(default_factory=Future)
+    """Becomes the outcomes in the order of the rows; None if the stream ends before."""
 
 
 class BlockOutlet:
@@ -157,7 +141,8 @@ class BlockOutlet:
     def add(self, rows: int) -> SentBlock:
         """Return a new block of the next rows."""
         with self._lock:
-            block = SentBlock(self._rows, rows)
+            block = SentBlock(range(self._rows, self._rows + rows))
+            block.done.set_running_or_notify_cancel()  # who waits may be cancelled, and this cannot
             self._rows += rows
             if self._ended:
                 block.done.set_result(None)
@@ -168,10 +153,11 @@ class BlockOutlet:
     async def put(self, outcome: Outcome) -> None:
         """Take the outcome of a row."""
         with self._lock:
-            block = next(block for block in self._blocks if outcome.ref.row < block.end)
-            block.put(outcome)
-            if block.done.done():
+            block = next(block for block in self._blocks if outcome.ref.row < block.rows.stop)
+            block.outcomes.append(outcome)
+            if len(block.outcomes) == len(block.rows):
                 self._blocks.remove(block)
+                block.done.set_result(sorted(block.outcomes, key=lambda each: each.ref.row))
 
     def check(self) -> None:
         """Do nothing: nothing is written."""
@@ -180,9 +166,8 @@ class BlockOutlet:
         """Give up the blocks that are not done: no more outcomes come."""
         with self._lock:
             self._ended = True
-            for block in self._blocks:
-                block.done.set_result(None)
-            self._blocks.clear()
+            while self._blocks:
+                self._blocks.pop().done.set_result(None)
 
 
 class BlockStream:
@@ -227,14 +212,14 @@ class BlockStream:
         blocks. Raises BatchrunError where the stream ends: the engine is lost, or too many rows fail.
         """
         if not block.num_rows:
-            return self._with_answers(block, self._answer_table([]))
+            return self._with_answers(block, [])
         async with self._order:
             sent = await asyncio.to_thread(self._feed, block)
         outcomes = await asyncio.wrap_future(sent.done)
         if outcomes is None:
             await self._running.wait_async()
             raise BatchrunError("the stream ended before its rows did")
-        return await asyncio.to_thread(lambda: self._with_answers(block, self._answer_table(outcomes)))
+        return await asyncio.to_thread(self._with_answers, block, outcomes)
 
     def close(self) -> None:
         """End the stream, whose requests in flight are cancelled. Blocks."""
@@ -251,15 +236,9 @@ class BlockStream:
                     break
             return sent
 
-    def _answer_table(self, outcomes: list[Outcome]) -> pa.Table:
-        """Return the columns of the results."""
-        table = table_of(outcomes, self._schema, self._plan) if outcomes else self._schema.empty_table()
-        if RETURNED not in table.column_names:
-            return table
-        return with_returned(table, kind_returned([table]))
-
-    def _with_answers(self, block: pa.Table, answers: pa.Table) -> pa.Table:
+    def _with_answers(self, block: pa.Table, outcomes: list[Outcome]) -> pa.Table:
         """Return the rows of a block beside their answers."""
+        answers = table_of(outcomes, self._schema, self._plan) if outcomes else self._schema.empty_table()
         kept = block if self._call.columns is None else block.select(self._call.columns)
         if answers.num_rows > block.num_rows:  # several of a rollout
             rows = answers.column("row")
@@ -320,157 +299,38 @@ TASKS = 8
 work (Ray Data's RAY_DATA_DEFAULT_ASYNC_BATCH_UDF_MAX_CONCURRENCY)."""
 
 
-class StageOptions(TypedDict, total=False):
-    """What a stage of Ray Data takes beside the arguments of its task."""
-
-    columns: Sequence[str] | None
-    """Columns that the rows keep; all unless given."""
-    prefix: str
-    """What the names of the result columns begin with; nothing unless given."""
-    replicas: int | tuple[int, int]
-    """Actors, each with an engine, or the least and the most of them; 1 unless given."""
-    batch_size: int
-    """Rows that go to an actor together."""
-    tasks: int
-    """Ray tasks that an actor works at together."""
-    num_cpus: float
-    """Cores that Ray keeps for an actor; 1 unless given."""
-
-
 def generate(
     ds: Dataset,
     *,
-    prompt: Prompt | None = None,
     engine: EngineLike,
-    sampling: Mapping[str, Any] | None = None,
-    parse: str | Callable[..., Any] | None = None,
-    answers: Sequence[str] = (),
-    accept: Mapping[str, Any] | None = None,
-    on_length: OnLength | None = None,
-    limits: Mapping[str, Any] | LimitsSpec | None = None,
-    **stage: Unpack[StageOptions],
-) -> Dataset:
-    """Return the data set with an answer to every row: a stage that Ray Data runs with the others.
-
-    Example: `batchrunner.ray.generate(ds, prompt="Describe {{ text }}", engine="Qwen/Qwen3-8B", replicas=4)`
-
-    `prompt`, `sampling`, `parse`, `answers`, `accept`, `on_length` and `limits` are those of
-    `batchrunner.generate`; so is `engine`, but it cannot be an open one. `stage` are StageOptions. Rows keep
-    their columns and get those of a result row but `row`. Each actor opens the engine, has the GPUs that it
-    takes, and sends the rows of its next task while the last rows of the one before run.
-
-    Failed rows have an `error`. An actor that dies is replaced, and what it had not finished is done again.
-    Raises JobError or InputError for what can be seen before the first row.
-    """
-    call = LibraryCall(
-        engine=_engine_of(engine),
-        prompt=prompt,
-        limits=limits,
-        parse=parse,
-        sampling=sampling,
-        answers=answers,
-        accept=accept,
-        on_length=on_length,
-        own_rows=True,
-    )
-    return _stage(ds, call, **stage)
-
-
-def embed(
-    ds: Dataset,
-    *,
-    prompt: Prompt | None = None,
-    engine: EngineLike,
-    dtype: Dtype = "float32",
-    normalize: bool = False,
-    dimensions: int | None = None,
-    limits: Mapping[str, Any] | LimitsSpec | None = None,
-    **stage: Unpack[StageOptions],
-) -> Dataset:
-    """Return the data set with a vector for every row, in the column `embedding` as a list of numbers.
-
-    Example: `batchrunner.ray.embed(ds, engine="BAAI/bge-small-en-v1.5")`.
-
-    The arguments are those of `batchrunner.embed` and of `generate` here.
-    """
-    options = {"dtype": dtype, "normalize": normalize, "dimensions": dimensions}
-    call = LibraryCall(task="embed", engine=_engine_of(engine), prompt=prompt, limits=limits, options=options)
-    return _stage(ds, call, **stage)
-
-
-def score(
-    ds: Dataset,
-    *,
-    labels: Sequence[str | int] | None = None,
-    choices: str | Sequence[str] | None = None,
-    prompt: Prompt | None = None,
-    engine: EngineLike,
-    softmax: bool = False,
-    limits: Mapping[str, Any] | LimitsSpec | None = None,
-    **stage: Unpack[StageOptions],
-) -> Dataset:
-    """Return the data set with the scores of labels or choices for every row, in the column `scores`.
-
-    Example: `batchrunner.ray.score(ds, labels=[" yes", " no"], engine="Qwen/Qwen3-8B")`.
-
-    The arguments are those of `batchrunner.score` and of `generate` here.
-    """
-    given = choices if choices is None or isinstance(choices, str) else list(choices)
-    call = LibraryCall(
-        task="score",
-        engine=_engine_of(engine),
-        prompt=prompt,
-        limits=limits,
-        options={"labels": labels, "choices": given, "softmax": softmax},
-    )
-    return _stage(ds, call, **stage)
-
-
-def rerank(
-    ds: Dataset,
-    *,
-    documents: str,
-    prompt: str | Mapping[str, Any] | None = None,
-    engine: EngineLike,
-    limits: Mapping[str, Any] | LimitsSpec | None = None,
-    **stage: Unpack[StageOptions],
-) -> Dataset:
-    """Return the data set with the relevance of every row's documents to its query, in the column `scores`.
-
-    Example: `batchrunner.ray.rerank(ds, prompt="{{ query }}", documents="documents", engine=name)`.
-
-    The arguments are those of `batchrunner.rerank` and of `generate` here.
-    """
-    options = {"documents": documents}
-    call = LibraryCall(
-        task="rerank", engine=_engine_of(engine), prompt=prompt, limits=limits, options=options
-    )
-    return _stage(ds, call, **stage)
-
-
-def _engine_of(engine: EngineLike) -> EngineSpec:
-    if isinstance(engine, OpenEngine):
-        raise JobError("engine: an open engine cannot move to an actor", hint="give what it was opened from")
-    return parse_engine(engine)
-
-
-def _stage(
-    ds: Dataset,
-    call: LibraryCall,
-    *,
     columns: Sequence[str] | None = None,
     prefix: str = "",
     replicas: int | tuple[int, int] = 1,
     batch_size: int = BATCH_ROWS,
     tasks: int = TASKS,
     num_cpus: float = 1,
+    **options: Unpack[CallOptions],
 ) -> Dataset:
-    """Add the stage to a data set, after a look at what is known already."""
+    """Return the data set with an answer to every row: a stage that Ray Data runs with the others.
+
+    Example: `batchrunner.ray.generate(ds, prompt="Describe {{ text }}", engine="Qwen/Qwen3-8B", replicas=4)`
+
+    `options` are those of `batchrunner.stream`; so is `engine`, but it cannot be an open one. Rows keep
+    `columns`, by default all, and get those of a result row but `row`, whose names begin with `prefix`. Of
+    `replicas` actors, or the least and the most of them, each opens the engine and has the GPUs that it takes
+    and `num_cpus` cores. It works at so many `tasks` of Ray together, in batches of `batch_size` rows.
+
+    Failed rows have an `error`. An actor that dies is replaced, and what it had not finished is done again.
+    Raises JobError or InputError for what can be seen before the first row.
+    """
     if not isinstance(ds, Dataset):
         raise JobError(
             f"ds is no data set of Ray Data (got {type(ds).__name__})",
             hint="make one with ray.data.from_arrow, from_pandas, from_items or read_parquet",
         )
+    if isinstance(engine, OpenEngine):
+        raise JobError("engine: an open engine cannot move to an actor", hint="give what it was opened from")
+    call = LibraryCall(engine=parse_engine(engine), own_rows=True, **options)
     if getattr(call.engine, "nodes", 1) > 1:
         raise JobError("engine.nodes: an actor of Ray Data is on one machine", hint="do it by `batchrun ray`")
     least, most = (replicas, replicas) if isinstance(replicas, int) else replicas
@@ -491,5 +351,6 @@ def _stage(
         compute=compute,
         num_cpus=num_cpus,
         num_gpus=gpus_asked(call.engine, gpus_of_nodes()),
-        udf_modifying_row_count=isinstance(call.prompt, Mapping) and "rollout" in call.prompt,
+        udf_modifying_row_count=call.rollout is not None
+        or (isinstance(call.prompt, Mapping) and "rollout" in call.prompt),
     )

@@ -1,17 +1,18 @@
 """A whole job on a Ray cluster: workers that share its rows as `--join` does, one display, one report."""
 
+from __future__ import annotations
+
+import asyncio
 import contextlib
 import logging
 import os
 import secrets
-import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import ray
@@ -22,10 +23,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from batchrunner.core.console import counted, tell
 from batchrunner.core.errors import (
     EXIT_DONE,
-    EXIT_INTERRUPTED,
     EXIT_STOPPED,
     EXIT_TERMINATED,
-    EXIT_TIME_UP,
     EXIT_WRONG,
     BatchrunError,
     JobError,
@@ -40,7 +39,7 @@ from batchrunner.output.files import make_directory, writing
 from batchrunner.ray.stages import gpus_asked, gpus_of_nodes
 from batchrunner.report.report import Report, duration, report_of_all
 from batchrunner.runner.control import Control
-from batchrunner.runner.foreground import TERM_DRAIN_S, log_to_stderr
+from batchrunner.runner.foreground import log_to_stderr, under_signals
 from batchrunner.runner.progress import LINE_EVERY_S
 from batchrunner.runner.run import execute, plan_failed_rows
 from batchrunner.runner.status import status
@@ -51,11 +50,6 @@ MOST_DEATHS = 5
 """Deaths of workers after which none is started again."""
 COST_SHARE = 0.1
 """Most of the time that is spent on reading the run's files for the display."""
-_SIGNALS = {
-    signal.SIGINT: ("interrupted", EXIT_INTERRUPTED),
-    signal.SIGTERM: ("interrupted", EXIT_TERMINATED),
-    signal.SIGUSR1: ("time is nearly up", EXIT_TIME_UP),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +115,7 @@ def run_on_ray(
 ) -> Report:
     """Do a job with so many workers, each with `cpus` cores and the GPUs of its engine; return the report.
 
-    `retry_failed` sends the failed rows of earlier attempts again. A signal drains the run, a second SIGINT
-    ends it at once. Raises BatchrunError.
+    `retry_failed` sends the failed rows of earlier attempts again. Raises BatchrunError.
     """
     if workers < 1:
         raise JobError(f"--workers {workers}", hint="give a number from 1 on")
@@ -141,15 +134,21 @@ def run_on_ray(
         if retry_failed:
             plan_failed_rows(loaded)
         actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1)(JobWorker)
-        with _noted_signals() as stops, contextlib.closing(Workers(loaded, shared, stops)) as group:
+        control = Control()
+        with contextlib.closing(Workers(loaded, shared, control)) as group:
             for _ in range(workers):
                 place = _place(getattr(loaded.engine, "nodes", 1), cpus, gpus)
                 group.start(actor_class.options(**place).remote(quiet=quiet))
-            next_line = 0.0
-            while group.go_on():
-                if not quiet and time.monotonic() >= next_line:
-                    next_line = show_progress(path, group.working)
-        return _report(group, path, stops)
+            under_signals(_look_after(group, path, quiet=quiet), control, loaded.limits)
+        return _report(group, path, control)
+
+
+async def _look_after(group: Workers, path: str, *, quiet: bool) -> None:
+    """Look after the workers until none is left, or none is waited for, and show how far the run is."""
+    next_line = 0.0
+    while await asyncio.to_thread(group.go_on):
+        if not quiet and time.monotonic() >= next_line:
+            next_line = await asyncio.to_thread(show_progress, path, group.working)
 
 
 def _place(nodes: int, cpus: float, gpus: int) -> dict[str, Any]:
@@ -223,35 +222,14 @@ def _shared_path(output: str) -> Iterator[SharedPath]:
         mark.unlink(missing_ok=True)
 
 
-class Stops:
-    """The signals that this process got; the handlers do no more than to note them."""
-
-    def __init__(self) -> None:
-        self.first: signal.Signals | None = None
-        self.since = 0.0
-        """When the first one came, by the monotonic clock, in seconds."""
-        self.interrupts = 0
-
-    def note(self, number: int, _: FrameType | None) -> None:
-        """Take a signal."""
-        if self.first is None:
-            self.first, self.since = signal.Signals(number), time.monotonic()
-        self.interrupts += number == signal.SIGINT
-
-    @property
-    def at_once(self) -> bool:
-        """Whether the rows in flight are waited for no longer."""
-        late = self.first == signal.SIGTERM and time.monotonic() - self.since > TERM_DRAIN_S
-        return self.interrupts > 1 or late
-
-
 class Workers:
     """The workers of a job. Ray starts those that die again, where there is room; others may wait for it."""
 
-    def __init__(self, job: Job, shared: SharedPath, stops: Stops) -> None:
+    def __init__(self, job: Job, shared: SharedPath, control: Control) -> None:
         self._job = job
         self._shared = shared
-        self._stops = stops
+        self._control = control
+        control.stage = "sending"
         self._deaths = 0
         self._actors: dict[Any, tuple[Any, Any]] = {}
         """Actors by the reference of their reports, each with the reference that tells when it has begun."""
@@ -289,7 +267,7 @@ class Workers:
                 self._failed(failure)
             ray.kill(actor)
         self._stop_if_over()
-        return bool(self._actors) and not self._stops.at_once
+        return bool(self._actors) and not self._control.at_once
 
     def close(self) -> None:
         """End all workers at once."""
@@ -313,9 +291,8 @@ class Workers:
     def _stop_if_over(self) -> None:
         """Let the rows in flight end where the run is over; workers that wait for room are ended."""
         if self._told is None:
-            if self._stops.first is not None:
-                self._told = _SIGNALS[self._stops.first]
-                log.warning("%s: waiting for the rows in flight; a second Ctrl-C stops now", self._told[0])
+            if self._control.reason is not None:
+                self._told = self._control.reason, self._control.exit_code
             elif self._is_over():
                 self._told = "the run is over", EXIT_TERMINATED
             else:
@@ -359,19 +336,16 @@ def show_progress(path: str, workers: int) -> float:
     return now + max(LINE_EVERY_S, (now - began) / COST_SHARE)
 
 
-def _report(group: Workers, path: str, stops: Stops) -> Report:
+def _report(group: Workers, path: str, control: Control) -> Report:
     """Return the report of all workers; raises the error of one where rows are left because of it."""
     try:
         report: Report | None = report_of_all(path)
     except OutputError:  # no worker has begun
         report = None
-    if stops.first is not None and (report is None or report.rows_left):
-        reason, exit_code = _SIGNALS[stops.first]
+    if control.reason is not None and (report is None or report.rows_left):
         if report is None:
-            error = BatchrunError(f"{reason} before the first row")
-            error.exit_code = exit_code
-            raise error
-        return replace(report, reason=reason, exit_code=exit_code)
+            raise control.interrupted("before the first row")
+        return replace(report, reason=control.reason, exit_code=control.exit_code)
     if group.error is not None and (report is None or report.rows_left):
         group.error.report = report
         raise group.error
@@ -381,21 +355,6 @@ def _report(group: Workers, path: str, stops: Stops) -> Report:
     if last is not None and last.exit_code != EXIT_DONE and (report.rows_left or added):
         return replace(report, reason=last.reason, exit_code=last.exit_code)
     return report
-
-
-@contextlib.contextmanager
-def _noted_signals() -> Iterator[Stops]:
-    """Note signals instead of ending at once; those that are ignored stay so."""
-    stops = Stops()
-    before: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        for number, handler in before.items():
-            if handler != signal.SIG_IGN:
-                signal.signal(number, stops.note)
-        yield stops
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _first_line(failure: Any) -> str:

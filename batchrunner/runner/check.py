@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
-from operator import itemgetter
 from typing import Any
 
 import orjson
@@ -14,30 +13,26 @@ from batchrunner.core.console import counted
 from batchrunner.core.errors import (
     EXIT_DONE,
     EXIT_FAILED_ROWS,
-    CannotTokenizeError,
     RowRefusedError,
 )
-from batchrunner.core.files import known_format, read_json
+from batchrunner.core.files import known_format
 from batchrunner.core.types import Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
 from batchrunner.engines.model_files import check_model, model_directory
 from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.engines.request_limits import refuse_invalid
 from batchrunner.input.order import OrderDecision, decide_order
-from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
 from batchrunner.job.call import job_of_batch
 from batchrunner.job.engine import SimulatedEngine
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import Failures
 from batchrunner.output.resume import read_done
-from batchrunner.report.report import cause_lines, duration
+from batchrunner.report.report import cause_lines
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000
 """Rows that are rendered at most, to count those that cannot be sent."""
-ROWS_TOKENIZED = 200
-"""Rows whose prompt tokens are counted at most."""
 CHARACTERS_SHOWN = 2000
 
 
@@ -69,12 +64,6 @@ class Check:
     """Why, most first: `rows`, `example_row`, `example`."""
     not_looked_at: str | None
     """What only a start can tell, of the model or servers; null for nothing."""
-    prompt_tokens: int | None
-    """Prompt tokens to do, estimated from 200 prompts; null where the tokenizer is not on this machine."""
-    seconds: float | None
-    """Time for the rows to do at the speed of `measured`; null without."""
-    measured: str | None
-    """Longest run of this model beside the output path; null for none."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
@@ -98,11 +87,6 @@ class Check:
             label = "cannot be sent" if prompt["error"] else prompt["kind"] or "left out by prompt.python"
             lines += [f"--- row {prompt['row']} ({label})", *shown]
         lines += cause_lines(self.not_sendable, "cannot be sent")
-        tokens = "not known here" if self.prompt_tokens is None else f"about {self.prompt_tokens:,}"
-        time = "not known: no run of this model was measured beside this one"
-        if self.seconds is not None:
-            time = f"about {duration(self.seconds)} at the speed of {self.measured}"
-        lines += [f"prompt tokens: {tokens}; time: {time}"]
         lines += [f"not looked at: {self.not_looked_at}"] if self.not_looked_at else []
         return [*lines, f"{self.verdict}; nothing was sent"]
 
@@ -147,17 +131,14 @@ def _check(prepared: PreparedJob) -> Check:
     todo = selected - done.rows
     items = (item for batch in prepared.batches(todo or selected) for item in batch)
     failures, shown, looked_at = Failures(), list[dict[str, Any]](), 0
-    sample: list[Request] = []
     for item in islice(items, None if loaded.prompt.is_batch else ROWS_LOOKED_AT):
         prompt = _shown(item, loaded.engine.kind)
         looked_at += 1
         if prompt["error"] is not None:
             failures.add(item.ref.row, prompt["error"])
-        elif isinstance(item, Request) and len(sample) < ROWS_TOKENIZED:
-            sample.append(item)
         if len(shown) < PROMPTS_SHOWN:
             shown.append(prompt)
-    model, unknown, measured = launched_model(loaded.engine), None, _measured(prepared)
+    model, unknown = launched_model(loaded.engine), None
     if not isinstance(loaded.engine, SimulatedEngine) and not (model and model_directory(model).exists()):
         unknown = f"engine.model {model}: no files of it are here" if model else "the servers"
     return Check(
@@ -173,33 +154,7 @@ def _check(prepared: PreparedJob) -> Check:
         rows_not_sendable=sum(failures.rows.values()),
         not_sendable=failures.summary(),
         not_looked_at=unknown,
-        prompt_tokens=_prompt_tokens(sample, len(todo), model),
-        seconds=len(todo) / measured["rows_per_s"] if measured else None,
-        measured=measured["path"] if measured else None,
     )
-
-
-def _prompt_tokens(sample: Sequence[Request], rows: int, model: str | None) -> int | None:
-    """Return about how many tokens prompts have, by a sample of them; None where nobody here knows."""
-    if not sample or model is None:
-        return None
-    try:
-        encoder = Encoder(sample[0].kind, model_directory(model), TokenBudget(None))
-    except CannotTokenizeError:
-        return None
-    ids = encoder.token_ids([*filter(encoder.can_encode, sample)])
-    lengths = [len(found) for found in ids if isinstance(found, list)]
-    return sum(lengths) * rows // len(lengths) if lengths else None
-
-
-def _measured(prepared: PreparedJob) -> dict[str, Any] | None:
-    """Return the report of the longest run of the model beside this one; None without any."""
-    reports = map(read_json, prepared.run_dir.path.parent.glob("*/report.json"))
-    model = model_of(prepared.job.engine)
-    same = [
-        each for each in reports if each.get("rows_per_s") and each.get("engine", {}).get("model") == model
-    ]
-    return max(same, key=itemgetter("wall_s"), default=None)
 
 
 def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:

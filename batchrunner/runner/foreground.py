@@ -1,26 +1,27 @@
-"""Runs a job for a command: signals, display, metrics, log lines."""
+"""Runs a job for a command: signals, display, log lines."""
 
 import asyncio
 import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import uvloop
 
 from batchrunner.core.console import LogLine
 from batchrunner.core.processes import SignalWatch
-from batchrunner.core.types import MetricsAddress
 from batchrunner.job.load import load_job
-from batchrunner.job.spec import Job
+from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.report.report import Report
 from batchrunner.runner.control import SIGNALS, Control, RunSignals
-from batchrunner.runner.progress import Display, ProgressBar, ProgressLines, metrics_server
+from batchrunner.runner.progress import Display, ProgressBar, ProgressLines
 from batchrunner.runner.run import execute
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TERM_DRAIN_S = 15.0
 """Seconds that requests in flight get after SIGTERM. SIGKILL follows, after 30 s by default with Slurm and
@@ -36,42 +37,38 @@ def run_in_foreground(
     quiet: bool,
     as_json: bool,
     join: bool = False,
-    metrics: MetricsAddress | None = None,
 ) -> Report:
-    """Run a job; a signal drains the run, a second SIGINT stops it at once. Raises BatchrunError.
-
-    `metrics` is where its metrics are served.
-    """
+    """Run a job; a signal drains the run, a second SIGINT stops it at once. Raises BatchrunError."""
     loaded = load_job(job, overrides=overrides)
     control = Control()
     displays: list[Display] = []
     if not quiet and not as_json:
-        displays.append(ProgressBar() if sys.stderr.isatty() else ProgressLines())
+        displays = [ProgressBar() if sys.stderr.isatty() else ProgressLines()]
 
-    async def supervised() -> Report:
+    with _log_above(displays):
+        running = execute(
+            loaded, fresh=fresh, retry_failed=retry_failed, join=join, displays=displays, control=control
+        )
+        return under_signals(running, control, loaded.limits)
+
+
+def under_signals(work: Coroutine[Any, Any, T], control: Control, limits: LimitsSpec) -> T:
+    """Do work on an event loop of its own; a signal drains it, a second SIGINT stops it at once."""
+    bounds_s = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: limits.drain}
+
+    async def supervised() -> T:
         signals = RunSignals(control, asyncio.get_running_loop(), bounds_s)
-        with SignalWatch(signals.came, SIGNALS), contextlib.closing(signals), _log_above(displays):
-            return await execute(
-                loaded,
-                fresh=fresh,
-                retry_failed=retry_failed,
-                join=join,
-                displays=displays,
-                control=control,
-            )
+        with SignalWatch(signals.came, SIGNALS), contextlib.closing(signals):
+            return await work
 
-    bounds_s = {signal.SIGTERM: TERM_DRAIN_S, signal.SIGUSR1: loaded.limits.drain}
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
-    with contextlib.ExitStack() as stack:
-        if metrics is not None:
-            displays.append(stack.enter_context(metrics_server(metrics)))
-        try:
-            return runner.run(supervised())
-        finally:
-            if control.reason is not None:  # a thread that reads from a mount may never end
-                runner.get_loop().set_default_executor(ThreadPoolExecutor(1))
-            if not control.at_once:
-                runner.close()
+    try:
+        return runner.run(supervised())
+    finally:
+        if control.reason is not None:  # a thread that reads from a mount may never end
+            runner.get_loop().set_default_executor(ThreadPoolExecutor(1))
+        if not control.at_once:
+            runner.close()
 
 
 def log_to_stderr(*, quiet: bool = False, verbose: bool = False) -> None:

@@ -96,12 +96,11 @@ async def open_control(
     prompt_tokens = None if prompt_bytes is None else prompt_bytes / bytes_a_token
     concurrency = ConcurrencyLimits(
         info,
-        QueueBand(*job.queue),
+        QueueBand(),
         tokens_a_row(_most_new_tokens(job), prompt_tokens),
         most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
         fixed=fixed,
         passes=None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens),
-        own_band="queue" in job.model_fields_set,
         prompt_tokens=prompt_tokens or TYPICAL_PROMPT_TOKENS,
     )
     loads = await engine.loads()

@@ -22,7 +22,7 @@ import pyarrow.types as pt
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import LEFT_OUT, ColumnKind, Completion, Outcome, Request, RowRef
+from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import Dataset, RowBatch, carried_of
 from batchrunner.input.parquet_copy import fitted, normalized
@@ -42,8 +42,7 @@ from batchrunner.job.call import LibraryCall
 from batchrunner.job.output import RETURNED
 from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import InputSpec, Job
-from batchrunner.job.tasks import numbers_of
-from batchrunner.output.columns import answer_value, rows_made
+from batchrunner.output.columns import schema_of_run, table_of
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.run_dir import RunDir
@@ -358,28 +357,39 @@ class Handover:
 
     def __init__(self, plan: AnswerPlan) -> None:
         """Make rows of outcomes as `plan` says."""
-        self._plan = plan
-        self._rows: list[dict[str, Any]] = []
+        self._plan, self._schema = plan, schema_of_run(pa.schema([]), plan)
+        self._outcomes: list[Outcome] = []
         self._ended = False
         self._changed = asyncio.Event()
 
     async def put(self, outcome: Outcome) -> None:
-        """Add the row that an outcome becomes, once there is room."""
-        while len(self._rows) >= MOST_ROWS:
+        """Add the outcome of a row, once there is room."""
+        while len(self._outcomes) >= MOST_ROWS:
             await self._change()
-        self._rows += [_row_given(row, self._plan) for row in rows_made(outcome)]
+        self._outcomes.append(outcome)
         self._changed.set()
 
     def check(self) -> None:
         """Do nothing: a program that is behind is waited for."""
 
     async def take(self) -> list[dict[str, Any]]:
-        """Take all rows that are there; waits for the first. Empty at the end."""
-        while not self._rows and not self._ended:
+        """Take all rows that are there; waits for the first. Empty at the end.
+
+        What a rollout returned are columns of its own.
+        """
+        while not self._outcomes and not self._ended:
             await self._change()
-        rows, self._rows = self._rows, []
+        outcomes, self._outcomes = self._outcomes, []
         self._changed.set()
-        return rows
+        if not outcomes:
+            return []
+        carried = {outcome.ref.row: carried_of(outcome.ref) for outcome in outcomes}
+        rows = table_of(outcomes, self._schema, self._plan).to_pylist()
+        returned = [orjson.loads(row.pop(RETURNED, None) or "{}") for row in rows]
+        return [
+            {"row": row["row"]} | carried[row["row"]] | row | own
+            for row, own in zip(rows, returned, strict=True)
+        ]
 
     def end(self) -> None:
         """Record that no more rows come."""
@@ -390,39 +400,6 @@ class Handover:
         """Wait until rows come or go, or none come any more."""
         self._changed.clear()
         await self._changed.wait()
-
-
-def _row_given(outcome: Outcome, plan: AnswerPlan) -> dict[str, Any]:
-    """Return a row of the results as its columns have it; what a rollout returned as columns of its own."""
-    completion = outcome.completion
-    decodes = plan.task is None
-    reason: Any = None
-    if outcome.is_left_out:
-        reason = LEFT_OUT if plan.samples == 1 else [LEFT_OUT] * plan.samples
-
-    def each(values: list[Any]) -> Any:
-        return values[0] if plan.samples == 1 else values
-
-    given: dict[str, Any] = {"row": outcome.ref.row, **carried_of(outcome.ref)}
-    if decodes:
-        given["output"] = each(completion.texts) if completion else None
-        given["finish_reason"] = each(completion.finish_reasons) if completion else reason
-    given["prompt_tokens"] = completion.prompt_tokens if completion else None
-    given["cached_tokens"] = completion.cached_tokens if completion else None
-    if decodes:
-        given["completion_tokens"] = each(completion.completion_tokens) if completion else None
-    given |= {"latency_s": outcome.latency_s, "attempts": outcome.attempts, "error": outcome.error}
-    if decodes:
-        given |= {name: answer_value(completion, name, plan.samples) for name in plan.names}
-        returned: dict[str, Any] = orjson.loads(given.pop(RETURNED, None) or "{}")
-        return given | returned
-    return given | {name: _value_of(completion, name, kind) for name, kind in plan.parsed}
-
-
-def _value_of(completion: Completion | None, name: str, kind: ColumnKind) -> Any:
-    """Return the value of a column of a task without decoding; a vector as a list of numbers."""
-    value = completion.columns[name][0] if completion and name in completion.columns else None
-    return numbers_of(value, kind[1]) if isinstance(value, bytes) else value
 
 
 class ProgramOutlet(Outlet, Protocol):

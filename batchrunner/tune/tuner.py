@@ -193,7 +193,7 @@ def _search(
     log.info("sample: %s", sample)
     facts = {
         "rows": fingerprint(job, prepared.dataset.facts(), engine.model),
-        "job": [job.order, job.dedupe, job.window, job.tokenize, job.queue],
+        "job": [job.order, job.dedupe, job.window, job.tokenize],
         "engine": [engine.args, engine.env, machine.flags.version],
         "machine": [machine.cpu, machine.card, machine.card_gb],
         "signs": [sign.name for sign in fields(TrialSigns)],  # results of other versions do not count

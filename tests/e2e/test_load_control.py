@@ -14,7 +14,7 @@ import pytest
 
 import batchrunner
 from batchrunner.core.timing import TIMING
-from tests.conftest import batchrun, eventually, job_of, report_of
+from tests.conftest import eventually, job_of, report_of
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.runs import rows_once
 from tests.support.server_thread import PATIENCE_S
@@ -98,18 +98,6 @@ def test_a_fixed_window_is_kept(tmp_path: Path) -> None:
         report = batchrunner.run(job)
         assert (report.window, server.most_in_flight) == (7, 7)
         assert events_of(job, "window") == []
-
-
-def test_the_band_can_be_set(tmp_path: Path) -> None:
-    """`queue` moves the band; one that is too narrow to hold is refused."""
-    with FakeSGLang(max_running=256, delay_s=0.1) as server:
-        job = job_of(tmp_path, server, rows=600)
-        batchrunner.run({**job, "queue": [20, 200]})
-        assert "#queue-req 20-200" in events_of(job, "window")[0]["reason"]
-        (tmp_path / "job.json").write_text(json.dumps({**job, "queue": [100, 150]}))
-        refused = batchrun(tmp_path / "job.json")
-        assert refused.exit_code == 2
-        assert "queue: the upper end must be at least 4 times the lower one" in refused.stderr
 
 
 @pytest.mark.parametrize("polls", ["gone", "hang"])

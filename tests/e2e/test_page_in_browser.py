@@ -88,7 +88,6 @@ async def test_the_page_renders(
     async with new_page(tmp_path / "profile") as page:
         await page.open(hostile_page, width=size[0], height=size[1], dark=dark)
         assert await page.run(DRAWN) == CHARTS
-        assert await page.run('document.querySelectorAll(".histogram .bar").length') > 3
         await page.run('document.querySelectorAll("details").forEach((one) => { one.open = true; })')
         assert await page.run(TOO_WIDE) == []
         assert await page.run("document.documentElement.scrollWidth <= innerWidth")

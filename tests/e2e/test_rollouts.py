@@ -117,13 +117,14 @@ def test_rows_by_values(tmp_path: Path, server: FakeSGLang) -> None:
     types = {name: merged.schema.field(name).type for name in ("score", "turns", "mixed", "tags", "of")}
     assert types == {
         "score": pa.float64(), "turns": pa.int64(), "mixed": pa.string(), "tags": pa.list_(pa.string()),
-        "of": pa.struct([("n", pa.int64())]),
+        "of": pa.string(),
     }  # fmt: skip
     rows = merged.to_pylist()
     assert [(row["row"], row["rollout"]) for row in rows] == [
         (0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2), (3, None)
     ]  # fmt: skip
     assert [row["score"] for row in rows[:6]] == [0.5, 0.5, 1.0, 0.5, 1.0, 2.0]
+    assert rows[0]["of"] == '{"n":0}'
     assert rows[6]["finish_reason"] == "left_out"
     pq.write_table(merged.slice(0, 6), next((tmp_path / "run" / "merged").iterdir()))
     again = batchrunner.generate(str(tmp_path / "run"), prompt={"text": "{{ row }}"}, engine="simulated")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -256,35 +254,3 @@ def test_the_next_start_goes_on(tmp_path: Path, server: FakeSGLang) -> None:
         server.answer_held()
         assert batchrun(file).exit_code == 0
     rows_once(job, 60)
-
-
-READING = """
-import asyncio, os, signal, uvloop
-from batchrunner.cli.command import Interrupts
-
-class Reader(asyncio.Protocol):
-    def data_received(self, data):
-        os.kill(os.getpid(), signal.SIGINT)
-        sum(range(1000))  # the handler runs here
-
-async def main():
-    server = await asyncio.get_running_loop().create_server(Reader, "127.0.0.1", 0)
-    _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-    writer.write(b"x")
-    await asyncio.sleep(60)
-
-signal.signal(signal.SIGINT, Interrupts().handle)
-try:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main())
-except KeyboardInterrupt:
-    print("interrupted")
-"""
-
-
-def test_a_ctrl_c_while_a_loop_reads() -> None:
-    """The loop ends with it: it neither swallows the interruption nor prints where it came."""
-    ended = subprocess.run(
-        [sys.executable, "-c", READING], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (ended.stdout, ended.stderr) == ("interrupted\n", "")

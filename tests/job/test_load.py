@@ -137,7 +137,6 @@ def test_overrides_that_are_no_yaml(text: str) -> None:
         ("engine.urls=[ftp://a]", "an address is http://HOST:PORT"),
         ("prompt={text: a, system: b}", "`system` has no effect beside `text`"),
         ("limits.deadline=3 weeks", "limits.deadline: a duration is seconds"),
-        ("queue=[500, 100]", "queue: the upper end must be at least 4 times the lower one"),
         ("sampling.json_schema={not json", "--set sampling.json_schema: line 1: not valid YAML"),
         ("sampling.json_schema='{not json'", "sampling.json_schema: not JSON:"),
         ("sampling.regex=(a", "sampling.regex: not a regular expression"),

@@ -52,8 +52,9 @@ def test_rows_keep_their_columns_and_get_those_of_a_result(nodes: RayNodes, serv
 
     server.script = script
     first = batchrunner.ray.generate(rows(300, 15), prompt=TEXT, engine=server.url, replicas=2, batch_size=20)
-    second = batchrunner.ray.embed(
+    second = batchrunner.ray.generate(
         first,
+        task="embed",
         prompt={"text": "{{ text }}"},
         engine="simulated",
         columns=["id", "output", "error"],

@@ -1,4 +1,4 @@
-"""What a run shows: a bar, lines, calls of a program, metrics for Prometheus."""
+"""What a run shows: a bar, lines, calls of a program."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ import logging
 import os
 import pty
 import re
-import socket
 import subprocess
 import sys
 import termios
 import threading
 import time
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 import batchrunner
 from batchrunner.core.timing import TIMING
-from batchrunner.runner.progress import PREFIX, SCHEDULER
-from tests.conftest import ROOT, batchrun, eventually, job_of, results_of, started, write_job
+from tests.conftest import ROOT, job_of, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
 
@@ -126,65 +122,4 @@ def test_what_cannot_be_called_is_refused_before_the_run(tmp_path: Path, given: 
     ):
         with pytest.raises(batchrunner.JobError, match=r"^on_progress: .* a plain function of one argument"):
             call()
-    assert not (tmp_path / "run").exists()
-
-
-# --- metrics ---
-
-
-ADDRESS = re.compile(r"metrics: (http://\S+)")
-Values = dict[tuple[str, str], float]
-"""Values by the name of a sample and its scheduler, "" for the whole run."""
-
-
-def read(url: str) -> Values:
-    with urllib.request.urlopen(url) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-    return {
-        (sample.name, sample.labels.get("scheduler", "")): sample.value
-        for family in families
-        for sample in family.samples
-    }
-
-
-def test_a_run_at_work(tmp_path: Path, server: FakeSGLang) -> None:
-    """While rows are at the engine the page says what ended, failed, is left and in flight, by scheduler."""
-
-    held = [f"row {number}" for number in range(8, 12)]
-    server.script = lambda sent: (
-        "bad schema" if sent.prompt == "row 3" else "hold" if sent.prompt in held else "answer"
-    )
-    job = job_of(tmp_path, server, rows=12, window=4, limits={"max_failed_rows": 1})
-    with started(write_job(job, tmp_path), "--metrics-port", "0") as process:
-        process.wait_for_line("metrics: http://127.0.0.1:")
-        found = ADDRESS.search(process.lines[-1])
-        assert found
-        url = found[1]
-        told = ("batchrunner_rows_done", ""), ("batchrunner_in_flight", "")
-        eventually(lambda: [read(url).get(name) for name in told] == [8, 4])
-        values = read(url)
-        expected = {
-            "running": 1, "rows_total": 12, "rows_failed": 1, "window": 4, "resting": 0, "retractions": 0,
-            "output_tokens": 7 * 5,
-        }  # fmt: skip
-        assert {name: values[PREFIX + name, ""] for name in expected} == expected
-        cached, prompt = (values[f"batchrunner_{name}", ""] for name in ("cached_tokens", "prompt_tokens"))
-        assert 0 < cached <= prompt
-        for name in ("running", "queue", "token_usage"):
-            assert (SCHEDULER + name, server.url) in values
-        dashboard = (ROOT / "docs" / "assets" / "grafana-dashboard.json").read_text()
-        asked = set(re.findall(r"batchrunner_\w+", dashboard)) - {f"{SCHEDULER}window"}  # it is fixed
-        assert asked <= {name for name, _ in values}
-        server.answer_held()
-        assert process.end() == 0
-    assert len(results_of(job)) == 12
-
-
-def test_a_port_in_use(tmp_path: Path) -> None:
-    """Another program has it: one line says so and what to do, and no row was sent."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        refused = batchrun(write_job(job_of(tmp_path), tmp_path), "--metrics-port", port)
-    assert refused.exit_code == 2
-    assert f"--metrics-port {port}: cannot listen at 127.0.0.1: Address already in use" in refused.stderr
     assert not (tmp_path / "run").exists()

@@ -22,7 +22,6 @@ from tests.conftest import (
 )
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.runs import status_of
-from tests.support.tiny_tokenizer import make_tokenizer
 
 
 def test_while_the_engine_starts(tmp_path: Path) -> None:
@@ -120,7 +119,7 @@ def test_check_counts_what_cannot_be_sent(tmp_path: Path) -> None:
 
 
 def test_check_says_what_it_does_not_know(tmp_path: Path) -> None:
-    """A model whose files are elsewhere may not exist, and nobody knows its tokens, or how long it takes."""
+    """A model whose files are elsewhere may not exist."""
     file = write_job(job_of(tmp_path), tmp_path)
     for engine, unknown in [
         ("Qwen/Qwen9-99B", "engine.model Qwen/Qwen9-99B: no files"),
@@ -129,32 +128,5 @@ def test_check_says_what_it_does_not_know(tmp_path: Path) -> None:
         shown = batchrun("check", file, "--set", f"engine={engine}")
         assert shown.exit_code == 0
         assert f"not looked at: {unknown}" in shown.stdout
-        assert "prompt tokens: not known here; time: not known" in shown.stdout
         assert "all else is fine; nothing was sent" in shown.stdout
     assert "the job is fine; nothing was sent" in batchrun("check", file).stdout
-
-
-def test_check_estimates_by_what_was_measured(tmp_path: Path) -> None:
-    """Prompts are counted by the model's tokenizer; the time is that of the longest run of the model."""
-    model = make_tokenizer(tmp_path / "model")
-    file = write_job(job_of(tmp_path, {"kind": "server", "model": str(model)}), tmp_path)
-    assert json.loads(batchrun("check", file, "--json").stdout)["seconds"] is None
-    for name, wall_s, rows_per_s, of in [
-        ("a", 9, 0.25, model),
-        ("b", 5, 9.0, model),
-        ("c", 99, 9.0, "other"),
-    ]:
-        report = {
-            "path": f"out/{name}",
-            "rows_per_s": rows_per_s,
-            "wall_s": wall_s,
-            "engine": {"model": str(of)},
-        }
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "report.json").write_text(json.dumps(report))
-    found = json.loads(batchrun("check", file, "--json").stdout)
-    assert found["prompt_tokens"] >= 30
-    assert (found["seconds"], found["measured"]) == (40, "out/a")
-    shown = batchrun("check", file).stdout
-    assert f"prompt tokens: about {found['prompt_tokens']}; time: about 40.0 s at the speed of out/a" in shown
-    assert "the job is fine" in shown

@@ -123,8 +123,6 @@ class ConcurrencyLimits:
     """Rows that were taken from the engine again, as its users came."""
     tokens_lost: int = 0
     """Output tokens of theirs that have to be generated again."""
-    own_band: bool = False
-    """Whether the job sets the band (`queue`), which then holds for passes too."""
     prompt_tokens: float = TYPICAL_PROMPT_TOKENS
     """Tokens of a prompt, on average, that the engine computes."""
     known: dict[str, KnownScheduler] = field(default_factory=dict)
@@ -325,8 +323,8 @@ class ConcurrencyLimits:
         return max(told, self.ends[scheduler.route].retractions / len(on))
 
     def _band(self, load: SchedulerLoad) -> QueueBand:
-        """Return the healthy queue of a scheduler: as the job says, or by what its passes take."""
-        if self.passes is None or self.own_band:
+        """Return the healthy queue of a scheduler, without decoding by what its passes take."""
+        if self.passes is None:
             return self.band.scaled(load.max_running)
         return self.passes.band(load.max_running)
 

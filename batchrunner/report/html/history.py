@@ -1,8 +1,11 @@
 """The history of a run over time: each task's event log, and all tasks on one axis."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
 from typing import Any, NamedTuple
 
 MOST_CELLS = 600
@@ -10,7 +13,7 @@ MOST_CELLS = 600
 LEAST_CELL_S = 0.125
 """Least width of a cell, in seconds."""
 MOST_INCIDENTS = 200
-"""Incidents that are kept; further ones are only counted."""
+"""Incidents that are kept, the newest."""
 LONGEST = 300
 """Characters of a text that are kept."""
 
@@ -25,29 +28,10 @@ Key = tuple[str, str]
 """The name of a gauge, and its scheduler; "" for the whole task."""
 
 
-@dataclass(slots=True)
-class CellStats:
-    """Sum and range of a gauge in a cell of time; a day's log makes a million of these."""
-
-    total: float
-    low: float
-    high: float
-    times: int = 1
-
-    @property
-    def mean(self) -> float:
-        """Mean of the values."""
-        return self.total / self.times
-
-    def add(self, value: float) -> None:
-        """Add a value."""
-        self.total += value
-        self.times += 1
-        self.low = min(self.low, value)
-        self.high = max(self.high, value)
-
-
-Cell = dict[Key, CellStats]
+Cell = dict[Key, tuple[float, int]]
+"""Sum and number of the values of each gauge in a cell of time."""
+Line = list[float | None]
+"""A gauge's mean at each point of the grid."""
 
 
 @dataclass(slots=True)
@@ -59,7 +43,6 @@ class AttemptLoad:
     """Time of its last event."""
     reason: str | None = None
     """Why it ended; None where the log does not say: it was killed, or is running."""
-    exit_code: int | None = None
     cells: dict[int, Cell] = field(default_factory=dict)
     """Cells by number: time since the epoch divided by the width of a cell."""
     retractions: int = 0
@@ -83,12 +66,9 @@ class TaskHistory:
     width_s: float
     """Width of a cell in seconds; see `cell_width`."""
     attempts: list[AttemptLoad] = field(default_factory=list)
-    incidents: list[IncidentMark] = field(default_factory=list)
-    incidents_left_out: int = 0
+    incidents: deque[IncidentMark] = field(default_factory=lambda: deque(maxlen=MOST_INCIDENTS))
     order: dict[str, Any] = field(default_factory=dict)
     tokenize: dict[str, Any] = field(default_factory=dict)
-    rows_total: int = 0
-    """Rows of the task, by its last event that has them."""
     moves: int = 0
     """Changes of the window."""
     bands: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -104,13 +84,11 @@ class TaskHistory:
             self.attempts.append(AttemptLoad(event["time"], event["time"]))
             self._ours = {} if (event.get("engine") or {}).get("log") else None
         self.attempts[-1].ended = max(self.attempts[-1].ended, event["time"])
-        self.rows_total = event.get("rows_total", self.rows_total)
         match event["event"]:
             case "sample":
                 self._add_sample(event)
             case "end":
                 self.attempts[-1].reason = _short(event.get("reason"))
-                self.attempts[-1].exit_code = event.get("exit_code")
             case "order":
                 self.order = event
             case "tokenize":
@@ -119,11 +97,11 @@ class TaskHistory:
                 self.moves += 1
             case "takeover":
                 why = f"{event.get('rows_left', '?')} rows were left"
-                self._note(IncidentMark(event["time"], "takeover", _short(event.get("task")), why))
+                self.incidents.append(IncidentMark(event["time"], "takeover", _short(event.get("task")), why))
             case what if what.startswith("engine_"):
                 who, why = _short(event.get("who")), _short(event.get("why"))
                 who = (self._ours or {}).get(who, who)
-                self._note(IncidentMark(event["time"], what.removeprefix("engine_"), who, why))
+                self.incidents.append(IncidentMark(event["time"], what.removeprefix("engine_"), who, why))
 
     def _add_sample(self, sample: dict[str, Any]) -> None:
         attempt = self.attempts[-1]
@@ -147,12 +125,6 @@ class TaskHistory:
         server, dp, rank = scheduler.partition("#")
         return self._ours.setdefault(server, f"replica {len(self._ours)}") + dp + rank
 
-    def _note(self, incident: IncidentMark) -> None:
-        if len(self.incidents) < MOST_INCIDENTS:
-            self.incidents.append(incident)
-        else:
-            self.incidents_left_out += 1
-
 
 def history_of(task: str, events: Iterable[dict[str, Any]], width_s: float) -> TaskHistory:
     """Return the history of these events in cells of this width; events without a time are skipped."""
@@ -164,13 +136,9 @@ def history_of(task: str, events: Iterable[dict[str, Any]], width_s: float) -> T
 
 
 def _measure(cell: Cell, key: Key, value: Any) -> None:
-    if value is None:
-        return
-    found = cell.get(key)
-    if found is None:
-        cell[key] = CellStats(value, value, value)
-    else:
-        found.add(value)
+    if value is not None:
+        total, times = cell.get(key, (0.0, 0))
+        cell[key] = total + value, times + 1
 
 
 def _short(text: object) -> str:
@@ -178,7 +146,7 @@ def _short(text: object) -> str:
 
 
 MOST_LINES = 8
-"""Schedulers that get a line each; of more, the mean with its range is drawn."""
+"""Schedulers that get a line each; of more, the lowest, the mean and the highest are drawn."""
 SILENT_S = 10.0
 """Seconds without a sample (five are missing) after which a line ends and a task counts as idle."""
 STEADY_S = 4.0
@@ -225,17 +193,6 @@ class TimeAxis:
         return self._at[1:]
 
 
-class GridValue(NamedTuple):
-    """A line's value at one point: the mean over a cell of the grid, and its range."""
-
-    mean: float
-    low: float
-    high: float
-
-
-Line = list[GridValue | None]
-
-
 @dataclass(frozen=True, slots=True)
 class Timeline:
     """The load of a run on one grid."""
@@ -245,35 +202,63 @@ class Timeline:
     """Points of the grid, in seconds of the axis, ascending."""
     breaks: frozenset[int] = frozenset()
     """Indices of points before which lines are broken."""
-    totals: dict[str, Line] = field(default_factory=dict)
-    """Sums over all tasks, by gauge."""
-    schedulers: dict[str, dict[str, Line]] = field(default_factory=dict)
-    """Lines by gauge and by scheduler."""
+    lines: dict[Key, Line] = field(default_factory=dict)
+    """Of whole tasks, the sums over all of them."""
     retractions: int = 0
 
+    def total(self, name: str) -> Line | None:
+        """Return the line of all tasks together."""
+        return self.lines.get((name, ""))
+
     def of_schedulers(self, name: str) -> dict[str, Line]:
-        """Return a line for each scheduler; of many, their mean with its range."""
-        lines = self.schedulers.get(name, {})
+        """Return a line for each scheduler; of many, their lowest, their mean and their highest."""
+        lines = {who: line for (gauge, who), line in self.lines.items() if gauge == name and who}
         if len(lines) <= MOST_LINES:
             return lines
-        band = [_mean_and_range(column) for column in zip(*lines.values(), strict=True)]
-        return {f"mean of {len(lines)}, and their range": band}
+        columns = [
+            [value for value in column if value is not None] for column in zip(*lines.values(), strict=True)
+        ]
+        drawn: dict[str, Callable[[list[float]], float]] = {
+            "lowest": min,
+            f"mean of {len(lines)}": fmean,
+            "highest": max,
+        }
+        return {
+            label: [of_all(column) if column else None for column in columns]
+            for label, of_all in drawn.items()
+        }
 
 
 def make_timeline(histories: Sequence[TaskHistory]) -> Timeline:
     """Merge the histories of tasks, which have cells of one width."""
     axis = TimeAxis((attempt.began, attempt.ended) for history in histories for attempt in history.attempts)
     width_s = histories[0].width_s if histories else LEAST_CELL_S
-    grid: dict[int, dict[Key, list[GridValue]]] = {}
+    several = len(histories) > 1
+    grid: dict[int, dict[Key, float]] = {}
     for history in histories:
-        prefix = _prefix(history, histories)
-        for at, cell in _cells(history, fill=len(histories) > 1):
+        prefix = f"{history.task} " if several else ""
+        for at, cell in _cells(history, fill=several):
             into = grid.setdefault(at, {})
-            for (name, scheduler), gauge in cell.items():
-                value = GridValue(gauge.mean, gauge.low, gauge.high)
-                into.setdefault((name, scheduler and prefix + scheduler), []).append(value)
-    retractions = sum(attempt.retractions for history in histories for attempt in history.attempts)
-    return _on_grid(axis, width_s, dict(sorted(grid.items())), retractions)
+            for (name, scheduler), (total, times) in cell.items():
+                key = name, scheduler and prefix + scheduler
+                into[key] = into.get(key, 0.0) + total / times
+    numbers = sorted(grid)
+    ends = [(at + 1) * width_s for at in numbers]  # the middle of a cell may lie before its attempt
+    silent = max(SILENT_S, 2 * width_s)
+    return Timeline(
+        axis,
+        [axis.place((at + 0.5) * width_s) for at in numbers],
+        frozenset(
+            at
+            for at, (before, end) in enumerate(pairwise(ends), 1)
+            if end - before > silent or axis.stretch(end) != axis.stretch(before)
+        ),
+        {
+            key: [grid[at].get(key) for at in numbers]
+            for key in sorted({key for cell in grid.values() for key in cell})
+        },
+        sum(attempt.retractions for history in histories for attempt in history.attempts),
+    )
 
 
 def _cells(history: TaskHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
@@ -285,38 +270,3 @@ def _cells(history: TaskHistory, *, fill: bool) -> Iterator[tuple[int, Cell]]:
             yield at, attempt.cells[at]
             for between in range(at + 1, min(after, at + longest)) if fill else ():
                 yield between, attempt.cells[at]
-
-
-def _on_grid(
-    axis: TimeAxis, width_s: float, grid: dict[int, dict[Key, list[GridValue]]], retractions: int
-) -> Timeline:
-    places = [axis.place((at + 0.5) * width_s) for at in grid]
-    ends = [(at + 1) * width_s for at in grid]  # the middle of a cell may lie before its attempt
-    silent = max(SILENT_S, 2 * width_s)
-    breaks = {
-        at
-        for at in range(1, len(ends))
-        if ends[at] - ends[at - 1] > silent or axis.stretch(ends[at]) != axis.stretch(ends[at - 1])
-    }
-    keys = {key for cell in grid.values() for key in cell}
-    gauges = [name for name in TASK_GAUGES if (name, "") in keys]
-    totals = {name: [_sum(cell.get((name, ""))) for cell in grid.values()] for name in gauges}
-    schedulers: dict[str, dict[str, Line]] = {}
-    for name, who in sorted(key for key in keys if key[1]):
-        line = [_sum(cell.get((name, who))) for cell in grid.values()]
-        schedulers.setdefault(name, {})[who] = line
-    return Timeline(axis, places, frozenset(breaks), totals, schedulers, retractions)
-
-
-def _prefix(history: TaskHistory, histories: Sequence[TaskHistory]) -> str:
-    """Return the prefix that distinguishes a task's schedulers from those of other tasks."""
-    return f"{history.task} " if len(histories) > 1 else ""
-
-
-def _sum(values: list[GridValue] | None) -> GridValue | None:
-    return GridValue(*map(sum, zip(*values, strict=True))) if values else None
-
-
-def _mean_and_range(values: Iterable[GridValue | None]) -> GridValue | None:
-    means = [value.mean for value in values if value is not None]
-    return GridValue(sum(means) / len(means), min(means), max(means)) if means else None

@@ -24,7 +24,7 @@ from batchrunner.output.files import whole_file, writing
 from batchrunner.output.liveness import holders_of
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import require_run_json
-from batchrunner.report.html.charts import draw_counts, load_charts, number
+from batchrunner.report.html.charts import load_charts, number
 from batchrunner.report.html.history import TaskHistory, Timeline, cell_width, history_of, make_timeline
 from batchrunner.report.html.results import RunResults, read_results
 from batchrunner.report.report import GO_ON, background_line, duration, says_next_step, tolerated
@@ -63,7 +63,6 @@ def make_page(run_dir: RunDir) -> str:
         p=_headline(run_dir, facts, results, timeline, histories),
         r=results,
         judged=advise_run(run_dir.path),
-        histograms=[draw_counts(counts) for counts in results.histograms],
         decisions=[*_decisions(histories, timeline, facts), *_load(run_dir)],
         flags=_flags(facts),
         job=yaml.safe_dump(facts["job"], sort_keys=False, allow_unicode=True),
@@ -145,7 +144,6 @@ def _over_time(timeline: Timeline, histories: Sequence[TaskHistory]) -> dict[str
         "charts": charts,
         "retractions": timeline.retractions,
         "happened": [(timeline.axis.place(incident.time), incident) for incident in happened],
-        "happened_more": sum(history.incidents_left_out for history in histories),
         "readout": {
             "places": [round(place, 2) for place in timeline.places],
             "length_s": timeline.axis.length_s or 1.0,
@@ -188,11 +186,11 @@ def _decisions(
         found.append(("Prompts tokenized by", f"the {tokens.get('where')}{why}"))
     moves = sum(history.moves for history in histories)
     fixed = facts["job"].get("window", "auto")
-    widths = [value for value in timeline.totals.get("window", []) if value]
+    widths = [value for value in timeline.total("window") or () if value]
     if fixed != "auto":
         found.append(("Window", f"{fixed}, set by the job"))
     elif widths:
-        least, most = min(value.low for value in widths), max(value.high for value in widths)
+        least, most = min(widths), max(widths)
         found.append(("Window", f"{least:,.0f} to {most:,.0f}, moved {counted(moves, 'time')}"))
     return found
 

@@ -1,4 +1,4 @@
-"""Read the results of a run for its page: counts, histograms, the slowest rows, a few answers.
+"""Read the results of a run for its page: counts, lengths, the slowest rows, a few answers.
 
 duckdb reads the columns without texts several times; memory does not grow with the rows.
 """
@@ -24,7 +24,6 @@ from batchrunner.output.counts import RowCounts
 from batchrunner.output.parts import open_part
 from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import RunDir
-from batchrunner.report.html.charts import BinnedValues, round_step
 
 if TYPE_CHECKING:
     import duckdb
@@ -32,10 +31,6 @@ if TYPE_CHECKING:
 MEMORY = "256MB"
 """Memory that duckdb may use."""
 THREADS = 1
-BINS = 40
-"""Bins of a histogram at most, without the one for larger values."""
-TAIL = 1.5
-"""A histogram ends at this many times the 99th percentile; larger values go into the last bin."""
 SLOWEST = 10
 """Slowest rows that are shown."""
 ANSWERS = 5
@@ -48,10 +43,10 @@ _READ = [
 ]
 _SHOWN = {"row", "error"}
 _SENT = "FROM results WHERE attempts > 0"
-_HISTOGRAMS = (
-    ("Prompts", "tokens", "SELECT prompt_tokens AS v FROM results WHERE attempts > 0"),
-    ("Outputs", "tokens", "SELECT unnest(output_tokens) AS v FROM results WHERE attempts > 0"),
-    ("Latency", "s", "SELECT latency_s AS v FROM results WHERE attempts > 0"),
+_LENGTHS = (
+    ("Prompts", "tokens", "prompt_tokens"),
+    ("Outputs", "tokens", "unnest(output_tokens)"),
+    ("Latency", "s", "latency_s"),
 )
 _SLOWEST = {
     "row": "row",
@@ -68,7 +63,8 @@ class RunResults:
     """The results on disk."""
 
     counts: RowCounts = field(default_factory=RowCounts)
-    histograms: list[BinnedValues] = field(default_factory=list)
+    lengths: list[tuple[Any, ...]] = field(default_factory=list)
+    """What has lengths, their unit, their mean, and what half, 90 %, 99 % and all of them are at most."""
     slowest: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     """A few rows with the beginnings of their texts; `row` is the ordinal."""
@@ -133,30 +129,21 @@ def _read(
     slowest = f"{_SENT} AND latency_s IS NOT NULL ORDER BY latency_s DESC LIMIT {SLOWEST}"
     return RunResults(
         counts,
-        histograms=[found for histogram in _HISTOGRAMS if (found := _count(connection, *histogram))],
+        lengths=[found for length in _LENGTHS if (found := _length(connection, *length))],
         slowest=_records(connection, _SLOWEST, slowest),
         answers=answers,
     )
 
 
-def _count(connection: duckdb.DuckDBPyConnection, title: str, unit: str, values: str) -> BinnedValues | None:
-    """Count the values of a query; None where there are none."""
-    facts = {
-        "n": "count(*)", "mean": "avg(v)", "largest": "max(v)",
-        "p50": "approx_quantile(v, 0.5)", "p90": "approx_quantile(v, 0.9)", "p99": "approx_quantile(v, 0.99)",
-    }  # fmt: skip
-    (found,) = _records(connection, facts, f"FROM ({values}) WHERE v IS NOT NULL")
-    if not found.pop("n"):
-        return None
-    whole = unit == "tokens"
-    end = min(found["largest"], TAIL * max(found["p99"], 1e-6))
-    step = max(round_step(end or 1.0, BINS), 1.0 if whole else 0.0)
-    bins = [0] * (int(end / step) + 1)
-    column = f"least(floor(v / {step}), {len(bins) - 1})::INT AS bin"
-    query = f"SELECT {column}, count(*) FROM ({values}) WHERE v IS NOT NULL GROUP BY bin"  # noqa: S608
-    for at, rows in connection.execute(query).fetchall():
-        bins[at] = rows
-    return BinnedValues(title, unit, step, bins, whole=whole, **found)
+def _length(
+    connection: duckdb.DuckDBPyConnection, name: str, unit: str, value: str
+) -> tuple[Any, ...] | None:
+    """Return how values of all rows are distributed; None where there are none."""
+    query = f"""SELECT
+            avg(v), approx_quantile(v, 0.5), approx_quantile(v, 0.9), approx_quantile(v, 0.99), max(v)
+        FROM (SELECT {value} AS v {_SENT})"""  # noqa: S608 - our own names
+    found = connection.execute(query).fetchone()
+    return (name, unit, *found) if found and found[0] is not None else None
 
 
 def _answers(part: Path) -> list[dict[str, Any]]:

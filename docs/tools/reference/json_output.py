@@ -14,7 +14,7 @@ that are not here (of `slurm`, `tune`) are named as on the screen."""
 
 LOAD = {
     "steady_s": "Seconds of steady time, summed over schedulers. Shares are of it, and null without it.",
-    "in_band_share, empty_queue_share": "Share with a healthy queue (`queue`, scaled), and with none.",
+    "in_band_share, empty_queue_share": "Share with a healthy queue, and with none.",
     "corner_shares": "Share in each [corner](../how-it-works/concurrency.md#the-corners).",
     "mean_queue, mean_token_usage": "Waiting requests of a scheduler, and used fraction of its KV pool.",
     "tail_share": "Share of the whole time with too few rows left to fill the engine.",

@@ -70,8 +70,9 @@ def _signature(function: object) -> str:
     """Return a signature without its types, which the text below it tells."""
     (made,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body  # type: ignore[arg-type]
     assert isinstance(made, ast.FunctionDef | ast.AsyncFunctionDef)
-    for argument in [*made.args.args, *made.args.kwonlyargs]:
-        argument.annotation = None
+    for argument in [*made.args.args, *made.args.kwonlyargs, made.args.kwarg]:
+        if argument is not None:
+            argument.annotation = None
     result = f" -> {ast.unparse(made.returns)}" if made.returns else ""
     return textwrap.fill(f"{made.name}({ast.unparse(made.args)}){result}", WIDTH, subsequent_indent="    ")
 

@@ -29,7 +29,7 @@ def test_the_page_of_a_run(tmp_path: Path) -> None:
     page = page_of(run)
     assert "199 ok 1 failed, 0 left of 200" in page.text
     assert "The input (6001 tokens) is longer" in page.text
-    assert {"Waiting requests, #queue-req", "Token usage", "Outputs", "Latency"} <= set(page.texts)
+    assert {"Waiting requests, #queue-req", "Token usage", "Outputs, tokens"} <= set(page.texts)
 
 
 def test_it_is_opened_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,16 +138,15 @@ def test_a_run_of_tasks(tmp_path: Path) -> None:
     assert sum(text.startswith(f"{tasks[1].name} 127.0.0.1") for text in whole.texts) >= 3
 
 
-def test_histograms_hold_every_row(tmp_path: Path) -> None:
-    """A value far above all others is in the last bin, and the bins of the others stay fine."""
+def test_lengths_are_those_of_every_row(tmp_path: Path) -> None:
+    """The page tells their mean, and what half, 90 %, 99 % and all of them are at most."""
     texts = [*(" ".join(["word"] * (1 + at % 100)) for at in range(299)), "word " * 100_000]
     write_rows(tmp_path / "input.parquet", 300, text=texts)
     with FakeSGLang() as server:
         batchrunner.run(job_of(tmp_path, server))
-    prompts = read_results([RunDir(tmp_path / "run")]).histograms[0]
-    assert (sum(prompts.bins), prompts.bins[-1], prompts.largest) == (300, 1, 100_000)
-    assert 10 <= sum(rows > 0 for rows in prompts.bins) <= 42
-    assert prompts.p50 == pytest.approx(50, abs=2)
+    name, unit, mean, half, *_, largest = read_results([RunDir(tmp_path / "run")]).lengths[0]
+    assert (name, unit, largest) == ("Prompts", "tokens", 100_000)
+    assert (mean, half) == (pytest.approx(383, abs=2), pytest.approx(50, abs=2))
 
 
 def test_what_to_change_is_said(tmp_path: Path) -> None:
