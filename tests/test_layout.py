@@ -101,20 +101,20 @@ def test_class_names_are_unique() -> None:
 
 MOST_TOKENS = {
     "core": 9_600,
-    "job": 19_200,
+    "job": 18_800,
     "output": 24_700,
     "input": 36_200,
     "engines": 47_900,
     "advise": 12_000,
-    "report": 11_000,
+    "report": 9_500,
     "dispatch": 30_800,
-    "runner": 27_900,
+    "runner": 26_900,
     "forecast": 6_200,
     "tune": 10_600,
-    "api": 3_100,
-    "ray": 5_900,
+    "api": 2_900,
+    "ray": 4_900,
     "serve": 5_500,
-    "cli": 4_600,
+    "cli": 4_300,
 }
 """The budget: most tokens of each folder, a docstring is one. Who needs more says why in the commit."""
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
