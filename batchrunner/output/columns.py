@@ -89,12 +89,6 @@ def has_texts(schema: pa.Schema) -> bool:
     return TASK.encode() not in (schema.metadata or {})
 
 
-def answer_value(completion: Completion | None, name: str, samples: int) -> Any:
-    """Return the value of a column that the job asks for, or that `parse` makes."""
-    values = completion.columns.get(name) if completion else None
-    return values[0] if values is not None and (samples == 1 or name in OF_THE_PROMPT) else values
-
-
 def rows_made(outcome: Outcome) -> list[Outcome]:
     """Return an outcome for each row that a rollout has made; another outcome alone."""
     completion = outcome.completion
@@ -107,8 +101,8 @@ def rows_made(outcome: Outcome) -> list[Outcome]:
             **completion.columns,
             RETURNED: [msgspec.json.encode(values).decode()],
             "rollout": [number],
+            **{name: [value] for name, value in values.items()},
         }
-        columns |= {name: [value] for name, value in values.items()}
         rows.append(outcome._replace(completion=completion._replace(columns=columns)))
     return rows
 
@@ -116,7 +110,7 @@ def rows_made(outcome: Outcome) -> list[Outcome]:
 def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -> pa.Table:
     """Return outcomes as a table of the schema of a part, in the given order."""
     if plan.asked is not None:
-        outcomes = [row for outcome in outcomes for row in rows_made(outcome)]
+        outcomes = [*chain.from_iterable(map(rows_made, outcomes))]
     is_single = plan.samples == 1
     # transposed: to take each value from each row takes four times as long
     refs, completions, errors, latencies, attempts = zip(*outcomes, strict=True)
@@ -148,7 +142,9 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
     if REQUEST_DIGEST in schema.names:
         values[REQUEST_DIGEST] = [ref.digests and ref.digests[ref.position] for ref in refs]
     for name in plan.names:
-        values[name] = [answer_value(completion, name, plan.samples) for completion in completions]
+        found = [answer.columns.get(name) for answer in answers]
+        is_one = is_single or name in OF_THE_PROMPT
+        values[name] = [each[0] if each is not None and is_one else each for each in found]
     carried = _carried(refs) if {*schema.names} - values.keys() else pa.table({})
     arrays = [
         arrow_array(values[field.name], field.type) if field.name in values else carried.column(field.name)
@@ -170,10 +166,10 @@ def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
 def with_returned(table: pa.Table, kinds: Mapping[str, ColumnKind]) -> pa.Table:
     """Return a table with what the function returned as columns, in place of others of their names."""
     rows = _returned(table)
-    table = table.drop_columns([name for name in table.column_names if name == RETURNED or name in kinds])
+    table = table.drop_columns([*{RETURNED, *kinds}.intersection(table.column_names)])
     for name, kind in kinds.items():
-        values = [fit(row.get(name), kind) for row in rows]
-        table = table.append_column(name, arrow_array(values, arrow_type(kind)))
+        fitted = [fit(row.get(name), kind) for row in rows]
+        table = table.append_column(name, arrow_array(fitted, arrow_type(kind)))
     return table
 
 

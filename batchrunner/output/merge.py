@@ -167,9 +167,8 @@ def in_order(
         for part in parts:
             buckets.put(_with_all_columns(_read(part, columns), schema))
     tables = buckets.take()
-    kinds = None
-    if RETURNED in schema.names:
-        kinds = kinds_returned(_read(part, [RETURNED]) for part in parts)
+    returned = (_read(part, [RETURNED]) for part in parts)
+    kinds = kinds_returned(returned) if RETURNED in schema.names else None
     while True:
         with writing(run_dir.path, OutputError):
             table = next(tables, None)
