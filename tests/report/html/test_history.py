@@ -77,4 +77,4 @@ def test_servers_that_were_started_again_keep_their_lines() -> None:
     assert [tuple(band) for band in story.bands.values()] == [(32, 320)] * 2
     assert set(story.max_running.values()) == {320}
     theirs = make_timeline([history_of("main", replicas([30_000], 1000, 64, None), 0.5)])
-    assert list(theirs.schedulers["queue"]) == ["http://127.0.0.1:30000#dp1"]
+    assert list(theirs.of_schedulers("queue")) == ["http://127.0.0.1:30000#dp1"]
