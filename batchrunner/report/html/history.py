@@ -203,7 +203,7 @@ class Timeline:
     breaks: frozenset[int] = frozenset()
     """Indices of points before which lines are broken."""
     lines: dict[Key, Line] = field(default_factory=dict)
-    """Of whole tasks, the sums over all of them."""
+    """By gauge and scheduler; those of whole tasks are sums over all of them."""
     retractions: int = 0
 
     def total(self, name: str) -> Line | None:
