@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from batchrunner.core.errors import JobError
-from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.load import EngineLike, load_job, parse_engine
@@ -48,6 +47,8 @@ def open_engine(
     if task != GENERATE and task not in TASKS:
         raise JobError(f"task {task!r}", hint=f"give one of {', '.join((GENERATE, *TASKS))}")
     spec = parse_engine(engine)
+    if share is not None and (spec.kind == "simulated" or Path(share).suffix != ".json"):
+        raise JobError(f"share {share}", hint="give a file .json, and an engine that is not simulated")
     with _directory(log_dir) as logs, open_portal() as portal:
         limits = LimitsSpec(request_timeout=request_timeout_s)
         made = make_engine(spec, log_dir=logs, limits=limits, task=task)
@@ -69,16 +70,12 @@ def _directory(given: str | Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _shared(engine: Engine, share: str | Path | None) -> Iterator[None]:
+def _shared(engine: Any, share: str | Path | None) -> Iterator[None]:
     """Let other processes use an engine by a file. Beside it is one with its key, for this user alone."""
     if share is None:
         yield
         return
-    from batchrunner.engines.http.client import HttpEngine  # noqa: PLC0415 - not for a simulated one
-
     path = Path(share).expanduser().absolute()
-    if not isinstance(engine, HttpEngine) or path.suffix != ".json":
-        raise JobError(f"share {path}", hint="give a file .json, and an engine that is not simulated")
     key = path.with_suffix(".key")
     with ExitStack() as files:
         files.callback(key.unlink, missing_ok=True)

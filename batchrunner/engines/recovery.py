@@ -15,10 +15,9 @@ import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -104,13 +103,12 @@ KILLED = 128 + 9
 """Exit status of the launcher where SIGKILL ended its server."""
 
 
-@dataclass(frozen=True, slots=True)
-class EndedServer:
+class EndedServer(NamedTuple):
     """Evidence of a server's last life: from its last start to its end, or until now."""
 
     lines: Sequence[str]
     """Beginning and end of its log."""
-    args: Mapping[str, Any] = field(default_factory=dict)
+    args: Mapping[str, Any] = {}
     """Arguments that it was started with, as `engine.args` has them."""
     exit_code: int | None = None
     """128 + signal where a signal ended it; None while it runs."""
@@ -118,8 +116,7 @@ class EndedServer:
     """Processes of our cgroup that the kernel has killed since then because memory ran out."""
 
 
-@dataclass(frozen=True, slots=True)
-class Death:
+class Death(NamedTuple):
     """Why a server died."""
 
     kind: Phase | Kind
@@ -286,7 +283,7 @@ class FlagMemory:
         remember(self._file, Learned({**recall(self._file).args, **args}, self.gains))
 
     def forget(self) -> None:
-        """Start no more with what was found, and try none of its steps: a server does not live with them."""
+        """Start no more with what was found, and try none of its steps: a server lives only without them."""
         self._gains |= {step: -1.0 for step, gain in self.gains.items() if gain > 0}
         remember(self._file, Learned(gains=self.gains))
 

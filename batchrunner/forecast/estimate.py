@@ -88,8 +88,10 @@ class KeptSample(msgspec.Struct):
     """Seconds of a start beside the sending."""
     info: EngineInfo
     attempts: list[Attempt] = []
+    asked: int = 0
+    """Rows of the sample, answered or not: equal ones share an answer."""
     refused: int = 0
-    """Rows of the sample that failed without an answer."""
+    """Those that failed without an answer."""
     row_s: float | None = None
     """Seconds of a row in the run that follows, for the time that is left."""
 
@@ -191,13 +193,14 @@ def _row_of(request: Request, sent: Request, cached: float = 0.0) -> JobRow:
     return JobRow(request.ref.row, tokens, cached * tokens, asked, fixed)
 
 
-def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo) -> Survey:
-    """Read the rows to do, or 1 % of many in blocks; raises InputError."""
+def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: BitMap64) -> Survey:
+    """Read the rows to do, or 1 % of many in blocks, and those of the sample; raises InputError."""
     began, job, rows = time.monotonic(), prepared.job, todo
     if len(todo) > READ_WHOLE:
         blocks = max(READ_WHOLE, round(READ_SHARE * len(todo))) // BLOCK_ROWS
         begins = [(len(todo) - BLOCK_ROWS) * at // (blocks - 1) for at in range(blocks)]
         rows = BitMap64().union(*(todo[begin : begin + BLOCK_ROWS] for begin in begins))
+    rows = rows | sampled
     encoder = None
     with contextlib.suppress(CannotTokenizeError):  # then they are guessed
         encoder = make_encoder(job, info, prepared.renderer.kind) if prepared.renderer.kind else None
@@ -305,7 +308,7 @@ async def _estimate(
         model = launched_model(job.engine) or ""
         directory = str(model_directory(model))
         tokenizing = TokenizerInfo(directory, directory)
-        found = survey(prepared, left, EngineInfo("cold", model, tokenizing=tokenizing))
+        found = survey(prepared, left, EngineInfo("cold", model, tokenizing=tokenizing), BitMap64())
         each, copies = _cards(job, getattr(job.engine, "tp", None)), copies or 1
         told = cold_forecast(model, cold, found.rows, found.sent_of(len(left)), each, copies * workers)
     else:
@@ -318,7 +321,7 @@ async def _estimate(
                 setting = Setting(_config(job, info, schedulers), schedulers)
                 opened_s = time.monotonic() - began
                 sample = KeptSample(_measured(job), setting, opened_s, info)
-            found = survey(prepared, left | BitMap64(sample.rows), sample.info)
+            found = survey(prepared, left, sample.info, BitMap64(sample.rows))
             copies = copies or len(sample.info.routes)
             for wanted in sorted({min(FIRST_ROWS, most), most}):
                 if engine is not None:
@@ -349,7 +352,7 @@ def _kept(path: Path, job: Job, fewest: int) -> KeptSample | None:
     """Return the sample of an earlier estimate, where it was of the same engine, and of enough rows."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         kept = msgspec.json.decode(path.read_bytes(), type=KeptSample)
-        return kept if kept.engine == _measured(job) and len(kept.rows) >= fewest else None
+        return kept if kept.engine == _measured(job) and kept.asked >= fewest else None
     return None
 
 
@@ -361,7 +364,7 @@ async def _answer(
     Half of them are in flight at once: as in the job, prompts come while others decode.
     """
     job, run_dir = prepared.job, prepared.run_dir
-    chosen = BitMap64([row.row for row in choose(rows, wanted - len(sample.rows))])
+    chosen = BitMap64([row.row for row in choose(rows, wanted - sample.asked)])
     log.info("a sample of %s is answered", counted(len(chosen), "row"))
     window = max(1, len(chosen) // 2)
     window = window if job.window == "auto" else min(job.window, window)
@@ -378,6 +381,7 @@ async def _answer(
     shift = max((each.ended for each in sample.attempts), default=0.0) - begin
     for each in noted.attempts:  # by a clock that stops between two parts of the sample
         sample.attempts.append(each._replace(began=each.began + shift, ended=each.ended + shift))
+    sample.asked += len(chosen)
     good = read_done(run_dir, without_failed=True).rows | BitMap64(sample.rows)
     sample.refused += len(chosen & read_done(run_dir).rows - good)
     if len(sample.rows) <= 1 and (sample.refused or not sample.attempts):
@@ -397,7 +401,7 @@ def _told(
         return Forecast(none, tokens_of(found.rows, 0, none), 0, "not known", ("the sample was the job",))
     real = {each.row.row: each.row.prompt for each in sample.attempts}
     guessed = {row.row: row.prompt for row in found.rows if row.row in real}
-    factor = sum(real[row] for row in guessed) / max(sum(guessed.values()), 1)
+    factor = sum(real[row] for row in guessed) / sum(guessed.values()) if guessed else 1.0
     rows = [row._replace(prompt=row.prompt * factor, cached=row.cached * factor) for row in rows]
     sampled, info = sample.sampled, sample.info
     schedulers = sampled.schedulers // len(info.routes) * replicas * workers

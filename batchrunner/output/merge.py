@@ -178,9 +178,11 @@ def in_order(
 
 
 def merged_rows(run_dir: RunDir) -> int:
-    """Return how many rows of the input are merged: a run may have been merged before its end."""
-    files = run_dir.merged.glob("*.parquet")
-    return sum(_distinct_rows(pq.read_table(file, columns=["row"])) for file in files)
+    """Return how many rows of the input are merged: a run may have been merged before its end.
+
+    Raises ResumeError where a merged file is damaged.
+    """
+    return sum(_distinct_rows(_read(file, ["row"])) for file in run_dir.merged.glob("*.parquet"))
 
 
 def _distinct_rows(table: pa.Table) -> int:

@@ -157,8 +157,8 @@ class Adaptation:
         sample = self._sample
         cost_s = server.start_s + min(server.start_s, self._life_s)
         left_s = min(sample["time_left_s"] or 0.0, self._ends_at - sample["time"])
-        is_tail = sample["unsent"] <= sample["window"]
-        return self._is_calm and not is_tail and gain * left_s > WORTH * cost_s
+        # not in the tail
+        return self._is_calm and sample["unsent"] > sample["window"] and gain * left_s > WORTH * cost_s
 
     def _try(self, server: SGLangServer, step: Step) -> Iterator[None]:
         """Try a step with one server; keep it, and let the others follow, or take it back."""

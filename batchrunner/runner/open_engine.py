@@ -47,11 +47,17 @@ class PortalWork(Generic[T]):
             raise
 
     async def wait_async(self) -> T:
-        """Wait and return the result; cancelling this cancels the work."""
+        """Wait and return the result; cancelling this cancels the work.
+
+        Raises BatchrunError where the engine was closed meanwhile.
+        """
+        task = asyncio.current_task()
         try:
             return await asyncio.wrap_future(self._running)
         except asyncio.CancelledError:
             await self._end()
+            if task and not task.cancelling():  # it was the work that somebody cancelled
+                raise BatchrunError(_CLOSED) from None
             raise
 
     def cancel_blocking(self) -> None:

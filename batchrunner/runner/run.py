@@ -567,7 +567,7 @@ class Run:
         if failure is not None:
             return failure.exit_code, str(failure)
         if report.rows_left > report.rows_of_others:
-            sampled = "stopped" if self._only is None else "a sample of the rows is done"
+            sampled = "stopped" if self._only is None else "a sample is done: the job asks no row again"
             return self.control.exit_code, self.control.reason or sampled
         if unheld:
             gone = f"{unheld:,} rows are left that no living task holds: run the same command again"

@@ -328,6 +328,11 @@ async def test_the_engine_is_closed_right_after_the_loop(server: FakeSGLang) -> 
         assert (await anext(rows))["row"] == 0
     with pytest.raises(BatchrunError, match="the engine is closed"):
         await anext(rows)
+    with batchrunner.open_engine(server.url) as engine:
+        waiting = asyncio.create_task(all_of(map(str, range(1, 9)), prompt=TEXT, engine=engine))
+        await asyncio.to_thread(server.wait_for, len(server.sent) + 8)
+    with pytest.raises(BatchrunError, match="the engine is closed"):
+        await waiting
 
 
 async def test_progress() -> None:

@@ -10,10 +10,11 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import BatchrunError, JobError
+from batchrunner.forecast import estimate
 from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import open_run
 from batchrunner.output.task_lock import hold_task
-from tests.conftest import batchrun, job_of, report_of, results_of, write_job, write_rows
+from tests.conftest import INSTANT, batchrun, job_of, report_of, results_of, write_job, write_rows
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import with_slots
 
@@ -50,6 +51,8 @@ def test_the_sample_tells_the_rest_and_is_not_sent_again(tmp_path: Path) -> None
     assert eight["seconds"]["median"] < first["seconds"]["median"] / 4
     told = batchrun("estimate", path)
     assert "limited by: decode" in told.stdout
+    state = batchrun("status", job["output"]["path"]).stdout
+    assert state.endswith("not running: a sample is done: the job asks no row again\n")
 
     assert batchrun(path).exit_code == 0
     report = report_of(job)
@@ -74,6 +77,20 @@ def test_a_server_that_tells_no_load(server: FakeSGLang, tmp_path: Path) -> None
     assert 0 < found.seconds.low <= found.seconds.median <= found.seconds.high
     batchrunner.estimate(job)
     assert len(results_of(job)) == 30
+
+
+def test_a_part_of_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the sample tell how many tokens the others have, also where these are read alone."""
+    monkeypatch.setattr(estimate, "READ_WHOLE", 100)
+    monkeypatch.setattr(estimate, "BLOCK_ROWS", 50)
+    job = job_of(tmp_path, INSTANT, input={"limit": 300}, sampling={"max_new_tokens": 2})
+    write_rows(tmp_path / "input.parquet", 600, text=["a, b; " * 30 + f"{at}" for at in range(600)])
+    assert batchrunner.estimate(job).rows_read == 100
+    batchrunner.run(job)
+    more = batchrunner.estimate(job, overrides=["input.limit=600"])
+    assert (more.rows_to_do, more.rows_read, more.rows_sampled) == (300, 130, 30)
+    prompt = sum(row["prompt_tokens"] for row in results_of(job))
+    assert more.tokens["prompt"].median == pytest.approx(prompt, rel=0.05)
 
 
 def test_a_range_without_an_engine(tmp_path: Path) -> None:
@@ -109,6 +126,8 @@ def test_rows_that_are_not_to_do(tmp_path: Path) -> None:
     half = batchrunner.estimate(job)  # of the rows that are too long
     assert half.rows_sampled == 15
     assert half.tokens["output"].high < 20 * (120 - 15) * 0.7
+    assert batchrunner.estimate(job).rows_to_do == half.rows_to_do == 90
+    assert len(results_of(job)) == 30
     batchrunner.run({**job, "limits": {"max_failed_rows": 120}})
     again = job_of(tmp_path / "again", SIMULATED, sampling=job["sampling"])
     again["input"] = job["input"]

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
+from batchrunner.core.errors import BatchrunError
 from tests.conftest import (
     INSTANT,
     batchrun,
@@ -129,6 +130,9 @@ def test_rows_by_values(tmp_path: Path, server: FakeSGLang) -> None:
     pq.write_table(merged.slice(0, 6), next((tmp_path / "run" / "merged").iterdir()))
     again = batchrunner.generate(str(tmp_path / "run"), prompt={"text": "{{ row }}"}, engine="simulated")
     assert again.num_rows == 7
+    next((tmp_path / "run" / "merged").iterdir()).write_bytes(b"cut")
+    with pytest.raises(BatchrunError, match="is damaged: move it away"):
+        batchrunner.generate(str(tmp_path / "run"), prompt={"text": "{{ row }}"}, engine="simulated")
     streamed = list(
         batchrunner.stream(
             [{"id": 2, "text": "a"}], prompt=PROMPT | {"rollout": by_value}, engine="simulated"

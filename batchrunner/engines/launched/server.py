@@ -157,6 +157,9 @@ class SGLangServer:
                 await self.stop()
             else:
                 self.start_s = time.monotonic() - began
+                if self._recalled and self._before is None and self._memory:
+                    self._memory.forget()  # not before: perhaps it does not live without them either
+                    self._recalled = False
                 return
 
     @property
@@ -202,10 +205,8 @@ class SGLangServer:
     def _heal(self) -> bool:
         """Change the next start's arguments by the cause of death; return whether any help."""
         if self._before is not None:
-            if self._recalled and self._memory:
-                self._memory.forget()
             self._change(self._before, self._failure_message("does not live with them"))
-            self.keep()
+            self._before = None
             return True
         if self._healer is None or self._exit_code is None:
             return False
