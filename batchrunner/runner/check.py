@@ -133,6 +133,8 @@ def _check(prepared: PreparedJob) -> Check:
     failures, shown, looked_at = Failures(), list[dict[str, Any]](), 0
     for item in islice(items, None if loaded.prompt.is_batch else ROWS_LOOKED_AT):
         prompt = _shown(item, loaded.engine.kind)
+        if loaded.prompt.rollout:
+            prompt["kind"] = "row"
         looked_at += 1
         if prompt["error"] is not None:
             failures.add(item.ref.row, prompt["error"])

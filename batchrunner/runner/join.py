@@ -303,9 +303,9 @@ def join(
             with ExitStack() as stack:
                 try:
                     stack.enter_context(hold_task(run_dir, control.sleep, directory=leases.directory))
-                except TaskHeldError as held:
+                except TaskHeldError:
                     if not is_logged:
-                        log.info("another task makes the plan: %s", held)
+                        log.info("waiting for another task, which makes the plan")
                     is_logged = True
                     control.sleep(POLL_S)
                     leases.refresh()

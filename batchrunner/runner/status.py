@@ -94,11 +94,10 @@ def status_lines(state: dict[str, Any]) -> list[str]:
     cut = f"{state['rows_cut']:,} cut at max_new_tokens, " if state["rows_cut"] else ""
     tokens = state["output_tokens"]
     decoded = f", {cut}{tokens:,} output tokens" if tokens or not on_disk else ""
-    simulated = " [simulated]" if state["simulated"] else ""
     of_all = "rows" if total is None else f"of {total:,} rows"
     share = f" ({on_disk / total if total else 1.0:.1%})" if total is not None else ""
     lines = [
-        f"{state['path']}: {state['model'] or 'no row was sent yet'}{simulated}",
+        f"{state['path']}: {state['model'] or 'no row was sent yet'}",
         f"{on_disk:,} {of_all} on disk{share}, {reused}{state['rows_failed']:,} failed{decoded}",
     ]
     lines += cause_lines(state["failures"], "failed")
