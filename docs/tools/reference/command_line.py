@@ -26,9 +26,6 @@ With `--json` a command prints its result ([keys](json-output.md)), or its error
 }
 ```
 
-An error that nobody foresaw is one line with exit code 1, and names a file with its traceback: report it
-with that file.
-
 ## On a terminal
 
 A run begins with the rows to do, the requests in flight and the order, each with its reason. Then comes a

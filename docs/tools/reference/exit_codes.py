@@ -3,7 +3,7 @@
 from batchrunner import __all__ as public
 from batchrunner.core import errors
 from batchrunner.core.errors import EXIT_MEANINGS
-from docs.tools.reference.markdown import paragraphs, table
+from docs.tools.reference.markdown import named, paragraphs
 
 HEAD = """# Exit codes
 
@@ -19,10 +19,7 @@ done, None where the run had not begun."""
 
 def page() -> str:
     """Return the page."""
-    codes = table(["code", "meaning"], ([f"{code}", meaning] for code, meaning in EXIT_MEANINGS.items()))
+    codes = named((f"{code}", meaning) for code, meaning in EXIT_MEANINGS.items())
     kinds = [getattr(errors, name) for name in public if hasattr(errors, name)]
-    raised = table(
-        ["error", "code", "meaning"],
-        ([f"`{kind.__name__}`", str(kind.exit_code), paragraphs(kind.__doc__)] for kind in kinds),
-    )
+    raised = named((f"`{kind.__name__}` ({kind.exit_code})", paragraphs(kind.__doc__)) for kind in kinds)
     return f"{HEAD}\n\n{codes}\n\n{ERRORS}\n\n{raised}"

@@ -13,8 +13,8 @@ from docs.tools.reference.markdown import fenced, field_list, paragraphs
 
 HEAD = """# Python library
 
-All that `import batchrunner` exports; anything else may change at any time. There are
-[examples](../how-to/python.md), and a table of [errors](exit-codes.md#errors-of-the-library)."""
+All that `import batchrunner` exports. There are [examples](../how-to/python.md), and a list of
+[errors](exit-codes.md#errors-of-the-library)."""
 
 ORDER = ("run", "estimate", "generate", "embed", "score", "rerank", "open_engine", "stream")
 """Functions in the order of the page."""
@@ -54,15 +54,15 @@ def _function(function: Callable[..., Any]) -> str:
 def _class(name: str, kind: type) -> str:
     parts = [f"## {name}", _linked(paragraphs(kind.__doc__))]
     if kind is Report:
-        parts += ["Its fields are the keys of [report.json](json-output.md)."]
+        parts += [
+            "Its fields are the keys of [report.json](json-output.md); `results` is the path of the results."
+        ]
     if kind is Progress:
         parts += ["Its fields:", field_list(kind)]
     if name == "Job":
         parts += [
             "Its fields are those of a [job file](job-file.md). `Job.model_validate(mapping)` makes one."
         ]
-    for method in ("results", "rows_left") if kind is Report else ():
-        parts += [f"### {name}.{method}", paragraphs(getattr(kind, method).__doc__)]
     return "\n\n".join(parts)
 
 

@@ -4,16 +4,8 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; a bar or a line break in a cell does not end it."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(
-        "| " + " | ".join(one_line(cell).replace("|", "\\|") for cell in line) + " |" for line in lines
-    )
 
 
 def meanings(told: Iterable[tuple[str, str]]) -> str:
