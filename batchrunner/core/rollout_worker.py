@@ -7,7 +7,6 @@ between them is the length of a pickled tuple and this tuple.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import mmap
 import os
@@ -15,6 +14,7 @@ import pickle
 import socket
 import struct
 import time
+import traceback
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -25,9 +25,19 @@ from typing import Any
 
 from batchrunner.core.hook_worker import ROLLOUT, UnusableValueError, failure_text, load
 
-STEP = struct.Struct("=qd")
-"""In shared memory: the rollout whose code runs, 0 for none, and the monotonic time since which it runs."""
+STEP = struct.Struct("=dq")
+"""In shared memory: the monotonic time of the last step, and the rollout whose code runs, 0 for none.
+
+It is read while it is written: the time is written before the number, and read after it.
+"""
 _LENGTH = struct.Struct("=I")
+
+
+def step_in(memory: mmap.mmap) -> tuple[int, float]:
+    """Return the rollout whose code runs, 0 for none, and since when."""
+    _, number = STEP.unpack_from(memory)
+    since, _ = STEP.unpack_from(memory)
+    return number, since
 
 
 def frame(*values: Any) -> bytes:
@@ -104,12 +114,17 @@ def _parsed(text: str) -> Any:
 def main(descriptor: int, steps: int) -> None:
     """Load the function, and run rollouts until the other end closes; `steps` is the shared memory."""
     channel = Connection(descriptor)
-    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    try:
         if loaded := load(channel):
             _, facts, functions = loaded
             solve = functions[[found.where for found in facts].index(ROLLOUT)]
-            with asyncio.Runner(loop_factory=partial(_Loop, mmap.mmap(steps, STEP.size))) as runner:
-                runner.run(_serve(solve, os.dup(descriptor)))
+            runner = asyncio.Runner(loop_factory=partial(_Loop, mmap.mmap(steps, STEP.size)))
+            runner.run(_serve(solve, os.dup(descriptor)))  # unclosed: that would cancel rows, which fail then
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass
+    except BaseException:  # noqa: BLE001 - such as a function that has stopped the loop
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)  # whatever threads of the function are at
 
 
@@ -127,13 +142,14 @@ class _Loop(asyncio.SelectorEventLoop):
         return super().call_soon(self._call, callback, args, context=context)
 
     def _call(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        STEP.pack_into(self._steps, 0, _NUMBER.get(), time.monotonic())
+        now = time.monotonic()
+        STEP.pack_into(self._steps, 0, now, _NUMBER.get())
         try:
             callback(*args)
         except (SystemExit, KeyboardInterrupt):
             pass  # it would end the loop, and with it all rows; the task has it too
         finally:
-            STEP.pack_into(self._steps, 0, 0, 0.0)
+            STEP.pack_into(self._steps, 0, now, 0)
 
 
 _NUMBER: ContextVar[int] = ContextVar("number", default=0)
@@ -178,8 +194,11 @@ class _Rollout:
             ask = json.dumps({"prompt": prompt, "tools": tools, "sampling": sampling}, default=_plain)
         except (TypeError, ValueError, RecursionError) as failure:
             raise GenerateError(f"no JSON can hold what generate is called with: {failure}") from None
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop, _Loop):
+            raise GenerateError("generate is awaited in the loop that runs the function, and in no other")
         number = next(self.asked)
-        answer = self.waiting[number] = asyncio.get_running_loop().create_future()
+        answer = self.waiting[number] = loop.create_future()
         self.send(self.number, number, ask)
         try:
             found: RolloutAnswer | str = await answer

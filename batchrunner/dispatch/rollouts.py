@@ -26,7 +26,7 @@ from xxhash import xxh3_128_digest
 from batchrunner.core.errors import JobError, RowRefusedError
 from batchrunner.core.hook_pool import HookPool, HookProcess, ProcessEndedError
 from batchrunner.core.hook_worker import ROLLOUT, WorkerSetup
-from batchrunner.core.rollout_worker import STEP, RolloutAnswer, frame, read_frame
+from batchrunner.core.rollout_worker import STEP, RolloutAnswer, frame, read_frame, step_in
 from batchrunner.core.types import LEFT_OUT, Outcome, Request, Tools
 from batchrunner.dispatch.queue import Backlog, PendingRow, ResultSink, RowSource, Slots
 from batchrunner.dispatch.tokenize import RowTokenizer
@@ -105,9 +105,9 @@ class RolloutProcess(HookProcess):
         self.reader, self._writer = await asyncio.open_connection(sock=connection)
 
     @property
-    def step(self) -> tuple[Any, ...]:
+    def step(self) -> tuple[int, float]:
         """Number of the rollout whose code runs, 0 for none, and since when."""
-        return STEP.unpack_from(self._step)
+        return step_in(self._step)
 
     def send(self, *values: Any) -> None:
         """Send a frame, unless the process has ended."""
@@ -210,17 +210,14 @@ class Rollouts:
 
     async def _solve(self, rollout: Rollout) -> None:
         """Run the function of a row, and store what it returned. Raises HookLostError and StorageError."""
-        began, limit_s = time.monotonic(), self._limits.rollout
+        began = time.monotonic()
         if self._turns is not None:
             for key, outcome in self._turns.take(rollout.request.ref).items():
                 rollout.answers[key] = asyncio.get_running_loop().create_future()
                 rollout.answers[key].set_result(outcome)
         rows, error = [], None
         try:
-            async with asyncio.timeout(limit_s):
-                rows = await self._rows_of(rollout)
-        except TimeoutError:
-            error = f"{self._label}: took more than {limit_s:g} s (limits.rollout)"
+            rows = await self._rows_of(rollout)
         except RowRefusedError as failure:
             error = str(failure)
         outcome = _outcome_of(rollout, rows, error, time.monotonic() - began)
@@ -251,8 +248,13 @@ class Rollouts:
             number, is_alone = next(self._numbers), suspicion > 1
             async with self._alone if is_alone else contextlib.nullcontext():
                 process = await (self._new_process(is_shared=False) if is_alone else self._shared_process())
+                limit_s = self._limits.rollout  # of the function: processes may take long to start
                 try:
-                    rows, error = await process.run(number, rollout)
+                    async with asyncio.timeout(limit_s):
+                        rows, error = await process.run(number, rollout)
+                except TimeoutError:
+                    why = f"took more than {limit_s:g} s (limits.rollout)"
+                    raise RowRefusedError(f"{self._label}: {why}") from None
                 except ProcessEndedError as failure:
                     running, _ = process.step
                     if is_alone or (process.why and running == number):
@@ -363,7 +365,7 @@ class Rollouts:
         return outcome
 
     async def _watch(self) -> None:
-        """Kill processes whose loop is blocked."""
+        """Kill processes whose loop is blocked, and what others have left behind."""
         limit_s = self._limits.python
         while True:
             await asyncio.sleep(LOOK_S)
@@ -371,6 +373,7 @@ class Rollouts:
                 number, since = process.step
                 if number and time.monotonic() - since > limit_s:
                     process.why = f"took more than {limit_s:g} s between two awaits (limits.python)"
+                if process.why or process.has_ended():
                     process.kill()
             if not self._choosing.locked():  # while a process starts they have asked nothing
                 self._starting.clear()

@@ -183,7 +183,7 @@ class LimitsSpec(Spec):
     python_processes: Annotated[int, Field(ge=1)] | None = None
     """Most processes for Python functions and files. Default: one a core, up to 8."""
     rollout: Duration = 3600.0
-    """Longest time of one row of `prompt.rollout`, its answers included."""
+    """Longest call of `prompt.rollout`, its answers included."""
     turns: Annotated[int, Field(ge=1)] = 100
     """Most answers of one row of `prompt.rollout`."""
     request_timeout: Duration = 3600.0

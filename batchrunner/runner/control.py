@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -53,11 +53,16 @@ class Control:
         self.at_once = True
         self._notify()
 
-    def listen(self, listener: Callable[[], object]) -> None:
-        """Call `listener` at every change, and at once if the run is already to stop."""
+    @contextlib.contextmanager
+    def listening(self, listener: Callable[[], object]) -> Iterator[None]:
+        """Call `listener` at every change in the block, and at once if the run is already to stop."""
         self._listeners.append(listener)
         if self.reason is not None:
             listener()
+        try:
+            yield
+        finally:
+            self._listeners.remove(listener)
 
     def interrupted(self, when: str) -> BatchrunError:
         """Return the error of an attempt that is stopped while it does what `when` says."""
@@ -76,10 +81,10 @@ class Control:
         """
         working = asyncio.ensure_future(work)
         asked = asyncio.Event()
-        self.listen(asked.set)
         stopped = asyncio.ensure_future(asked.wait())
         try:
-            await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            with self.listening(asked.set):
+                await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if working in (await asyncio.wait({working}, timeout=grace_s))[0]:
                 return working.result()
             raise self.interrupted(when)
@@ -110,7 +115,7 @@ class Control:
 
     def _notify(self) -> None:
         self._stopped.set()
-        for listener in self._listeners:
+        for listener in [*self._listeners]:
             listener()
 
 

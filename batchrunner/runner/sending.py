@@ -309,12 +309,12 @@ class Sending:
         self._load_control.join(self._run)
         sending = asyncio.ensure_future(self._dispatcher.run(self._feeder))
         polling = asyncio.ensure_future(self._load_control.run(self._polled))
-        self._control.listen(functools.partial(self._stop, sending))
         try:
-            await asyncio.wait((sending, polling), return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
-                polling.result()  # it failed: that ends the run
-            await sending
+            with self._control.listening(functools.partial(self._stop, sending)):
+                await asyncio.wait((sending, polling), return_when=asyncio.FIRST_COMPLETED)
+                if not sending.done():
+                    polling.result()  # it failed: that ends the run
+                await sending
         finally:
             self._rows.stop()
             for task in (sending, polling):

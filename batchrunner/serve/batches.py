@@ -150,7 +150,7 @@ class Batches:
             if control.reason == _SHUTDOWN:
                 return
             if control.reason is not None:
-                info = replace(self.info, model=batch["model"])
+                info = replace(self.info, model=batch["model"], yields=None)  # it has no users
                 await self._execute(batch, engine=NoEngine(control.reason), info=info)
             if control.reason != CANCELLED:
                 await self._state.save(BATCHES, batch, status="finalizing", finalizing_at=now())

@@ -17,6 +17,7 @@ from typing import IO, Annotated, Any, Literal
 from aiohttp import BodyPartReader, web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from yarl import URL
 
 from batchrunner.core.console import show
 from batchrunner.core.engine_info import EngineInfo
@@ -296,7 +297,8 @@ class Api:
             "id": new_id("batch_"), "object": "batch", "status": "validating",
             "model": self._batches.info.model, "created_at": now(),
             "expires_at": now() + math.ceil(wanted.completion_window), "request_counts": counts_of(0),
-            **dict.fromkeys(UNKNOWN), **wanted.model_dump(), **json.loads(body),
+            **dict.fromkeys(UNKNOWN), **wanted.model_dump(),
+            "completion_window": json.loads(body)["completion_window"],
         })  # fmt: skip
         self._batches.start(batch)
         return batch
@@ -341,17 +343,20 @@ async def serve(
     options["overrides"] = [*overrides, "limits.deadline=null", "limits.abort_failed_share=1"]
     job = job_of_batch("requests", str(directory), **options)
     control, ended, loop = Control(), asyncio.Event(), asyncio.get_running_loop()
-    control.listen(ended.set)
 
     def came(_: object) -> None:
         loop.call_soon_threadsafe(control.drain, "interrupted")
 
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(control.listening(ended.set))
         stack.enter_context(SignalWatch(came, SIGNALS))
         with using_run(f"--dir {directory}"):
             make_directory(directory)
             stack.enter_context(hold_task(RunDir(directory), directory=directory))
             state = State(directory)
+        named = f"--port {port}, --host {host}"
+        with using_run(named):  # before a model is loaded
+            (await loop.create_server(asyncio.Protocol, host, port)).close()
         opened, info = await opened_engine(job, task, directory, control, stack)
         batches = Batches(state, opened, info, options, control)
         stack.push_async_callback(batches.end)
@@ -361,11 +366,11 @@ async def serve(
         runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1)
         stack.push_async_callback(runner.cleanup)
         await runner.setup()
-        with using_run(f"--port {port}, --host {host}"):
+        with using_run(named):
             await web.TCPSite(runner, host, port).start()
         for batch in state.under_way():
             batches.start(batch)
-        show([f"http://{host}:{runner.addresses[0][1]}/v1"])
+        show([str(URL.build(scheme="http", host=host, port=runner.addresses[0][1], path="/v1"))])
         while not ended.is_set():
             state.delete_expired()
             with contextlib.suppress(TimeoutError):

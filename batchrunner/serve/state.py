@@ -7,6 +7,7 @@ Names on the disk are made here. What clients call a file or a batch is only loo
 """
 
 import asyncio
+import json
 import logging
 import re
 import secrets
@@ -15,8 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from batchrunner.core.files import read_json
-from batchrunner.output.files import make_directory, write_json
+from batchrunner.output.files import make_directory, using_run, write_json
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +40,28 @@ def new_id(kind: str) -> str:
     return f"{kind}{time.time_ns():016x}{secrets.token_hex(16)}"
 
 
+def _record(path: Path) -> Record:
+    """Read a record; raises OutputError, as what has no record is deleted."""
+    with using_run(str(path)):
+        found: Record = json.loads(path.read_bytes())
+        return found
+
+
 class State:
     """All files and batches: their records in memory, and on the disk."""
 
     def __init__(self, directory: Path) -> None:
-        """Read what is in a directory, and delete what a kill left half done. Raises OSError."""
+        """Read what is in a directory, and delete what a kill left half done.
+
+        Raises OSError, and OutputError where a record cannot be read.
+        """
         self._directory = directory
         self.records: dict[str, dict[str, Record]] = {}
         """Records by kind and ID, the oldest first."""
         for kind in (FILES, BATCHES):
             make_directory(directory / kind)
             paths = [path for path in sorted((directory / kind).glob("*.json")) if _OURS.fullmatch(path.stem)]
-            self.records[kind] = {path.stem: record for path in paths if (record := read_json(path))}
+            self.records[kind] = {path.stem: _record(path) for path in paths}
         kept = {*self.records[FILES], *(batch["id"] for batch in self.under_way())}
         for path in [*(directory / FILES).iterdir(), *(directory / BATCHES).iterdir()]:
             if not _OURS.fullmatch(path.name) or path.name in kept:
@@ -99,5 +109,5 @@ class State:
         """Delete the files whose time is over and that no batch reads."""
         read = {batch["input_file_id"] for batch in self.under_way()}
         for name, file in [*self.records[FILES].items()]:
-            if name not in read and (file["expires_at"] or now()) < now():
+            if name not in read and file["expires_at"] and file["expires_at"] < now():
                 self.delete_file(name)

@@ -175,6 +175,12 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
                         try: await asyncio.sleep(1000)
                         except asyncio.CancelledError: pass
                 case 14: await asyncio.to_thread(os._exit, 4)
+                case 15: await asyncio.to_thread(asyncio.run, generate("x"))
+                case 16: asyncio.get_running_loop().stop()
+                case 17:
+                    if os.fork() == 0: time.sleep(1000)
+                    os._exit(5)
+            await asyncio.sleep(0)
             return {"text": answer.text}
         """,
     )
@@ -200,6 +206,10 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         "equal to 0, or should be {column: NAME} (got -1)",
         13: f"{name}: took more than 15 s (limits.rollout)",
         14: f"{name}: ended its process (exit code 4)",
+        15: f"{place}:25: batchrunner.GenerateError: generate is awaited in the loop that runs the function, "
+        "and in no other",
+        16: f"{name}: ended its process (exit code 1)",
+        17: f"{name}: ended its process (exit code 5)",
     }
     asked = json.loads(rows[1]["conversation"])
     assert asked["prompt"] == [{"role": "user", "content": "row 1"}]
@@ -212,7 +222,25 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
     again = batchrun(tmp_path / "job.yaml", "--retry-failed")
     assert again.exit_code == 0, again.stderr
     assert [row["row"] for row in results_of(job)] == list(range(40))
-    assert server.prompts.count("again") == 13
+    assert server.prompts.count("again") == 16
+
+
+def test_a_process_that_starts_slowly(tmp_path: Path, server: FakeSGLang) -> None:
+    """The time of a row (limits.rollout) is that of its function, not that of the import before."""
+    write_module(
+        tmp_path,
+        """
+        import pathlib, time
+        if pathlib.Path("loaded").exists():
+            time.sleep(3)
+        pathlib.Path("loaded").touch()
+        async def solve(row, generate):
+            return {"text": (await generate(row["text"])).text}
+        """,
+    )
+    job = job_of(tmp_path, server, rows=20, prompt=PROMPT, limits={"rollout": 1, "python_processes": 1})
+    run_job(job, tmp_path)
+    assert report_of(job)["rows_ok"] == 20
 
 
 @pytest.mark.parametrize("free", ["no JSON", "{}"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +22,7 @@ import openai
 import pytest
 from openai.types import Batch
 
+from batchrunner.serve.state import FILES, State
 from tests.conftest import ROOT, batchrun, eventually
 from tests.support.blocks import blocks_of
 from tests.support.fake_sglang import FakeSGLang
@@ -117,6 +120,11 @@ def test_in_the_background(tmp_path: Path) -> None:
         batch = server.ended(server.begin(server.upload(requests_of(5))))
         assert batch.status == "completed"
         assert {sent.body["priority"] for sent in engine.sent} == {-(2**63)}
+        engine.script = lambda _: "hold"
+        batch = server.begin(server.upload(requests_of(5)))
+        engine.wait_for(6)
+        server.client.batches.cancel(batch.id)
+        assert server.ended(batch).status == "cancelled"
 
 
 FAST, SLOW = ("--set", "engine.step_s=0"), ("--set", "engine.step_s=0.02", "--set", "engine.max_running=8")
@@ -282,7 +290,7 @@ def test_a_batch_ends_early(tmp_path: Path, early: str) -> None:
 
 def test_files_expire(tmp_path: Path) -> None:
     """`expires_after` of an upload and `output_expires_after` of a batch: the files are deleted in time."""
-    lifetime: Any = {"anchor": "created_at", "seconds": 3600}
+    lifetime: Any = {"anchor": "created_at", "seconds": "3600"}  # as a form has it
     with serving(tmp_path / "state", *FAST) as server:
         content = ("a.jsonl", requests_of(2))
         file = server.client.files.create(file=content, purpose="batch", expires_after=lifetime)
@@ -300,6 +308,35 @@ def test_files_expire(tmp_path: Path) -> None:
             )
         server.start()
         assert [each.id for each in server.client.files.list()] == [kept]
+
+
+def test_files_without_a_lifetime_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a second begins while it is looked which have expired."""
+    state = State(tmp_path)
+    state.records[FILES]["file-a"] = {"expires_at": None}
+    monkeypatch.setattr("batchrunner.serve.state.now", itertools.count().__next__)
+    state.delete_expired()
+    assert state.records[FILES]
+
+
+def test_a_record_that_cannot_be_read(tmp_path: Path) -> None:
+    """The server does not start, and deletes nothing."""
+    with serving(tmp_path / "state", *FAST) as server:
+        content = tmp_path / "state" / "files" / server.upload(requests_of(1))
+    record = content.with_name(f"{content.name}.json")
+    record.write_text("{")
+    refused = batchrun("serve", "--engine", "simulated", "--dir", tmp_path / "state", "--port", 0)
+    assert (refused.exit_code, refused.stderr.count(f"{record}: cannot be used")) == (2, 1)
+    assert content.read_bytes() == requests_of(1)
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    """That is said before the engine is opened."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        engine = ("--engine", "http://127.0.0.1:9")  # nothing is there
+        refused = batchrun("serve", *engine, "--dir", tmp_path / "state", "--port", port)
+    assert (refused.exit_code, refused.stderr.count(f"--port {port}")) == (2, 1), refused.stderr
 
 
 def test_a_small_batch_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
@@ -368,6 +405,8 @@ def test_who_may_call(tmp_path: Path) -> None:
         for path in ("/v1/files", "/metrics", "/v1/batches/x"):
             assert status(server, path) == 401
             assert status(server, path, Authorization="Bearer wrong") == 401
+    with serving(tmp_path / "three", "--host", "::1", *FAST) as server:
+        assert [*server.client.files.list()] == []
 
 
 def test_the_engine_is_away_for_a_while(tmp_path: Path, server: FakeSGLang) -> None:
@@ -405,6 +444,21 @@ def test_the_engine_comes_later_and_changes(tmp_path: Path) -> None:
         files = [file for file in (batch.output_file_id, batch.error_file_id) if file]
         names = sorted(line["custom_id"] for file in files for line in served.lines_of(file))
         assert names == sorted(f"r-{number}" for number in range(40))
+        served.kill()
+
+
+def test_the_engine_has_another_model_for_a_while(tmp_path: Path) -> None:
+    """Batches go on when their model is back."""
+    with FakeSGLang() as first:
+        url, port = first.url, int(first.url.rpartition(":")[2])
+        served = Server(tmp_path / "state", engine=url)
+        served.start()
+    with FakeSGLang(model="another/model", port=port) as another:
+        batch = served.begin(served.upload(requests_of(4)))
+        time.sleep(3)  # each second it is asked for its model
+        assert not another.requests
+    with FakeSGLang(port=port):
+        assert served.ended(batch).status == "completed"
         served.kill()
 
 

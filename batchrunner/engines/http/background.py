@@ -121,12 +121,15 @@ class BackgroundServers(AttachedServers):
         return reply
 
     async def _abort(self, endpoint: Endpoint, task: asyncio.Task[Any], name: str) -> None:
-        """Abort a request; one that goes on all the same loses its connection."""
+        """Abort a request; one that goes on all the same loses its connection, at once if that was refused."""
         assert self._questions is not None
         timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
+        url, body, is_taken = endpoint.url + ABORT_PATH, {"rid": name}, False
         with contextlib.suppress(*NOT_REACHED):
-            await self._questions.post(endpoint.url + ABORT_PATH, json={"rid": name}, timeout=timeout)
-        await asyncio.sleep(TIMING.status_timeout)
+            async with self._questions.post(url, json=body, timeout=timeout) as answer:
+                is_taken = answer.ok
+        if is_taken:
+            await asyncio.sleep(TIMING.status_timeout)
         if self._sent[endpoint.url].get(task) == name and endpoint.requests.pop(task, 0.0):
             task.cancel()
 

@@ -572,7 +572,8 @@ class AttachedServers(HttpEngine):
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Return the load of each scheduler that answers now; raises AnotherModelError for a new model."""
         if self._watching is not None and self._watching.done():
-            self._watching.result()
+            ended, self._watching = self._watching, asyncio.create_task(self._watch())
+            ended.result()
         loads = await super().loads()
         for url in self.replicas:
             progress = progress_of(load for load in loads if load.server == url)

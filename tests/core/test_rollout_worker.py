@@ -1,0 +1,36 @@
+"""The process in which rollouts run."""
+
+import mmap
+import subprocess
+import sys
+import tempfile
+import time
+
+from batchrunner.core.rollout_worker import STEP, step_in
+
+LOOP = """
+import asyncio, mmap, sys
+from batchrunner.core import rollout_worker as worker
+async def steps():
+    worker._NUMBER.set(7)
+    for _ in range(60_000):
+        await asyncio.sleep(0)
+with asyncio.Runner(loop_factory=lambda: worker._Loop(mmap.mmap(int(sys.argv[1]), worker.STEP.size))) as runner:
+    runner.run(steps())
+"""
+
+
+def test_a_step_is_read_while_it_is_written() -> None:
+    """Whoever reads that code runs reads since when too: else a process is killed that is not blocked."""
+    with tempfile.TemporaryFile() as file:
+        file.truncate(STEP.size)
+        step = mmap.mmap(file.fileno(), STEP.size)
+        seen = set[int]()
+        began = time.monotonic()
+        with subprocess.Popen([sys.executable, "-c", LOOP, str(file.fileno())], pass_fds=[file.fileno()]) as process:
+            while process.poll() is None:
+                for _ in range(1000):
+                    number, since = step_in(step)
+                    seen.add(number)
+                    assert not number or since >= began
+        assert seen == {0, 7}
