@@ -15,7 +15,8 @@ async def steps():
     worker._NUMBER.set(7)
     for _ in range(60_000):
         await asyncio.sleep(0)
-with asyncio.Runner(loop_factory=lambda: worker._Loop(mmap.mmap(int(sys.argv[1]), worker.STEP.size))) as runner:
+memory = mmap.mmap(int(sys.argv[1]), worker.STEP.size)
+with asyncio.Runner(loop_factory=lambda: worker._Loop(memory)) as runner:
     runner.run(steps())
 """
 
@@ -27,7 +28,8 @@ def test_a_step_is_read_while_it_is_written() -> None:
         step = mmap.mmap(file.fileno(), STEP.size)
         seen = set[int]()
         began = time.monotonic()
-        with subprocess.Popen([sys.executable, "-c", LOOP, str(file.fileno())], pass_fds=[file.fileno()]) as process:
+        command = [sys.executable, "-c", LOOP, str(file.fileno())]
+        with subprocess.Popen(command, pass_fds=[file.fileno()]) as process:
             while process.poll() is None:
                 for _ in range(1000):
                     number, since = step_in(step)

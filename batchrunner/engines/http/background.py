@@ -121,7 +121,7 @@ class BackgroundServers(AttachedServers):
         return reply
 
     async def _abort(self, endpoint: Endpoint, task: asyncio.Task[Any], name: str) -> None:
-        """Abort a request; one that goes on all the same loses its connection, at once if that was refused."""
+        """Abort a request; one that goes on all the same loses its connection."""
         assert self._questions is not None
         timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
         url, body, is_taken = endpoint.url + ABORT_PATH, {"rid": name}, False
