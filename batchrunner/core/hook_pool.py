@@ -243,10 +243,6 @@ class HookProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def has_ended(self) -> bool:
-        """Tell whether it has; what it started may keep its channel open."""
-        return self._process.poll() is not None
-
     def end(self) -> None:
         """Kill the process and wait for its end; for its own thread, or when that has ended."""
         self.kill()
@@ -262,7 +258,7 @@ class HookProcess:
             while time.monotonic() < ends_at:
                 if self.channel.poll(_LOOK_S):
                     return self.channel.recv()
-                if self.has_ended():
+                if self._process.poll() is not None:  # what it started may keep the channel open
                     raise EOFError
             self.is_fit = False
             raise ProcessEndedError(f"took more than {longest_s:g} s{named}")

@@ -118,14 +118,14 @@ def main(descriptor: int, steps: int) -> None:
         if loaded := load(channel):
             _, facts, functions = loaded
             solve = functions[[found.where for found in facts].index(ROLLOUT)]
-            runner = asyncio.Runner(loop_factory=partial(_Loop, mmap.mmap(steps, STEP.size)))
-            runner.run(_serve(solve, os.dup(descriptor)))  # unclosed: that would cancel rows, which fail then
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+            loop = _Loop(mmap.mmap(steps, STEP.size))
+            loop.run_until_complete(_serve(solve, os.dup(descriptor)))
+    except (EOFError, ConnectionError):
         pass
     except BaseException:  # noqa: BLE001 - such as a function that has stopped the loop
         traceback.print_exc()
         os._exit(1)
-    os._exit(0)  # whatever threads of the function are at
+    os._exit(0)  # whatever threads and other rows of the function are at
 
 
 class _Loop(asyncio.SelectorEventLoop):

@@ -109,6 +109,10 @@ class RolloutProcess(HookProcess):
         """Number of the rollout whose code runs, 0 for none, and since when."""
         return step_in(self._step)
 
+    def has_ended(self) -> bool:
+        """Tell whether it has; what it started may keep its connection open."""
+        return self._process.poll() is not None
+
     def send(self, *values: Any) -> None:
         """Send a frame, unless the process has ended."""
         if not self._writer.is_closing():

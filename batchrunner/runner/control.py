@@ -80,18 +80,16 @@ class Control:
         Raises BatchrunError then; `when` says what was done.
         """
         working = asyncio.ensure_future(work)
-        asked = asyncio.Event()
-        stopped = asyncio.ensure_future(asked.wait())
+        stopped = asyncio.get_running_loop().create_future()
         try:
-            with self.listening(asked.set):
+            with self.listening(lambda: stopped.done() or stopped.set_result(None)):
                 await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if working in (await asyncio.wait({working}, timeout=grace_s))[0]:
                 return working.result()
             raise self.interrupted(when)
         finally:
             working.cancel()
-            stopped.cancel()
-            await asyncio.gather(working, stopped, return_exceptions=True)
+            await asyncio.gather(working, return_exceptions=True)
 
     def sleep(self, seconds: float) -> None:
         """Sleep, in a thread, before the first row is sent; raises BatchrunError once the run is stopped."""
@@ -115,7 +113,7 @@ class Control:
 
     def _notify(self) -> None:
         self._stopped.set()
-        for listener in [*self._listeners]:
+        for listener in self._listeners:
             listener()
 
 

@@ -384,12 +384,6 @@ class Run:
         """
         self.earlier = attempt_spans(self.prepared.run_dir.events)
         sending, writer = await self._build(engine, info)
-        self._write_run_json(info)  # not before: a job that was refused is not the one that is to go on
-        if isinstance(self.prepared.job.engine, ServerEngine):
-            from batchrunner.runner.adapt import adaptation_of  # noqa: PLC0415 - only for such engines
-
-            ends_at = sending.progress.began + (self.prepared.job.limits.deadline or math.inf)
-            sending.adaptation = adaptation_of(engine, self.prepared.run_dir, ends_at)
         failure: BatchrunError | None = None
         added: list[str] = []
         rows_on_disk, self.control.stage = True, "sending"
@@ -471,6 +465,12 @@ class Run:
             job, rows, engine, load_control, prepared.answers, writer, self.counts, events, self.control,
             self.displays, began, prepared.functions, self.done, self.turns, expected.get("row_s"),
         )  # fmt: skip
+        self._write_run_json(info)  # not before: a job that was refused is not the one that is to go on
+        if isinstance(job.engine, ServerEngine) and not load_control.in_use:  # one run alone adapts it
+            from batchrunner.runner.adapt import adaptation_of  # noqa: PLC0415 - only for such engines
+
+            ends_at = began + (job.limits.deadline or math.inf)
+            sending.adaptation = adaptation_of(engine, run_dir, ends_at)
         window = sum(load_control.concurrency.windows.values())
         todo = f"{rows.unread:,} rows to do, {rows_done:,} done before"
         log.info("%s; window %s (%s)", todo, f"{window:,}", why)

@@ -111,8 +111,9 @@ class Batches:
 
     async def _to_its_end(self, batch: Record, control: Control) -> None:
         """Do what is left of a batch, again after a pause where that could not go on."""
-        left_s = batch["expires_at"] - time.time()
-        expiry = asyncio.get_running_loop().call_later(left_s, control.stop, EXPIRED)
+        expiry = asyncio.get_running_loop().call_later(
+            batch["expires_at"] - time.time(), control.stop, EXPIRED
+        )
         if batch["status"] == "cancelling":
             control.stop(CANCELLED)
         while True:

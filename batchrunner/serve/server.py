@@ -217,9 +217,11 @@ class Api:
             raise invalid("after", "it names nothing")
         found = [record for record in left if wanted.purpose in {None, record.get("purpose")}]
         shown = found[: wanted.limit]
-        first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-        more = len(shown) < len(found)
-        return {"object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": more}
+        ids = [record["id"] for record in shown] or [None]
+        return {
+            "object": "list", "data": shown, "first_id": ids[0], "last_id": ids[-1],
+            "has_more": len(shown) < len(found),
+        }  # fmt: skip
 
     async def _one(self, request: web.Request) -> Record:
         """Return the record that a call names; raises ApiError."""

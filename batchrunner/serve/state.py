@@ -40,13 +40,6 @@ def new_id(kind: str) -> str:
     return f"{kind}{time.time_ns():016x}{secrets.token_hex(16)}"
 
 
-def _record(path: Path) -> Record:
-    """Read a record; raises OutputError, as what has no record is deleted."""
-    with using_run(str(path)):
-        found: Record = json.loads(path.read_bytes())
-        return found
-
-
 class State:
     """All files and batches: their records in memory, and on the disk."""
 
@@ -60,8 +53,11 @@ class State:
         """Records by kind and ID, the oldest first."""
         for kind in (FILES, BATCHES):
             make_directory(directory / kind)
-            paths = [path for path in sorted((directory / kind).glob("*.json")) if _OURS.fullmatch(path.stem)]
-            self.records[kind] = {path.stem: _record(path) for path in paths}
+            self.records[kind] = {}
+            for path in sorted((directory / kind).glob("*.json")):
+                if _OURS.fullmatch(path.stem):
+                    with using_run(str(path)):
+                        self.records[kind][path.stem] = json.loads(path.read_bytes())
         kept = {*self.records[FILES], *(batch["id"] for batch in self.under_way())}
         for path in [*(directory / FILES).iterdir(), *(directory / BATCHES).iterdir()]:
             if not _OURS.fullmatch(path.name) or path.name in kept:
@@ -102,8 +98,8 @@ class State:
     def delete_file(self, name: str) -> None:
         """Delete a file."""
         del self.records[FILES][name]
-        self.place_of(FILES, f"{name}.json").unlink(missing_ok=True)
-        self.place_of(FILES, name).unlink(missing_ok=True)
+        for each in (f"{name}.json", name):
+            self.place_of(FILES, each).unlink(missing_ok=True)
 
     def delete_expired(self) -> None:
         """Delete the files whose time is over and that no batch reads."""

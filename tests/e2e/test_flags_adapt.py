@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import batchrunner
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.logs.series import GUIDES
 from batchrunner.runner import adapt, sending
@@ -147,3 +149,15 @@ def test_replicas_follow_one_by_one(tmp_path: Path) -> None:
     assert [one["what"], verdict["what"], other["what"]] == ["adapts", "adapted", "adapts"]
     assert one["who"] == verdict["who"] != other["who"]
     assert one["new"] == other["new"]
+
+
+async def test_one_of_the_runs_at_once_adapts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the servers, and each would judge the steps of the other as its own."""
+    adapting = list[Any]()
+    monkeypatch.setattr(adapt, "adaptation_of", lambda *given: adapting.append(given))
+    one = slotted(tmp_path, rows=100)
+    two = {**one, "output": {**one["output"], "path": str(tmp_path / "two")}}
+    with batchrunner.open_engine(one["engine"], log_dir=tmp_path / "logs") as engine:
+        del one["engine"], two["engine"]
+        await asyncio.gather(*(batchrunner.arun(job, engine=engine) for job in (one, two)))
+    assert len(adapting) == 1

@@ -94,12 +94,6 @@ class BackgroundServers(AttachedServers):
                 self._aborts.add(abort)
                 abort.add_done_callback(self._aborts.discard)
 
-    async def close(self) -> None:
-        """Close all connections."""
-        for abort in self._aborts:
-            abort.cancel()
-        await super().close()
-
     async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
         """Send a body with the lowest priority, and under a name by which it can be given back."""
         task = asyncio.current_task()
@@ -124,11 +118,11 @@ class BackgroundServers(AttachedServers):
         """Abort a request; one that goes on all the same loses its connection."""
         assert self._questions is not None
         timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
-        url, body, is_taken = endpoint.url + ABORT_PATH, {"rid": name}, False
         with contextlib.suppress(*NOT_REACHED):
-            async with self._questions.post(url, json=body, timeout=timeout) as answer:
-                is_taken = answer.ok
-        if is_taken:
+            async with self._questions.post(
+                endpoint.url + ABORT_PATH, json={"rid": name}, timeout=timeout, raise_for_status=True
+            ):
+                pass
             await asyncio.sleep(TIMING.status_timeout)
         if self._sent[endpoint.url].get(task) == name and endpoint.requests.pop(task, 0.0):
             task.cancel()

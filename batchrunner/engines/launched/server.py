@@ -177,7 +177,7 @@ class SGLangServer:
     def adapt(self, args: Mapping[str, Any], why: str) -> None:
         """Restart it with other flags and variables, once its rows have ended; it goes back if it dies."""
         self._change(args, why)
-        self.up = self._recalled = False
+        self.up = self._recalled = self._stays = False
         self._settled.clear()
         self.hangs(PLANNED)
 
