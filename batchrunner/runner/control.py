@@ -80,9 +80,9 @@ class Control:
         Raises BatchrunError then; `when` says what was done.
         """
         working = asyncio.ensure_future(work)
-        stopped = asyncio.get_running_loop().create_future()
+        stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         try:
-            with self.listening(lambda: stopped.done() or stopped.set_result(None)):
+            with self.listening(stopped.cancel):
                 await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if working in (await asyncio.wait({working}, timeout=grace_s))[0]:
                 return working.result()
