@@ -80,10 +80,11 @@ class Control:
         Raises BatchrunError then; `when` says what was done.
         """
         working = asyncio.ensure_future(work)
-        stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        stopped = asyncio.get_running_loop().create_future()
+        both: set[asyncio.Future[Any]] = {working, stopped}
         try:
             with self.listening(stopped.cancel):
-                await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if working in (await asyncio.wait({working}, timeout=grace_s))[0]:
                 return working.result()
             raise self.interrupted(when)
