@@ -4,6 +4,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
 from typing import Any, Unpack
 
 from batchrunner.api.runs import engine_of
+from batchrunner.core.errors import JobError
 from batchrunner.input.tables import Data, Row, paths_of
 from batchrunner.job.call import CallOptions, LibraryCall
 from batchrunner.job.load import EngineLike
@@ -52,10 +53,10 @@ def stream(
     Example: `for row in batchrunner.stream(texts, engine="Qwen/Qwen3-8B"): print(row["output"])`.
 
     In a program with an event loop write `async for`: a plain `for` blocks it. The arguments are those of
-    `generate`; `rows` may also be an asynchronous iterator. An iterator may be endless: it is read a few
-    thousand rows ahead, in a thread (an asynchronous one in the running loop), and not while the program is
-    behind. Columns are those of the first rows. Of up to 512 rows that are there, one of each prefix goes
-    first. `row` is the position in the input.
+    `generate`; `rows` are no files, and may also be an asynchronous iterator. An iterator may be endless: it
+    is read a few thousand rows ahead, in a thread (an asynchronous one in the running loop), and not while
+    the program is behind. Columns are those of the first rows. Of up to 512 rows that are there, one of each
+    prefix goes first. `row` is the position in the input.
 
     `task` is that of a job; `task_options` are the arguments that only `embed`, `score` or `rerank` have.
 
@@ -66,7 +67,8 @@ def stream(
     opened, spec = engine_of(engine)
     if opened is not None:
         opened.refuse_other_task(call.get("task", GENERATE))
-    files = paths_of(rows)
-    made = LibraryCall(engine=spec, columns=columns, own_rows=files is None, **call)
+    if paths_of(rows) is not None:
+        raise JobError("rows: stream takes no files", hint="give pyarrow.dataset.dataset(path)")
+    made = LibraryCall(engine=spec, columns=columns, own_rows=True, **call)
     displays = make_displays(progress=progress, on_progress=on_progress)
-    return Stream(StreamCall(rows, files, made, opened.loop if opened else None, displays))
+    return Stream(StreamCall(rows, made, opened.loop if opened else None, displays))

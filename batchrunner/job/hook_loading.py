@@ -99,20 +99,9 @@ async def _solve(
     value = await function(*given)
     rows = value if isinstance(value, (list, tuple)) and not hasattr(value, "_fields") else [value]
     try:
-        return [_made_row(row, known) for row in rows if row is not None]
+        return [row_value(row, known) for row in rows if row is not None]
     except (ValueError, TypeError, OverflowError, RecursionError) as failure:
         raise UnusableValueError(f"{name}: {failure}") from None
-
-
-def _made_row(value: Any, known: Annotations) -> dict[str, Any]:
-    """Return what a rollout returned as values of columns; without an annotation as JSON has them."""
-    if known.columns:
-        return row_value(value, known)
-    value = value._asdict() if hasattr(value, "_asdict") else value
-    given = msgspec.json.decode(msgspec.json.encode(value, enc_hook=_plain_object))
-    if not isinstance(given, dict):
-        raise ValueError(f"returned {_a(value)}: return a dict, or a list of them")  # noqa: TRY004
-    return given
 
 
 def _digest_of(function: Any) -> str:
@@ -233,8 +222,8 @@ def columns_of(kind: Any) -> Columns:
 def row_value(value: Any, known: Annotations) -> dict[str, Any]:
     """Return what a function returned as a value for each column; a missing one is None.
 
-    Raises ValueError, whose text follows the function's name, for one that does not fit, or a key that is no
-    column.
+    Without columns, which only a rollout may lack, it is a dict as the function returned it. Raises
+    ValueError, whose text follows the function's name, for one that does not fit, or a key that is no column.
     """
     from batchrunner.job.arrow_types import fit  # noqa: PLC0415 - it loads pyarrow
 
@@ -243,6 +232,8 @@ def row_value(value: Any, known: Annotations) -> dict[str, Any]:
     given = plain(value._asdict() if hasattr(value, "_asdict") else value)
     if not isinstance(given, dict):
         raise ValueError(f"returned {_a(value)}: return a dict")  # noqa: TRY004
+    if not known.columns:
+        return given
     names = [name for name, _ in known.columns]
     unknown = [key for key in given if key not in names]
     if unknown:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import EXIT_DONE, EXIT_STOPPED
-from batchrunner.output.liveness import holders_of
 from batchrunner.output.merge import merge
 from batchrunner.output.run_dir import look_at_run
 from batchrunner.report.report import Report, report_of_all
@@ -21,8 +20,6 @@ class MergedRun:
     """Report of the whole run."""
     rows: int
     """Rows in these files."""
-    is_at_work: bool
-    """Whether a task of the run is at work."""
 
     @property
     def exit_code(self) -> int:
@@ -35,7 +32,6 @@ class MergedRun:
             "path": self.path,
             "rows": self.rows,
             "rows_missing": max(0, self.report.rows_total - self.rows),
-            "is_at_work": self.is_at_work,
             "exit_code": self.exit_code,
             "report": self.report.as_dict(),
         }
@@ -45,14 +41,9 @@ class MergedRun:
         lines = self.report.lines()[:-1]  # the last one names the parts
         missing = self.report.rows_total - self.rows
         if missing > 0:
-            in_journals = max(0, missing - self.report.rows_left)
-            journals = (
-                f" ({in_journals:,} of them are done, in journals of tasks at work)" if in_journals else ""
-            )
-            then = "wait for the run's end" if self.is_at_work else "run the same command again"
             lines.append(
-                f"merged: {self.rows:,} of {self.report.rows_total:,} rows, {missing:,} are missing"
-                f"{journals}: {then}, then merge again"
+                f"merged: {self.rows:,} of {self.report.rows_total:,} rows, {missing:,} are missing: wait "
+                "for tasks at work, or run the same command again, then merge again"
             )
         return lines
 
@@ -63,5 +54,4 @@ def merge_run(run: str | Path, file: str | None = None, *, force: bool = False) 
     path, rows = merge(run_dir, file, force=force)
     report = report_of_all(run_dir)
     place = f"{run_dir.store.uri}/{path.name}" if file is None and run_dir.store.uri else str(path)
-    is_at_work = any(holders_of([(task, None) for task in run_dir.all_tasks()]))
-    return MergedRun(place, report, rows, is_at_work)
+    return MergedRun(place, report, rows)

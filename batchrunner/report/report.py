@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from batchrunner.core.console import counted, installed_version
-from batchrunner.core.engine_info import Corner, EngineInfo
+from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EXIT_DONE, EXIT_FAILED_ROWS, EXIT_STOPPED
-from batchrunner.engines.logs.series import GUIDES
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE
 from batchrunner.output.counts import RowCounts
@@ -22,8 +21,6 @@ from batchrunner.output.run_json import require_run_json
 
 GO_ON = "run the same command again"
 """What a user does after a run that did not come to its end."""
-MOST_IDLE = 0.5
-"""Share of the steady time in which an engine may have too few requests, or hold back, without a word."""
 CAUSES_SHOWN = 5
 """Causes of failed rows that are shown on the screen, the commonest first; report.json has all."""
 
@@ -166,18 +163,11 @@ class Report:
             lines.append(f"{were} cut at max_new_tokens (finish_reason length)")
         lines += cause_lines(self.failures, "failed")
         if self.wall_s:
-            lines.append(self._next_commands())
+            run = shlex.quote(self.path)
+            advice = "" if self.simulated else f", batchrun advise {run} judges its flags"
+            lines.append(f"batchrun report {run} shows the run{advice}")
         lines.append(f"results: {self.results}")
         return lines
-
-    def _next_commands(self) -> str:
-        """Name the command that shows the run and, where the engine failed or idled, the one that advises."""
-        run, corners = shlex.quote(self.path), self.load.get("corner_shares", {})
-        idle = sum(corners.get(each) or 0.0 for each in (Corner.SHORT, Corner.HELD))
-        idled = idle > MOST_IDLE and self.load["steady_s"] >= GUIDES.span_s  # else there is no advice
-        advised = not self.simulated and (self.incidents or idled)
-        told = f"; batchrun advise {run} says what to change" if advised else ""
-        return f"batchrun report {run} shows the run{told}"
 
     def _check_lines(self) -> list[str]:
         """Describe the answers that were not good, and what they cost."""

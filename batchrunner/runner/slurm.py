@@ -1,6 +1,5 @@
 """A job as the script of a Slurm array, for a person to read, change and submit."""
 
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -13,9 +12,6 @@ from batchrunner.runner.check import check
 
 CLOSING_S = 20
 """Seconds of the grace period kept for the last part and the end of the engine, after the drain."""
-
-_ARRAY = r"\d+[-\d,:]*(%\d+)?"
-"""What sbatch takes as the numbers of tasks."""
 
 _SCRIPT = """\
 #!/bin/bash
@@ -73,8 +69,6 @@ def array_script(
         raise JobError("-: each task of an array reads the job", hint="write it into a file")
     if grace_s <= CLOSING_S:
         raise JobError(f"--grace {grace_s}: {CLOSING_S} s of it are needed for closing", hint="give more")
-    if not re.fullmatch(_ARRAY, array) or any(int(a) > int(b) for a, b in re.findall(r"(\d+)-(\d+)", array)):
-        raise JobError(f"--array {array}: no numbers of tasks", hint="write 0-15, 1,3,7 or 0-15%4")
     checked = check(job, overrides)
     if checked.exit_code:
         raise JobError(f"{job}: {checked.verdict}")

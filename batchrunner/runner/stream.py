@@ -24,10 +24,9 @@ from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.engines.base import Engine
-from batchrunner.input.dataset import Dataset, RowBatch, carried_of
+from batchrunner.input.dataset import RowBatch, carried_of
 from batchrunner.input.parquet_copy import fitted, normalized
 from batchrunner.input.render import Renderer
-from batchrunner.input.sorted_copy import prepare_order
 from batchrunner.input.tables import (
     as_batches,
     as_mapping,
@@ -41,16 +40,14 @@ from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.call import LibraryCall
 from batchrunner.job.output import RETURNED
 from batchrunner.job.python_functions import open_functions
-from batchrunner.job.spec import InputSpec, Job
+from batchrunner.job.spec import Job
 from batchrunner.output.columns import schema_of_run, table_of
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
-from batchrunner.output.run_dir import RunDir
 from batchrunner.runner.control import Control
 from batchrunner.runner.open_engine import EngineLoop, open_portal
-from batchrunner.runner.prepare import prepare, renderer_of
+from batchrunner.runner.prepare import renderer_of
 from batchrunner.runner.progress import Display
-from batchrunner.runner.rows import FixedRows
 from batchrunner.runner.run import check_engine, open_engine_of
 from batchrunner.runner.sending import Outlet, Sending, open_control
 
@@ -411,7 +408,7 @@ class ProgramOutlet(Outlet, Protocol):
 
 async def send_stream(
     job: Job,
-    rows: ProgramRows | FixedRows,
+    rows: ProgramRows,
     outlet: ProgramOutlet,
     displays: Sequence[Display],
     log_directory: Path,
@@ -453,7 +450,7 @@ async def send_stream(
         outlet.end()
 
 
-Source: TypeAlias = tuple[Job, ProgramRows | FixedRows, "HookPool | None"]
+Source: TypeAlias = tuple[Job, ProgramRows, "HookPool | None"]
 """A stream's job, its rows, and the job's Python functions."""
 
 
@@ -462,8 +459,6 @@ class StreamCall:
     """A call of `stream` under way, in the program's event loop."""
 
     data: object
-    paths: list[str] | None
-    """The files that the data names; None where it is the rows."""
     call: LibraryCall
     loop: EngineLoop | None
     """The loop of an open engine; None where the call opens one."""
@@ -474,8 +469,7 @@ class StreamCall:
         async with contextlib.AsyncExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
             buffer = RowBuffer()
-            if self.paths is None:
-                await stack.enter_async_context(reading(self.data, buffer))
+            await stack.enter_async_context(reading(self.data, buffer))
             source = await asyncio.to_thread(self._source, buffer, scratch, stack)
             if source is not None:
                 job, rows, functions = source
@@ -503,8 +497,6 @@ class StreamCall:
 
     def _source(self, buffer: RowBuffer, scratch: Path, stack: contextlib.AsyncExitStack) -> Source | None:
         """Return the job and its rows; None without rows. Blocks until the first rows tell the columns."""
-        if self.paths is not None:
-            return self._files(self.paths, scratch, stack)
         first = take_batches(buffer, 0)
         known = next((piece for piece in first if not isinstance(piece, str)), None)
         if known is None:
@@ -520,16 +512,3 @@ class StreamCall:
         total = rows_known(self.data)
         rows = ProgramRows(job, known.schema, buffer, first=first, total=total, functions=functions)
         return (job, rows, functions) if first else None
-
-    def _files(self, paths: list[str], scratch: Path, stack: contextlib.AsyncExitStack) -> Source | None:
-        run_dir = RunDir(scratch / "run")
-        dataset = Dataset(InputSpec(path=paths), run_dir.path, copies=run_dir.copies)
-        job = self.call.job(dataset.schema, paths, run_dir.path)
-        if not dataset.total_rows:
-            return None
-        prepared = prepare(job, keeps_copies=True)
-        stack.callback(prepared.close)
-        selected = prepared.selected()
-        copy, _ = prepare_order(prepared, selected, scratch, "stream", lambda: None)
-        rows = FixedRows(prepared, selected, len(selected), copy)
-        return prepared.job, rows, prepared.functions

@@ -198,7 +198,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         5: f"{name}: took more than 1 s between two awaits (limits.python)",
         6: f"{name}: took more than 15 s (limits.rollout)",
         7: f"{name}: asked more than 5 times (limits.turns)",
-        8: f"{name}: returned a str: return a dict, or a list of them",
+        8: f"{name}: returned a str: return a dict",
         9: f"{name}: a result has a column 'rollout' already: name yours otherwise",
         10: f"{place}:17: batchrunner.GenerateError: generate: a list is no prompt: give messages, "
         "a text or token ids",

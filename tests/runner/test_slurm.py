@@ -117,7 +117,6 @@ def _has_lines(path: Path, number: int) -> bool:
     [
         (["--array", "0-3", "--grace", "20"], "--grace 20: 20 s of it are needed for closing"),
         (["--array", "0-3", "--set", "output.path=/proc/x/y"], "/proc/x/y.slurm: cannot be made"),
-        (["--array", "5-2"], "--array 5-2: no numbers of tasks: write 0-15, 1,3,7 or 0-15%4"),
         (["--array", "0-3", "--set", "prompt.text={{ '' }}"], "none of the first 10 rows can be sent"),
     ],
 )

@@ -60,7 +60,7 @@ def _step(task: dict[str, Any]) -> str | None:
 
 @pytest.mark.parametrize("parts", [0, 1])
 def test_merge_of_a_run_at_work(tmp_path: Path, server: FakeSGLang, parts: int) -> None:
-    """`merge` says how many rows are in journals and how many are missing, and what to do; exit code 1."""
+    """`merge` says how many rows are missing, and what to do; exit code 1."""
     server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) >= 30 else "answer"
     part_rows = 20 if parts else 10_000
     job = job_of(tmp_path, server, rows=40, output={"part_rows": part_rows, "durable": 0.1}, window=10)
@@ -70,17 +70,17 @@ def test_merge_of_a_run_at_work(tmp_path: Path, server: FakeSGLang, parts: int) 
         merged = batchrun("merge", tmp_path / "run")
         assert merged.exit_code == 1
         if parts:
-            assert (
-                "merged: 20 of 40 rows, 20 are missing (10 of them are done, in journals of tasks at work): "
-                "wait for the run's end, then merge again"
-            ) in merged.stderr
+            assert "merged: 20 of 40 rows, 20 are missing: wait for tasks at work" in merged.stderr
         else:
             assert "no part is written yet, 30 rows are in journals: wait for the run's end" in merged.stderr
         process.process.kill()
         process.process.wait()
     merged = batchrun("merge", tmp_path / "run")
     assert merged.exit_code == 1
-    assert "merged: 30 of 40 rows, 10 are missing: run the same command again, then merge" in merged.stderr
+    assert (
+        "merged: 30 of 40 rows, 10 are missing: wait for tasks at work, or run the same command"
+        in merged.stderr
+    )
     server.answer_held()
     assert batchrun(file).exit_code == 0
     assert batchrun("merge", tmp_path / "run").exit_code == 0

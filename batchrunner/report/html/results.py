@@ -1,11 +1,10 @@
-"""Read the results of a run for its page: counts, lengths, the slowest rows, a few answers.
+"""Read the results of a run for its page: counts, lengths, a few answers.
 
 duckdb reads the columns without texts several times; memory does not grow with the rows.
 """
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ from batchrunner.input.dataset import values_of
 from batchrunner.job.output import OF_TEXTS
 from batchrunner.output.columns import has_texts
 from batchrunner.output.counts import RowCounts
-from batchrunner.output.parts import open_part
 from batchrunner.output.resume import DoneRows, read_done
 from batchrunner.output.run_dir import RunDir
 
@@ -31,8 +29,6 @@ if TYPE_CHECKING:
 MEMORY = "256MB"
 """Memory that duckdb may use."""
 THREADS = 1
-SLOWEST = 10
-"""Slowest rows that are shown."""
 ANSWERS = 5
 """Rows that are shown with their answers."""
 SHOWN = 400
@@ -48,14 +44,6 @@ _LENGTHS = (
     ("Outputs", "tokens", "unnest(output_tokens)"),
     ("Latency", "s", "latency_s"),
 )
-_SLOWEST = {
-    "row": "row",
-    "latency_s": "latency_s",
-    "prompt_tokens": "prompt_tokens",
-    "output_tokens": "d::BIGINT",
-    "attempts": "attempts",
-    "finish": f"left(coalesce(error, list_aggregate(finish_reason, 'string_agg', ', ')), {SHOWN})",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +53,6 @@ class RunResults:
     counts: RowCounts = field(default_factory=RowCounts)
     lengths: list[tuple[Any, ...]] = field(default_factory=list)
     """What has lengths, their unit, their mean, and what half, 90 %, 99 % and all of them are at most."""
-    slowest: list[dict[str, Any]] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
     """A few rows with the beginnings of their texts; `row` is the ordinal."""
 
@@ -91,12 +78,9 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
             ) as connection,
         ):
             _register(connection, parts)
-            return _read(connection, done.counts, _answers(parts[-1]))
+            lengths = [found for length in _LENGTHS if (found := _length(connection, *length))]
+            return RunResults(done.counts, lengths, _answers(parts[-1]))
     except (duckdb.Error, pa.ArrowException, OSError, KeyError, UnicodeError) as failure:
-        for part in parts:
-            with contextlib.suppress(FileNotFoundError, UnicodeError), open_part(part) as file:
-                for _ in file.iter_batches():  # raises a ResumeError that names the damaged one
-                    pass
         told = str(failure).splitlines()[0]
         raise ResumeError(f"{tasks[0].path}: results cannot be read: {told}") from None
 
@@ -123,18 +107,6 @@ def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> N
         FROM parts""")  # noqa: S608 - our own names
 
 
-def _read(
-    connection: duckdb.DuckDBPyConnection, counts: RowCounts, answers: list[dict[str, Any]]
-) -> RunResults:
-    slowest = f"{_SENT} AND latency_s IS NOT NULL ORDER BY latency_s DESC LIMIT {SLOWEST}"
-    return RunResults(
-        counts,
-        lengths=[found for length in _LENGTHS if (found := _length(connection, *length))],
-        slowest=_records(connection, _SLOWEST, slowest),
-        answers=answers,
-    )
-
-
 def _length(
     connection: duckdb.DuckDBPyConnection, name: str, unit: str, value: str
 ) -> tuple[Any, ...] | None:
@@ -157,11 +129,3 @@ def _answers(part: Path) -> list[dict[str, Any]]:
         {name: str(value)[:SHOWN] for name, value in zip(names, values, strict=True) if value is not None}
         for values in zip(*columns, strict=True)
     ]
-
-
-def _records(
-    connection: duckdb.DuckDBPyConnection, columns: dict[str, str], source: str
-) -> list[dict[str, Any]]:
-    """Return the rows of a query, by the names of its columns."""
-    query = f"SELECT {', '.join(columns.values())} {source}"
-    return [dict(zip(columns, row, strict=True)) for row in connection.execute(query).fetchall()]

@@ -78,7 +78,6 @@ ERROR = {
 MERGE = {
     "path": "Directory or file that was written.",
     "rows, rows_missing": "Rows in it, and rows of the run that are not.",
-    "is_at_work": "Whether a task of the run is at work.",
     "exit_code": "1 while rows are missing.",
     "report": "Report of the whole run.",
 }
