@@ -131,13 +131,11 @@ def _takes_row(function: Any, where: str) -> bool:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of C, without a signature
         return False
-    if _binds(signature, "row or answer"):
-        return False
-    of_rows = where in {PROMPT, MEDIA}
-    if of_rows or not _binds(signature, "answer", "row"):
-        wanted = "one argument, the row" if of_rows else "one argument, the answer, or also the row"
-        raise HookLoadError(f"takes {signature}: it is called with {wanted}")
-    return True
+    takes_row = not _binds(signature, "row or answer")
+    if takes_row and (where in {PROMPT, MEDIA} or not _binds(signature, "answer", "row")):
+        wanted = "the row" if where in {PROMPT, MEDIA} else "the answer, or also the row"
+        raise HookLoadError(f"takes {signature}: it is called with one argument, {wanted}")
+    return takes_row
 
 
 def _binds(signature: inspect.Signature, *given: str) -> bool:

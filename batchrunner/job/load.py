@@ -29,17 +29,6 @@ _YAML_HINT = (
     "put quotes around a text that begins with {{, % or *, or that has a colon and a space in it; the keys "
     "of one level begin in one column"
 )
-_MEANT = {
-    "model": "engine.model",
-    "sampling.guided_json": "sampling.json_schema",
-    "sampling.guided_regex": "sampling.regex",
-    "sampling.logprobs": "output.columns: [logprobs]",
-    "sampling.response_format": "sampling.json_schema",
-    "sampling.stop_sequences": "sampling.stop",
-    "sampling.tools": "prompt.tools",
-    "sampling.top_logprobs": "output.top_logprobs",
-}
-"""What is meant by names that other tools have for fields of a job."""
 
 
 def load_job(
@@ -280,8 +269,6 @@ def _path_in(tree: object, problem: ErrorDetails) -> list[str]:
 
 def _nearest(path: list[str], kind: Any) -> str:
     """Return what may be meant by an unknown key of a job, or of another `kind` of part."""
-    if meant := _MEANT.get(".".join(path)):
-        return f"did you mean {meant!r}?"
     hint = _near(path[-1], sorted(_keys(kind, path[:-1]) - {path[-1]}))
     return f"{hint} (arguments of SGLang go into engine.args)" if path[:-1] == ["engine"] else hint
 

@@ -147,20 +147,18 @@ class Report:
             share = self.cached_tokens / self.prompt_tokens
             lines.append(f"{share:.0%} of {self.prompt_tokens:,} prompt tokens were in the engine's cache")
         if equal := self.rows_deduplicated:
-            has = f"{counted(equal, 'row')} {'has' if equal == 1 else 'have'}"
-            lines.append(f"{has} the answer of an equal one (dedupe: false sends all)")
-        if taken := self.rows_reused:
             lines.append(
-                f"{counted(taken, 'row')} {'has' if taken == 1 else 'have'} an answer of another run"
+                f"{counted(equal, 'row')} given the answer of an equal one (dedupe: false sends all)"
             )
+        if taken := self.rows_reused:
+            lines.append(f"{counted(taken, 'row')} given an answer of another run")
         if background := self.load.get("background"):
             lines.append(background_line(background))
         lines += self._engine_lines()
         lines += self._check_lines()
         cut = self.finish_reasons.get("length", 0)
         if cut > self.rows_cut:  # several outputs of a row
-            were = f"{counted(cut, 'output')} {'was' if cut == 1 else 'were'}"
-            lines.append(f"{were} cut at max_new_tokens (finish_reason length)")
+            lines.append(f"{counted(cut, 'output')} cut at max_new_tokens (finish_reason length)")
         lines += cause_lines(self.failures, "failed")
         if self.wall_s:
             run = shlex.quote(self.path)
@@ -173,10 +171,9 @@ class Report:
         """Describe the answers that were not good, and what they cost."""
         if not self.checks:
             return []
-        checks, rows = self.checks, self.checks["rows_asked_again"]
+        checks, times = self.checks, counted(self.checks["asked_again"], "time")
         told = (
-            f"{counted(rows, 'row')} {'was' if rows == 1 else 'were'} asked again "
-            f"{counted(checks['asked_again'], 'time')}: "
+            f"{counted(checks['rows_asked_again'], 'row')} asked again {times}: "
             f"{checks['rows_mended']:,} then had a good answer, {checks['rows_failed']:,} failed; "
             f"{checks['output_tokens']:,} of the output tokens were rejected"
         )

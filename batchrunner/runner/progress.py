@@ -1,7 +1,6 @@
 """What shows a run while it goes on: a bar, lines of a log, calls of a program."""
 
 import contextlib
-import inspect
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchrunner.core.console import tell
-from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.progress import sample_line
 
@@ -136,14 +134,6 @@ class ProgressCalls(Display):
 
 
 def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> list[Display]:
-    """Return what shows a run to a program that asks for a bar, calls, both or neither.
-
-    Raises JobError where `on_progress` cannot be called with a Progress.
-    """
-    if on_progress is not None and (not callable(on_progress) or inspect.iscoroutinefunction(on_progress)):
-        raise JobError(
-            f"on_progress: {on_progress!r} cannot be called",
-            hint="give a plain function of one argument, a batchrunner.Progress",
-        )
+    """Return what shows a run to a program that asks for a bar, calls, both or neither."""
     displays: list[Display] = [ProgressBar()] if progress else []
     return displays if on_progress is None else [*displays, ProgressCalls(on_progress)]

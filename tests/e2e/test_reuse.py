@@ -75,7 +75,7 @@ def test_what_the_report_says(tmp_path: Path, server: FakeSGLang) -> None:
         0,
     )
     assert 0 < report.output_tokens < first.output_tokens / 4
-    assert "33 rows have an answer of another run" in report.lines()
+    assert "33 rows given an answer of another run" in report.lines()
     later = batchrunner.run(new)
     assert (later.rows_reused, later.rows_resumed) == (33, 40)
     fresh = batchrunner.run(new, fresh=True)

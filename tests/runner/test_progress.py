@@ -106,20 +106,3 @@ def test_a_bar(tmp_path: Path, capfd: pytest.CaptureFixture[str], *, progress: b
     shown = capfd.readouterr()
     assert shown.out == ""
     assert ("10/10" in shown.err) == progress
-
-
-async def _asynchronous(progress: batchrunner.Progress) -> None:
-    """Do nothing."""
-
-
-@pytest.mark.parametrize("given", [5, _asynchronous])
-def test_what_cannot_be_called_is_refused_before_the_run(tmp_path: Path, given: Any) -> None:
-    """A listener that no call could reach is a JobError in every function that takes one; nothing is sent."""
-    for call in (
-        lambda: batchrunner.run(job_of(tmp_path), on_progress=given),
-        lambda: batchrunner.generate([], engine="simulated", on_progress=given),
-        lambda: batchrunner.stream(["a"], engine="simulated", on_progress=given),
-    ):
-        with pytest.raises(batchrunner.JobError, match=r"^on_progress: .* a plain function of one argument"):
-            call()
-    assert not (tmp_path / "run").exists()

@@ -32,8 +32,6 @@ from batchrunner.report.report import GO_ON, background_line, duration, says_nex
 log = logging.getLogger(__name__)
 
 _HERE = Path(__file__).parent
-MOST_STARTS = 30
-"""Attempts that the page lists; earlier ones are only counted."""
 
 
 def write_page(run_dir: RunDir) -> Path:
@@ -67,7 +65,10 @@ def make_page(run_dir: RunDir) -> str:
         flags=_flags(facts),
         job=yaml.safe_dump(facts["job"], sort_keys=False, allow_unicode=True),
         **_over_time(timeline, histories),
-        **_starts(histories),
+        starts=sorted(
+            ((history.task, attempt) for history in histories for attempt in history.attempts),
+            key=lambda start: start[1].began,
+        ),
         **_own(),
     )
 
@@ -150,12 +151,6 @@ def _over_time(timeline: Timeline, histories: Sequence[TaskHistory]) -> dict[str
             "charts": {chart.key: [stroke.values for stroke in chart.strokes] for chart in charts},
         },
     }
-
-
-def _starts(histories: Sequence[TaskHistory]) -> dict[str, Any]:
-    starts = [(history.task, attempt) for history in histories for attempt in history.attempts]
-    starts.sort(key=lambda start: start[1].began)
-    return {"starts": starts[-MOST_STARTS:], "starts_more": max(0, len(starts) - MOST_STARTS)}
 
 
 def _own() -> dict[str, Any]:

@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 
 from batchrunner.core.errors import ResumeError
 from batchrunner.input.dataset import values_of
-from batchrunner.job.output import OF_TEXTS
 from batchrunner.output.columns import has_texts
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.resume import DoneRows, read_done
@@ -33,11 +32,8 @@ ANSWERS = 5
 """Rows that are shown with their answers."""
 SHOWN = 400
 """Characters of a text that are shown."""
-_READ = [
-    *("row", "finish_reason", "prompt_tokens", "completion_tokens"),
-    *("latency_s", "attempts", "error"),
-]
-_SHOWN = {"row", "error"}
+_LEFT_OUT = {"finish_reason", "prompt_tokens", "completion_tokens", "latency_s", "attempts"}
+"""Columns that are not shown beside answers."""
 _SENT = "FROM results WHERE attempts > 0"
 _LENGTHS = (
     ("Prompts", "tokens", "prompt_tokens"),
@@ -86,25 +82,19 @@ def read_results(tasks: Sequence[RunDir]) -> RunResults:
 
 
 def _register(connection: duckdb.DuckDBPyConnection, parts: Sequence[Path]) -> None:
-    """Give duckdb the view `results` of the columns that are read several times, without texts.
+    """Give duckdb the view `results` of the columns with lengths; the values of samples are always lists.
 
-    The values of samples are always lists. Parts are opened one after another.
+    Parts are opened one after another.
     """
-    schema = pq.read_schema(parts[0])
-    names = [name for name in _READ if name not in OF_TEXTS or has_texts(schema)]
+    schema, tokens = pq.read_schema(parts[0]), "[]::INTEGER[]"
+    names = ["attempts", "latency_s", "prompt_tokens"]
+    if has_texts(schema):
+        names.append("completion_tokens")
+        several = pa.types.is_list(schema.field("completion_tokens").type)
+        tokens = "completion_tokens" if several else "[completion_tokens]"
     read = pa.schema([schema.field(name) for name in names])
     connection.register("parts", pads.dataset([str(part) for part in parts], schema=read, format="parquet"))
-    tokens, reasons = "[]::INTEGER[]", "[]::VARCHAR[]"
-    if has_texts(schema):
-        several = pa.types.is_list(schema.field("completion_tokens").type)
-        tokens, reasons = (
-            name if several else f"[{name}]" for name in ("completion_tokens", "finish_reason")
-        )
-    connection.execute(f"""CREATE VIEW results AS
-        SELECT row, attempts, error, latency_s, prompt_tokens,
-            {reasons} AS finish_reason, {tokens} AS output_tokens,
-            coalesce(list_sum({tokens}), 0)::DOUBLE AS d
-        FROM parts""")  # noqa: S608 - our own names
+    connection.execute(f"CREATE VIEW results AS SELECT *, {tokens} AS output_tokens FROM parts")  # noqa: S608
 
 
 def _length(
@@ -121,7 +111,7 @@ def _length(
 def _answers(part: Path) -> list[dict[str, Any]]:
     """Return the first rows of a part, as texts of bounded length."""
     with pq.ParquetFile(part) as file:
-        names = [name for name in file.schema_arrow.names if name in _SHOWN or name not in _READ]
+        names = [name for name in file.schema_arrow.names if name not in _LEFT_OUT]
         batch = next(file.iter_batches(batch_size=ANSWERS, columns=names, use_threads=False), None)
     read = [values_of(batch.column(name)) for name in names] if batch else []
     columns = [[unreadable.get(at, value) for at, value in enumerate(values)] for values, unreadable in read]
