@@ -71,7 +71,7 @@ class AdviceReport:
         """Describe the samples; where they are too few for advice, say how many advice needs."""
         load, client = self.situation.load, self.situation.client
         if self.situation.facts.mute:
-            return "the server does not tell its load by /v1/loads or by /metrics (--enable-metrics)"
+            return "the server does not tell its load (no /v1/loads)"
         if client is not None and client.simulated:
             return "simulated: there is no advice on figures that are made up"
         if not load.counted and client is None:

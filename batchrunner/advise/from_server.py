@@ -16,7 +16,6 @@ from batchrunner.core.errors import InputError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.server_info import (
     KEY_REFUSED,
-    LOADS,
     METRICS,
     MODEL_INFO,
     NOT_REACHED,
@@ -24,7 +23,6 @@ from batchrunner.engines.http.server_info import (
     SERVER_INFO,
     ServerStatus,
     counters_in,
-    from_metrics,
     limit_in_effect,
     scheduler_states,
 )
@@ -70,8 +68,6 @@ class _Server:
         self._seen: dict[str, float | None] = {}
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
-        self._summed = 1
-        """Schedulers over which the counters are summed."""
         self._next_metrics = 0.0
 
     async def ask_arguments(self) -> None:
@@ -105,10 +101,9 @@ class _Server:
     async def poll(self) -> None:
         """Record one sample of each scheduler; a poll that fails is skipped."""
         with contextlib.suppress(*NOT_REACHED, *NOT_SGLANG):
-            metrics: Sequence[SchedulerLoad] = []
             if time.monotonic() >= self._next_metrics:
-                metrics = await self._metrics()
-            self._add(await self._status.load(LOADS, TIMING.advise_timeout) or metrics)
+                await self._metrics()
+            self._add(await self._status.load(TIMING.advise_timeout))
 
     def situation(self) -> Situation:
         """Return the situation, with the growth of the counters."""
@@ -122,21 +117,18 @@ class _Server:
         self._facts.mute = not self._seen
         return Situation(self._series, self._series, self._facts)
 
-    async def _metrics(self) -> list[SchedulerLoad]:
-        """Record the counters of `/metrics`; return the load that it has, if the server has it."""
+    async def _metrics(self) -> None:
+        """Record the counters of `/metrics`, if the server has it."""
         self._next_metrics = time.monotonic() + TIMING.advise_metrics
         status, body = await self._status.get(METRICS, TIMING.advise_timeout)
         text = body.decode(errors="replace") if status == 200 else ""  # noqa: PLR2004
         self._facts.metrics = "sglang:" in text
-        if not self._facts.metrics:
-            return []
-        self._last = counters_in(text)
-        self._first = self._first or self._last
-        load = from_metrics(text, self._status.url)
-        self._summed = len(load) or 1
-        return load
+        if self._facts.metrics:
+            self._last = counters_in(text)
+            self._first = self._first or self._last
 
     def _add(self, loads: Sequence[SchedulerLoad]) -> None:
+        """Record a load of each scheduler; the counters are summed over them."""
         graph, rate = self._last.get("is_cuda_graph"), self._last.get("gen_throughput")
         for load in loads:
             new = load.taken_at is None or self._seen.get(load.scheduler) != load.taken_at
@@ -145,7 +137,7 @@ class _Server:
                 sample = LoadSample(
                     time.monotonic(), load.running, load.queue, load.token_usage, load.max_running,
                     None if graph is None or not load.running else bool(graph),
-                    rate and rate / self._summed,
+                    rate and rate / len(loads),
                 )  # fmt: skip
                 self._series.add(load.scheduler, sample)
 

@@ -25,8 +25,6 @@ class TokenizerInfo:
     """Reason why only the engine can tokenize messages, or handle their answers; None if there is none."""
     model_sampling: bool = True
     """Whether generation_config.json sets sampling parameters that a request with messages omits."""
-    template: str | None = None
-    """Name of the chat template, where the model has several; None for the first."""
     cuts: bool = False
     """Whether the engine truncates a prompt that is too long instead of refusing it."""
     longest_prompt: int | None = None
@@ -94,7 +92,7 @@ class SchedulerLoad:
 
     scheduler: str
     """URL of the replica, with `#dpN` where it has several data-parallel ranks."""
-    source: Literal["loads", "metrics", "engine", "simulated"]
+    source: Literal["loads", "engine", "simulated"]
     """Where the numbers were read."""
     running: int
     """Requests that decode, SGLang's `#running-req`."""

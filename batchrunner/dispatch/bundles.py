@@ -229,8 +229,6 @@ class Bundle:
         self._rows = rows
         self.answers = 0
         """Rows that were answered, or refused, each by itself."""
-        self.discouraged: str | None = None
-        """Why the engine should not get bundles."""
 
     @property
     def requests(self) -> list[Request]:
@@ -252,10 +250,6 @@ class Bundle:
             answer.set_exception(result)
         else:
             answer.set_result(result)
-
-    def discourage(self, why: str) -> None:
-        """Learn that the engine should rather get one row in a request."""
-        self.discouraged = why
 
     def fail(self, error: Exception) -> None:
         """End all rows that are left with an error."""
@@ -384,8 +378,6 @@ class BundleSender:
     def _settle(self, bundle: Bundle, why: str) -> None:
         """Send the rows again that a bundle left without an answer; `why` it left them, in words."""
         self._works = self._works or bundle.answers > 0
-        if bundle.discouraged is not None:
-            self._stop_bundles(bundle.discouraged)
         left = bundle.left
         self._refused += bool(left) and not bundle.answers
         if not self._works and self._refused >= MOST_REFUSALS:

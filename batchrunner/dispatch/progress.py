@@ -142,22 +142,16 @@ class LoadSummary:
     Steady time begins for a scheduler when its window leaves the state `start`, and ends with the tail.
     """
 
-    def __init__(self, concurrency: ConcurrencyLimits, slots: Slots) -> None:
+    def __init__(self, concurrency: ConcurrencyLimits) -> None:
         self._concurrency = concurrency
-        self._slots = slots
         self._last: float | None = None
         self._sums: defaultdict[str, float] = defaultdict(float)  # of values, each times its seconds
-        self._running: defaultdict[str, float] = defaultdict(float)
-        self._least_window = self._most_window = 0
 
     def polled(self, loads: Sequence[SchedulerLoad], now: float) -> None:
         """Add a sample, for the time since the one before."""
         span = 0.0 if self._last is None else now - self._last
         self._last = now
         sums, known = self._sums, self._concurrency.known
-        window = self._slots.window
-        self._least_window = min(window, self._least_window or window)
-        self._most_window = max(window, self._most_window)
         sums["all"] += span
         sums["tail"] += span * any(scheduler.controller.state == "tail" for scheduler in known.values())
         for load in loads:
@@ -179,7 +173,6 @@ class LoadSummary:
             sums["queue"] += span * load.queue
             if controller.corner is not None:
                 sums[controller.corner] += span
-            self._running[load.scheduler] += span * load.running
 
     @property
     def background(self) -> dict[str, Any]:
@@ -210,16 +203,8 @@ class LoadSummary:
             "mean_queue": share("queue"),
             "mean_token_usage": share("usage"),
             "tail_share": share("tail", self._sums["all"]),
-            "imbalance": self._imbalance(),
             "retractions": self._concurrency.retractions,
-            "window_min": self._least_window or None,
-            "window_max": self._most_window or None,
         }
-
-    def _imbalance(self) -> float | None:
-        """Return how much less the idlest scheduler ran than the busiest, as a share of the latter."""
-        means = list(self._running.values())
-        return round((max(means) - min(means)) / max(means), 4) if len(means) > 1 and max(means) else None
 
 
 @dataclass
@@ -248,7 +233,7 @@ class AttemptProgress:
 
     def __post_init__(self) -> None:
         """Count nothing yet."""
-        self.load = LoadSummary(self._concurrency, self._slots)
+        self.load = LoadSummary(self._concurrency)
         self._rates = Rates(self.began, counts=6)
         self._time_left = TimeLeft(self.began, self.row_s)
         self._token_rates = defaultdict[str, Rates](lambda: Rates(self.began, counts=1))  # by route

@@ -15,7 +15,7 @@ from zlib import crc32
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Outcome, Request
 from batchrunner.dispatch.queue import PendingRow, RowSource
-from batchrunner.input.order import RequestDigests, common_length, prompt_bytes
+from batchrunner.input.order import RequestDigests, common_length, is_repeatable, prompt_bytes
 
 LEAST_SHARED_BYTES = 256
 """Length of the shortest prefix that is worth an order: about 64 tokens."""
@@ -476,7 +476,7 @@ class Reorderer:
         """
         window, self._window, self._window_bytes = self._window, [], 0
         if self._dedupe:
-            window = _without_duplicates(window)
+            window = self._without_duplicates(window)
         if self._distance is not None:
             self._find_leaders(window)
         if last and self._lengths is not None:
@@ -533,6 +533,20 @@ class Reorderer:
                 elif group.home is None:
                     group.to_come += count
 
+    def _without_duplicates(self, window: list[PendingRow]) -> list[PendingRow]:
+        """Return the rows without duplicates, which are added to the first row that is like them."""
+        first: dict[bytes, PendingRow] = {}
+        kept = []
+        for row in window:
+            original = row
+            if is_repeatable(row.request):
+                original = first.setdefault(self._digests.of(row.request, row.prefix), row)
+            if original is not row and original.request[1:] == row.request[1:]:  # all but their ordinals
+                original.duplicates.append(row.request.ref)
+            else:
+                kept.append(row)
+        return kept
+
     def _prime_leader_of(self, row: PendingRow, primes: dict[PendingRow, PrimeTask]) -> None:
         """Have the prefix of a row's leader computed first, if both may be in the engine's first pass."""
         leader, distance = row.leader, self._distance
@@ -550,28 +564,6 @@ def _find_longest_outputs(window: Iterable[PendingRow], lengths: OutputLengths) 
         ahead: PendingRow | None = row
         while ahead is not None and ahead.longest_output < longest:
             ahead.longest_output, ahead = longest, ahead.leader
-
-
-def _without_duplicates(window: list[PendingRow]) -> list[PendingRow]:
-    """Return the rows without duplicates, which are added to the first row that is like them.
-
-    Only rows at temperature 0, or of a task without decoding, are sure to get the same answer.
-    """
-    first: dict[tuple[bytes, str, str], PendingRow] = {}
-    kept = []
-    sampling, text = None, ""
-    for row in window:
-        original = row
-        if row.request.task is not None or row.request.sampling.get("temperature") == 0:
-            if row.request.sampling is not sampling:  # nearly always all rows have the same one
-                sampling, text = row.request.sampling, repr(row.request.sampling)
-            read = repr(row.request.row) if row.request.row else ""
-            original = first.setdefault((row.prefix, text, read), row)
-        if original is not row and original.request[1:] == row.request[1:]:  # all but their ordinals
-            original.duplicates.append(row.request.ref)
-        else:
-            kept.append(row)
-    return kept
 
 
 def _find_group(row: PendingRow, common: set[PendingRow]) -> PendingRow:

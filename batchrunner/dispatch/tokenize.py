@@ -90,7 +90,7 @@ def make_encoder(job: Job, info: EngineInfo, kind: PromptKind) -> Encoder:
     if not directory.is_dir():
         raise CannotTokenizeError(f"the tokenizer's directory {known.tokenizer} is not on this machine")
     sampling = _chat_sampling(known)
-    return Encoder(kind, directory, budget, cut, template=known.template, chat_sampling=sampling)
+    return Encoder(kind, directory, budget, cut, chat_sampling=sampling)
 
 
 def _own_chat(job: Job, known: TokenizerInfo) -> str | None:

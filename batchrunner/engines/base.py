@@ -11,22 +11,11 @@ from batchrunner.core.errors import BundleRefusedError, RequestError
 from batchrunner.core.types import Completion, Request
 
 
-class PlacedRequest(NamedTuple):
-    """A request of a bundle."""
-
-    place: int
-    """Its index in the bundle; some rows before it may not be sent."""
-    request: Request
-
-
 class RowAnswers(Protocol):
     """Takes the answers to the rows of a bundle."""
 
     def ended(self, index: int, result: Completion | RequestError) -> None:
         """Take the answer to the request with this index, or why it has none."""
-
-    def discourage(self, why: str) -> None:
-        """Learn that this engine should rather get one row in a request."""
 
 
 class Engine(Protocol):
@@ -139,7 +128,3 @@ class HeardAnswers(NamedTuple):
         if isinstance(result, Completion):
             self.engine.heard(self.requests[index], result, self.route, self.sent_at)
         self.answers.ended(index, result)
-
-    def discourage(self, why: str) -> None:
-        """Pass a word of the engine on; see `RowAnswers.discourage`."""
-        self.answers.discourage(why)

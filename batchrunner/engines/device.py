@@ -1,11 +1,12 @@
 """The device of an engine that we start, and the arguments and environment that SGLang needs there."""
 
+import contextlib
 import os
 import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 CPU_SHIM = Path(__file__).with_name("cpu_shim")
@@ -135,35 +136,11 @@ def free_bytes() -> int:
 
 
 def oom_kills(root: Path = _MACHINE) -> int | None:
-    """Return how many processes of our cgroup, or else of the machine, the kernel has killed so far.
+    """Return how many processes of the machine the kernel has killed so far; None where it does not tell.
 
-    The programs that we start are in our cgroup. The machine's count (Linux 4.13) includes other users, so
-    it is used only where the cgroup has none. None where neither is there (not Linux). `root` holds `proc`
-    and `sys`.
+    `root` holds `proc` (Linux 4.13).
     """
-    files = [group / name for group in _groups(root) for name in ("memory.events", "memory.oom_control")]
-    for path in (*files, root / "proc/vmstat"):
-        found = re.search(r"^oom_kill (\d+)", _text(path), re.MULTILINE)
-        if found is not None:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"^oom_kill (\d+)", (root / "proc/vmstat").read_text(), re.MULTILINE):
             return int(found[1])
     return None
-
-
-def _groups(root: Path) -> list[Path]:
-    """Return the directories of our memory cgroup and its parents, v2 or v1, innermost first."""
-    found = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, name = line.split(":", 2)  # 4:memory:/slurm/job_7, or 0::/slurm/job_7
-        if controllers in {"", "memory"}:
-            top = root / "sys/fs/cgroup" / controllers
-            inner = PurePosixPath(name.lstrip("/"))
-            # a namespace that hides the cgroup's own name shows `..` in its place
-            found += [top / group for group in (inner, *inner.parents) if ".." not in group.parts]
-    return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -1,12 +1,10 @@
 """A model's name → its directory, its identity in a run's fingerprint, what its config.json says, its cards.
 
-How many cards it needs is decided before minutes are spent on a start that must fail. Refused is only what is
-certain: weights that take more than all of a card's memory. Whether they leave room for a KV pool is for the
-server to find out, and for the healer to mend.
+Weights that take more than all of a card's memory are refused before minutes are spent on a start that must
+fail. Whether they leave room for a KV pool is for the server to find out, and for the healer to mend.
 """
 
 import contextlib
-import logging
 import math
 import os
 from collections.abc import Mapping
@@ -15,12 +13,10 @@ from typing import Any, NamedTuple
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.files import read_json
-from batchrunner.engines.device import Gpu, cards, gpus, on_cpu, server_args
+from batchrunner.engines.device import cards, on_cpu
 from batchrunner.engines.flags import name_in
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.fields import is_hub_name
-
-log = logging.getLogger(__name__)
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Keys for the number of experts of a layer. 0, 1 and null mean a dense model."""
@@ -168,9 +164,6 @@ _OFFLOADS = ("cpu-offload-gb", "offload-group-size", "enable-weight-offload")
 STATIC_SHARE = 0.83
 """Share of a card for weights and KV pool, where the job does not set `mem-fraction-static`: SGLang's on an
 H100 (0.5.23); the rest is for activations and graphs."""
-POOL_SHARE = 0.25
-"""Least share of that memory for the KV pool."""
-MOST_CARDS = 64
 
 
 class ModelWeights(NamedTuple):
@@ -182,20 +175,16 @@ class ModelWeights(NamedTuple):
 
 
 def with_tp(spec: ServerEngine) -> ServerEngine:
-    """Return an engine whose `tp` is a number among its arguments.
+    """Return an engine whose `tp` is among its arguments.
 
-    Raises EngineStartError for weights that can never fit, and where `auto` cannot be decided. Weights whose
-    size is not known are let pass: where the model is not on this machine, or quantised as it is loaded. On a
-    CPU nothing is checked.
+    Raises EngineStartError for weights that can never fit. Those whose size is not known are let pass: where
+    the model is not on this machine, or quantised as it is loaded. On a CPU nothing is checked.
     """
-    cpu, tp = on_cpu(spec.device), spec.tp
-    args = server_args(spec.args, cpu=cpu)
-    config = read_config(spec.model, args.get("revision"))
-    weights = weights_of(model_directory(spec.model, args.get("revision")), config, args)
+    own_args = {**spec.args, "tp-size": spec.tp} if spec.tp else spec.args
+    cpu, revision = on_cpu(spec.device), own_args.get("revision")
+    config = read_config(spec.model, revision)
+    weights = weights_of(model_directory(spec.model, revision), config, own_args)
     card = None if cpu else max(cards(), key=lambda card: card.memory_bytes, default=None)
-    if tp == "auto":
-        tp = 1 if cpu else _auto(spec, weights, config, args, card)
-    own_args = {**spec.args, "tp-size": tp} if tp else spec.args
     ways = split_over(own_args)
     if weights and card and weights.size_bytes / ways > card.memory_bytes:
         raise EngineStartError(
@@ -204,41 +193,6 @@ def with_tp(spec: ServerEngine) -> ServerEngine:
             hint="a larger tp-size, a smaller or quantised model (quantization: fp8), or more memory",
         )
     return spec.model_copy(update={"tp": None, "args": own_args})
-
-
-def _auto(
-    spec: ServerEngine,
-    weights: ModelWeights | None,
-    config: Mapping[str, Any],
-    args: Mapping[str, Any],
-    card: Gpu | None,
-) -> int:
-    """Return the fewest cards with room for weights and KV pool, a power of two that divides the heads."""
-    if weights is None:
-        raise EngineStartError(
-            f"engine.tp auto: how much memory the weights of {spec.model} take is not known here",
-            hint="give a number, or a model whose files are on this machine",
-        )
-    if card is None:
-        raise EngineStartError("engine.tp auto: nvidia-smi tells of no GPU here", hint="give a number")
-    count = (len(gpus(spec.env)) or len(cards())) * spec.nodes
-    if isinstance(spec.replicas, int):
-        count //= spec.replicas
-    heads = config.get("num_attention_heads")
-    room_bytes = (1 - POOL_SHARE) * (args.get("mem-fraction-static") or STATIC_SHARE) * card.memory_bytes
-    least = weights.size_bytes / split_over(args) / room_bytes
-    sizes = (1 << n for n in range(MOST_CARDS.bit_length()))
-    tp = next((tp for tp in sizes if tp >= least and (not isinstance(heads, int) or heads % tp == 0)), 0)
-    needed = f"weights of {_gib(weights.size_bytes)} ({weights.source}) and a KV pool of {POOL_SHARE:.0%}"
-    if not tp or tp * cards_of(args) > count:
-        wanted = f"{tp * cards_of(args)}" if tp else f"more than {MOST_CARDS}"
-        raise EngineStartError(
-            f"engine.tp auto: {needed} need {wanted} cards like {card.name} ({_gib(card.memory_bytes)}), and "
-            f"a replica can have {count}",
-            hint="take a smaller or a quantised model, or larger cards",
-        )
-    log.info("engine.tp auto: %d: %s have room on so many %s", tp, needed, card.name)
-    return tp
 
 
 def split_over(args: Mapping[str, Any]) -> int:

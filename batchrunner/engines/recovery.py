@@ -113,7 +113,7 @@ class EndedServer(NamedTuple):
     exit_code: int | None = None
     """128 + signal where a signal ended it; None while it runs."""
     oom_kills: int = 0
-    """Processes of our cgroup that the kernel has killed since then because memory ran out."""
+    """Processes of the machine that the kernel has killed since then because memory ran out."""
 
 
 class Death(NamedTuple):

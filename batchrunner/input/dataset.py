@@ -44,7 +44,7 @@ from batchrunner.input.templates import unknown_column
 from batchrunner.job.arrow_types import type_name
 from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec
-from batchrunner.output.arrow_arrays import arrow_array, arrow_scalar
+from batchrunner.output.arrow_arrays import arrow_array
 
 READERS = 8
 """Files that are looked at at once. On a network file system most of the time is waiting."""
@@ -357,7 +357,7 @@ class DatasetReader:
         """Return a batch with the values of the columns that stand in the file's path."""
         for at, name in enumerate(data.schema.names):
             if kind := self._dataset.partition_types.get(name):
-                value = arrow_scalar(file.partitions[name], pa.string()).cast(kind)
+                value = pa.scalar(file.partitions[name], pa.string()).cast(kind)
                 data = data.set_column(at, name, pa.repeat(value, data.num_rows))
         return data
 

@@ -1,153 +1,56 @@
-"""Chooses the order of `prompt.fields` in which rows share the longest prefixes, from a sample of the input.
-
-Let columns S come first, in any order. Of N rows as many share all of S with an earlier row as there are rows
-beyond the D(S) distinct combinations of values: a share 1 - D(S)/N. So the column c that completes S adds
-len(c) * (1 - D(S)/N) bytes a row to what rows share, whatever the order within S: the best order follows by
-going through the sets of columns from the small ones to the large ones. Bytes stand for tokens.
+"""Chooses the order of `prompt.fields` in which rows share long prefixes, from a sample of the input.
 
 The idea to reorder the fields of a table for the prefix cache is that of Liu et al., "Optimizing LLM Queries
-in Relational Workloads" (arXiv:2403.05821). D(S) of the whole input is estimated from a sample by Chao's
-lower bound (Scandinavian Journal of Statistics 11, 1984), from the combinations that occur once and twice.
+in Relational Workloads" (arXiv:2403.05821).
 """
 
-import contextlib
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
-from itertools import combinations
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import RowRefusedError
 from batchrunner.input.dataset import Dataset, rows_of
-from batchrunner.input.order import STRETCHES, stretches
-from batchrunner.input.templates import Predicate, field_line
-from batchrunner.job.spec import InputSpec
-
-MOST_COLUMNS = 10
-"""Columns whose every order is compared: 1,024 sets. Further ones follow by what each shares alone."""
-SAMPLED_ROWS = 4000
-"""Rows that are read at most, in stretches over the whole input. There is no limit of time: tasks that begin
-together must decide alike."""
+from batchrunner.input.order import stretches
+from batchrunner.input.templates import field_line
 
 
-@dataclass(frozen=True, slots=True)
-class FieldOrder:
-    """An order of fields, and the share of their bytes that rows then have in common with earlier ones."""
+def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
+    """Return these columns in the order in which sampled rows share most; raises InputError.
 
-    columns: tuple[str, ...]
-    share: float
-    written_share: float
-    """The same in the order in which the job names them."""
-    rows_sampled: int
-
-    def __str__(self) -> str:
-        shares = (
-            f"{self.share:.0%} of their bytes can come from the cache; as written {self.written_share:.0%}"
-        )
-        return f"{', '.join(self.columns)} ({shares}; from {self.rows_sampled:,} rows)"
-
-
-def decide_fields(
-    dataset: Dataset, source: InputSpec, columns: list[str], predicate: Predicate | None
-) -> FieldOrder:
-    """Return the order of these columns in which rows share most; raises InputError.
-
-    Rows that the filter leaves out do not count, nor do those behind `input.limit` where there is no filter.
+    The sample has no limit of time: tasks that begin together must decide alike.
     """
-    total = dataset.total_rows
-    if predicate is None and source.limit is not None:
-        total = min(total, source.limit)
-    values: list[list[Hashable]] = [[] for _ in columns]
-    lengths = [0] * len(columns)
-    seen = 0
-    for row in _rows(dataset, total, columns, predicate):
-        seen += 1
-        with contextlib.suppress(RowRefusedError):  # a row on which the filter fails is selected
-            if predicate is not None and not predicate(row):
-                continue
-        for at, name in enumerate(columns):
-            line = field_line(name, row[name]).encode("utf-8", "surrogatepass")
-            values[at].append(hash(line))
-            lengths[at] += len(line) + 1
-    sampled = len(values[0])
-    rows = round(total * sampled / seen) if seen else 0
-    return choose_order(columns, values, [length / max(1, sampled) for length in lengths], rows)
-
-
-def _rows(
-    dataset: Dataset, total: int, columns: list[str], predicate: Predicate | None
-) -> Iterator[dict[str, Any]]:
-    used = sorted({*columns, *(predicate.columns if predicate else [])})
-    every = BitMap64(range(total))
-    parts = [s[: SAMPLED_ROWS // STRETCHES] for s in stretches(every, dataset.row_group_ends())]
-    for some in parts if total > SAMPLED_ROWS else [every]:
-        for batch in dataset.read(some, used):
-            for row in rows_of(batch, used):
+    values: dict[str, list[Hashable]] = {name: [] for name in columns}
+    lengths = dict.fromkeys(columns, 0)
+    for some in stretches(BitMap64(range(dataset.total_rows)), dataset.row_group_ends()):
+        for batch in dataset.read(some, columns):
+            for row in rows_of(batch, columns):
                 if not isinstance(row, str):
-                    yield row
+                    for name in columns:
+                        line = field_line(name, row[name])
+                        values[name].append(hash(line))
+                        lengths[name] += len(line) + 1
+    return choose_order(values, lengths)
 
 
-def choose_order(
-    names: Sequence[str], values: Sequence[Sequence[Hashable]], lengths: Sequence[float], rows: int
-) -> FieldOrder:
-    """Return the best order of these columns; of equally good ones that which is nearest to the given order.
+def choose_order(values: dict[str, list[Hashable]], lengths: dict[str, int]) -> list[str]:
+    """Return the columns with these values and lengths in an order in which rows share nearly most.
 
-    `values` are those of each column in the sampled rows, `lengths` the mean bytes of each column, and `rows`
-    the number of all rows.
+    Rows share a column with earlier ones as far as there are more rows than combinations of its values and
+    those before it. Next comes the column with which rows share most, together with the best one behind it.
     """
-    share = _shares(values, rows)
-    written = range(len(names))
-    alone = sorted(written, key=lambda at: -lengths[at] * share((at,)))
-    best: dict[tuple[int, ...], tuple[float, list[int]]] = {(): (0.0, [])}
-    for size in range(1, min(len(names), MOST_COLUMNS) + 1):
-        for columns in combinations(sorted(alone[:MOST_COLUMNS]), size):
-            found = []
-            for last in columns:
-                shared, order = best[tuple(column for column in columns if column != last)]
-                found.append((shared + lengths[last] * share(columns), [*order, last]))
-            most = max(shared for shared, _ in found)
-            best[columns] = most, min(order for shared, order in found if shared == most)
-    _, order = best[columns]
-    order += alone[MOST_COLUMNS:]
+    chosen: list[str] = []
+    left, before = [*values], [0] * len(next(iter(values.values())))
 
-    def shared_bytes(order: Sequence[int]) -> float:
-        return sum(lengths[at] * share(tuple(sorted(order[: place + 1]))) for place, at in enumerate(order))
+    def shared(name: str, before: Sequence[Hashable]) -> float:
+        return lengths[name] * (1 - len({*zip(before, values[name], strict=True)}) / max(1, len(before)))
 
-    most, as_written = shared_bytes(order), shared_bytes(written)
-    whole = sum(lengths) or 1.0
-    return FieldOrder(
-        tuple(names[at] for at in (order if most > as_written else written)),
-        max(most, as_written) / whole,
-        as_written / whole,
-        len(values[0]),
-    )
+    def gain(name: str) -> float:
+        with_it = [*zip(before, values[name], strict=True)]
+        behind = (shared(other, with_it) for other in left if other != name)
+        return shared(name, before) + max(behind, default=0.0)
 
-
-def _shares(values: Sequence[Sequence[Hashable]], rows: int) -> Callable[[tuple[int, ...]], float]:
-    """Return the share of all rows that have the values of some columns in common with an earlier row.
-
-    The numbers of the columns ascend.
-    """
-
-    @cache
-    def labels(columns: tuple[int, ...]) -> list[int]:
-        """Return a number for each sampled row, equal where all values are."""
-        last = values[columns[-1]]
-        before = labels(columns[:-1]) if columns[:-1] else [0] * len(last)
-        numbers: dict[tuple[int, Hashable], int] = {}
-        return [numbers.setdefault(pair, len(numbers)) for pair in zip(before, last, strict=True)]
-
-    @cache
-    def share(columns: tuple[int, ...]) -> float:
-        counts = Counter(labels(columns))
-        sampled = counts.total()
-        distinct: float = len(counts)
-        if sampled < rows:
-            times = Counter(counts.values())
-            distinct += times[1] * (times[1] - 1) / (2 * (times[2] + 1))
-        return max(0.0, 1 - distinct / max(rows, sampled, 1)) if sampled else 0.0
-
-    return share
+    while left:
+        best = max(left, key=gain)
+        before = [hash(pair) for pair in zip(before, values[best], strict=True)]
+        left.remove(best)
+        chosen.append(best)
+    return chosen

@@ -3,7 +3,7 @@
 A lease is a range of rows; the tasks of one run take lease after lease.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
@@ -93,30 +93,7 @@ def lease_rows(rows: int) -> int:
     return max(1, min(max(rows // MOST_LEASES, least), MOST_LEASE_ROWS))
 
 
-def cut_into_leases(rows: BitMap64, group_ends: Sequence[int]) -> list[int]:
-    """Return the ordinals that bound the leases, from 0 to the end of the input.
-
-    Each lease has about the same number of `rows`, at most MOST_LEASE_ROWS. Small row groups are combined and
-    large ones divided evenly, so that few row groups are read by two tasks. `group_ends` are the ordinals
-    after each row group.
-    """
+def cut_into_leases(rows: BitMap64, end: int) -> list[int]:
+    """Return the ordinals that bound leases of as many `rows`, from 0 to the `end` of the input."""
     size = lease_rows(len(rows))
-    cuts, gathered, begin, before = [0], 0, 0, 0
-    for end in group_ends:
-        count = rows.range_cardinality(begin, end)
-        if gathered and gathered + count > size:
-            cuts.append(begin)
-            gathered = 0
-        pieces = -(-count // size)
-        if pieces > 1:
-            cuts += [rows[before + count * piece // pieces] for piece in range(1, pieces)]
-            cuts.append(end)
-        else:
-            gathered += count
-        begin, before = end, before + count
-    if cuts[-1] != group_ends[-1]:
-        if gathered or len(cuts) == 1:
-            cuts.append(group_ends[-1])
-        else:
-            cuts[-1] = group_ends[-1]
-    return cuts
+    return [0, *(rows[at] for at in range(size, len(rows), size)), end]

@@ -225,27 +225,22 @@ def _sampled(
 
     The prompt is empty where the row cannot be rendered.
     """
-    size = 0
-    sampling, text = None, ""
+    size, digests = 0, RequestDigests()
     for batch in job_input.batches(rows, check_stop):
         for item in batch:
             if isinstance(item, Outcome):
                 yield b"", item.ref.row
                 continue
-            if item.sampling is not sampling:  # nearly always all rows have the same one
-                sampling, text = item.sampling, repr(item.sampling)
             prompt = prompt_bytes(item)
             size += len(prompt)
-            yield prompt, _key_of(item, prompt, text)
+            yield prompt, digests.of(item, prompt) if is_repeatable(item) else item.ref.row
         if size >= STRETCH_BYTES or time.monotonic() > ends_at:
             return
 
 
-def _key_of(request: Request, prompt: bytes, sampling: str) -> Hashable:
-    """Return what is the same for rows that share an answer: at temperature 0, all that is sent."""
-    if request.sampling.get("temperature") != 0:
-        return request.ref.row
-    return prompt, sampling, repr(request.row) if request.row else ""
+def is_repeatable(request: Request) -> bool:
+    """Tell whether equal rows are sure to get the same answer: without sampling, or without decoding."""
+    return request.task is not None or request.sampling.get("temperature") == 0
 
 
 BLOCK_BYTES, BLOCK_SHARE = 64, 16
@@ -297,7 +292,7 @@ def prompt_bytes(request: Request) -> bytes:
 
 
 class RequestDigests:
-    """Writes the digests of requests, by which another run knows equal ones.
+    """Makes the digests of requests, by which equal ones are known, by another run too.
 
     They are of all that a request asks for; the model, and the checks of its answer, are the run's.
     """
@@ -309,14 +304,17 @@ class RequestDigests:
     def write(self, request: Request, prompt: bytes) -> None:
         """Write the digest of a request, whose `prompt_bytes` these are, where its reference takes one."""
         digests = request.ref.digests
-        if digests is None:
-            return
+        if digests is not None:
+            digests[request.ref.position] = self.of(request, prompt)
+
+    def of(self, request: Request, prompt: bytes) -> bytes:
+        """Return the digest of a request, whose `prompt_bytes` these are."""
         if request[3:] != self._same:  # nearly always all rows have the same settings
             self._same = request[3:]
             self._settings = xxh3_128_digest(_settings(request))
         if isinstance(request.prompt, RequestBody):
             prompt = request.prompt.content
-        digests[request.ref.position] = xxh3_128_digest(self._settings + prompt)
+        return xxh3_128_digest(self._settings + prompt)
 
 
 def _settings(request: Request) -> bytes:

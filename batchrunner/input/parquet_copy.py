@@ -21,8 +21,6 @@ from batchrunner.output.files import writing
 
 Record = TypeVar("Record")
 
-_PLAIN = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
-"""Types of values for which `pa.array`, which imports pandas, is not needed."""
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
@@ -173,12 +171,10 @@ def in_chunks(
 
 def array_of(values: Sequence[Any]) -> pa.Array:
     """Return values as Arrow has them, or as JSON text where they have no type in common."""
-    kinds = {type(value) for value in values if value is not None}
-    kind = _PLAIN.get(kinds.pop()) if len(kinds) == 1 else None
     try:
-        return pa.array(values) if kind is None else arrow_array(values, kind)
+        return pa.array(values)
     except (TypeError, ValueError, OverflowError, pa.ArrowException):
-        return pa.array([text_of(value) for value in values], pa.string())
+        return arrow_array([text_of(value) for value in values], pa.string())
 
 
 def text_of(value: Any, default: Callable[[Any], Any] | None = None) -> str | None:

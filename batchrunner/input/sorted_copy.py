@@ -27,8 +27,8 @@ from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.types import Request, rows_of_column
 from batchrunner.input.dataset import DatasetReader, RowBatch, batch_rows
 from batchrunner.input.files import READ_BUFFER_BYTES
-from batchrunner.input.job_input import MOST_LEASE_ROWS, JobInput, lease_rows
-from batchrunner.input.order import OrderDecision, common_length, decide_order, prompt_bytes, sort_key
+from batchrunner.input.job_input import JobInput, lease_rows
+from batchrunner.input.order import OrderDecision, decide_order, prompt_bytes, sort_key
 from batchrunner.input.parquet_copy import first_line
 from batchrunner.job.sampling import FromColumn
 from batchrunner.output.arrow_arrays import arrow_array
@@ -46,7 +46,7 @@ _ABOUT = b"batchrunner"
 
 
 class SortedCopy:
-    """Reads a sorted copy. Its row groups keep rows with a common prefix together."""
+    """Reads a sorted copy. Each of its row groups is a lease where tasks join."""
 
     def __init__(self, path: Path) -> None:
         """Open the file; raises InputError where it is missing or damaged."""
@@ -148,14 +148,11 @@ def write_sorted(
     try:
         with connect(work) as db:
             insert(db, "keys", _KEYS, _keys(job_input, rows, about["order"], check_stop))
-            db.execute(
-                "CREATE TABLE sorted AS SELECT key, row, size FROM keys ORDER BY first, key, tail, row"
-            )
+            db.execute("CREATE TABLE sorted AS SELECT row, size FROM keys ORDER BY first, key, tail, row")
             db.execute("DROP TABLE keys")
             check_stop()
-            in_order = _values(db, "SELECT key, size FROM sorted")
-            groups = list(cut_into_groups(in_order, lease_rows(len(rows))))
-            # the keys, which are large, go before the positions are sorted
+            sizes = (size for (size,) in _values(db, "SELECT size FROM sorted"))
+            groups = list(cut_into_groups(sizes, lease_rows(len(rows))))
             db.execute("CREATE TABLE positions AS SELECT row, rowid AS position FROM sorted")
             db.execute("DROP TABLE sorted")
             buckets = Buckets(work, _POSITION, list(_bucket_ends(groups)))
@@ -219,30 +216,19 @@ def _keys(
             yield first, *sort_key(prompt), item.ref.row, size + len(prompt)
 
 
-def cut_into_groups(rows: Iterable[tuple[bytes, int]], wanted: int) -> Iterator[tuple[int, int]]:
-    """Yield the number of rows and of bytes of each row group; `rows` are sort keys and bytes, in order.
+def cut_into_groups(sizes: Iterable[int], wanted: int) -> Iterator[tuple[int, int]]:
+    """Yield the number of rows and of bytes of each row group, by the bytes of rows in order.
 
-    A group has from `wanted` to twice as many rows, but at most MOST_LEASE_ROWS and about MOST_GROUP_BYTES.
-    Within these limits it ends where two neighbours have the shortest common prefix.
+    A group has as many rows as are wanted, unless it would have more than MOST_GROUP_BYTES.
     """
-    least = max(1, min(wanted, MOST_LEASE_ROWS // 2))
-    shared: list[int] = []  # length of the prefix that each row shares with the row before
-    sizes: list[int] = []
-    before = b""
-    total = 0
-    for key, size in rows:
-        shared.append(common_length(before, key))
-        while len(sizes) == 2 * least or (sizes and total + size > MOST_GROUP_BYTES):
-            first = min(least, (len(sizes) + 1) // 2)
-            cut = min(range(first, len(shared)), key=shared.__getitem__)
-            yield cut, sum(sizes[:cut])
-            shared, sizes = shared[cut:], sizes[cut:]
-            total = sum(sizes)
-        sizes.append(size)
-        total += size
-        before = key
-    if sizes:
-        yield len(sizes), total
+    rows = total = 0
+    for size in sizes:
+        if rows == wanted or (rows and total + size > MOST_GROUP_BYTES):
+            yield rows, total
+            rows = total = 0
+        rows, total = rows + 1, total + size
+    if rows:
+        yield rows, total
 
 
 def _bucket_ends(groups: list[tuple[int, int]]) -> Iterator[int]:

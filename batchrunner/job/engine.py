@@ -78,9 +78,8 @@ class ServerEngine(Spec):
     from which servers load it. Environment variables in it are the machine's."""
     start_timeout: Duration = 1800.0
     """Time until the server must be ready."""
-    tp: Literal["auto"] | Annotated[int, Field(ge=1)] | None = None
-    """GPUs of a replica (SGLang's `--tp-size`). `auto`: the fewest with room for weights and a KV pool.
-    Default: what `args` say, or 1."""
+    tp: Annotated[int, Field(ge=1)] | None = None
+    """GPUs of a replica (SGLang's `--tp-size`). Default: what `args` say, or 1."""
     heal: bool = True
     """Restart a server that ran out of memory with safer arguments, and begin later runs with them."""
     adapt: Literal["auto", "off"] = "auto"

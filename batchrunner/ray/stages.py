@@ -45,10 +45,6 @@ def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
     most = int(max(on_nodes, default=0))
     if engine.device == "cpu" or (engine.device == "auto" and not most):
         return 0
-    if engine.tp == "auto":
-        raise JobError(
-            "engine.tp: auto: Ray gives an actor its GPUs before the model is looked at", hint="give a number"
-        )
     if engine.replicas == "auto":
         raise JobError(
             "engine.replicas: auto: Ray gives an actor its GPUs before the replicas are counted",

@@ -374,7 +374,7 @@ def _plan(prepared: PreparedJob, leases: Leases, control: Control, *, retry_fail
             leases.store.publish(path)
             cuts, name = SortedCopy(path).group_starts, path.name
         else:
-            cuts, name = cut_into_leases(rows, prepared.dataset.row_group_ends()), None
+            cuts, name = cut_into_leases(rows, prepared.dataset.total_rows), None
         new = prepared.fingerprint("")
         leases.make_plan(LeasePlan(rows, cuts, len(selected), new, name, asdict(choice)))
         raise_total(prepared.run_dir, len(selected), new)

@@ -196,9 +196,8 @@ def _with_field_order(
     if columns is None or {*columns} != {*fields.columns}:
         from batchrunner.input.fields import decide_fields  # noqa: PLC0415 - only for such prompts
 
-        found = decide_fields(dataset, job.input, fields.columns, renderer.predicate)
-        columns = [*found.columns]
-        log.info("prompt.fields: %s", found)
+        columns = decide_fields(dataset, fields.columns)
+        log.info("prompt.fields: %s", ", ".join(columns))
     prompt = job.prompt.model_copy(update={"fields": fields.model_copy(update={"columns": columns})})
     job = job.model_copy(update={"prompt": prompt})
     return job, renderer_of(job, dataset, answers, None)

@@ -89,27 +89,6 @@ def test_a_backend_that_sglang_chose_is_left(asked: str, *, told: bool) -> None:
     assert ("attention-backend" in {advice.rule for advice in found}) == told
 
 
-def test_a_server_that_tells_its_load_by_metrics_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without /v1/loads gauges are read; counters are summed over ranks, and a sample is of one of them."""
-    monkeypatch.setattr(TIMING, "advise_metrics", 0.2)
-    looks = count()
-
-    def metrics() -> str:
-        values = {"num_running_reqs": 100, "num_queue_reqs": 9, "token_usage": 0.95, "gen_throughput": 400}
-        return "".join(
-            f'# TYPE sglang:{name} gauge\nsglang:{name}{{tp_rank="0",dp_rank="{rank}"}} {value}\n'
-            for name, value in (values | {"num_retracted_requests_total": 4 * next(looks)}).items()
-            for rank in range(8)
-        )
-
-    with FakeSGLang() as server:
-        server.polls, server.metrics = "gone", metrics
-        load = watched(server).situation.load
-    assert load.median("queue") == 9
-    assert load.median("rate") == 400
-    assert 0 < load.retractions_per_min == load.retractions / 8
-
-
 def test_ctrl_c_gives_what_was_seen() -> None:
     """Watching ends when one has seen enough, and that is no failure."""
     with FakeSGLang(max_running=4, others=40) as busy, started("advise", busy.url, "--span", "600") as watch:

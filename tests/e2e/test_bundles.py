@@ -225,28 +225,6 @@ def test_a_proxy_that_is_always_busy_for_lists(tmp_path: Path, server: FakeSGLan
     assert all(sent.together == 1 for sent in server.sent[-20:])
 
 
-@pytest.mark.usefixtures("full_requests")
-def test_a_server_that_does_not_heed_the_interval(
-    tmp_path: Path, server: FakeSGLang, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An event for each token would cost it more than it saves: its rows go one by one then."""
-
-    def chatty(body: dict[str, Any]) -> OnWire:
-        ids = body["input_ids"]
-        begun = [{"text": "a", "meta_info": {"finish_reason": None}, "index": i} for i in range(len(ids))] * 9
-        texts = [f"answer 0 to {prompt}" for prompt in ids]
-        return stream_of([*begun, *({**GOOD, "text": text, "index": i} for i, text in enumerate(texts))])
-
-    server.bundles = chatty
-    job = bundled_job(tmp_path, server, rows=100)
-    with caplog.at_level(logging.INFO):
-        report = batchrunner.run(job)
-    assert (report.rows_ok, report.bundles["rows_resent"]) == (100, 0)
-    assert report.bundles["bundles"] <= 6  # of the 13 of 8 rows: some are on their way already
-    assert sum(ONE_BY_ONE in line for line in caplog.messages) == 1
-    check_answers(job, rows=100)
-
-
 def test_a_stream_that_does_not_end(tmp_path: Path, server: FakeSGLang) -> None:
     """A request whose rows have all ended is over, though its answer is not."""
 

@@ -118,15 +118,14 @@ def test_json_values(
     assert values_in(tmp_path / "a.jsonl", content) == expected
 
 
-@given(groups=st.lists(st.integers(1, 30_000), min_size=1, max_size=30), data=st.data())
-def test_leases_part_the_rows(groups: list[int], data: st.DataObject) -> None:
+@given(ends=st.lists(st.integers(1, 60_000), min_size=1, max_size=6, unique=True), data=st.data())
+def test_leases_part_the_rows(ends: list[int], data: st.DataObject) -> None:
     """They cover the input without gaps, and none is larger than allowed."""
-    ends = [sum(groups[: n + 1]) for n in range(len(groups))]
     rows = BitMap64()
-    for end in data.draw(st.lists(st.sampled_from(ends), max_size=5)):
+    for end in ends:
         rows.add_range(max(0, end - data.draw(st.integers(1, 9000))), end)
-    cuts = cut_into_leases(rows, ends)
-    assert (cuts[0], cuts[-1]) == (0, ends[-1])
+    cuts = cut_into_leases(rows, max(ends))
+    assert (cuts[0], cuts[-1]) == (0, max(ends))
     assert cuts == sorted(set(cuts))
     counts = [rows.range_cardinality(start, stop) for start, stop in pairwise(cuts)]
     assert sum(counts) == len(rows)

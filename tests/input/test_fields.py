@@ -50,33 +50,26 @@ def _shared(rows: list[list[str]]) -> int:
     return total
 
 
-def lengths(columns: dict[str, list[str]]) -> list[float]:
-    return [len(f"{name}: {values[0]}\n") for name, values in columns.items()]
+def lengths(columns: dict[str, list[str]]) -> dict[str, int]:
+    return {name: len(f"{name}: {values[0]}\n") for name, values in columns.items()}
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_order_shares_more(seed: int) -> None:
-    """Where the sample is the whole input, each other order of the columns shares as much at most."""
+def test_hardly_an_order_shares_more(seed: int) -> None:
+    """Of all orders of the columns the best one shares little more."""
     dice = random.Random(1000 + seed)
     columns = table(seed, 120, [dice.choice([1, 2, 5, 20, 60, 500]) for _ in WIDTHS])
-    found = choose_order([*columns], [*columns.values()], lengths(columns), 120)
+    found = choose_order({**columns}, lengths(columns))
     most = max(shared_bytes(columns, order) for order in permutations(columns))
-    assert shared_bytes(columns, found.columns) == most
-    whole = 120 * sum(lengths(columns))
-    assert found.share == pytest.approx(most / whole)
-    assert found.written_share == pytest.approx(shared_bytes(columns, [*columns]) / whole)
+    assert shared_bytes(columns, found) >= 0.95 * most
 
 
-def test_a_sample_speaks_for_all() -> None:
-    """In a small sample of many films few occur twice: their number is estimated, and a key stays a key."""
+def test_a_long_key_goes_last() -> None:
+    """In a small sample of many films few occur twice, and no key does."""
     dice = random.Random(3)
     films = [dice.randrange(5000) for _ in range(2000)]
-    columns = {"id": list(range(2000)), "film": films}
-    found = choose_order([*columns], [*columns.values()], [20.0, 400.0], 1_000_000)
-    assert found.columns == ("film", "id")
-    assert found.share == pytest.approx(400 / 420, abs=0.02)
-    long_key = choose_order(["id", "film"], [*columns.values()], [900.0, 10.0], 1_000_000)
-    assert long_key.columns == ("film", "id")
+    values = {"id": [*range(2000)], "film": films}
+    assert choose_order({**values}, {"id": 900, "film": 10}) == ["film", "id"]
 
 
 def write(path: Path, rows: int, *, first: int = 0, groups: int = 4, swap: bool = False) -> None:
@@ -102,13 +95,12 @@ def orders(server: FakeSGLang) -> set[str]:
 
 
 def test_what_rows_share_comes_first(tmp_path: Path, server: FakeSGLang) -> None:
-    """The key goes last, in every prompt; the log says what that saves, and run.json has the order."""
+    """The key goes last, in every prompt; the log says so, and run.json has the order."""
     write(tmp_path / "in" / "a.parquet", 200)
     ran = batchrun(write_job(a_job(tmp_path, server), tmp_path))
     assert ran.exit_code == 0, ran.stderr
     assert orders(server) == {"plot,kind,key"}
-    assert "prompt.fields: plot, kind, key (9" in ran.stderr
-    assert "of their bytes can come from the cache; as written 0%; from 200 rows)" in ran.stderr
+    assert "prompt.fields: plot, kind, key" in ran.stderr
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert facts["job"]["prompt"]["fields"]["columns"] == ["plot", "kind", "key"]
 

@@ -120,15 +120,9 @@ def test_equal_beginnings_stand_together(data: st.DataObject) -> None:
     assert [key for key, _ in groupby(ordered)] == list(dict.fromkeys(ordered))
 
 
-@given(st.lists(st.integers(0, 40), max_size=300), st.integers(1, 20))
-def test_row_groups_are_of_whole_prefix_groups(rows: list[int], wanted: int) -> None:
-    """They hold all rows in order, about as many as wanted, and part rows that begin alike if they must."""
-    keys = [b"%02d" % group * 4 for group in sorted(rows)]
-    cuts = list(cut_into_groups([(key, 1) for key in keys], wanted))
-    assert sum(count for count, _ in cuts) == len(rows)
-    start = 0
-    for count, size in cuts[:-1]:
-        assert wanted <= count == size <= 2 * wanted
-        if keys[start + count - 1] == keys[start + count]:
-            assert len(set(keys[start + wanted - 1 : start + count])) == 1
-        start += count
+@given(st.lists(st.integers(0, 20 << 20), max_size=100), st.integers(1, 50))
+def test_row_groups_fit_into_memory(sizes: list[int], wanted: int) -> None:
+    """They hold all rows, as many as wanted; those of one group have 32 MiB at most, or are one row."""
+    cuts = list(cut_into_groups(sizes, wanted))
+    assert sum(count for count, _ in cuts) == len(sizes)
+    assert all(count <= wanted and (size <= 32 << 20 or count == 1) for count, size in cuts)

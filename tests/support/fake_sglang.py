@@ -122,8 +122,6 @@ class FakeSGLang(ServerThread):
         """Answers that do not end, and whose client still listens."""
         self.bundles: Callable[[dict[str, Any]], Bundles] = lambda _: "rows"
         """What becomes of the body of a request with several rows."""
-        self.metrics: Callable[[], str] | None = None
-        """What /metrics answers; None for a server without --enable-metrics."""
         self.most_in_flight = 0
         self.used_tokens = 0
         """Tokens of the KV pool that are in use, of 20,000."""
@@ -196,7 +194,6 @@ class FakeSGLang(ServerThread):
             app.router.add_get("/model_info", self._model_info)
             app.router.add_get("/server_info", self._server_info)
             app.router.add_get("/v1/loads", self._loads)
-            app.router.add_get("/metrics", self._tell_metrics)
             app.router.add_post("/v1/tokenize", self._tokens)
             app.router.add_post("/generate", self._generate)
             app.router.add_post("/v1/chat/completions", self._generate)
@@ -245,11 +242,6 @@ class FakeSGLang(ServerThread):
                 **self.arguments,
             }
         )
-
-    async def _tell_metrics(self, request: web.Request) -> web.Response:
-        if self.metrics is None:
-            return web.Response(status=404)
-        return self._locked(request) or web.Response(text=self.metrics())
 
     async def _tokens(self, request: web.Request) -> web.Response:
         if self.tokenize is None:

@@ -51,10 +51,10 @@ class BackgroundServers(AttachedServers):
     async def open(self) -> EngineInfo:
         """Connect, and say what the users of these servers will notice; see `Engine.open`."""
         info = await super().open()
-        if self._load_path is None:
+        if not self._tells_load:
             raise EngineStartError(
                 f"{self.replicas[0]}: tells no load, by which engine.background keeps out of the way",
-                hint="start it with --enable-metrics, or leave out engine.background",
+                hint="take SGLang 0.5.23, or leave out engine.background",
             )
         yields = all(map(_yields, self.arguments.values()))
         told = (

@@ -39,7 +39,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Request
-from batchrunner.engines.base import Engine, PlacedRequest, RowAnswers
+from batchrunner.engines.base import Engine, RowAnswers
 from batchrunner.engines.hang_detector import Hang, HangDetector, progress_of
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
@@ -52,8 +52,6 @@ from batchrunner.engines.http.guard import (
 )
 from batchrunner.engines.http.replies import JSON_BEGINS
 from batchrunner.engines.http.server_info import (
-    LOADS,
-    METRICS,
     NOT_REACHED,
     NOT_SGLANG,
     ServerQuestions,
@@ -76,8 +74,6 @@ KEEPALIVE_S = 3.0
 """Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
 LONGEST_TICK_S = 1.0
 """Pause between two looks for requests that take too long."""
-EVENTS_A_ROW = 4
-"""Events a row, two of which are usual, above which a server does not heed `stream_interval`."""
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 _END = b"[DONE]"
 _OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
@@ -154,8 +150,8 @@ class HttpEngine(Engine):
         self._rows: aiohttp.ClientSession | None = None
         self._questions: aiohttp.ClientSession | None = None
         self._asks: ServerQuestions | None = None
-        self._load_path: str | None = None
-        """Path at which servers report their load; None where there is none."""
+        self._tells_load = False
+        """Whether servers report their load."""
         self._first = Endpoint("")
         """The first replica, which tells its tokens."""
         self._clock: asyncio.Task[None] | None = None
@@ -180,11 +176,7 @@ class HttpEngine(Engine):
         models, servers = [model for model, _ in told], [server for _, server in told]
         self.arguments = dict(zip(urls, servers, strict=True))
         model = common_model([*map(model_in, models, servers)])
-        source = "the server tells no load (no /v1/loads, no /metrics)"
-        for path in (LOADS, METRICS):
-            if await self._loads_of(urls[0], path):
-                self._load_path, source = path, f"load from {path.partition('?')[0]}"
-                break
+        self._tells_load = bool(await self._loads_of(urls[0]))
         loads = await self.loads()
         info = describe(models, servers, loads if {load.server for load in loads} >= set(urls) else [])
         self.guard.model = model
@@ -193,7 +185,9 @@ class HttpEngine(Engine):
         self._vocabulary = vocabulary_of(str(models[0]["model_path"]))
         names = [found.get(key) for found in models for key in ("served_model_name", "model_path")]
         self._model_names = frozenset(str(name) for name in names if name)
-        notes = [f"{source}; connections limited by {limited_by}", *info.notes]
+        notes = [f"connections limited by {limited_by}", *info.notes]
+        if not self._tells_load:
+            notes.append("the server tells no load (no /v1/loads)")
         if self._task == EMBED and self.failures.excuses is None and (note := pooling_note(models[0])):
             notes.append(note)
         return replace(
@@ -207,7 +201,7 @@ class HttpEngine(Engine):
 
     async def close(self) -> None:
         """Close all connections."""
-        self._load_path = None
+        self._tells_load = False
         if self._clock is not None:
             self._clock.cancel()
         for session in (self._rows, self._questions):
@@ -234,18 +228,11 @@ class HttpEngine(Engine):
 
     async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
         """Send several requests in one; see `Engine.generate_many`."""
-        rows: list[PlacedRequest] = []
-        for place, request in enumerate(requests):
-            try:
-                wire.refuse_deadly(request, self._vocabulary)
-                rows.append(PlacedRequest(place, request))
-            except RowRefusedError as refusal:
-                answers.ended(place, refusal)
-        if not rows:
-            return
-        send = self._send_bundle if rows[0].request.task is None else self._send_list
+        send = self._send_bundle if requests[0].task is None else self._send_list
         try:
-            await send(self.endpoints[route], rows, answers)
+            for request in requests:
+                wire.refuse_deadly(request, self._vocabulary)
+            await send(self.endpoints[route], requests, answers)
         except EngineBusyError:
             raise
         except RequestError as failure:  # of one row, which is found alone
@@ -271,11 +258,11 @@ class HttpEngine(Engine):
 
     async def loads(self) -> Sequence[SchedulerLoad]:
         """Poll every replica's load; one that does not answer in 2 s is left out."""
-        path, urls = self._load_path, self.replicas
-        if path is None:
+        urls = self.replicas
+        if not self._tells_load:
             return []
         found: list[SchedulerLoad] = []
-        polls = await asyncio.gather(*(self._loads_of(url, path) for url in urls))
+        polls = await asyncio.gather(*(self._loads_of(url) for url in urls))
         for url, loads in zip(urls, polls, strict=True):
             if loads is None:
                 self.guard.doubt(url)
@@ -284,11 +271,11 @@ class HttpEngine(Engine):
                 found += loads
         return found
 
-    async def _loads_of(self, url: str, path: str) -> list[SchedulerLoad] | None:
+    async def _loads_of(self, url: str) -> list[SchedulerLoad] | None:
         """Return the loads that a server reports: empty where it reports none, None without an answer."""
         assert self._questions is not None
         try:
-            return await ServerStatus(self._questions, url).load(path, TIMING.status_timeout)
+            return await ServerStatus(self._questions, url).load(TIMING.status_timeout)
         except (*NOT_REACHED, *NOT_SGLANG) as failure:
             log.debug("the load of %s could not be read: %r", url, failure)
             return None if isinstance(failure, NOT_REACHED) else []
@@ -363,35 +350,24 @@ class HttpEngine(Engine):
             self.guard.doubt(endpoint.url)
         return error
 
-    async def _send_list(
-        self,
-        endpoint: Endpoint,
-        rows: Sequence[PlacedRequest],
-        answers: RowAnswers,
-    ) -> None:
+    async def _send_list(self, endpoint: Endpoint, requests: Sequence[Request], answers: RowAnswers) -> None:
         """Send a list of rows of one task, all of which end with the one reply."""
-        requests = [row.request for row in rows]
         found = await self._post_task(endpoint, requests)
         try:
             results = replies.answers_of(requests, found)
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise BundleRefusedError(f"the answer cannot be read: {failure}") from None
         await self.guard.check_answer(endpoint.url, None)
-        for row, result in zip(rows, results, strict=True):
-            answers.ended(row.place, result)
+        for index, result in enumerate(results):
+            answers.ended(index, result)
 
     async def _send_bundle(
-        self,
-        endpoint: Endpoint,
-        rows: Sequence[PlacedRequest],
-        answers: RowAnswers,
+        self, endpoint: Endpoint, requests: Sequence[Request], answers: RowAnswers
     ) -> None:
         """Send prompts in one body, and pass on the answer of each when it comes."""
-        body = wire.bytes_of(wire.bundle_body([row.request for row in rows]))
-        bundle = BundleAnswer(rows, answers, endpoint, self.guard)
+        body = wire.bytes_of(wire.bundle_body(requests))
+        bundle = BundleAnswer(requests, answers, endpoint, self.guard)
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read)
-        if bundle.events > EVENTS_A_ROW * len(rows):
-            answers.discourage(f"the server sent {bundle.events} events for {len(rows)} rows")
         if answer is None:
             return
         if answer.status == _OK and answer.content.lstrip().startswith(JSON_BEGINS):
@@ -459,14 +435,12 @@ class HttpEngine(Engine):
 class BundleAnswer:
     """The answer to a bundle: reads its events, and passes on those that end a row, each once."""
 
-    rows: Sequence[PlacedRequest]
+    requests: Sequence[Request]
     answers: RowAnswers
     endpoint: Endpoint
     guard: ModelGuard
     ended: set[int] = field(default_factory=set)
     """Places in the bundle of the rows that have ended."""
-    events: int = 0
-    """Events that came so far."""
     refusal: replies.WholeAnswer | None = None
     """What an event said of the whole request, as if it were the answer to it."""
 
@@ -492,7 +466,7 @@ class BundleAnswer:
 
     @property
     def _is_over(self) -> bool:
-        return len(self.ended) == len(self.rows)
+        return len(self.ended) == len(self.requests)
 
     async def take(self, events: Sequence[bytes]) -> None:
         """Take the data of events; one that cannot be read, or of no row that is left, counts for nothing.
@@ -502,7 +476,6 @@ class BundleAnswer:
         for content in events:
             if content == _END:
                 continue
-            self.events += 1
             try:
                 event = replies.read_event(content)
             except Exception:  # noqa: BLE001 - nothing that a server sends may end a run
@@ -513,7 +486,7 @@ class BundleAnswer:
                 if event.error is not None:
                     code = event.error.get("code") if isinstance(event.error, dict) else None
                     self.refusal = replies.WholeAnswer(replies.known_status(code), content)
-            elif event.meta_info.finish_reason is not None and 0 <= index < len(self.rows):
+            elif event.meta_info.finish_reason is not None and 0 <= index < len(self.requests):
                 await self._end(index, event)
 
     async def _end(self, index: int, event: replies.Event) -> None:
@@ -521,14 +494,13 @@ class BundleAnswer:
             return
         self.ended.add(index)
         self.endpoint.answers += 1
-        place, request = self.rows[index]
         try:
-            completion = replies.completion_of(request, event)
+            completion = replies.completion_of(self.requests[index], event)
             await self.guard.check_answer(self.endpoint.url, completion.weights)
         except RequestError as failure:
-            self.answers.ended(place, failure)
+            self.answers.ended(index, failure)
         else:
-            self.answers.ended(place, completion)
+            self.answers.ended(index, completion)
 
 
 class AttachedServers(HttpEngine):

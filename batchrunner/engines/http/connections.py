@@ -16,8 +16,8 @@ OWN_FILES = 12
 heartbeat, lease, report. Five are open at once in a run of small parts."""
 STATUS_FILES = 2
 """Connections to each server that carry no rows: one for its load, one for its model."""
-_LIMITS_TRIED = (1 << 20, 1 << 16, 10_240)
-"""Soft limits that are tried where the hard one is refused: Linux and macOS have maxima below it."""
+MOST_FILES = 1 << 20
+"""Limit where there is none: Linux refuses more by default."""
 PORT_SHARE = 0.9
 """Fraction of the range of local ports that is used: a closed connection holds its port for a minute
 (TIME_WAIT)."""
@@ -34,16 +34,12 @@ def raise_file_limit() -> int:
     Raises EngineStartError where it is too low for any run.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    for limit in (hard, *_LIMITS_TRIED):
-        if soft == unlimited or (limit != unlimited and limit <= soft):
-            break
-        with contextlib.suppress(ValueError, OSError):  # e.g. a kernel maximum below the hard limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-            soft = limit
-            break
-    if soft == unlimited:
-        return 1 << 20
+    if soft == resource.RLIM_INFINITY:
+        return MOST_FILES
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else hard
+    with contextlib.suppress(ValueError, OSError):  # the kernel's maximum is below
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
     if soft < FEWEST_FILES:
         raise EngineStartError(
             f"only {soft} files can be open at once (ulimit -n), and a run needs {FEWEST_FILES}",

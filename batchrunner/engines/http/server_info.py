@@ -1,14 +1,13 @@
 """What servers say of themselves: their load, their model and arguments, and a Model Gateway's workers.
 
-The load is from `/v1/loads` or else from `/metrics`. `/model_info` and `/server_info` make EngineInfo and
-TokenizerInfo.
+The load is from `/v1/loads`. `/model_info` and `/server_info` make EngineInfo and TokenizerInfo.
 """
 
 import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -24,7 +23,7 @@ from batchrunner.job.tasks import TASKS, TaskName
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
 """Paths of the server's description of itself."""
 LOADS, METRICS = "/v1/loads?include=core,queues", "/metrics"
-"""Paths at which a server may report its load, the better one first."""
+"""Paths of the server's load, and of its counters."""
 KEY_REFUSED = frozenset({401, 403})
 """Statuses with which a server refuses the API key."""
 PREFIX = "sglang:"
@@ -78,10 +77,10 @@ class ServerStatus:
                 return status, found
         return status, {}
 
-    async def load(self, path: str, timeout_s: float) -> list[SchedulerLoad]:
-        """Return the load of each scheduler, from LOADS or METRICS; empty where the path is not there."""
-        status, body = await self.get(path, timeout_s)
-        return load_in(path, body, self.url) if status == 200 else []  # noqa: PLR2004
+    async def load(self, timeout_s: float) -> list[SchedulerLoad]:
+        """Return the load of each scheduler; empty where the server has no LOADS."""
+        status, body = await self.get(LOADS, timeout_s)
+        return load_in(body, self.url) if status == 200 else []  # noqa: PLR2004
 
     async def is_alive(self) -> bool:
         """Tell whether the server answers within 2 s, with whatever status."""
@@ -116,7 +115,6 @@ class _Scheduler(msgspec.Struct):
     timestamp: Any = None
     total_prefill_busy_us: Amount | None = None
     decode_moments: list[Amount] | None = None
-    num_retracted_reqs: Requests | None = None
     queues: _Queues | None = None
 
 
@@ -127,40 +125,16 @@ class _Loads(msgspec.Struct):
 _read_loads = msgspec.json.Decoder(_Loads)
 
 
-def load_in(path: str, body: bytes, url: str) -> list[SchedulerLoad]:
-    """Read the reply of LOADS or METRICS of the server at `url`; raises ValueError for anything else."""
+def load_in(body: bytes, url: str) -> list[SchedulerLoad]:
+    """Read the load of each DP rank of the server at `url`; raises ValueError where it is none."""
     try:
-        if path == METRICS:
-            return from_metrics(body.decode(errors="replace"), url)
-        return _loads_of(_read_loads.decode(body).loads, "loads", url)
+        found = _read_loads.decode(body).loads
     except Exception as failure:
         raise ValueError(f"no load: {type(failure).__name__}: {failure}") from failure
-
-
-def from_metrics(text: str, url: str) -> list[SchedulerLoad]:
-    """Read `GET /metrics`, Prometheus text of a server with --enable-metrics; empty without SGLang's gauges.
-
-    Raises one of NOT_SGLANG for another text.
-    """
-    ranks: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for rank, name, value in _samples_in(text):
-        ranks[rank]["num_waiting_reqs" if name == "num_queue_reqs" else name] = value
-    schedulers = [
-        msgspec.convert({"token_usage": 0.0, **gauges, "dp_rank": rank or 0}, _Scheduler, strict=False)
-        for rank, gauges in sorted(ranks.items())
-        if "num_running_reqs" in gauges
-    ]
-    return _loads_of(schedulers, "metrics", url)
-
-
-def _loads_of(
-    found: Sequence[_Scheduler], source: Literal["loads", "metrics"], url: str
-) -> list[SchedulerLoad]:
-    """Return the load of each DP rank of a server."""
     return [
         SchedulerLoad(
             scheduler=url if len(found) == 1 else f"{url}#dp{load.dp_rank}",
-            source=source,
+            source="loads",
             running=load.num_running_reqs,
             queue=load.num_waiting_reqs,
             token_usage=load.token_usage,
@@ -170,7 +144,7 @@ def _loads_of(
             route=url,
             taken_at=load.timestamp if type(load.timestamp) in {int, float} else None,
             work=_work(load),
-            retracted=load.num_retracted_reqs if load.queues is None else load.queues.retracted,
+            retracted=load.queues.retracted if load.queues else None,
         )
         for load in found
     ]
@@ -179,21 +153,9 @@ def _loads_of(
 def counters_in(text: str) -> dict[str, float]:
     """Return SGLang's numbers of `GET /metrics`, summed over schedulers, by their names without `sglang:`.
 
-    Raises ValueError where the text is not Prometheus's.
-    """
-    found: defaultdict[str, float] = defaultdict(float)
-    for _, name, value in _samples_in(text):
-        found[name] += value
-    return dict(found)
-
-
-def _samples_in(text: str) -> Iterator[tuple[str, str, float]]:
-    """Yield SGLang's counters and gauges: the DP rank, the name without `sglang:`, the value.
-
-    Values that no counter or gauge has (infinite, not a number, negative) are left out.
-
-    All pipeline stages and tensor-parallel ranks of a DP rank report the same values, so only the first one
-    counts. With DP attention that is not rank 0.
+    Values that no counter or gauge has (infinite, not a number, negative) are left out. All pipeline stages
+    and tensor-parallel ranks of a DP rank report the same values, so only the first one counts. With DP
+    attention that is not rank 0. Raises ValueError where the text is not Prometheus's.
     """
     from prometheus_client.parser import text_string_to_metric_families  # noqa: PLC0415 - only where needed
 
@@ -210,9 +172,11 @@ def _samples_in(text: str) -> Iterator[tuple[str, str, float]]:
     first: dict[str, tuple[int, int]] = {}
     for dp, rank, _ in samples:
         first[dp] = min(rank, first.get(dp, rank))
+    found: defaultdict[str, float] = defaultdict(float)
     for dp, rank, sample in samples:
         if rank == first[dp] and 0 <= sample.value <= MOST:
-            yield dp, sample.name.removeprefix(PREFIX), sample.value
+            found[sample.name.removeprefix(PREFIX)] += sample.value
+    return dict(found)
 
 
 def _work(load: _Scheduler) -> float | None:
@@ -312,7 +276,8 @@ def _in_all(models: Sequence[Mapping[str, Any]], key: str) -> bool | None:
 # Server arguments that change the tokens of a chat, or its answer. Where all are unset, the chat endpoint
 # does nothing that /generate would not do with the same token ids (serving_chat.py of SGLang 0.5.23).
 _CHAT_ARGUMENTS = (
-    *("reasoning_parser", "tool_call_parser", "chat_template", "default_chat_template_kwargs"),
+    *("reasoning_parser", "tool_call_parser", "chat_template", "hf_chat_template_name"),
+    "default_chat_template_kwargs",
     "preferred_sampling_params",
 )
 _OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
@@ -375,14 +340,12 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
 
 def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> TokenizerInfo:
     """Describe how a server makes tokens of prompts."""
-    template = server.get("hf_chat_template_name")
     return TokenizerInfo(
         tokenizer=str(server.get("tokenizer_path") or model["model_path"]),
         model=str(model["model_path"]),
         own=_own(model, server),
         own_chat=_own_chat(model, server),
         model_sampling=server.get("sampling_defaults") == "model",
-        template=template if isinstance(template, str) else None,
         cuts=bool(server.get("allow_auto_truncate")),
         longest_prompt=limit_of(server.get("max_req_input_len")),
     )

@@ -270,7 +270,6 @@ def _json(value: Any, name: str) -> Any:
 
 JSON = "application/json"
 _REDIRECTS = {301, 302, 303, 307, 308}
-_OK, _SEE_OTHER = 200, 303
 _NEWEST_KNOWN = (3, 14)
 """Newest aiohttp whose pool is known. The pool is no public interface: newer ones send by the session."""
 
@@ -296,9 +295,7 @@ class PostSender:
 
     For each row `aiohttp.ClientSession.post` makes a request, a writer with a task of its own and a response:
     a plain row costs 44 % more instructions by it. Here the head of the request is made once. Connecting,
-    TLS, the pool and the reading of HTTP are aiohttp's own, and so are requests by a proxy or a redirect.
-
-    A redirect on the same server is followed once, with the same body.
+    TLS, the pool and the reading of HTTP are aiohttp's own, and so are requests by a proxy.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: URL) -> None:
@@ -315,11 +312,16 @@ class PostSender:
     async def post(self, body: bytes) -> PostedAnswer:
         """Send a body, and wait for the head of the answer.
 
-        Raises aiohttp.ClientError, OSError, or EngineDownError for a redirect that is not followed.
+        Raises aiohttp.ClientError, OSError, or EngineDownError for a redirect, which would lead the key away.
         """
-        if not self.is_direct:
-            answer = await self._post_by_session(self._url, body)
-            return await self._follow(answer, body) if answer.status in _REDIRECTS else answer
+        answer = await (self._post_directly(body) if self.is_direct else self._post_by_session(body))
+        if answer.status in _REDIRECTS:
+            answer.release()
+            place = answer.headers.get("Location", "nowhere")
+            raise EngineDownError(f"{answer.status}: {self._url} leads to {place}: correct engine.urls")
+        return answer
+
+    async def _post_directly(self, body: bytes) -> PostedAnswer:
         try:
             connection = await self._connector.connect(self._request, [], self._session.timeout)
         except TimeoutError:
@@ -338,35 +340,11 @@ class PostSender:
             if isinstance(failure, HttpProcessingError):
                 raise aiohttp.ClientPayloadError(failure.message) from None
             raise
-        answer = DirectAnswer(message.code, message.headers, content, connection)
-        if message.code in _REDIRECTS:
-            return await self._follow(answer, body)
-        return answer
+        return DirectAnswer(message.code, message.headers, content, connection)
 
-    async def _post_by_session(self, url: URL, body: bytes) -> PostedAnswer:
+    async def _post_by_session(self, body: bytes) -> PostedAnswer:
         payload = aiohttp.BytesPayload(body, content_type=JSON)
-        return await self._session.post(url, data=payload, allow_redirects=False)
-
-    async def _follow(self, answer: PostedAnswer, body: bytes) -> PostedAnswer:
-        """Post a body to where an answer leads; raises EngineDownError where no engine answers there.
-
-        The key goes along: so it must be the same server, or the same host by TLS.
-        """
-        place = answer.headers.get("Location", "nowhere")
-        answer.release()
-        with suppress(ValueError):
-            to = self._url.join(URL(place))
-            is_same = to.origin() == self._url.origin() or (
-                to.host == self._url.host and to.scheme == "https"
-            )
-            if is_same and answer.status != _SEE_OTHER:
-                answer = await self._post_by_session(to, body)
-                is_json = "json" in answer.headers.get("Content-Type", "")
-                if answer.status == _OK or (is_json and answer.status not in _REDIRECTS):
-                    return answer
-                answer.release()
-                place = answer.headers.get("Location", str(to))
-        raise EngineDownError(f"{answer.status}: {self._url} leads to {place}: correct engine.urls")
+        return await self._session.post(self._url, data=payload, allow_redirects=False)
 
 
 def _has_proxy(url: URL) -> bool:

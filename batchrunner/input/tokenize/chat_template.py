@@ -54,35 +54,22 @@ class ChatTemplate:
             raise RowRefusedError(f"chat template: {' '.join(said.split())}") from None
 
 
-def load_chat_template(directory: Path, name: str | None) -> ChatTemplate:
-    """Load the chat template of a model directory: the one with this name, or the first.
+def load_chat_template(directory: Path) -> ChatTemplate:
+    """Load the chat template of a model directory, of several the first.
 
     `chat_template.jinja` wins over `chat_template` in tokenizer_config.json. Raises CannotTokenizeError.
     """
     config = read_json(directory / "tokenizer_config.json")
-    found = _templates(directory, config)
-    if not found:
+    try:
+        source = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        source = config.get("chat_template")
+    if isinstance(source, list):
+        source = source[0]["template"]
+    if source is None:
         raise CannotTokenizeError(f"{directory}: no chat template")
-    if name is not None and name not in found:
-        raise CannotTokenizeError(f"{directory}: no chat template of the name {name!r}")
-    source = next(iter(found.values())) if name is None else found[name]
     tokens = {**read_json(directory / "special_tokens_map.json"), **config}
     return ChatTemplate(source, _special_tokens(tokens))
-
-
-def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    try:
-        found = {"default": (directory / "chat_template.jinja").read_text(encoding="utf-8")}
-    except (OSError, ValueError):
-        found = {}
-    for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-        found[path.stem] = path.read_text(encoding="utf-8", errors="replace")
-    given = config.get("chat_template")
-    if found or given is None:
-        return found
-    if isinstance(given, str):
-        return {"default": given}
-    return {named["name"]: named["template"] for named in given}
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -40,17 +40,16 @@ class Encoder:
         budget: TokenBudget,
         truncation: Truncation | None = None,
         *,
-        template: str | None = None,
         chat_sampling: Mapping[str, Any] | None = None,
     ) -> None:
         """Load the files of a model; without a `directory` prompts are token ids already.
 
-        `template` is the name of its chat template, `chat_sampling` are sampling parameters that SGLang's
-        chat endpoint would add to a request. Raises CannotTokenizeError where a file cannot be used.
+        `chat_sampling` are sampling parameters that SGLang's chat endpoint would add to a request. Raises
+        CannotTokenizeError where a file cannot be used.
         """
         self._kind = kind
         self._backend: Any = None if directory is None else load_tokenizer(directory)
-        self._chat = load_chat_template(directory, template) if directory and kind == "messages" else None
+        self._chat = load_chat_template(directory) if directory and kind == "messages" else None
         self._budget = budget
         self._truncation = truncation
         self._chat_sampling = chat_sampling or {}

@@ -18,9 +18,7 @@ LOAD = {
     "corner_shares": "Share in each [corner](../how-it-works/concurrency.md#the-corners).",
     "mean_queue, mean_token_usage": "Waiting requests of a scheduler, and used fraction of its KV pool.",
     "tail_share": "Share of the whole time with too few rows left to fill the engine.",
-    "imbalance": "How much less the idlest scheduler ran than the busiest, as a share; null for one.",
     "retractions": "Requests put back into the queue because the KV pool was full.",
-    "window_min, window_max": "Fewest and most requests that might be in flight.",
     "background": "[In the background](../how-to/background.md), else null: `our_share` and `users_share` of "
     "the engine's time, `rows_given_back`, and the `tokens_lost` by it.",
 }

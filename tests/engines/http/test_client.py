@@ -45,7 +45,7 @@ ANY_EVENT = some_odd(EVENTS).map(json_of) | ANY_JSON.map(json_of) | st.binary()
 def test_good_events_answer_their_rows() -> None:
     """The property below is tried with events that are read, not only with those that count for nothing."""
     found = check_bundle([json_of(event) for event in reversed(EVENTS)], ROWS)
-    assert found == {2 * n: [f"text {n}"] for n in range(ROWS)}
+    assert found == {n: [f"text {n}"] for n in range(ROWS)}
 
 
 @given(events=st.lists(ANY_EVENT, max_size=12))
@@ -162,42 +162,19 @@ async def test_connections_are_used_again() -> None:
 
 
 @pytest.mark.parametrize("by_session", [False, True])
-@pytest.mark.parametrize("status", [301, 302, 307, 308])
-async def test_a_redirect_is_followed(status: int, *, by_session: bool) -> None:
-    """With the same method, body and key."""
+@pytest.mark.parametrize("place", ["/elsewhere", "http://127.0.0.1:1/generate", "http://["])
+async def test_a_redirect_is_refused(place: str, *, by_session: bool) -> None:
+    """The message has the address, and nobody else gets the key."""
     seen = Seen()
-    seen.moved = status, "/elsewhere"
+    seen.moved = 307, place
     async with serving(seen.answer) as url, aiohttp.ClientSession(headers=KEY) as session:
         sender = PostSender(session, url / "moved")
         sender.is_direct = not by_session
-        answer = await sender.post(b'{"text": "a"}')
-        assert (answer.status, await body_of(answer)) == (200, b"answer")
-    first, second = seen.requests
-    assert second[:2] == ("POST", "/elsewhere")
-    assert second[2:] == first[2:]
-
-
-OTHERS = {
-    "see other": (303, "/elsewhere"),
-    "a second one": (302, "/again/moved"),
-    "itself": (308, "/moved"),
-    "another server": (307, "http://127.0.0.1:1/generate"),
-    "another host": (302, "https://login.invalid/?next=/moved"),
-    "nowhere": (302, "http://["),
-}
-
-
-@pytest.mark.parametrize("other", OTHERS)
-async def test_a_redirect_that_is_refused(other: str) -> None:
-    """The message has the address, and nobody else gets the key."""
-    seen = Seen()
-    seen.moved = OTHERS[other]
-    async with serving(seen.answer) as url, aiohttp.ClientSession(headers=KEY) as session:
         with pytest.raises(EngineDownError) as refused:
-            await PostSender(session, url / "moved").post(b'{"text": "a"}')
-    status, place = seen.moved
-    assert str(refused.value).startswith(f"{status}: http://127.0.0.1:")
-    assert f"{place}: correct engine.urls" in str(refused.value)
+            await sender.post(b'{"text": "a"}')
+    assert str(refused.value).startswith("307: http://127.0.0.1:")
+    assert f"leads to {place}: correct engine.urls" in str(refused.value)
+    assert len(seen.requests) == 1
 
 
 async def test_a_cancelled_post_ends_its_connection() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.engines.http.server_info import LOADS, counters_in, describe, from_metrics, load_in
+from batchrunner.engines.http.server_info import counters_in, describe, load_in
 from tests.support.reader_checks import ANY_JSON, check_load, json_of, some_odd
 
 MODEL = {"model_path": "org/model"}
@@ -54,7 +54,7 @@ def load(rank: int, running: int, queue: int) -> dict[str, Any]:
 
 def test_loads_of_one_scheduler() -> None:
     """One scheduler goes by the server's address."""
-    assert load_in(LOADS, json_of({"version": "0.5.23", "loads": [load(0, 30, 200)]}), URL) == [
+    assert load_in(json_of({"version": "0.5.23", "loads": [load(0, 30, 200)]}), URL) == [
         SchedulerLoad(
             URL,
             "loads",
@@ -71,18 +71,14 @@ def test_loads_of_one_scheduler() -> None:
 
 
 def test_retractions_of_each_scheduler() -> None:
-    """Both sources tell the requests retracted since the report before; a server may tell none."""
+    """They are the requests retracted since the report before; a server may tell none."""
     told = [load(0, 30, 200) | {"queues": {"waiting": 200, "retracted": 3}}, load(1, 12, 0)]
-    assert [s.retracted for s in load_in(LOADS, json_of({"loads": told}), URL)] == [3, None]
-    gauge = "# TYPE sglang:num_retracted_reqs gauge\nsglang:num_retracted_reqs 2.0\n"
-    assert [s.retracted for s in from_metrics(metrics(0, 30, 200) + gauge, URL)] == [None]
-    labelled = gauge.replace("reqs 2", 'reqs{tp_rank="0",pp_rank="0",dp_rank="0"} 2')
-    assert [s.retracted for s in from_metrics(metrics(0, 30, 200) + labelled, URL)] == [2]
+    assert [s.retracted for s in load_in(json_of({"loads": told}), URL)] == [3, None]
 
 
 def test_loads_of_dp_ranks() -> None:
     """Each DP rank has a scheduler, and a name, of its own."""
-    found = load_in(LOADS, json_of({"loads": [load(0, 30, 200), load(1, 12, 0)]}), URL)
+    found = load_in(json_of({"loads": [load(0, 30, 200), load(1, 12, 0)]}), URL)
     assert [(s.scheduler, s.running, s.queue) for s in found] == [
         (f"{URL}#dp0", 30, 200),
         (f"{URL}#dp1", 12, 0),
@@ -93,70 +89,24 @@ def test_loads_of_dp_ranks() -> None:
 def test_something_else_is_not_a_load(reply: Any) -> None:
     """A reply that is no load is an error, never a load of 0, which would look like a starving engine."""
     with pytest.raises(ValueError, match="no load"):
-        load_in(LOADS, json_of(reply), URL)
+        load_in(json_of(reply), URL)
 
 
-def metrics(rank: int, running: int, queue: int) -> str:
-    labels = f'engine_type="unified",model_name="m",tp_rank="0",pp_rank="0",dp_rank="{rank}"'
-    other = labels.replace('tp_rank="0"', 'tp_rank="1"')
-    stage = labels.replace('pp_rank="0"', 'pp_rank="1"')
-    return "\n".join(
-        [
-            "# HELP sglang:num_running_reqs The number of running requests.",
-            "# TYPE sglang:num_running_reqs gauge",
-            f"sglang:num_running_reqs{{{labels}}} {running}.0",
-            f"sglang:num_running_reqs{{{other}}} 99.0",
-            f"sglang:num_running_reqs{{{stage}}} 98.0",
-            "# HELP sglang:num_queue_reqs The number of requests in the waiting queue.",
-            "# TYPE sglang:num_queue_reqs gauge",
-            f"sglang:num_queue_reqs{{{labels}}} {queue}.0",
-            "# HELP sglang:token_usage The token usage.",
-            "# TYPE sglang:token_usage gauge",
-            f"sglang:token_usage{{{labels}}} 0.93",
-            "# HELP sglang:num_used_tokens The number of used tokens.",
-            "# TYPE sglang:num_used_tokens gauge",
-            f"sglang:num_used_tokens{{{labels}}} 18600.0",
-            "",
-        ]
-    )
-
-
-def test_metrics_under_dp_attention() -> None:
-    """Each DP rank is another tensor-parallel rank there, and each tells of a scheduler of its own."""
+def test_counters_under_dp_attention() -> None:
+    """Each DP rank is another tensor-parallel rank there; other ranks and stages of it say the same again."""
+    name = "sglang:num_retracted_requests_total"
+    own = [(rank, rank, 0, rank + 1) for rank in range(3)]
     text = "\n".join(
-        f"# TYPE sglang:{name} {kind}\n"
-        + "\n".join(f'sglang:{name}{{tp_rank="{n}",dp_rank="{n}"}} {value + n}' for n in range(3))
-        for name, kind, value in [
-            ("num_running_reqs", "gauge", 10),
-            ("num_queue_reqs", "gauge", 100),
-            ("num_retracted_requests_total", "counter", 1),
-        ]
+        f'{name}{{tp_rank="{tp}",dp_rank="{dp}",pp_rank="{pp}"}} {value}'
+        for dp, tp, pp, value in [*own, (0, 1, 0, 99), (1, 1, 1, 98)]
     )
-    assert [(s.running, s.queue) for s in from_metrics(text + "\n", URL)] == [(10, 100), (11, 101), (12, 102)]
-    assert counters_in(text + "\n")["num_retracted_requests_total"] == 1 + 2 + 3
-
-
-def test_metrics_of_one_scheduler() -> None:
-    """The gauges of the first tensor-parallel rank of the first pipeline stage count; others repeat them."""
-    assert from_metrics(metrics(0, 30, 200), URL) == [
-        SchedulerLoad(
-            URL,
-            "metrics",
-            30,
-            200,
-            0.93,
-            used_tokens=18600,
-            max_total_tokens=None,
-            max_running=None,
-            route=URL,
-        )
-    ]
+    assert counters_in(f"# TYPE {name} counter\n{text}\n") == {"num_retracted_requests_total": 1 + 2 + 3}
 
 
 def test_text_that_is_no_metrics() -> None:
     """A web page is refused."""
     with pytest.raises(ValueError, match=r"(?i)invalid|could not|expected"):
-        from_metrics("<html><body>404 not found</body></html>", URL)
+        counters_in("<html><body>404 not found</body></html>", URL)
 
 
 @given(
@@ -168,21 +118,6 @@ def test_any_load_can_be_read(reply: bytes) -> None:
     check_load(reply)
 
 
-VALUES = ["1", "0.5", "+Inf", "-Inf", "NaN", "1e308", "-3", "", "x", "\0", "9" * 400]
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from(["running", "queue"]), st.text(max_size=3), st.sampled_from(VALUES)))
-)
-def test_any_metrics_can_be_read(samples: list[tuple[str, str, str]]) -> None:
-    """Numbers that no gauge has, and labels of all kinds."""
-    names = {"running": "num_running_reqs", "queue": "num_queue_reqs"}
-    lines = [f'sglang:{names[name]}{{dp_rank="{rank}"}} {value}' for name, rank, value in samples]
-    types = [f"# TYPE sglang:{name} gauge" for name in names.values()]
-    check_load("\n".join([*types, *lines, ""]).encode())
-
-
 def test_good_loads_pass_the_check() -> None:
     """The properties above are tried with loads that are read, not only with those that are refused."""
     assert check_load(json_of({"loads": [load(0, 3, 2)]}))
-    assert check_load(metrics(0, 30, 200).encode())

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchrunner.core.errors import CannotTokenizeError, RowRefusedError
+from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import Request
 from batchrunner.input.tokenize.encoder import Encoder, TokenBudget, Truncation
 from tests.conftest import SMALL_MODEL, require_engine
@@ -131,8 +131,8 @@ def test_a_chat_becomes_the_tokens_that_transformers_makes(
     assert (ours if isinstance(ours, list) else str(ours).removeprefix("chat template: ")) == theirs
 
 
-def test_one_of_several_named_templates(tmp_path: Path) -> None:
-    """The first template in tokenizer_config.json is taken, or the one that the server names."""
+def test_the_first_of_several_named_templates(tmp_path: Path) -> None:
+    """It is taken; where the server was given a name, prompts are left to it."""
     model = make_tokenizer(tmp_path, None)
     config = json.loads((model / "tokenizer_config.json").read_text())
     config["chat_template"] = [
@@ -141,10 +141,7 @@ def test_one_of_several_named_templates(tmp_path: Path) -> None:
     ]
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     one = request(messages(("user", "hello")))
-    for name, text in ((None, "hello"), ("loud", "HELLO")):
-        assert Encoder("messages", model, TokenBudget(None), template=name).prompt_text(one) == text
-    with pytest.raises(CannotTokenizeError, match="no chat template of the name 'quiet'"):
-        Encoder("messages", model, TokenBudget(None), template="quiet")
+    assert Encoder("messages", model, TokenBudget(None)).prompt_text(one) == "hello"
 
 
 @pytest.mark.parametrize(
