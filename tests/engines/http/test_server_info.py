@@ -106,7 +106,7 @@ def test_counters_under_dp_attention() -> None:
 def test_text_that_is_no_metrics() -> None:
     """A web page is refused."""
     with pytest.raises(ValueError, match=r"(?i)invalid|could not|expected"):
-        counters_in("<html><body>404 not found</body></html>", URL)
+        counters_in("<html><body>404 not found</body></html>")
 
 
 @given(
