@@ -145,7 +145,7 @@ class _NoPandas:
 
 def start(app: Typer) -> NoReturn:
     """Run the command of `sys.argv` and end the process with its exit code, whatever happens."""
-    sys.meta_path.insert(0, _NoPandas)  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _NoPandas)
     open_standard_streams()
     with SignalWatch(Interrupts().came):
         code = _run(app)

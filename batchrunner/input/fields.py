@@ -4,7 +4,7 @@ The idea to reorder the fields of a table for the prefix cache is that of Liu et
 in Relational Workloads" (arXiv:2403.05821).
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from pyroaring import BitMap64
 
@@ -31,7 +31,7 @@ def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
     return choose_order(values, lengths)
 
 
-def choose_order(values: dict[str, list[Hashable]], lengths: dict[str, int]) -> list[str]:
+def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str, int]) -> list[str]:
     """Return the columns with these values and lengths in an order in which rows share nearly most.
 
     Rows share a column with earlier ones as far as there are more rows than combinations of its values and

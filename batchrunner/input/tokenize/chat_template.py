@@ -60,6 +60,7 @@ def load_chat_template(directory: Path) -> ChatTemplate:
     `chat_template.jinja` wins over `chat_template` in tokenizer_config.json. Raises CannotTokenizeError.
     """
     config = read_json(directory / "tokenizer_config.json")
+    source: Any
     try:
         source = (directory / "chat_template.jinja").read_text(encoding="utf-8")
     except (OSError, ValueError):
