@@ -140,7 +140,7 @@ class _NoPandas:
     def find_spec(name: str, *_: object) -> None:
         """Find nothing; raises ImportError for pandas."""
         if name == "pandas":
-            raise ModuleNotFoundError(name)
+            raise ImportError
 
 
 def start(app: Typer) -> NoReturn:
