@@ -56,7 +56,7 @@ def lengths(columns: dict[str, list[str]]) -> dict[str, int]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_hardly_an_order_shares_more(seed: int) -> None:
-    """Of all orders of the columns the best one shares little more."""
+    """The best of all orders of the columns shares little more."""
     dice = random.Random(1000 + seed)
     columns = table(seed, 120, [dice.choice([1, 2, 5, 20, 60, 500]) for _ in WIDTHS])
     found = choose_order(columns, lengths(columns))
