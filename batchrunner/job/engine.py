@@ -38,7 +38,7 @@ class AttachEngine(RunningServers):
     kind: Literal["attach"]
     """`attach`: the servers already run."""
     urls: Annotated[list[Url], Field(min_length=1)]
-    """Addresses of the servers, replicas of one model. Rows go to each by its load."""
+    """Addresses of the servers, replicas of one model."""
 
 
 class GatewayEngine(RunningServers):
@@ -47,7 +47,7 @@ class GatewayEngine(RunningServers):
     kind: Literal["gateway"]
     """`gateway`: the servers already run, and a Model Gateway lists them."""
     url: Url
-    """Address of the gateway. Rows go to the workers that it lists, each by its own load."""
+    """Address of the gateway."""
 
 
 RESERVED = ("model-path", "model", "host", "port", "api-key", "device", "nnodes", "node-rank")
@@ -68,7 +68,7 @@ class ServerEngine(Spec):
     args: dict[str, Any] = {}
     """SGLang's server arguments, such as `{mem-fraction-static: 0.88}`."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """`auto`: a GPU if there is one, else SGLang's CPU engine, which is for trials."""
+    """`auto`: a GPU if there is one, else SGLang's CPU engine."""
     python: UserPath | None = None
     """Python interpreter that has SGLang. Default: the one that runs batchrunner."""
     env: dict[str, str] = {}

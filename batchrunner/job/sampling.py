@@ -82,7 +82,7 @@ class SamplingSpec(Spec):
     sampling_seed: PerRow[int] | None = None
     """Seed; needs SGLang's `--enable-deterministic-inference`."""
     json_schema: PerRow[dict[str, Any] | str] | None = None
-    """JSON Schema that the output follows, as a mapping or JSON text."""
+    """JSON Schema that the output follows."""
     regex: Annotated[PerRow[str] | None, AfterValidator(check_regex)] = None
     """Regular expression that the output matches."""
     ebnf: PerRow[str] | None = None

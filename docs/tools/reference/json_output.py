@@ -10,7 +10,8 @@ from docs.tools.reference.markdown import field_list, meanings
 HEAD = """# report.json and --json
 
 `batchrun run --json` prints what `RUN/report.json` holds; other commands print objects of their own. Keys
-that are not here (of `slurm`, `tune`) are named as on the screen."""
+that are not here (of `slurm`, `tune`) are named as on the screen. An [error](command-line.md) has `error` and
+`exit_code`, beside the keys of report.json where a run had begun."""
 
 LOAD = {
     "steady_s": "Seconds of steady time, summed over schedulers. Shares are of it, and null without it.",
@@ -69,10 +70,6 @@ ADVISE = {
 }
 
 
-ERROR = {
-    "error": "`type` (class of the error), `message`, and `hint` (what to do).",
-    "exit_code": "Exit code of the command.",
-}
 MERGE = {
     "path": "Directory or file that was written.",
     "rows, rows_missing": "Rows in it, and rows of the run that are not.",
@@ -93,9 +90,6 @@ def page() -> str:
         "### load": meanings(LOAD.items()),
         "### incidents": meanings(INCIDENTS.items()),
         "### sharing\n\nEmpty in input order, or without a prefix cache.": meanings(SHARING.items()),
-        "## Errors\n\nAny command with `--json`. A run that began has the keys of report.json too.": meanings(
-            ERROR.items()
-        ),
         "## check --json": field_list(Check),
         "## status --json": meanings(STATUS.items()),
         "### tasks": meanings(TASK.items()),

@@ -41,8 +41,7 @@ def page() -> str:
         for name, thing in things.items()
         if inspect.isclass(thing) and not issubclass(thing, Exception)
     ]
-    version = "## __version__\n\nThe installed version, a text."
-    return "\n\n".join([HEAD, *functions, *classes, version])
+    return "\n\n".join([HEAD, *functions, *classes])
 
 
 def _function(function: Callable[..., Any]) -> str:
