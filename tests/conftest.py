@@ -186,6 +186,14 @@ def store_bucket(store_address: str, monkeypatch: pytest.MonkeyPatch) -> StoreBu
 
 
 @pytest.fixture
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of its own for the working copies of runs in a store, and what runs learn."""
+    directory = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(directory))
+    return directory
+
+
+@pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries without the pauses that are for real engines."""
     monkeypatch.setattr(TIMING, "first_retry", 0.001)
@@ -225,9 +233,14 @@ def write_rows(path: Path, rows: int, first: int = 0, **columns: Any) -> Path:
 
 
 def job_of(
-    directory: Path, engine: FakeSGLang | Mapping[str, Any] = INSTANT, *, rows: int = 10, **changes: Any
+    directory: Path,
+    engine: FakeSGLang | list[FakeSGLang] | Mapping[str, Any] = INSTANT,
+    *,
+    rows: int = 10,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Return a job on a new input of `rows` rows; `changes` are merged into its sections."""
+    servers = [engine] if isinstance(engine, FakeSGLang) else engine if isinstance(engine, list) else []
     path = directory / "input.parquet"
     if "path" not in changes.get("input", {}) and not path.exists():
         write_rows(path, rows)
@@ -235,7 +248,7 @@ def job_of(
         "input": {"path": str(path)},
         "prompt": {"text": "text"},
         "output": {"path": str(directory / "run")},
-        "engine": {"kind": "attach", "urls": [engine.url]} if isinstance(engine, FakeSGLang) else engine,
+        "engine": {"kind": "attach", "urls": [server.url for server in servers]} if servers else engine,
     }
     for section, change in changes.items():
         merge = isinstance(change, dict) and section not in {"prompt", "engine"}
@@ -261,7 +274,12 @@ def results_of(job: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def rows_in(job: Mapping[str, Any]) -> list[int]:
     """Return the ordinals of the result rows of a job."""
-    return [row["row"] for row in results_of(job)]
+    return column_of(job, "row")
+
+
+def column_of(job: Mapping[str, Any], name: str) -> list[Any]:
+    """Return a column of the results of a job, in input order."""
+    return [row[name] for row in results_of(job)]
 
 
 def report_of(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -333,6 +351,11 @@ class Started:
             if text in line:
                 return
         raise AssertionError(f"no {text!r} in {''.join(self.lines)}")
+
+    def kill(self) -> None:
+        """End it by a SIGKILL."""
+        self.process.kill()
+        self.process.wait()
 
     def end(self) -> int:
         """Wait for the end; return the exit status. A test that fails shows what the command said."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import EngineStartError, InputChangedError, OutputError, ResumeError
+from batchrunner.core.errors import (
+    EngineStartError,
+    InputChangedError,
+    OutputError,
+    ResumeError,
+)
 from tests.conftest import (
     batchrun,
     job_of,
@@ -47,7 +53,6 @@ def put_a_file_before(directory: Path) -> list[str]:
         (put_a_file_before, "input.parquet: name it to come last"),
         (["prompt.text='Say {{ text }}'"], "prompt.text was 'text' and is 'Say {{ text }}'"),
         (["sampling.temperature=0.5"], "sampling.temperature was unset and is 0.5"),
-        (["input.filter=id > 2"], "input.filter was unset and is 'id > 2'"),
         (["input.columns=[id]"], "input.columns was [] and is ['id']"),
         (["input.limit=2"], "input.limit was 4 and is 2: it can only grow"),
         (["task=embed"], "task was 'generate' and is 'embed'"),
@@ -82,20 +87,13 @@ def test_a_refused_start_binds_nobody(tmp_path: Path, caplog: pytest.LogCaptureF
     assert batchrunner.run(job).rows_ok == 10
 
 
-def test_parts_without_a_run_are_refused(tmp_path: Path, server: FakeSGLang) -> None:
-    """Parts of which nobody knows where they come from are not added to."""
-    job = some_done(tmp_path, server)
-    (tmp_path / "run" / "run.json").unlink()
-    with pytest.raises(ResumeError, match=r"has results but no run\.json"):
-        batchrunner.run(job)
-
-
-@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"format": 1}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 1}'])
 def test_a_broken_run_file_is_refused(tmp_path: Path, server: FakeSGLang, content: str) -> None:
-    """A run file that cannot be read is named with the way out."""
+    """A run file that cannot be read, or is gone, is named with the way out."""
     job = some_done(tmp_path, server)
-    (tmp_path / "run" / "run.json").write_text(content)
-    with pytest.raises(ResumeError, match=r"run\.json: is damaged, or .*: .* --fresh"):
+    file = tmp_path / "run" / "run.json"
+    file.write_text(content) if content else file.unlink()
+    with pytest.raises(ResumeError, match=r"run\.json: is damaged, or .* --fresh|but no run\.json"):
         batchrunner.run(job)
 
 
@@ -173,6 +171,13 @@ def change_at(path: Path, change: Callable[[Path], object], prompt: str) -> Call
     return answer
 
 
+def job_while(change: Callable[[Path], object], directory: Path, server: FakeSGLang, **more: Any) -> Any:
+    """Return a job that reads its input slowly, which changes when row 3 is asked."""
+    server.script = change_at(directory / "input.parquet", change, "row 3")
+    given = {"rows": ROWS, "order": "input", **more}
+    return job_of(directory, server, input={"columns": ["text"]}, window=8, **given)
+
+
 def carried_right(job: dict[str, Any]) -> list[int]:
     """Return the rows of the results, which are all of the first content."""
     results = results_of(job)
@@ -180,45 +185,34 @@ def carried_right(job: dict[str, Any]) -> list[int]:
     return [row["row"] for row in results]
 
 
-@pytest.mark.parametrize(
-    ("change", "join"),
-    [
-        (replace, []),
-        (truncate, ["--join"]),
-    ],
-)
+@pytest.mark.parametrize(("change", "join"), [(replace, []), (truncate, ["--join"])])
 def test_a_file_that_changes(
     tmp_path: Path, server: FakeSGLang, change: Callable[[Path], object], join: list[str]
 ) -> None:
     """The run ends with exit code 2 and one line; what it wrote is of the first content."""
-    job = job_of(tmp_path, server, rows=ROWS, input={"columns": ["text"]}, order="input", window=8)
+    job = job_while(change, tmp_path, server)
     path = tmp_path / "input.parquet"
     kept = path.read_bytes()
-    server.script = change_at(path, change, "row 3")
-    file = write_job(job, tmp_path)
-    result = batchrun(file, "-q", *join)
-    assert result.exit_code == 2
+    result = run_job(job, tmp_path, "-q", *join, code=2)
     assert f"the input file {path} changed during the run" in result.stderr.splitlines()[-1]
     assert len(carried_right(job)) < ROWS
-    assert {int(prompt.split()[1]) for prompt in server.prompts} <= set(range(ROWS))
+    assert set(rows_sent(server)) <= set(range(ROWS))
     path.write_bytes(kept)  # as the line says
-    assert batchrun(file, "-q", *join).exit_code == 0
+    run_job(job, tmp_path, "-q", *join)
     assert carried_right(job) == list(range(ROWS))
 
 
 @pytest.mark.parametrize(
     ("change", "join", "order"),
-    [(replace, [], "input"), (replace, ["--join"], "input"), (empty, [], "prefix")],
+    [(replace, ["--join"], "input"), (empty, [], "prefix")],
 )
 def test_a_file_that_changes_after_it_was_read(
     tmp_path: Path, server: FakeSGLang, change: Callable[[Path], object], join: list[str], order: str
 ) -> None:
     """All rows are in memory, or in the sorted copy: the run ends well, and one line tells of the change."""
     rows = ROWS if order == "prefix" else 10
-    job = job_of(tmp_path, server, rows=rows, input={"columns": ["text"]}, order=order, window=8)
-    server.script = change_at(tmp_path / "input.parquet", change, "row 3")
-    result = batchrun(write_job(job, tmp_path), *join)
-    assert result.exit_code == 0
+    job = job_while(change, tmp_path, server, rows=rows, order=order)
+    result = run_job(job, tmp_path, *join)
     assert "changed during the run, after it was read: the results are those of the old" in result.stderr
     assert carried_right(job) == list(range(rows))
 
@@ -245,9 +239,8 @@ def replace_by_a_copy(path: Path) -> None:
 @pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.touch(), replace_by_a_copy])
 def test_what_is_no_change(tmp_path: Path, server: FakeSGLang, change: Callable[[Path], object]) -> None:
     """Its name is gone, its time is another, or it was replaced by a copy: it is read to its end."""
-    job = job_of(tmp_path, server, rows=ROWS, input={"columns": ["text"]}, order="input", window=8)
-    server.script = change_at(tmp_path / "input.parquet", change, "row 3")
-    assert batchrunner.run(job).exit_code == 0
+    job = job_while(change, tmp_path, server)
+    batchrunner.run(job)
     assert carried_right(job) == list(range(ROWS))
 
 
@@ -277,13 +270,9 @@ def test_a_file_that_is_added(tmp_path: Path, server: FakeSGLang, join: list[str
     first = write_rows(source / "a.parquet", 10)
     job = job_of(tmp_path, server, input={"path": str(source), "columns": ["text"]})
     server.script = change_at(first.with_name("b.parquet"), lambda path: write_rows(path, 5, 10), "row 3")
-    file = write_job(job, tmp_path)
-    result = batchrun(file, *join)
-    assert result.exit_code == 1
-    assert (
-        "b.parquet came into the input, or grew, during the run: run the same command again" in result.stderr
-    )
-    assert batchrun(file, *join).exit_code == 0
+    told = run_job(job, tmp_path, *join, code=1).stderr
+    assert "b.parquet came into the input, or grew, during the run: run the same command again" in told
+    run_job(job, tmp_path, *join)
     assert carried_right(job) == list(range(15))
 
 
@@ -320,8 +309,138 @@ def test_a_run_s_results_are_the_next_one_s_input(tmp_path: Path, server: FakeSG
     assert batchrunner.run(of_parts).rows_ok == 10
     batchrun("merge", path)
     assert batchrunner.run(first).rows_ok == 20
+    server.forget()
     assert [batchrunner.run(second).rows_ok, batchrunner.run(second).rows_resumed] == [20, 20]
     table = batchrunner.generate(path, prompt=prompt, engine=server.url)
-    answers = [row["output"] for row in sorted(results_of(first), key=lambda row: row["row"])]
-    assert [prompt for prompt in server.prompts if answers[15] in prompt] == [f"Again: {answers[15]}"] * 2
+    assert sorted(server.prompts) == sorted(f"Again: {row['output']}" for row in results_of(first) * 2)
     assert table.column("row").to_pylist() == list(range(20))
+
+
+# --- rows that are appended to a file are done, and those before keep their results ---
+
+
+def lines(name: str, rows: range) -> str:
+    if name.endswith(".csv"):
+        head = "id,text\n" if not rows.start else ""
+        return head + "".join(f"{row},row {row}\n" for row in rows)
+    return "".join(f'{{"id": {row}, "text": "row {row}"}}\n' for row in rows)
+
+
+def grown(path: Path, rows: range) -> None:
+    with path.open("a") as file:
+        file.write(lines(path.name, rows))
+
+
+def job_on(path: Path, server: FakeSGLang, **changes: Any) -> dict[str, Any]:
+    path.write_text(lines(path.name, range(10)))
+    given = {"path": str(path), "columns": ["id"], **changes.pop("input", {})}
+    return job_of(path.parent, server, input=given, **changes)
+
+
+def done(job: dict[str, Any], rows: int) -> bool:
+    """Tell whether so many rows have their results, once, each with its own."""
+    found = [(row["row"], int(row["id"]), row["error"]) for row in results_of(job)]
+    return found == [(row, row, None) for row in range(rows)]
+
+
+@pytest.mark.parametrize("options", [[], ["--join"]], ids=["alone", "join"])
+@pytest.mark.parametrize("order", ["input", "prefix"])
+@pytest.mark.parametrize("name", ["rows.csv", "rows.jsonl"])
+def test_rows_that_were_appended(
+    tmp_path: Path, server: FakeSGLang, name: str, order: str, options: list[str]
+) -> None:
+    """Again and again they are done, and one line tells what was found."""
+    path = tmp_path / name
+    job = job_on(path, server, order=order)
+    run_job(job, tmp_path, *options)
+    for known, rows in ((10, 13), (13, 14)):
+        server.forget()
+        grown(path, range(known, rows))
+        result = run_job(job, tmp_path, *options)
+        assert f"{path} grew: its first {known} rows are those of this run" in result.stderr
+        assert rows_sent(server) == [*range(known, rows)]
+        assert done(job, rows)
+    assert batchrun("merge", tmp_path / "run").exit_code == 0
+    server.forget()
+    assert "grew" not in run_job(job, tmp_path, *options).stderr
+    assert not server.sent
+
+
+def test_rows_of_a_run_that_was_not_done(tmp_path: Path, server: FakeSGLang) -> None:
+    """A filter and a limit hold for all rows, old and new, in their order."""
+    path = tmp_path / "rows.csv"
+    job = job_on(path, server, input={"filter": "id|int % 2", "limit": 3, "types": {"id": "int64"}})
+    assert batchrunner.run(job).rows_ok == 3
+    grown(path, range(10, 14))
+    assert batchrunner.run(job).rows_resumed == 3
+    report = batchrunner.run(job, overrides=["input.limit=6"])
+    assert (report.rows_resumed, report.rows_ok) == (3, 6)
+    assert rows_sent(server) == [1, 3, 5, 7, 9, 11]
+
+
+CHANGES = {
+    "an edit": lambda text: text.replace("row 3", "row X") + lines("a.csv", range(10, 12)),
+    "a row before": lambda text: text.replace("0,", "7,row 7\n0,", 1) + "8,row 8\n",
+    "no end of line": lambda text: text + "more of the last one\n",
+    "fewer rows": lambda text: text[: text.index("9,")],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_changes_are_refused(tmp_path: Path, server: FakeSGLang, change: str) -> None:
+    """Where a known row may be another one, nothing is sent."""
+    path = tmp_path / "rows.csv"
+    job = job_on(path, server)
+    if change == "no end of line":
+        path.write_text(path.read_text().rstrip())
+    batchrunner.run(job)
+    server.forget()
+    path.write_text(CHANGES[change](path.read_text()))
+    assert f"the input file {path} changed" in run_job(job, tmp_path, code=2).stderr
+    assert not server.sent
+
+
+def test_only_the_last_file_may_grow(tmp_path: Path, server: FakeSGLang) -> None:
+    """Rows of a file before the last would move those after them; files that come after it may be new."""
+    one, two, three = (tmp_path / f"{name}.csv" for name in ("one", "two", "zzz"))
+    job = job_on(one, server)
+    two.write_text(lines("a.csv", range(4)))
+    job["input"]["path"] = str(tmp_path / "*.csv")
+    batchrunner.run(job)
+    grown(two, range(4, 6))
+    three.write_text(lines("a.csv", range(1)))
+    report = batchrunner.run(job)
+    assert (report.rows_resumed, report.rows_ok) == (14, 17)
+    assert [int(row["id"]) for row in results_of(job)] == [*range(10), *range(6), 0]
+    grown(one, range(10, 11))
+    with pytest.raises(ResumeError, match=f"the input file {one} changed"):
+        batchrunner.run(job)
+
+
+def test_a_compressed_file_is_not_looked_into(tmp_path: Path) -> None:
+    """Where it ends in the middle of a line cannot be seen."""
+    path = tmp_path / "rows.csv.gz"
+    path.write_bytes(gzip.compress(lines("a.csv", range(10)).encode()))
+    job = job_of(tmp_path, input={"path": str(path)})
+    batchrunner.run(job)
+    path.write_bytes(path.read_bytes() + gzip.compress(lines("a.csv", range(10, 11)).encode()))
+    with pytest.raises(ResumeError, match="changed"):
+        batchrunner.run(job)
+
+
+def test_a_file_that_grows_during_the_run(tmp_path: Path, server: FakeSGLang) -> None:
+    """The run does what it found, and says that there is more."""
+    path = tmp_path / "rows.jsonl"
+    job = job_on(path, server)
+
+    def answer(sent: Sent) -> Behaviour:
+        if sent.prompt == "row 3":
+            grown(path, range(10, 12))
+        return "answer"
+
+    server.script = answer
+    result = run_job(job, tmp_path, code=1)
+    assert f"{path} came into the input, or grew, during the run: run the same command again" in result.stderr
+    server.script = lambda _: "answer"
+    assert batchrunner.run(job).rows_resumed == 10
+    assert done(job, 12)

@@ -10,7 +10,7 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import EngineStartError, JobError
 from batchrunner.core.timing import TIMING
-from tests.conftest import batchrun, job_of, report_of, results_of, write_job
+from tests.conftest import batchrun, column_of, job_of, report_of, write_job
 from tests.support.fake_sglang import TOKENS_OF_ABORTED, Behaviour, FakeSGLang, Sent
 from tests.support.runs import rows_once
 
@@ -65,7 +65,7 @@ def test_users_get_back_what_they_need(
         assert ran.exit_code == 0, ran.stderr
         sent = [each.body for each in server.sent]
     rows_once(job, ROWS)
-    assert {row["attempts"] for row in results_of(job)} == {1}
+    assert {*column_of(job, "attempts")} == {1}
     assert (day.running_with_users, day.sent_with_users) == (0, day.sent_before_users)
     assert day.running_at_first == (SLOTS + 1 if arguments else SLOTS - 1)
     lowest = {0: None, 2: -(2**63), 3: 2**63 - 1}[len(arguments)]
@@ -92,17 +92,6 @@ def test_an_abort_that_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         batchrunner.run(job)
     rows_once(job, ROWS)
     assert report_of(job)["load"]["background"]["rows_given_back"] > 0
-
-
-def test_rows_go_where_no_users_are(tmp_path: Path) -> None:
-    """One of two replicas is busy: it gets nothing, for as long as its users wait."""
-    with FakeSGLang(max_running=SLOTS, others=2 * SLOTS) as busy, FakeSGLang(max_running=SLOTS) as idle:
-        job = job_of(
-            tmp_path, {"kind": "attach", "urls": [busy.url, idle.url], "background": True}, rows=ROWS
-        )
-        batchrunner.run(job)
-        assert (len(busy.sent), len(idle.sent)) == (0, ROWS)
-    rows_once(job, ROWS)
 
 
 def test_what_goes_without_background(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from batchrunner.core import errors
 from batchrunner.core.errors import InputError, JobError, StorageError
 from batchrunner.job.spec import Job
 from batchrunner.runner.prepare import prepare
-from tests.conftest import INSTANT, ROOT, batchrun, job_of, results_of, write_job, write_rows
+from tests.conftest import INSTANT, ROOT, batchrun, job_of, results_of, rows_in, write_job, write_rows
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import refusal, told
 from tests.support.server_thread import PATIENCE_S
@@ -58,14 +57,12 @@ def test_a_pipe(tmp_path: Path) -> None:
     told(message, pipe, "is a device or a pipe: save it to a file")
 
 
-@pytest.mark.parametrize("share", [0.3, 0.99])
-def test_one_truncated_file_of_several(tmp_path: Path, share: float) -> None:
+def test_one_truncated_file_of_several(tmp_path: Path) -> None:
     """A file that was cut off is named among many, before anything is sent."""
     for name in "abc":
         write_rows(tmp_path / "in" / f"{name}.parquet", 100)
     path = tmp_path / "in" / "b.parquet"
-    content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * share)])
+    path.write_bytes(path.read_bytes()[:-99])
     message = refusal(job_of(tmp_path, input={"path": str(tmp_path / "in")}), tmp_path)
     told(message, path, "not a readable Parquet file")
 
@@ -112,24 +109,18 @@ def test_damage_inside_a_file(tmp_path: Path, server: FakeSGLang) -> None:
 UNKNOWN = "unknown column 'txt'; did you mean 'text'?"
 CHAT = {"user": "{{ text }}"}
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-EMBED = {"task": "embed"}
-LABELS = {"task": "score", "labels": [" yes"]}
-RERANK: dict[str, Any] = {"task": "rerank", "prompt": {"text": "text", "documents": "text"}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {"text": "txt"}}, f"prompt.text: {UNKNOWN}"),
     ({"prompt": {"system": "{% if txt %}x{% endif %}", "user": "x"}}, f"prompt.system: {UNKNOWN}"),
-    ({"input": {"filter": "txt == 'x'"}}, f"input.filter: {UNKNOWN}"),
     ({"sampling": {"stop": {"column": "txt"}}}, f"sampling.stop: {UNKNOWN}"),
     ({"input": {"filter": "id > 50"}}, "input.filter: true for none of the 10 rows: id > 50"),
     ({"input": {"types": {"id": "string"}}}, "input.types: is for CSV and JSON Lines"),
     ({"prompt": {"text": "id"}}, "prompt.text: column 'id' must hold texts (got int64)"),
-    ({"prompt": {"messages": "id"}}, "must hold lists of {role, content}"),
     ({"sampling": {"temperature": {"column": "text"}}}, "must hold numbers (got string)"),
-    ({"input": {"columns": ["id"], "rename": {"id": "row"}}}, "input.rename: {id: input_row}"),
     ({"prompt": {"user": "Say\n\n{% if text %}"}}, "prompt.user: line 3"),
-    ({"limits": {"deadline": "5 parsecs"}}, "limits.deadline: a duration is seconds or a text"),
+    ({"engine": {"kind": "server", "model": str(ROOT / "docs")}}, "config.json"),
+    ({"engine": {"kind": "server", "model": "./nowhere"}}, "no such model directory"),
     # checks of answers
-    ({"accept": {"regex": "("}}, "not a regular expression"),
     (
         {"accept": {"json": {"properties": {"a": {"type": "strin"}}}}},
         """['a']['type'] "strin" is not one of""",
@@ -140,19 +131,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"prompt": CHAT, "accept": {"regex": "x", "feedback": True}, "sampling": {"n": 2}},
         "accept.feedback goes with one output",
     ),
-    ({"sampling": {"json_schema": {"type": "strin"}}}, "not a JSON Schema that answers"),
     # columns of answers
-    ({"output": {"columns": ["thoughts"]}}, "output.columns"),
     ({"output": {"columns": ["tool_calls"]}}, "tool_calls go with chats"),
-    (
-        {"output": {"columns": ["parsed"]}, "input": {"columns": ["text"], "rename": {"text": "parsed"}}},
-        "a result has a column 'parsed' of its own",
-    ),
     # tools
     ({"prompt": {**CHAT, "tools": [{"name": "x"}]}}, "tool 1 is not of the form {type: function"),
     ({"prompt": {"text": "text", "tools": [TOOL]}}, "`tools` has no effect beside `text`"),
     ({"prompt": {**CHAT, "tools": [TOOL]}, "tokenize": "client"}, "the server tokenizes prompts with tools"),
-    ({"prompt": {"text": "text"}, "sampling": {"tool_choice": "auto"}}, "go with chats only"),
     (
         {"prompt": {**CHAT, "tools": [TOOL]}, "sampling": {"tool_choice": "required", "regex": "a"}},
         "regex does not go with a tool_choice that wants a call",
@@ -161,20 +145,15 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": {"user": "x", "audio": "id"}}, "prompt.audio: column 'id'"),
     ({"prompt": {"user": "x", "pdf": {"column": "text", "pages": "3-1"}}}, "prompt.pdf.pages"),
     ({"prompt": {"text": "{{ text }}", "images": "text"}}, "images.placeholder"),
-    ({"prompt": {"input_ids": "id", "images": "text"}}, "`images`"),
     ({"prompt": {"user": "x", "images": "text", "truncate": "head"}}, "truncate"),
-    ({"prompt": {"user": "x", "images": {"columns": ["text"], "max_pixels": 10}}}, "max_pixels"),
     # tasks without decoding
-    ({**EMBED, "sampling": {"n": 2}}, "sampling.n: does not go with task: embed"),
-    ({**EMBED, "output": {"columns": ["logprobs"]}}, "output.columns: does not go with task: embed"),
-    ({**EMBED, "prompt": {"user": "x"}}, "prompt.user: does not go with task: embed"),
-    ({**EMBED, "accept": {"regex": "a"}}, "accept.regex: does not go with task: embed"),
+    ({"task": "embed", "sampling": {"n": 2}}, "sampling.n: does not go with task: embed"),
+    ({"task": "embed", "prompt": {"user": "x"}}, "prompt.user: does not go with task: embed"),
     ({"output": {"dtype": "float16"}}, "goes with task: embed"),
-    ({**LABELS, "task": "generate"}, "labels: goes with task: score"),
+    ({"labels": [" yes"]}, "labels: goes with task: score"),
     ({"task": "score"}, "task: score: takes either labels"),
-    ({**RERANK, "prompt": {"text": "text"}}, "task: rerank: prompt.documents is missing"),
-    ({**RERANK, "prompt": {"text": "text", "documents": "id"}}, "must hold texts or lists of texts"),
-    ({**RERANK, "tokenize": "client"}, "tokenize: does not go with task: rerank"),
+    ({"task": "rerank", "prompt": {"text": "text"}}, "task: rerank: prompt.documents is missing"),
+    ({"task": "rerank", "prompt": {"text": "text", "documents": "id"}}, "must hold texts or lists of texts"),
 ]
 
 
@@ -186,11 +165,11 @@ def test_wrong_jobs(tmp_path: Path, change: dict[str, Any], problem: str) -> Non
     assert (refused.exit_code, problem in line) == (2, True), line
 
 
-@pytest.mark.parametrize("extra", [{"more": [1, 2]}, {"text": [1, 2]}])
-def test_differing_schemas(tmp_path: Path, extra: dict[str, Any]) -> None:
-    """Files that disagree on a column that the job uses are refused."""
-    write_rows(tmp_path / "in" / "a.parquet", 2)
-    pq.write_table(pa.table({"id": [1, 2], **extra}), tmp_path / "in" / "b.parquet")
+@pytest.mark.parametrize("other", [{"more": [1, 2]}, {"text": [1, 2]}])
+def test_differing_schemas(tmp_path: Path, other: dict[str, Any]) -> None:
+    """Files that disagree on a column that the job uses are refused; others do not matter."""
+    write_rows(tmp_path / "in" / "a.parquet", 2, more=["a", "b"])
+    pq.write_table(pa.table({"id": [1, 2], **other}), tmp_path / "in" / "b.parquet")
     message = refusal(job_of(tmp_path, input={"path": str(tmp_path / "in")}), tmp_path)
     told(message, tmp_path / "in" / "b.parquet", "'text'")
 
@@ -239,7 +218,6 @@ RECORDS = [
         "line 2: not valid JSON: Infinity is no number of JSON (write null)",
     ),
     ("a.jsonl", b"[9]", "line 2: not a JSON object"),
-    ("a.jsonl", b'{"text": "caf\xe9"}', "line 2: not valid JSON: "),
     ("a.jsonl", b'{"text": "\\ud800"}', "line 2: not valid JSON: "),
     ("a.jsonl", b'{"x": ' + b'{"a":[' * 400 + b"1" + b"]}" * 400 + b"}", "line 2: nested deeper than 48"),
 ]
@@ -255,14 +233,12 @@ def test_a_bad_record(tmp_path: Path, name: str, record: bytes, problem: str) ->
     content = b"\n".join(lines) + b"\n"
     if name == "a.tsv":
         content = content.replace(b",", b"\t")
-    for order, chosen in (("input", None), ("prefix", "id == '7' or text == 'none'")):
-        report = batchrunner.run(
-            {**job_on(tmp_path, name, content, filter=chosen), "order": order}, fresh=True
-        )
-        assert report.rows_failed == 1
-        rows = {row["row"]: row for row in results_of(job_on(tmp_path, name, content))}
-        assert rows[1]["error"].startswith(f"{tmp_path / name}: {problem}")
-        assert {rows[number]["id"] for number in rows if number != 1} == ({"7"} if chosen else {"7", "8"})
+    job = job_on(tmp_path, name, content, filter="id == '7' or text == 'none'")
+    for order in ("input", "prefix"):
+        batchrunner.run({**job, "order": order}, fresh=True)
+        good, bad = results_of(job)
+        assert (good["id"], good["error"], bad["row"]) == ("7", None, 1)
+        assert bad["error"].startswith(f"{tmp_path / name}: {problem}")
 
 
 @pytest.mark.parametrize(
@@ -276,34 +252,21 @@ def test_a_bad_record(tmp_path: Path, name: str, record: bytes, problem: str) ->
         ("a.csv", {"encoding": "utf-16"}, "line 1 is not UTF-16: write input.encoding"),
         ("a.csv", {"delimiter": "\\t"}, "input.delimiter: give one character, such as"),
         ("a.jsonl", {"decimal": ","}, "input.decimal: is for CSV, and the input has no such file"),
+        ("a.csv", {"types": {"txt": "int64"}}, "input.types: unknown column 'txt'; did you mean 'text'?"),
+        ("a.csv", {"types": {"id": "integer"}}, "input.types.id: "),
     ],
 )
-def test_a_wrong_way_to_read_csv(tmp_path: Path, name: str, source: dict[str, str], problem: str) -> None:
+def test_a_wrong_way_to_read_csv(tmp_path: Path, name: str, source: dict[str, Any], problem: str) -> None:
     """It is refused in one line."""
     content = b"id,text\n1,a\n" if name == "a.csv" else b'{"id": 1, "text": "a"}'
     assert problem in refusal(job_on(tmp_path, name, content, **source), tmp_path)
 
 
-def test_types(tmp_path: Path) -> None:
-    """CSV keeps texts as they stand; a type makes values of them, and one that does not fit fails its row."""
-    content = b"id,text,n,x,b,d\n007,a,5,0.5,true,2024-02-29\n008,b,,,,\n009,c,1.5,nan,no,2024-13-01\n"
-    types = {"n": "int64", "x": "float64", "b": "bool", "d": "date"}
-    job = job_on(tmp_path, "a.csv", content, types=types, columns=["id", "n", "x", "b"])
-    job["prompt"] = {"text": "{{ text }}{% if n is not none %} {{ n + 1 }} {{ d.year }}{% endif %}"}
-    batchrunner.run(job)
-    one, two, three = results_of(job)
-    assert (one["id"], one["n"], one["x"], one["b"], one["error"]) == ("007", 5, 0.5, True, None)
-    assert (two["id"], two["n"], two["x"], two["b"], two["error"]) == ("008", None, None, None, None)
-    assert "line 4: column 'n': '1.5' is not int64" in three["error"]
-
-
-@pytest.mark.parametrize("number", [1 << 63, (1 << 64) + 1, -(1 << 63) - 1, 10**30])
-@pytest.mark.parametrize("types", [{}, {"id": "string"}])
-def test_a_whole_number_of_more_than_64_bits(tmp_path: Path, number: int, types: dict[str, str]) -> None:
+def test_a_whole_number_of_more_than_64_bits(tmp_path: Path) -> None:
     """Its column becomes text, in which each number is as it stands in the file."""
-    numbers = [1, number, 3]
+    numbers = [1, 10**30, -(1 << 63) - 1]
     content = "".join(f'{{"id": {n}, "deep": [{{"n": {n}}}], "text": "a"}}\n' for n in numbers)
-    job = job_on(tmp_path, "a.jsonl", content.encode(), types=types, columns=["id", "deep"])
+    job = job_on(tmp_path, "a.jsonl", content.encode(), columns=["id", "deep"])
     batchrunner.run({**job, "prompt": {"text": "{{ id }}"}})
     rows = results_of(job)
     assert [row["id"] for row in rows] == [str(n) for n in numbers]
@@ -332,32 +295,26 @@ FILES = [
         "id,text\n1,a\n2,ü\n".encode("cp1252"),
         "line 3 is not UTF-8: write input.encoding; cp1252 and",
     ),
-    ("a.csv", gzip.compress(b"id,text\n1,a\n", mtime=0), "line 1: the header is not UTF-8"),
     (
         "a.csv",
         b"id;text\n1;a\n",
         "unknown column 'text'; if ';' divides the columns of the file, write input.delimiter: \";\"",
     ),
-    ("a.csv", b'id,"text\n1,a\n', "the record at line 1: unexpected end of data"),
     ("a.csv", b'id,text\n9,"a"b\n8,b\n', "the record at line 2: ',' expected after '\"'"),
-    ("a.csv", b"id,text\n9,a\rb\n", "the record at line 2: new-line character seen"),
     ("a.csv", b"id,text,text\n1,a,b\n", "line 1: the header has 'text' twice"),
     (
         "a.csv.gz",
         gzip.compress(b"id,text\n" + b"1,a\n" * 99, mtime=0)[:-9],
         "not a readable CSV file: Truncated",
     ),
-    ("a.csv.gz", b"id,text\n1,a\n", "not a readable CSV file: zlib"),
     ("a.jsonl", b"\n", "a.jsonl: is empty: write JSON Lines, an object on each line"),
     ("a.json", b'[{"id": 1,\n"text": "a"}]', "no line is a JSON object (line 1: "),
-    ("a.jsonl", b'\n{"id": NaN}\n', "(line 2: not valid JSON: NaN is no number of JSON (write null))"),
     (
         "a.jsonl",
         b'{"id": 9007199254740993}\n' + b'{"id": 1}\n' * 5000 + b'{"id": 0.5}\n',
         "Integer value 9007199254740993 not in range",
     ),
     ("a.arrow", b"ARROW1\0\0abc", "not a readable Arrow file"),
-    ("a.feather", b"FEA1....FEA1", "not a readable Arrow file"),
 ]
 
 
@@ -367,18 +324,6 @@ def test_a_bad_file(tmp_path: Path, name: str, content: bytes, problem: str) -> 
     line = refusal(job_on(tmp_path, name, content), tmp_path)
     assert str(tmp_path / name) in line or "column" in line
     assert problem in line
-
-
-@pytest.mark.parametrize(
-    ("types", "problem"),
-    [
-        ({"txt": "int64"}, "input.types: unknown column 'txt'; did you mean 'text'?"),
-        ({"id": "integer"}, "input.types.id: "),
-    ],
-)
-def test_bad_types(tmp_path: Path, types: dict[str, str], problem: str) -> None:
-    """A type is one of the list, of a column that is there."""
-    assert problem in refusal(job_on(tmp_path, "a.csv", b"id,text\n1,a\n", types=types), tmp_path)
 
 
 CLASSES = [
@@ -391,11 +336,9 @@ CLASSES = [
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_each_error_says_what_to_do(kind: type[errors.BatchrunError]) -> None:
     """An error without a hint of its own has that of its class; the printed line is what it was."""
-    plain, told = kind("it is wrong"), kind("it is wrong", hint="mend it")
+    plain = kind("it is wrong")
     assert len(plain.hint.split()) > 2
-    assert (str(plain), str(told)) == ("it is wrong", "it is wrong: mend it")
-    assert (told.message, told.hint) == ("it is wrong", "mend it")
-    assert str(kind("mend it first", hint="mend it")) == "mend it first"
+    assert (str(plain), str(kind("a", hint="mend it"))) == ("it is wrong", "a: mend it")
 
 
 @pytest.mark.parametrize(
@@ -433,19 +376,6 @@ def test_what_nobody_foresaw(tmp_path: Path, event: str, kind: str, code: int) -
     assert len(list(tmp_path.glob("batchrun-error-*"))) == (code == 1)
 
 
-@pytest.mark.parametrize(
-    ("model", "problem"),
-    [
-        ("./no-such-model", "engine.model"),
-        ("~/no-such-model", str(Path("~/no-such-model").expanduser())),
-        (str(ROOT / "docs"), "config.json"),
-    ],
-)
-def test_no_such_model(tmp_path: Path, model: str, problem: str) -> None:
-    """A path that is not there, or holds no model, is refused before an engine is started for it."""
-    told(refusal(job_of(tmp_path, {"kind": "server", "model": model}), tmp_path), problem)
-
-
 def test_nothing_listens(tmp_path: Path) -> None:
     """An address where nothing listens is named with what to do."""
     with socket.socket() as idle:
@@ -461,45 +391,13 @@ def test_not_sglang(tmp_path: Path) -> None:
         told(refusal(job_of(tmp_path, web), tmp_path), web.url, "not SGLang")
 
 
-def test_not_http(tmp_path: Path) -> None:
-    """A port that speaks another protocol is refused and does not hang the run."""
-    with socket.create_server(("127.0.0.1", 0)) as other, other.dup() as listener:
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        job = write_job(job_of(tmp_path, {"kind": "attach", "urls": [url]}), tmp_path)
-
-        def greet() -> None:
-            connection, _ = listener.accept()
-            with connection:
-                connection.sendall(b"220 mail.example.org ESMTP\r\n")
-
-        thread = threading.Thread(target=greet)
-        thread.start()
-        result = batchrun(job)
-        thread.join()
-    assert result.exit_code == 2, result.stderr
-    (line,) = result.stderr.splitlines()
-    told(line, "batchrun: ", url)
-
-
-@pytest.mark.parametrize("key", [None, "wrong"])
-def test_api_key_wanted(
-    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, key: str | None
-) -> None:
+def test_api_key_wanted(tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that wants an API key is answered with where the key comes from, and not with the key."""
     server.api_key = "right"
-    monkeypatch.delenv("SGLANG_API_KEY", raising=False)
-    if key:
-        monkeypatch.setenv("SGLANG_API_KEY", key)
+    monkeypatch.setenv("SGLANG_API_KEY", "wrong")
     message = refusal(job_of(tmp_path, server), tmp_path)
     told(message, server.url, "401", "engine.api_key_env")
     assert "wrong" not in message
-
-
-def test_two_models(tmp_path: Path, server: FakeSGLang) -> None:
-    """Addresses of different models are not one engine."""
-    with FakeSGLang(model="other/model") as other:
-        engine = {"kind": "attach", "urls": [server.url, other.url]}
-        told(refusal(job_of(tmp_path, engine), tmp_path), "fake/model", "other/model")
 
 
 @pytest.mark.parametrize("below", ["", "/run", "/deep/run"])
@@ -536,8 +434,7 @@ def test_an_existing_run_is_left_alone(tmp_path: Path) -> None:
     job = job_of(tmp_path, INSTANT)
     batchrunner.run(job)
     refusal({**job, "prompt": {"text": "txt"}}, tmp_path, "--fresh")
-    url = "http://127.0.0.1:9"
-    refusal({**job, "engine": {"kind": "attach", "urls": [url]}}, tmp_path, "--fresh")
+    refusal({**job, "engine": "http://127.0.0.1:9"}, tmp_path, "--fresh")
 
 
 def test_a_link_to_a_run(tmp_path: Path) -> None:
@@ -559,8 +456,28 @@ def test_results_of_another_run_in_the_input(tmp_path: Path, pattern: str) -> No
     source = {"path": f"{tmp_path}/data{pattern}"}
     job = job_of(tmp_path, input=source, output={"path": f"{tmp_path}/data/run1"})
     for limit in (5, 10):  # its own results do not count
-        assert batchrunner.run(job, overrides=[f"input.limit={limit}"]).rows_ok == limit
+        batchrunner.run(job, overrides=[f"input.limit={limit}"])
+    assert rows_in(job) == [*range(10)]
     second = {**job, "output": {"path": f"{tmp_path}/data/run2"}}
     told(refusal(second, tmp_path), f"names files of the run {tmp_path}/data/run1 too")
     meant = {**second, "input": {"path": f"{tmp_path}/data/run1/parts"}, "prompt": {"text": "output"}}
     assert batchrunner.run(meant).rows_ok == 10
+
+
+def test_types(tmp_path: Path) -> None:
+    """CSV keeps texts as they stand; a type makes values of them, and one that does not fit fails its row."""
+    content = b"id,text,n,x,b,d\n007,a,5,0.5,true,2024-02-29\n008,b,,,,\n009,c,1.5,nan,no,2024-13-01\n"
+    types = {"n": "int64", "x": "float64", "b": "bool", "d": "date"}
+    job = job_on(tmp_path, "a.csv", content, types=types, columns=["id", "n", "x", "b"])
+    job["prompt"] = {"text": "{{ text }}{% if n is not none %} {{ n + 1 }} {{ d.year }}{% endif %}"}
+    batchrunner.run(job)
+    one, two, three = results_of(job)
+    assert (one["id"], one["n"], one["x"], one["b"], one["error"]) == ("007", 5, 0.5, True, None)
+    assert (two["id"], two["n"], two["x"], two["b"], two["error"]) == ("008", None, None, None, None)
+    assert "line 4: column 'n': '1.5' is not int64" in three["error"]
+
+
+def test_two_models(tmp_path: Path, server: FakeSGLang) -> None:
+    """Addresses of different models are not one engine."""
+    with FakeSGLang(model="other/model") as other:
+        told(refusal(job_of(tmp_path, [server, other]), tmp_path), "fake/model", "other/model")

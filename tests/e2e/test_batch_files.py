@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import gzip
 import json
 import math
+import shutil
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ def request_of(
 def write_batch(path: Path, lines: Iterable[Any]) -> Path:
     """Write a batch file; a line that is no text becomes JSON."""
     texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
-    path.write_text("".join(f"{text}\n" for text in texts))
+    path.write_bytes("".join(f"{text}\n" for text in texts).encode(errors="surrogateescape"))
     return path
 
 
@@ -74,19 +73,15 @@ def test_a_file_goes_in_and_comes_out(server: FakeSGLang, tmp_path: Path) -> Non
     result = batch.do(engine=server)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.strip() == str(batch.results)
-    sent = {item.prompt: item for item in server.sent}
-    for request in requests:
-        number = request["custom_id"].removeprefix("request-")
-        assert sent[f"question {number}"].body == request["body"]
-        assert sent[f"question {number}"].path == request["url"]
+    sent = sorted(server.sent, key=lambda sent: sent.row)
+    assert [(each.path, each.body) for each in sent] == [(each["url"], each["body"]) for each in requests]
     lines = lines_of(batch.results)
     assert [line["custom_id"] for line in lines] == [request["custom_id"] for request in requests]
     assert len({line["id"] for line in lines}) == 3
     for line in lines:
         assert list(line) == ["id", "custom_id", "response", "error"]
-        assert line["error"] is None
         assert list(line["response"]) == ["status_code", "request_id", "body"]
-        assert line["response"]["status_code"] == 200
+        assert (line["error"], line["response"]["status_code"]) == (None, 200)
         assert line["response"]["body"]["metadata"] == {"weight_version": "default"}  # SGLang's own field
 
 
@@ -106,18 +101,15 @@ def test_answers_come_whole(server: FakeSGLang, tmp_path: Path) -> None:
     """`stream` is left out of what is sent; an answer is one line."""
     pretty = json.dumps({"choices": [{"message": {"content": "a\nb"}}], "big": 2**70, "usage": {}}, indent=1)
     server.script = lambda _: Body(pretty.replace('"big"', '"half": 1.50,\n "big"').encode())
-    options = {"include_usage": True}
-    batch = Batch(tmp_path, [request_of(i, stream=True, stream_options=options) for i in range(2)])
-    result = batch.do(engine=server)
-    assert result.exit_code == 0, result.stderr
-    assert not any({"stream", "stream_options"} & set(sent.body) for sent in server.sent)
-    assert f'"half":1.50,"big":{2**70}' in batch.results.read_text()
-    assert len(batch.results.read_text().splitlines()) == 2
+    batch = Batch(tmp_path, [request_of(0, stream=True, stream_options={"include_usage": True})])
+    assert batch.do(engine=server).exit_code == 0
+    assert not {"stream", "stream_options"} & set(server.sent[0].body)
+    (line,) = batch.results.read_text().splitlines()
+    assert f'"half":1.50,"big":{2**70}' in line
 
 
 def _refuse(sent: Sent) -> Any:
-    number = int(sent.prompt.rpartition(" ")[2])
-    return {1: "too long", 2: "broken 500", 3: "abort", 4: "no answer"}.get(number, "answer")
+    return {1: "too long", 2: "broken 500", 3: "abort", 4: "no answer"}.get(sent.row, "answer")
 
 
 @pytest.mark.usefixtures("quick_retries")
@@ -129,7 +121,6 @@ def test_failed_lines(server: FakeSGLang, tmp_path: Path, *, to_errors: bool) ->
     result = batch.do(*(["--errors", batch.errors] if to_errors else []), "--json", engine=server)
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
-    assert (report["rows_ok"], report["rows_failed"]) == (4, 4)
     assert (report["results"], report["path"]) == (str(batch.results), str(batch.run))
     assert report["errors"] == (str(batch.errors) if to_errors else None)
     lines = lines_of(batch.results)
@@ -157,7 +148,6 @@ BODIES: dict[str, tuple[str, Any]] = {
         {"detail": "n is 0", "at": [1], "error": {"message": "n is 0", **MADE_HERE}},
     ),
     "a page": ("<html>no</html>", {"error": {"message": "<html>no</html>", **MADE_HERE}}),
-    "nothing": ("", {"error": {"message": "no explanation", **MADE_HERE}}),
 }
 
 
@@ -167,7 +157,7 @@ def test_the_server_s_own_error_is_kept(server: FakeSGLang, tmp_path: Path) -> N
     bodies = [body.encode() for body, _ in BODIES.values()]
 
     def refuse(sent: Sent) -> OnWire:
-        body = bodies[int(sent.prompt.split()[1])]
+        body = bodies[sent.row]
         return OnWire(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
 
     server.script = refuse
@@ -195,51 +185,41 @@ BAD: list[tuple[Any, str]] = [
 
 def test_bad_lines(tmp_path: Path) -> None:
     """Each fails alone, and says its number."""
-    batch = Batch(tmp_path, [])
-    lines = [line if isinstance(line, str) else json.dumps(line) for line, _ in BAD]
-    content = "\n".join([json.dumps(GOOD), "", *lines, json.dumps(request_of(1))])
-    batch.requests.write_bytes(content.encode(errors="surrogateescape"))
+    good = [GOOD, "", request_of(1, model=None), GOOD]  # an ID that is repeated is no mistake
+    batch = Batch(tmp_path, [*good, *(line for line, _ in BAD)])
     done = batch.do("--errors", batch.errors)
     assert done.exit_code == 0, done.stderr
-    assert [found["custom_id"] for found in lines_of(batch.results)] == ["request-0", "request-1"]
+    assert [found["custom_id"] for found in lines_of(batch.results)] == [
+        "request-0",
+        "request-1",
+        "request-0",
+    ]
     failed = lines_of(batch.errors)
     assert [line["custom_id"] for line in failed] == [None] * 4 + ["b"] * 4
-    for number, (line, (_, problem)) in enumerate(zip(failed, BAD, strict=True), 3):
+    for number, (line, (_, problem)) in enumerate(zip(failed, BAD, strict=True), 5):
         assert (line["response"], line["error"]["code"]) == (None, "invalid_request")
         assert f"line {number}: not a request: " in line["error"]["message"]
         assert problem in line["error"]["message"]
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (CHAT, {"messages": "hello"}, "messages: should be a valid list (got 'hello')"),
-    (CHAT, {"messages": []}, "messages: list should have at least 1 item"),
     (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role: should be 'user'"),
     (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content: should be a valid string"),
-    (CHAT, {"max_tokens": -5}, "max_tokens: should be greater than or equal to 0 (got -5)"),
     (CHAT, {"max_completion_tokens": "many"}, "max_completion_tokens: should be a valid integer"),
     (CHAT, {"temperature": -1}, "temperature: should be greater than or equal to 0 (got -1)"),
-    (CHAT, {"top_p": 0}, "top_p: should be greater than 0"),
-    (CHAT, {"top_k": 0}, "top_k: should be -1, or should be greater than or equal to 1"),
-    (CHAT, {"n": None}, "n: should be a valid integer"),
-    (CHAT, {"frequency_penalty": 3}, "frequency_penalty: should be less than or equal to 2"),
     (
         CHAT,
         {"min_tokens": 5, "max_tokens": 3},
         "tokens of an output (5) are more than the most (3)",
     ),
-    (CHAT, {"stop": ["a"] * 33}, "stop: should be a valid string, or list should have at most 32 items"),
-    (CHAT, {"logit_bias": {"a": 1}}, "logit_bias.a: string should match pattern"),
     (CHAT, {"response_format": {"type": "xml"}}, "response_format.type: should be 'text', 'json_object'"),
-    (CHAT, {"tools": "a"}, "tools: should be a valid list"),
     (COMPLETIONS, {"max_tokens": 0}, "max_tokens: should be greater than or equal to 1 (got 0)"),
-    (COMPLETIONS, {"temperature": None}, "temperature: should be a valid number"),
     (COMPLETIONS, {"prompt": 5}, "prompt: should be a valid string"),
 ]
 """Requests that SGLang 0.5.23 refuses with status 400, as its `protocol.py` and `sampling_params.py` say."""
 TAKEN: list[tuple[str, dict[str, Any]]] = [
-    (CHAT, {"max_tokens": "5", "temperature": 3, "top_p": None, "top_k": -1, "seed": 2**40}),
-    (CHAT, {"max_tokens": 0, "lora_path": ["a"], "logit_bias": {"7": 1}, "what": "ever"}),
-    (COMPLETIONS, {"prompt": ["a", "b"], "n": 2, "stop": "x"}),
+    (CHAT, {"max_tokens": "0", "top_p": None, "seed": 2**40, "lora_path": ["a"], "what": "ever"}),
+    (COMPLETIONS, {"prompt": ["a", "b"], "n": 2}),
 ]
 
 
@@ -248,10 +228,6 @@ def test_requests_that_sglang_refuses(tmp_path: Path) -> None:
     lines = [request_of(n, url=url, **body) for n, (url, body, _) in enumerate(REFUSED)]
     lines += [request_of(n, url=url, **body) for n, (url, body) in enumerate(TAKEN, len(REFUSED))]
     batch = Batch(tmp_path, lines)
-    checked = batchrun("check", batch.requests, "--json")
-    assert checked.exit_code == 0, checked.stderr
-    found = json.loads(checked.stdout)
-    assert (found["rows_to_do"], found["rows_not_sendable"]) == (len(lines), len(REFUSED))
     assert f"{len(REFUSED)} of the first {len(lines)} rows" in batchrun("check", batch.requests).stdout
     assert batch.do("--errors", batch.errors).exit_code == 0
     failed = lines_of(batch.errors)
@@ -259,56 +235,40 @@ def test_requests_that_sglang_refuses(tmp_path: Path) -> None:
     for line, (_, _, problem) in zip(failed, REFUSED, strict=True):
         assert (line["response"]["status_code"], line["error"]["code"]) == (400, "invalid_request")
         assert problem in line["error"]["message"]
-    write_batch(batch.requests, lines[-1:])
-    assert "the job is fine" in batchrun("check", batch.requests).stdout
     write_batch(batch.requests, [{"id": 1, "text": "a file of data"}])
     assert f"batchrun init {batch.requests}" in batchrun("check", batch.requests).stderr
-    assert "batchrun init" not in batchrun("check", tmp_path / "absent.jsonl").stderr
     write_batch(batch.requests, [lines[0], "no JSON"])
     assert batchrun("check", batch.requests).exit_code == 3
-    assert batchrun("check", batch.requests, "--set", "prompt.text=a").exit_code == 2
-
-
-def test_a_repeated_custom_id(tmp_path: Path) -> None:
-    """Both lines are answered."""
-    batch = Batch(tmp_path, [GOOD, request_of(1, model=None), GOOD])
-    assert batch.do().exit_code == 0
-    assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-0", "request-1", "request-0"]
 
 
 def test_the_same_command_resumes(server: FakeSGLang, tmp_path: Path) -> None:
     """Killed in the midst, the same command does the rest; the results are those of a run in one go."""
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    lines = [request_of(i, url=(CHAT, COMPLETIONS)[i % 2]) for i in range(300)]
-    assert Batch(whole, lines).do(engine=server).exit_code == 0
+    batch = Batch(tmp_path, [request_of(i, url=(CHAT, COMPLETIONS)[i % 2]) for i in range(300)])
+    assert batch.do(engine=server).exit_code == 0
+    whole = batch.results.read_bytes()
+    batch.results.unlink()
+    shutil.rmtree(batch.run)
     server.forget()
-    batch = Batch(tmp_path, lines)
     server.script = lambda _: "hold" if len(server.sent) > 100 else "answer"
     with started("batch", batch.requests, "-o", batch.results, "--url", server.url) as killed:
         server.wait_for(101)
         eventually(lambda: any(batch.run.glob("tasks/main/journal-*")))
-        killed.process.kill()
-        killed.process.wait()
+        killed.kill()
     assert not batch.results.exists()
     server.script = lambda _: "answer"
     server.answer_held()
     server.forget()  # its answers have the number of the try
     result = batch.do(engine=server)
     assert result.exit_code == 0, result.stderr
-    assert batch.results.read_bytes() == (whole / "results.jsonl").read_bytes()
-    again = batch.do("--json", engine=server)
-    assert json.loads(again.stdout)["rows_resumed"] == 300
-    assert batch.results.read_bytes() == (whole / "results.jsonl").read_bytes()
+    assert batch.results.read_bytes() == whole
 
 
 def test_another_batch_for_the_same_results(tmp_path: Path) -> None:
     """Another file is refused in one line; more lines are not."""
     batch = Batch(tmp_path, [request_of(i) for i in range(6)])
-    assert batch.do("--limit", "3").exit_code == 0
-    assert len(lines_of(batch.results)) == 3
-    assert batch.do("--limit", "5").exit_code == 0
-    assert len(lines_of(batch.results)) == 5
+    for lines in (3, 5):
+        assert batch.do("--limit", lines).exit_code == 0
+        assert len(lines_of(batch.results)) == lines
     write_batch(batch.requests, [request_of(9)])
     other = batch.do()
     assert (other.exit_code, other.stderr.count("\n")) == (2, 1)
@@ -325,11 +285,9 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
     result = batch.do()
     assert (result.exit_code, batch.results.read_text()) == (2, "precious")
     assert "--fresh to replace it" in result.stderr
-    assert batch.do("--errors", batch.results).exit_code == 2
     for target in (batch.requests, batch.results):
-        same = batchrun("batch", batch.requests, "-o", batch.requests, "--errors", target, *SIMULATED)
-        assert same.exit_code == 2
-        assert "give different files" in same.stderr
+        same = batch.do("--errors", target)
+        assert (same.exit_code, "give different files" in same.stderr) == (2, True)
     assert batch.do("--fresh").exit_code == 0
     assert len(lines_of(batch.results)) == 1
 
@@ -340,7 +298,6 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
         (["-", "-o", "out.jsonl", "--model", "simulated"], "standard input cannot be read again"),
         (["r.jsonl", "-o", "out.jsonl"], "give one of --model, --url and --job"),
         (["*.jsonl", "-o", "out.jsonl", "--model", "simulated"], "these are 2 batch files"),
-        (["r.jsonl", "-o", "out.jsonl", "--job", "base.yaml"], "base.yaml: engine is missing"),
         (
             ["r.jsonl", "-o", "o.jsonl", "--model", "simulated", "--set", "sampling.n=2"],
             "--set sampling.n=2: no part of a batch",
@@ -353,7 +310,6 @@ def test_wrong_arguments(
     """What is wrong is one line, and exit code 2; nothing is written."""
     monkeypatch.chdir(tmp_path)
     write_batch(Path("r.jsonl"), [GOOD])
-    Path("base.yaml").write_text("limits: {max_failed_rows: 1}\n")
     if args[0] == "*.jsonl":
         write_batch(Path("s.jsonl"), [GOOD])
     before = sorted(tmp_path.iterdir())
@@ -368,7 +324,7 @@ def test_tasks_share_a_batch(server: FakeSGLang, tmp_path: Path) -> None:
     """With --join several tasks share the lines, and the results are written when all are done."""
     batch = Batch(tmp_path, [request_of(i) for i in range(600)])
     options = ("batch", batch.requests, "-o", batch.results, "--url", server.url, "--join")
-    server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) < 10 else "answer"
+    server.script = lambda sent: "hold" if sent.row < 10 else "answer"
     with started(*options) as first:
         server.wait_for(20)
         with started(*options) as second:
@@ -390,14 +346,12 @@ def embedding_of(number: int, **body: Any) -> dict[str, Any]:
 INPUTS = ["a text", [5, 6, 7], ["a", "b c", "d"], [[1, 2], [3]]]
 
 
-@pytest.mark.parametrize("encoding", [None, "float", "base64"])
+@pytest.mark.parametrize("encoding", ["float", "base64"])
 @pytest.mark.parametrize("on_server", [True, False])
-def test_embeddings(tmp_path: Path, on_server: bool, encoding: str | None) -> None:
+def test_embeddings(tmp_path: Path, on_server: bool, encoding: str) -> None:
     """Each line has its vectors as the endpoint writes them, for one input or several."""
-    more = {"encoding_format": encoding} if encoding else {}
-    batch = Batch(
-        tmp_path, [embedding_of(n, input=given, dimensions=4, **more) for n, given in enumerate(INPUTS)]
-    )
+    asked: dict[str, Any] = {"dimensions": 4, "encoding_format": encoding}
+    batch = Batch(tmp_path, [embedding_of(n, input=given, **asked) for n, given in enumerate(INPUTS)])
     with FakeSGLang(arguments={"is_generation": False}) as embedder:
         result = batch.do("--errors", batch.errors, engine=embedder if on_server else None)
     assert result.exit_code == 0, result.stderr
@@ -411,17 +365,19 @@ def test_embeddings(tmp_path: Path, on_server: bool, encoding: str | None) -> No
 
 
 DEADLY: dict[str, list[Any]] = {
-    COMPLETIONS: ["", [], [""], ["fine", ""], [1, -1], [[1], [-5]], [None]],
-    "/v1/embeddings": ["", [[1], []], [-1], "nan"],
+    COMPLETIONS: ["", [], ["fine", ""], [1, -1], [[1], [-5]], [None]],
+    "/v1/embeddings": ["", [[1], []], "nan"],
 }
 
 
 @pytest.mark.parametrize("url", DEADLY)
 def test_deadly_prompts(tmp_path: Path, url: str) -> None:
     """A prompt that would end the server is not sent, and a vector with NaN is none: the line fails alone."""
-    make: Any = embedding_of if url == "/v1/embeddings" else partial(request_of, url=url)
-    name = "input" if url == "/v1/embeddings" else "prompt"
-    lines = [make(0, **{name: "good"}), *(make(n, **{name: each}) for n, each in enumerate(DEADLY[url], 1))]
+    prompts = ["good", *DEADLY[url]]
+    if url == COMPLETIONS:
+        lines = [request_of(n, url=url, prompt=prompt) for n, prompt in enumerate(prompts)]
+    else:
+        lines = [embedding_of(n, input=prompt) for n, prompt in enumerate(prompts)]
     batch = Batch(tmp_path, lines)
     with FakeSGLang(arguments={"is_generation": url == COMPLETIONS}) as server:
         server.vector = lambda sent: [math.nan if sent.prompt == "nan" else 0.5]
@@ -431,44 +387,18 @@ def test_deadly_prompts(tmp_path: Path, url: str) -> None:
     assert len(lines_of(batch.errors)) == len(DEADLY[url])
 
 
-LINES = [json.dumps(request_of(number)).encode() for number in range(3)]
-
-
-WRITTEN: dict[str, bytes] = {
-    "bom.jsonl": b"\xef\xbb\xbf" + b"\n".join(LINES),
-    "crlf.jsonl": b"\r\n".join(LINES) + b"\r\n",
-    "blank.jsonl": b"\n\n \t\n" + b"\n\n\n".join(LINES) + b"\n \n",
-    "packed.jsonl.gz": gzip.compress(b"\n".join(LINES)),
-}
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-def test_files_that_other_programs_write(tmp_path: Path, server: FakeSGLang, name: str) -> None:
-    """Byte order marks, Windows line ends, blank lines and compression change nothing."""
-    batch = Batch(tmp_path, [])
-    batch.requests = tmp_path / name
-    batch.requests.write_bytes(WRITTEN[name])
-    assert batch.do("--errors", batch.errors, engine=server).exit_code == 0
-    assert [line["custom_id"] for line in lines_of(batch.results)] == [f"request-{n}" for n in range(3)]
-    assert lines_of(batch.errors) == []
-
-
 def test_a_huge_line_and_a_long_custom_id(tmp_path: Path, server: FakeSGLang) -> None:
     """They go in and come out as any other."""
-    long_id, long_text = "i" * 1_000_000, "x " * 5_000_000
-    lines = [{**request_of(0), "custom_id": long_id}, request_of(1)]
-    lines[1]["body"]["messages"][0]["content"] = long_text
-    batch = Batch(tmp_path, lines)
+    long_id, long_text = "i" * 1_000_000, "x " * 1_000_000
+    batch = Batch(tmp_path, [{**request_of(0, url=COMPLETIONS, prompt=long_text), "custom_id": long_id}])
     assert batch.do(engine=server).exit_code == 0
-    found = [(line["custom_id"], line["error"]) for line in lines_of(batch.results)]
-    assert found == [(long_id, None), ("request-1", None)]
-    assert long_text in server.prompts
+    assert [(line["custom_id"], line["error"]) for line in lines_of(batch.results)] == [(long_id, None)]
+    assert server.prompts == [long_text]
 
 
 def test_published_again(tmp_path: Path) -> None:
     """Results that were deleted or changed since are those of the run again; errors may go elsewhere."""
-    batch = Batch(tmp_path, [request_of(number) for number in range(4)])
-    batch.requests.write_text(batch.requests.read_text() + '{"custom_id": "bad"}\n')
+    batch = Batch(tmp_path, [*map(request_of, range(4)), {"custom_id": "bad"}])
     assert batch.do().exit_code == 0
     whole = batch.results.read_bytes()
     batch.results.unlink()

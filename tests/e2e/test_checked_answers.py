@@ -14,6 +14,7 @@ import pytest
 import batchrunner
 from tests.conftest import (
     batchrun,
+    column_of,
     eventually,
     job_of,
     parts_of,
@@ -25,8 +26,8 @@ from tests.conftest import (
     write_rows,
 )
 from tests.support.answers import Body
-from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent, answer
-from tests.support.runs import status_of
+from tests.support.fake_sglang import FakeSGLang, Sent, answer
+from tests.support.runs import status_of, until_stored
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 
@@ -150,25 +151,16 @@ ANSWERS: dict[str, tuple[Any, dict[str, str | None]]] = {
         {"type": "number", "multipleOf": 0.01},
         {"0.07": None, "19.99": None, "1e308": None, "3": None, "0.075": "0.075 is not a multiple of 0.01"},
     ),
-    "halves": ({"type": "integer", "multipleOf": 2}, {"4": None, "3": "3 is not a multiple of 2"}),
     "dialect": (
         {"type": "string", "pattern": r"^(?<first>\p{Lu})\p{L}+$"},
         {'"Ärger"': None, '"ärger"': "does not match"},
     ),
     "list": (LIST, {'{"v": 1, "next": {"v": 2, "next": null}}': None, '{"v": 1, "next": 2}': "is not valid"}),
-    "anchor": (
-        {"$ref": "#n", "$defs": {"n": {"$anchor": "n", "type": "integer"}}},
-        {"1": None, '"x"': '"x" is not of type "integer"'},
+    "number": (
+        {"type": "number"},
+        {"1e400": "the answer is not JSON: Number out of range", "9" * 400: "more than 1.8e308 is too large"},
     ),
-}
-
-
-BIG = "123456789012345678901234567890"
-ANSWERS |= {
-    "number": ({"type": "number"}, {"1": None, "1e400": "the answer is not JSON: Number out of range"}),
-    "whole number": ({"type": "number"}, {"9" * 400: "a number of more than 1.8e308 is too large"}),
-    "integer": ({"type": "integer"}, {BIG: f"{BIG} has more than 64 bits"}),
-    "enum": ({"enum": [1, 18446744073709551615]}, {"18446744073709551616": "is not one of 1 or "}),
+    "integer": ({"type": "integer"}, {"9" * 30: f"{'9' * 30} has more than 64 bits"}),
     "half a letter": ({"type": "string"}, {'"\\ud800"': "the answer is not JSON: "}),
     "a slow pattern": ({"pattern": r"^(a*)*\1b$"}, {f'"{"a" * 60}"': "Max limit for backtracking"}),
 }
@@ -179,7 +171,7 @@ def test_odd_schemas_and_answers(tmp_path: Path, server: FakeSGLang, name: str) 
     """Each answer is good, or fails its row with a reason: also what no column can hold."""
     schema, expected = ANSWERS[name]
     answers = [*expected]
-    server.script = lambda sent: says(sent, answers[int(sent.prompt.split()[1])])
+    server.script = lambda sent: says(sent, answers[sent.row])
     job = job_of(
         tmp_path, server, rows=len(answers), accept={"json": schema, "tries": 1},
         output={"columns": ["parsed"]}, limits={"max_failed_rows": 1.0},
@@ -192,8 +184,6 @@ def test_odd_schemas_and_answers(tmp_path: Path, server: FakeSGLang, name: str) 
         assert len(error) < 600
 
 
-SLOW, LONG = r"^(?!z)(a|aa)+$", "a" * 50 + "!"
-"""An expression that needs a look-ahead, and an answer for which it tries all ways to part the letters."""
 ASKED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "fence": (
         {"json": True}, '```json\n{"a": 1}\n```', '{"a": 1}',
@@ -201,12 +191,10 @@ ASKED: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "schema": ({"json": SCHEMA}, "{}", '{"kind": "a"}', "the answer does not satisfy its schema"),
     "regex": ({"regex": r"^\d+$"}, "no 5", "55", r"the answer has no match of accept.regex '^\\d+$'"),
-    "slow regex": ({"regex": SLOW}, LONG, "aa", "accept.regex"),
     "expression": (
         {"expression": "output | length > id + 1 and finish_reason == 'stop'"}, "x", "xx",
         "accept.expression is not true: output | length > id + 1",
     ),
-    "no JSON": ({"expression": "parsed.a > 1"}, "x", '{"a": 2}', "accept.expression is not true"),
     "odd": ({"expression": "output + 1 > 2"}, "x", "y", "accept.expression fails: "),
 }  # fmt: skip
 
@@ -244,13 +232,11 @@ def test_a_row_s_own_temperature_is_that_of_its_first_try(
     job = job_of(
         tmp_path, server, prompt=prompt, sampling={"temperature": {"column": "heat"}},
         accept={"regex": "good", "tries": 4},
-        limits={"max_failed_rows": 3},
     )  # fmt: skip
-    assert batchrunner.run(job).exit_code == 0
+    batchrunner.run(job)
     for number, temperatures in enumerate([[0.3, 0.4, 0.8, 0.8], [None] * 4, [0, 0.4, 0.8, 0.8]]):
-        sent = [sampling_of(sent) for sent in server.sent if sent.prompt == f"row {number}"]
+        sent = [sampling_of(sent) for sent in server.sent if sent.row == number]
         assert [sampling.get("temperature") for sampling in sent] == temperatures
-    assert [row["attempts"] for row in results_of(job)] == [4, 4, 4]
 
 
 def test_a_chat_is_told_what_was_wrong(tmp_path: Path, server: FakeSGLang) -> None:
@@ -283,7 +269,7 @@ def test_equal_rows_are_told_apart_by_what_the_check_reads(tmp_path: Path, serve
     report = batchrunner.run(job)
     assert [row["error"] is None for row in results_of(job)] == [True, True, False, False]
     assert (report.rows_ok, report.rows_failed, len(server.sent)) == (2, 2, 2)
-    assert [row["output"] for row in results_of(job)] == ["a"] * 4
+    assert column_of(job, "output") == ["a"] * 4
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -318,11 +304,10 @@ def test_a_row_that_is_refused_later_keeps_its_answer(tmp_path: Path, server: Fa
 
 async def test_in_the_library(server: FakeSGLang) -> None:
     server.script = script("bad", "5")
-    table = batchrunner.generate(["a"], engine=server.url, accept={"json": {"type": "integer"}})
-    assert table["parsed"].to_pylist() == [5]
-    server.forget()
-    rows = [row async for row in batchrunner.stream(["a"], engine=server.url, accept={"regex": "5"})]
-    assert [row["output"] for row in rows] == ["5"]
+    check = {"json": {"type": "integer"}}
+    assert batchrunner.generate(["a"], engine=server.url, accept=check)["parsed"].to_pylist() == [5]
+    rows = [row async for row in batchrunner.stream(["b"], engine=server.url, accept=check)]
+    assert [row["parsed"] for row in rows] == [5]
 
 
 def test_the_simulated_engine_obeys_schemas(tmp_path: Path) -> None:
@@ -337,17 +322,13 @@ CHECK = {"regex": "good", "tries": 2}
 
 def every_third_fails(sent: Sent) -> Body:
     """The first answer is bad, the second good but for every third row."""
-    number = int(sent.prompt.split()[1])
-    return says(sent, "good" if sent.tries > 1 and number % 3 else "bad")
+    return says(sent, "good" if sent.tries > 1 and sent.row % 3 else "bad")
 
 
 def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
     """Rows in parts and in journals count with the start that resumes, each once."""
 
-    def held(sent: Sent) -> Behaviour | Body:
-        return "hold" if int(sent.prompt.split()[1]) >= 50 else every_third_fails(sent)
-
-    server.script = held
+    server.script = lambda sent: "hold" if sent.row >= 50 else every_third_fails(sent)
     job = job_of(
         tmp_path, server, rows=90, window=90, accept=CHECK, output={"part_rows": 20, "durable": 0.05},
         order="input",
@@ -356,7 +337,7 @@ def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
     run = tmp_path / "run"
     with started(write_job(job, tmp_path)):
         eventually(lambda: len(list(run.glob("parts/*.parquet"))) == 2)
-        eventually(lambda: status_of(run).get("rows_on_disk") == 50)
+        until_stored(run, 50)
     server.forget()
     server.script = every_third_fails
     result = run_job(job, tmp_path)
@@ -364,11 +345,9 @@ def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
     told = "90 rows asked again 90 times: 60 then had a good answer, 30 failed; 120 of the output tokens"
     assert told in result.stderr
     merged = json.loads(batchrun("merge", run, "--json").stdout)
-    kept = sum(row["completion_tokens"] for row in results_of(job))
-    assert (
-        merged["report"]["output_tokens"] == kept + 90
-    )  # of first answers; failed rows keep their second one
-    assert status_of(run)["output_tokens"] == kept + 90
+    kept = sum(column_of(job, "completion_tokens"))
+    # of first answers; failed rows keep their second one
+    assert merged["report"]["output_tokens"] == status_of(run)["output_tokens"] == kept + 90
     for checks in (report_of(job)["checks"], merged["report"]["checks"]):
         (cause,) = checks.pop("causes")
         assert (cause["rows"], cause["example"]) == (120, "the answer has no match of accept.regex 'good'")
@@ -376,8 +355,6 @@ def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
             "rows_asked_again": 90, "asked_again": 90, "rows_mended": 60, "rows_failed": 30,
             "output_tokens": 120, "prompt_tokens": 180,
         }  # fmt: skip
-    metadata = pq.read_schema(run / "merged" / "merged-000000.parquet").metadata
-    assert not [key for key in metadata if b"checks" in key]
 
 
 def test_failed_rows_that_are_sent_again(tmp_path: Path, server: FakeSGLang) -> None:
@@ -394,62 +371,3 @@ def test_failed_rows_that_are_sent_again(tmp_path: Path, server: FakeSGLang) -> 
     assert (checks["output_tokens"], checks["prompt_tokens"]) == (20, 40)
     assert checks["causes"][0]["rows"] == 20
     assert batchrunner.run(job).checks == checks  # nothing is left to do
-
-
-def test_the_samples_of_a_row_count_once(tmp_path: Path, server: FakeSGLang) -> None:
-    """Also where equal rows share an answer."""
-    write_rows(tmp_path / "input.parquet", 6, same=["equal"] * 6)
-    server.script = script("bad", "good")
-    sampling = {"n": 3, "temperature": 0}
-    job = job_of(tmp_path, server, prompt={"text": "same"}, accept=CHECK, sampling=sampling)
-    report = batchrunner.run(job)
-    assert (report.exit_code, report.rows_deduplicated, len(results_of(job))) == (0, 5, 6)
-    checks = batchrunner.run(job).checks
-    assert (checks["rows_asked_again"], checks["asked_again"], checks["output_tokens"]) == (1, 1, 3)
-    assert checks == report.checks
-
-
-def test_tasks_share_checks_functions_and_samples(tmp_path: Path, server: FakeSGLang) -> None:
-    """Two tasks of a run: each row once, with all its samples; their counts come together."""
-    (tmp_path / "hooks.py").write_text(HOOKS)
-    (tmp_path / "seen").mkdir()
-    job = job_of(
-        tmp_path, server, rows=600, sampling={"n": 2}, input={"columns": ["id"]},
-        prompt={"python": "hooks:prompt"}, parse="hooks:parse", accept={"python": "hooks:judge", "tries": 5},
-    )  # fmt: skip
-    file = write_job(job, tmp_path)
-    with started(file, "--join") as first:
-        server.wait_for(20)
-        with started(file, "--join") as second:
-            assert first.end() == 0
-            assert second.end() == 0
-    merged = json.loads(batchrun("merge", tmp_path / "run", "--json").stdout)
-    rows = pq.read_table(merged["path"]).to_pylist()
-    assert sorted(row["row"] for row in rows) == list(range(600))
-    assert all(row["error"] is None and row["size"] == [*map(len, row["output"])] for row in rows)
-    assert min(row["attempts"] for row in rows) >= 2
-    checks = merged["report"]["checks"]
-    assert (checks["rows_mended"], checks["asked_again"], checks["causes"][0]["rows"]) == (600, 600, 600)
-
-
-HOOKS = """
-from pathlib import Path
-from typing import TypedDict
-
-class Size(TypedDict):
-    size: int
-
-def prompt(row):
-    return f"{row['text']} of {row['id']}"
-
-def parse(answer) -> Size:
-    return {"size": len(answer)}
-
-def judge(answer, row):
-    try:
-        Path(__file__).with_name("seen").joinpath(str(row["id"])).touch(exist_ok=False)
-    except FileExistsError:
-        return True
-    return "once more"
-"""
-"""A module whose judge notes what it has seen, and takes the second answer."""

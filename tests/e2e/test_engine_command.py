@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT, batchrun, job_of, results_of, write_job
+from tests.conftest import ROOT, batchrun, column_of, job_of, run_job, write_job
 from tests.support.launchable import FRAGILE, launchable
-from tests.support.server_thread import PATIENCE_S
+from tests.support.server_thread import PATIENCE_S, is_free
 
 ANSWERS = FRAGILE.replace('body["input_ids"]', '[1]\n        return self.answer("to " + body["text"])')
 
 
 @pytest.mark.parametrize("key", [None, "secret"])
-def test_a_server_by_hand(tmp_path: Path, key: str | None) -> None:
+def test_a_server_by_hand(tmp_path: Path, key: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its URL is what stands on standard output, jobs attach to it, and Ctrl-C ends it with exit code 0."""
     seen = 'open(os.environ["SEEN"], "w").write(" ".join([os.environ["PYTHONPATH"], *sys.argv]))\n'
     own = launchable(tmp_path, seen + ANSWERS, SEEN=str(tmp_path / "seen"))
     file = write_job(job_of(tmp_path, own), tmp_path)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), **({"SGLANG_API_KEY": key} if key else {})}
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    if key:
+        monkeypatch.setenv("SGLANG_API_KEY", key)
     command = [sys.executable, "-m", "batchrunner", "engine", str(file)]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environ) as process:
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             assert process.stdout is not None
             assert process.stderr is not None
             url = process.stdout.readline().strip()
             shown = next(line for line in process.stderr if "export" in line).strip().rpartition("=")[2]
             assert shown == key or (key is None and len(shown) == 48)
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("SGLANG_API_KEY", shown)
-                attached = {"kind": "attach", "urls": [url]}
-                job = job_of(tmp_path, attached, output={"path": str(tmp_path / "attached")})
-                assert batchrun(write_job(job, tmp_path)).exit_code == 0
-            assert [row["output"] for row in results_of(job)] == [f"to row {n}" for n in range(10)]
+            monkeypatch.setenv("SGLANG_API_KEY", shown)
+            run_job(job := job_of(tmp_path) | {"engine": url}, tmp_path)
+            assert column_of(job, "output") == [f"to row {n}" for n in range(10)]
             process.send_signal(signal.SIGINT)
             assert process.wait(PATIENCE_S) == 0
         finally:
             process.kill()
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"{url}/ready")
+    assert is_free(int(url.rpartition(":")[2]))
     told = (tmp_path / "seen").read_text()
     assert "--schedule-policy fcfs" in told
     assert f"--api-key {shown}" in told

@@ -1,4 +1,4 @@
-"""An engine that dies is started again, after a want of memory with safer arguments; nothing is lost."""
+"""An engine that dies or hangs is started again, after a want of memory with safer arguments."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import batchrunner
+from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import MOST_DEATHS
+from batchrunner.engines.hang_detector import WARM_UP
 from batchrunner.engines.launched.server import MOST_QUICK_DEATHS
 from batchrunner.engines.recovery import MOST_CHANGES
 from tests.conftest import (
@@ -29,8 +32,9 @@ from tests.conftest import (
     run_job,
     write_job,
 )
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.launchable import HUNGRY, OOM, hungry, launchable
-from tests.support.runs import rows_once
+from tests.support.runs import failed_rows, rows_once
 from tests.support.server_thread import PATIENCE_S
 
 FRAGILE = """
@@ -56,26 +60,30 @@ if os.path.exists(os.environ.get("BROKEN_BY_IT", "/no")):
 """
 
 
-def fragile_job(
-    directory: Path, rows: int, *, poison: str, limits: Mapping[str, Any] = {}, **environ: str
-) -> dict[str, Any]:
-    engine = launchable(directory, FRAGILE, POISON=poison, **environ)
-    return job_of(directory, engine, rows=rows, limits=limits)
+@pytest.fixture(autouse=True)
+def _quick_restarts(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Restarts without the pauses that are for real engines; nothing learned from another test."""
+    for name in ("first_restart", "first_retry", "launch_poll"):
+        monkeypatch.setattr(TIMING, name, 0.01)
+    monkeypatch.setattr(TIMING, "quick_death", 3600.0)  # a slow machine starts a server for minutes
+
+
+def fragile_job(directory: Path, **environ: str) -> dict[str, Any]:
+    """A job of which row 117 kills the engine."""
+    return job_of(directory, launchable(directory, FRAGILE, POISON="row 117", **environ), rows=300)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_poisonous_row_is_found(tmp_path: Path, replicas: int) -> None:
     """The row that kills the engine, or replicas here and there, fails and says so; no other is blamed."""
-    job = fragile_job(tmp_path, 300, poison="row 117", limits={"max_attempts": 1})
-    job["engine"] |= {"replicas": replicas}
+    job = fragile_job(tmp_path) | {"limits": {"max_attempts": 1}}
+    job["engine"]["replicas"] = replicas
     result = run_job(job, tmp_path, code=3)
     assert rows_in(job) == list(range(300))
     (failed,) = (row for row in results_of(job) if row["error"])
     assert failed["row"] == 117
     assert f"the engine died {MOST_DEATHS} times while it had this row" in failed["error"]
-    events = events_of(job)
-    assert events.count("engine_died") == MOST_DEATHS
-    assert "engine_back" in events
+    assert events_of(job).count("engine_died") == MOST_DEATHS
     assert "an illegal memory access was encountered" in result.stderr
 
 
@@ -99,7 +107,7 @@ time.sleep(0.2)
 
 def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
     """An engine that dies whenever it is started ends the run with the cause; what is done is kept."""
-    job = fragile_job(tmp_path, 300, poison="row 117", BROKEN_BY_IT=str(tmp_path / "mark"))
+    job = fragile_job(tmp_path, BROKEN_BY_IT=str(tmp_path / "mark"))
     result = run_job(job, tmp_path, code=1)
     last = result.stderr.splitlines()[-1]
     assert "no CUDA GPUs are available" in last
@@ -107,23 +115,9 @@ def test_a_crash_loop_ends_the_run(tmp_path: Path) -> None:
     assert 0 < report_of(job)["rows_ok"] < 300
 
 
-@pytest.fixture(autouse=True)
-def _quick_restarts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Restarts without the pauses that are for real engines; nothing learned from another test."""
-    monkeypatch.setattr(TIMING, "first_restart", 0.01)
-    monkeypatch.setattr(TIMING, "first_retry", 0.01)
-    monkeypatch.setattr(TIMING, "launch_poll", 0.02)
-    monkeypatch.setattr(TIMING, "quick_death", 3600.0)  # a slow machine starts a server for minutes
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 def starts_of(directory: Path) -> list[list[str]]:
     """Return the arguments of each start."""
     return [json.loads(line) for line in (directory / "starts").read_text().splitlines()]
-
-
-def learned(directory: Path) -> list[Path]:
-    return sorted((directory / "cache").rglob("*.json"))
 
 
 def test_an_engine_out_of_memory_comes_back_safer(tmp_path: Path) -> None:
@@ -135,12 +129,14 @@ def test_an_engine_out_of_memory_comes_back_safer(tmp_path: Path) -> None:
     assert chunks == ["4096", "2048"]
     assert "out of memory in prefill: chunked-prefill-size 8192 -> 4096 at the next start" in result.stderr
     assert events_of(job).count("engine_healed") == events_of(job).count("engine_died") == 2
-    assert [told["new"] for told in report_of(job)["incidents"] if told["what"] == "healed"] == [
-        {"chunked-prefill-size": 4096},
-        {"chunked-prefill-size": 2048},
-    ]
+    assert healed_in(job) == [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048}]
     assert "the engine died or hung 2 times" in result.stderr
     assert "the engine was given chunked-prefill-size 4096" in result.stderr
+
+
+def healed_in(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what each healing of a run has changed."""
+    return [told["new"] for told in report_of(job)["incidents"] if told["what"] == "healed"]
 
 
 def test_no_row_is_blamed_for_memory(tmp_path: Path) -> None:
@@ -151,11 +147,11 @@ def test_no_row_is_blamed_for_memory(tmp_path: Path) -> None:
     assert events_of(job).count("engine_died") == 5 > MOST_DEATHS
 
 
-def test_the_next_run_starts_with_what_worked(tmp_path: Path) -> None:
+def test_the_next_run_starts_with_what_worked(tmp_path: Path, cache: Path) -> None:
     """It says so in a line, with the file to delete; without the file it learns again."""
     job = job_of(tmp_path, hungry(tmp_path), rows=100)
     run_job(job, tmp_path, "--fresh")
-    (file,) = learned(tmp_path)
+    (file,) = cache.rglob("*.json")
     result = run_job(job, tmp_path, "--fresh")
     assert "starting with chunked-prefill-size 2048, learned on 2" in result.stderr
     assert f"from out of memory in prefill; engine.args overrules it; delete {file}" in result.stderr
@@ -181,18 +177,17 @@ def test_a_crash_changes_nothing(tmp_path: Path, death: str) -> None:
     first, *others = starts_of(tmp_path)
     assert others == [first] * len(others)
     assert "engine_healed" not in events_of(job)
-    assert not learned(tmp_path)
     if death == CHILD:  # the cause is told, not what was done then
         assert "the engine died (exit 137): Subprocess scheduler_0 (pid=7) crashed" in result.stderr
 
 
-def test_healing_can_be_switched_off(tmp_path: Path) -> None:
+def test_healing_can_be_switched_off(tmp_path: Path, cache: Path) -> None:
     """With `engine.heal: false` a server is started again as it was, and nothing is remembered."""
     job = job_of(tmp_path, {**hungry(tmp_path), "heal": False}, rows=100)
     batchrun(write_job(job, tmp_path))
     first, *others = starts_of(tmp_path)
     assert others == [first] * len(others)
-    assert not learned(tmp_path)
+    assert not [*cache.rglob("*.json")]
 
 
 def test_tries_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,41 +197,20 @@ def test_tries_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     result = run_job(job, tmp_path, code=1)
     assert "Prefill out of memory" in result.stderr.splitlines()[-1]
     assert "out of memory in prefill: no safer arguments are left" in result.stderr
-    changed = [told["new"] for told in report_of(job)["incidents"] if told["what"] == "healed"]
+    changed = healed_in(job)
     assert 1 < len(changed) <= MOST_CHANGES
     assert all(change not in changed[:n] for n, change in enumerate(changed))
-    assert not learned(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("death", "name", "worked"),
-    [
-        (
-            (
-                "if option('--cuda-graph-max-bs-decode', 160) > 40: "
-                'print("Exception: Capture cuda graph failed: CUDA out of memory.", flush=True); os._exit(1)'
-            ),
-            "--cuda-graph-max-bs-decode",
-            "32",
-        ),
-        (
-            (
-                "if share < 0.9: print('RuntimeError: Not enough memory. Please try to increase "
-                "--mem-fraction-static.', flush=True); os._exit(1)"
-            ),
-            "--mem-fraction-static",
-            "0.93",
-        ),
-    ],
-)
-def test_a_start_is_healed_too(tmp_path: Path, death: str, name: str, worked: str) -> None:
+def test_a_start_is_healed_too(tmp_path: Path) -> None:
     """What goes wrong before the engine is ready is tried again, before the run gives up."""
-    at_start = f'print("Capture cuda graph bs [1, 2, 160]", flush=True)\n{death}'
+    at_start = """
+print("Capture cuda graph bs [1, 2, 160]", flush=True)
+if option("--cuda-graph-max-bs-decode", 160) > 40:
+    print("Exception: Capture cuda graph failed: CUDA out of memory.", flush=True); os._exit(1)"""
     job = job_of(tmp_path, hungry(tmp_path, "", AT_START=at_start), rows=20)
     run_job(job, tmp_path)
-    last = starts_of(tmp_path)[-1]
-    assert last[last.index(name) + 1] == worked
-    assert report_of(job)["incidents"][0]["what"] == "healed"
+    assert healed_in(job)[-1]["cuda-graph-max-bs-decode"] == 32
 
 
 def test_a_start_that_nothing_heals(tmp_path: Path) -> None:
@@ -250,15 +224,14 @@ print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     assert len(starts_of(tmp_path)) == 1
 
 
-def test_replicas_share_what_was_learned(tmp_path: Path) -> None:
+def test_replicas_share_what_was_learned(tmp_path: Path, cache: Path) -> None:
     """The change that one replica's death led to reaches the other at its next start."""
     engine = {**hungry(tmp_path), "replicas": 2}
     job = job_of(tmp_path, engine, rows=400)
     run_job(job, tmp_path)
     rows_once(job, 400)
-    healed = [told["new"] for told in report_of(job)["incidents"] if told["what"] == "healed"]
-    assert healed == [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048}]
-    assert len(learned(tmp_path)) == 1
+    assert healed_in(job) == [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 2048}]
+    assert len([*cache.rglob("*.json")]) == 1
 
 
 PLACES = {"/sys/fs/cgroup/memory": "memory.limit_in_bytes", "/sys/fs/cgroup": "memory.max"}
@@ -318,3 +291,108 @@ def test_an_engine_killed_by_the_kernel_comes_back_smaller(tmp_path: Path) -> No
     assert next(told["kind"] for told in report_of(job)["incidents"] if told["what"] == "healed") == (
         "killed"
     )
+
+
+# --- a server that lives but does nothing ---
+
+STUCK = """
+import threading
+stuck = threading.Event()
+
+class Handler(Server):
+    @property
+    def known(self):
+        work = int(time.time() * 1000) if not stuck.is_set() else 5
+        return {
+            "/ready": {}, "/health": {}, "/model_info": {"model_path": "fragile"},
+            "/server_info": {"version": "0.5.23", "max_running_requests": 8},
+            "/v1/loads": {"loads": [{
+                "num_running_reqs": 4, "num_waiting_reqs": 9, "token_usage": 0.5, "max_running_requests": 8,
+                "max_total_num_tokens": 900, "num_used_tokens": 450, "dp_rank": 0,
+                "timestamp": time.time(), "total_prefill_busy_us": work}]},
+        }
+    def asked(self, body):
+        time.sleep(float(os.environ.get("SLOW_S", "0.01")))
+        mark = os.environ.get("ONCE", "/no")
+        if body["text"] == os.environ["POISON"] and not os.path.exists(mark):
+            if mark != "/no":
+                open(mark, "w").close()
+            with open(os.environ["STUCK"], "a") as file:
+                print(body["text"], file=file)
+            stuck.set()
+        if stuck.is_set():
+            until = time.monotonic() + 600
+            while time.monotonic() < until and not os.path.exists(os.environ.get("GO_ON", "/no")):
+                time.sleep(0.02)
+            stuck.clear()
+        self.answer("to " + body["text"])
+"""
+HANG_S = 1.0  # five times as long at first: a process that is stopped for 3 s does not hang
+
+
+def sticky_job(directory: Path, rows: int, poison: str, **environ: str) -> dict[str, Any]:
+    engine = launchable(directory, STUCK, POISON=poison, STUCK=str(directory / "stuck"), **environ)
+    return job_of(directory, engine, rows=rows, limits={"hang": HANG_S, "max_attempts": 1})
+
+
+def test_a_server_that_hangs_is_started_again(tmp_path: Path) -> None:
+    """Its rows in flight go back unharmed and are answered; the event log tells of it."""
+    job = sticky_job(tmp_path, 300, "row 117", ONCE=str(tmp_path / "once"))
+    result = run_job(job, tmp_path)
+    rows_once(job, 300)
+    assert "the engine did nothing for" in result.stderr
+    assert events_of(job)[:2] == ["engine_hangs", "engine_back"]
+
+
+def test_a_row_that_hangs_the_server_is_found(tmp_path: Path) -> None:
+    """As one that kills it is: all others are answered."""
+    job = sticky_job(tmp_path, 300, "row 117")
+    run_job(job, tmp_path, code=3)
+    assert rows_in(job) == list(range(300))
+    assert failed_rows(job) == [117]
+    assert (tmp_path / "stuck").read_text().splitlines() == ["row 117"] * MOST_DEATHS
+    assert events_of(job).count("engine_hangs") >= MOST_DEATHS
+
+
+def test_a_slow_server_is_left_alone(tmp_path: Path) -> None:
+    """No answer for longer than the limit is no hang while the scheduler works."""
+    hang_s = 2.0  # the server may be stopped for 3 s
+    job = sticky_job(tmp_path, 3, "none", SLOW_S=str(1.2 * WARM_UP * hang_s))
+    job["limits"]["hang"] = hang_s
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.retries) == (3, 0)
+    assert events_of(job) == []
+
+
+def test_an_attached_server_that_hangs(tmp_path: Path, server: FakeSGLang) -> None:
+    """Its rows go to the other one at once, instead of waiting for `request_timeout`."""
+    with FakeSGLang(lambda sent: "hold" if server.sent else "answer") as stuck:
+        engine = [stuck, server]
+        job = job_of(tmp_path, engine, rows=200, window=8, limits={"hang": HANG_S, "max_attempts": 1})
+        report = batchrunner.run(job)
+        assert stuck.sent
+    assert (report.exit_code, report.rows_ok, report.rows_failed) == (0, 200, 0)
+    assert "engine_hangs" in events_of(job)
+
+
+def test_an_attached_server_that_hangs_and_goes_on(tmp_path: Path, server: FakeSGLang) -> None:
+    """Its rows wait until it moves again, and are then answered as if nothing had been."""
+    hangs = [True]
+
+    def script(sent: Sent) -> Behaviour:
+        hangs[0] &= sent.tries < 2
+        return "hold" if hangs[0] else "answer"
+
+    server.script = script
+    job = job_of(tmp_path, server, rows=50, window=8, limits={"hang": HANG_S, "max_attempts": 1})
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok) == (0, 50)
+    assert events_of(job)[:2] == ["engine_hangs", "engine_back"]
+
+
+def test_an_attached_server_that_hangs_for_good(tmp_path: Path, server: FakeSGLang) -> None:
+    """It ends the run when `engine_wait` has passed; nothing is blamed on a row."""
+    server.script = lambda _: "hold"
+    limits = {"hang": HANG_S, "engine_wait": 1, "max_attempts": 1, "request_timeout": "1d"}
+    with pytest.raises(EngineLostError, match="did nothing for"):
+        batchrunner.run(job_of(tmp_path, server, rows=50, window=8, limits=limits))

@@ -14,7 +14,7 @@ import batchrunner
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.logs.series import GUIDES
 from batchrunner.runner import adapt, sending
-from tests.conftest import events_of, job_of, report_of, results_of, run_job
+from tests.conftest import events_of, job_of, report_of, run_job
 from tests.support.launchable import with_slots
 from tests.support.runs import rows_once
 
@@ -24,14 +24,13 @@ AGAIN = ("--fresh", "--set", "input.limit=200")
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     """Judge by a second of work, and expect a step to pay: a loaded machine starts a server for seconds."""
     for name, value in {"adapt": 1.0, "launch_poll": 0.02, "first_retry": 0.01, "load_poll": 0.05}.items():
         monkeypatch.setattr(TIMING, name, value)
     monkeypatch.setattr(GUIDES, "span_s", 0.5)
     monkeypatch.setattr(sending, "SAMPLE_S", 0.1)
     monkeypatch.setattr(adapt, "WORTH", 0.01)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def slotted(
@@ -87,17 +86,6 @@ def test_a_step_that_kills_is_dropped(tmp_path: Path, death: dict[str, str]) -> 
     assert starts_of(tmp_path) == [4]
 
 
-def test_a_step_that_loses_is_taken_back(tmp_path: Path) -> None:
-    """And no later run tries it."""
-    job = slotted(tmp_path, environ={"PACE": "0.05"})
-    run_job(job, tmp_path)
-    rows_once(job, ROWS)
-    assert starts_of(tmp_path)[::2] == [4, 4]
-    assert verdicts(job) == ["taken back"]
-    run_job(job, tmp_path, *AGAIN)
-    assert starts_of(tmp_path) == [4]
-
-
 def test_what_starts_no_more_is_forgotten(tmp_path: Path) -> None:
     """What was found best, and kills the server now, is tried by one run, and by none after it.
 
@@ -136,19 +124,6 @@ def test_what_the_job_says_stays(tmp_path: Path, engine: dict[str, Any]) -> None
     job = slotted(tmp_path, 200, engine)
     run_job(job, tmp_path)
     assert starts_of(tmp_path) == [4]
-
-
-def test_replicas_follow_one_by_one(tmp_path: Path) -> None:
-    """One tries the step, beside the other; once it gains, the other one follows."""
-    job = slotted(tmp_path, 4 * ROWS, {"replicas": 2})
-    run_job(job, tmp_path)
-    rows_once(job, 4 * ROWS)
-    assert {row["error"] for row in results_of(job)} == {None}
-    events = [told for told in report_of(job)["incidents"] if told["what"] in {"adapts", "adapted"}]
-    one, verdict, other = events[:3]
-    assert [one["what"], verdict["what"], other["what"]] == ["adapts", "adapted", "adapts"]
-    assert one["who"] == verdict["who"] != other["who"]
-    assert one["new"] == other["new"]
 
 
 async def test_one_of_the_runs_at_once_adapts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 import batchrunner
+from batchrunner.core.errors import AnotherModelError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.connections import free_port
 from tests.conftest import eventually, job_of, results_of, rows_in, run_job, write_rows
@@ -108,27 +109,6 @@ def test_a_slower_worker_gets_fewer_rows(
     assert any("2 workers of the gateway" in note for note in report.engine["notes"])
 
 
-@pytest.mark.usefixtures("full_requests")
-def test_rows_with_a_prefix_stay_on_one_worker(
-    tmp_path: Path, gateway: RealGateway, workers: tuple[FakeSGLang, FakeSGLang]
-) -> None:
-    """Also where several rows are sent in a request; the groups are shared out evenly."""
-    ids = [[document] * 300 + [row] for row in range(240) for document in [row % 12]]
-    path = write_rows(tmp_path / "ids.parquet", len(ids), ids=ids)
-    job = job_of(
-        tmp_path, engine_of(gateway), input={"path": str(path)}, prompt={"input_ids": "ids"}, window=64,
-        bundle=8, sampling={"max_new_tokens": 16},
-    )  # fmt: skip
-    report = batchrunner.run(job)
-    assert (report.exit_code, report.rows_ok, report.retries) == (0, 240, 0)
-    assert [row["output"] for row in results_of(job)] == [f"answer 0 to {row}" for row in ids]
-    assert report.bundles["most_rows"] > 1
-    at = [{sent.body["input_ids"][0] for sent in worker.sent} for worker in workers]
-    assert at[0] | at[1] == set(range(12))
-    assert len(at[0]) + len(at[1]) <= 14  # at the end one may help the other
-    assert min(map(len, at)) >= 5
-
-
 @pytest.mark.usefixtures("quick_retries")
 def test_the_list_of_workers_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that is listed gets rows, one that is listed no more gets none; rows need no gateway."""
@@ -168,6 +148,30 @@ def test_the_list_of_workers_is_followed(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(second.sent) > 200
 
 
+def test_a_worker_of_another_model(
+    tmp_path: Path,
+    gateway: RealGateway,
+    workers: tuple[FakeSGLang, FakeSGLang],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It gets no row, and the run ends."""
+    monkeypatch.setattr(TIMING, "model_check", 0.05)
+    one, _ = workers
+    one.delay_s = 0.01
+    with FakeSGLang(model="fake/other", api_key=gateway.key) as other, ThreadPoolExecutor(1) as thread:
+
+        def script(_: Sent) -> Behaviour:
+            if len(one.sent) == 20:
+                thread.submit(gateway.use, one.url, other.url)
+            return "answer"
+
+        one.script = script
+        job = job_of(tmp_path, engine_of(gateway), rows=4000, window=8)
+        with pytest.raises(AnotherModelError, match="'fake/model' and is 'fake/other'"):
+            batchrunner.run(job)
+    assert not other.prompts
+
+
 def test_what_stands_in_the_way(
     gateway: RealGateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -189,3 +193,24 @@ def test_what_stands_in_the_way(
     monkeypatch.setenv(KEY_VARIABLE, gateway.key)
     assert "must be within reach from here" in said(gateway.url)
     gateway.use()
+
+
+@pytest.mark.usefixtures("full_requests")
+def test_rows_with_a_prefix_stay_on_one_worker(
+    tmp_path: Path, gateway: RealGateway, workers: tuple[FakeSGLang, FakeSGLang]
+) -> None:
+    """Also where several rows are sent in a request; the groups are shared out evenly."""
+    ids = [[document] * 300 + [row] for row in range(240) for document in [row % 12]]
+    path = write_rows(tmp_path / "ids.parquet", len(ids), ids=ids)
+    job = job_of(
+        tmp_path, engine_of(gateway), input={"path": str(path)}, prompt={"input_ids": "ids"}, window=64,
+        bundle=8, sampling={"max_new_tokens": 16},
+    )  # fmt: skip
+    report = batchrunner.run(job)
+    assert (report.exit_code, report.rows_ok, report.retries) == (0, 240, 0)
+    assert [row["output"] for row in results_of(job)] == [f"answer 0 to {row}" for row in ids]
+    assert report.bundles["most_rows"] > 1
+    at = [{sent.body["input_ids"][0] for sent in worker.sent} for worker in workers]
+    assert at[0] | at[1] == set(range(12))
+    assert len(at[0]) + len(at[1]) <= 14  # at the end one may help the other
+    assert min(map(len, at)) >= 5

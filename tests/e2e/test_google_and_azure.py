@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import io
-import itertools
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 from xml.sax.saxutils import escape
 
-import pyarrow.parquet as pq
 import pytest
 from aiohttp import web
 
-from tests.conftest import ROOT, batchrun, eventually, job_of, started, started_python, write_job, write_rows
+from tests.conftest import batchrun, eventually, job_of, started, write_job, write_rows
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import refusal, told
+from tests.support.runs import machine
 from tests.support.server_thread import ServerThread
+from tests.support.store_server import rows_in_parts
 
 BUCKET = "bucket"
 CHANGED = "2026-11-01T00:00:00.000Z"
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """An object, and the number of the write that made it."""
-
-    content: bytes
-    generation: int
+def generation(content: bytes) -> int:
+    """Return the number of the write that made an object."""
+    return int(hashlib.md5(content, usedforsecurity=False).hexdigest()[:12], 16)
 
 
 class CloudStore(ServerThread):
@@ -45,8 +40,7 @@ class CloudStore(ServerThread):
 
     def __init__(self) -> None:
         super().__init__()
-        self.objects: dict[str, Stored] = {}
-        self._generations = itertools.count(1)
+        self.objects: dict[str, bytes] = {}
 
     @property
     def uri(self) -> str:
@@ -57,17 +51,8 @@ class CloudStore(ServerThread):
         """The part `storage` of a job."""
         raise AssertionError("a subclass knows")
 
-    @property
-    def environ(self) -> dict[str, str]:
-        """Variables that the part `storage` needs."""
-        return {}
-
-    def put(self, key: str, content: bytes) -> Stored:
-        self.objects[key] = Stored(content, next(self._generations))
+    def get(self, key: str) -> bytes:  # as that of S3 has it
         return self.objects[key]
-
-    def get(self, key: str) -> bytes:
-        return self.objects[key].content
 
     def keys(self, prefix: str = "") -> list[str]:
         return sorted(key for key in self.objects if key.startswith(prefix))
@@ -93,8 +78,9 @@ class CloudStore(ServerThread):
         problem = self._conflict(request, self.objects.get(key))
         if problem is not None:
             return problem
+        self.objects[key] = body
         status = 200 if self.scheme == "gs" else 201
-        return web.Response(status=status, headers=self._headers(self.put(key, body)))
+        return web.Response(status=status, headers=self._headers(body))
 
     def _get(self, request: web.Request, key: str) -> web.Response:
         found = self.objects.get(key)
@@ -104,12 +90,12 @@ class CloudStore(ServerThread):
         if request.headers.get("If-Match", headers["ETag"]) != headers["ETag"]:
             return self._refuse(412, self.changed)
         if request.method == "HEAD":
-            return web.Response(headers={**headers, "Content-Length": str(len(found.content))})
+            return web.Response(headers={**headers, "Content-Length": str(len(found))})
         asked = request.http_range
-        content = found.content[asked]
+        content = found[asked]
         if asked.start is None:
             return web.Response(body=content, headers=headers)
-        where = f"bytes {asked.start}-{asked.start + len(content) - 1}/{len(found.content)}"
+        where = f"bytes {asked.start}-{asked.start + len(content) - 1}/{len(found)}"
         return web.Response(status=206, body=content, headers={**headers, "Content-Range": where})
 
     def _delete(self, key: str) -> web.Response:
@@ -117,17 +103,16 @@ class CloudStore(ServerThread):
             return self._refuse(404, self.missing)
         return web.Response(status=204 if self.scheme == "gs" else 202)
 
-    def _headers(self, found: Stored) -> dict[str, str]:
-        return {"ETag": f'"{self.e_tag(found)}"', "Last-Modified": formatdate(usegmt=True)}
+    def _headers(self, found: bytes) -> dict[str, str]:
+        number = str(generation(found))
+        now = formatdate(usegmt=True)
+        return {"ETag": f'"{number}"', "x-goog-generation": number, "Last-Modified": now}
 
     def _refuse(self, status: int, code: str) -> web.Response:
         text = f"<Error><Code>{code}</Code><Message>{code}.\nRequestId:1\nTime:2</Message></Error>"
         return web.Response(status=status, text=text, content_type="application/xml")
 
-    def e_tag(self, found: Stored) -> str:
-        raise AssertionError("a subclass knows")
-
-    def _conflict(self, request: web.Request, old: Stored | None) -> web.Response | None:
+    def _conflict(self, request: web.Request, old: bytes | None) -> web.Response | None:
         raise AssertionError("a subclass knows")
 
     def _list(self, request: web.Request) -> web.Response:
@@ -147,22 +132,16 @@ class GoogleStore(CloudStore):
     def storage(self) -> dict[str, Any]:
         return {"endpoint": self.url, "anonymous": True}
 
-    def e_tag(self, found: Stored) -> str:
-        return hashlib.md5(found.content, usedforsecurity=False).hexdigest()
-
-    def _headers(self, found: Stored) -> dict[str, str]:
-        return {**super()._headers(found), "x-goog-generation": str(found.generation)}
-
-    def _conflict(self, request: web.Request, old: Stored | None) -> web.Response | None:
+    def _conflict(self, request: web.Request, old: bytes | None) -> web.Response | None:
         wanted = request.headers.get("x-goog-if-generation-match")
-        mine = old.generation if old else 0
+        mine = 0 if old is None else generation(old)
         return None if wanted in {None, str(mine)} else self._refuse(412, self.changed)
 
     def _list(self, request: web.Request) -> web.Response:
         entries = "".join(
-            f"<Contents><Key>{escape(key)}</Key><Generation>{self.objects[key].generation}</Generation>"
-            f'<LastModified>{CHANGED}</LastModified><ETag>"{self.e_tag(self.objects[key])}"</ETag>'
-            f"<Size>{len(self.objects[key].content)}</Size></Contents>"
+            f"<Contents><Key>{escape(key)}</Key><Generation>{generation(self.objects[key])}</Generation>"
+            f'<LastModified>{CHANGED}</LastModified><ETag>"{generation(self.objects[key])}"</ETag>'
+            f"<Size>{len(self.objects[key])}</Size></Contents>"
             for key in self.keys(request.query.get("prefix", ""))
         )
         return web.Response(
@@ -185,25 +164,18 @@ class AzureStore(CloudStore):
         secrets = {"account_key": "KEY_OF_THE_TESTS"}
         return {"endpoint": f"{self.url}/{ACCOUNT}", "account": ACCOUNT, "secrets": secrets}
 
-    @property
-    def environ(self) -> dict[str, str]:
-        return {"KEY_OF_THE_TESTS": base64.b64encode(b"key").decode()}
-
-    def e_tag(self, found: Stored) -> str:
-        return f"0x{found.generation:X}"
-
-    def _conflict(self, request: web.Request, old: Stored | None) -> web.Response | None:
+    def _conflict(self, request: web.Request, old: bytes | None) -> web.Response | None:
         if request.headers.get("If-None-Match") == "*" and old is not None:
             return self._refuse(409, "BlobAlreadyExists")
         wanted = request.headers.get("If-Match")
-        is_same = wanted is None or (old is not None and wanted == f'"{self.e_tag(old)}"')
+        is_same = wanted is None or (old is not None and wanted == f'"{generation(old)}"')
         return None if is_same else self._refuse(412, self.changed)
 
     def _list(self, request: web.Request) -> web.Response:
         entries = "".join(
             f"<Blob><Name>{escape(key)}</Name><Properties><Last-Modified>{formatdate(usegmt=True)}"
-            f"</Last-Modified><Etag>{self.e_tag(self.objects[key])}</Etag>"
-            f"<Content-Length>{len(self.objects[key].content)}</Content-Length>"
+            f"</Last-Modified><Etag>{generation(self.objects[key])}</Etag>"
+            f"<Content-Length>{len(self.objects[key])}</Content-Length>"
             "<Content-Type>application/octet-stream</Content-Type><BlobType>BlockBlob</BlobType></Properties></Blob>"
             for key in self.keys(request.query.get("prefix", ""))
         )
@@ -234,76 +206,57 @@ class AzureStore(CloudStore):
 
 @pytest.fixture(params=[GoogleStore, AzureStore])
 def store(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[CloudStore]:
     """A store of each cloud, with working copies of its own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    monkeypatch.setenv("KEY_OF_THE_TESTS", base64.b64encode(b"key").decode())
     with request.param() as running:
-        for name, value in running.environ.items():
-            monkeypatch.setenv(name, value)
         yield running
 
 
 def job_in(directory: Path, store: CloudStore, *given: Any, **changes: Any) -> Path:
     """Write a job whose results are in the store."""
-    output = {"path": f"{store.uri}/run", "durable": 0.3, **changes.pop("output", {})}
+    output = {"path": f"{store.uri}/run", "durable": 0.3}
     return write_job(job_of(directory, *given, output=output, storage=store.storage, **changes), directory)
-
-
-def rows_in(store: CloudStore) -> list[int]:
-    """Return the ordinals of the rows of all parts."""
-    parts = store.keys("run/parts/")
-    tables = [pq.read_table(io.BytesIO(store.get(key))) for key in parts]
-    return sorted(row for table in tables for row in table["row"].to_pylist())
 
 
 def test_a_run(tmp_path: Path, store: CloudStore) -> None:
     """Input and results are in the store; a kill, the next start, and every command that reads the run."""
     for name in "ab":
-        store.put(f"in/{name}.parquet", write_rows(tmp_path / "x.parquet", 20).read_bytes())
+        store.objects[f"in/{name}.parquet"] = write_rows(tmp_path / "x.parquet", 20).read_bytes()
     with FakeSGLang(lambda _: "hold" if len(server.prompts) > 20 else "answer") as server:
         file = job_in(tmp_path, store, server, input={"path": f"{store.uri}/in"}, window=4)
         with started(file) as run:
             eventually(lambda: store.keys("run/parts/"))
-            run.process.kill()
-            run.process.wait()
+            run.kill()
         server.answer_held()
         server.script = lambda _: "answer"
-        done = batchrun(file, "--json")
-        assert done.exit_code == 0, done.stderr
-        assert json.loads(done.stdout)["rows_resumed"] > 0
-        _read_by_commands(store)
+        assert json.loads(batchrun(file, "--json").stdout)["rows_resumed"] > 0
+        assert rows_in_parts(store) == list(range(40))
+        uri = f"{store.uri}/run"
+        state = json.loads(batchrun("status", uri, "--json").stdout)
+        assert (state["rows_on_disk"], state["finished"]) == (40, True)
+        for _ in range(2):
+            merged = batchrun("merge", uri)
+            assert (merged.exit_code, merged.stdout.strip()) == (0, f"{uri}/merged"), merged.stderr
+        assert "run/merged/_SUCCESS" in store.objects
         assert batchrun(file, "--fresh").exit_code == 0
     assert store.keys("run/merged/") == []
 
 
-def _read_by_commands(store: CloudStore) -> None:
-    assert rows_in(store) == list(range(40))
-    assert not any("journal" in key for key in store.keys("run/"))
-    uri = f"{store.uri}/run"
-    state = json.loads(batchrun("status", uri, "--json").stdout)
-    assert (state["rows_on_disk"], state["finished"]) == (40, True)
-    for _ in range(2):
-        merged = batchrun("merge", uri)
-        assert (merged.exit_code, merged.stdout.strip()) == (0, f"{uri}/merged"), merged.stderr
-    assert "run/merged/_SUCCESS" in store.objects
-
-
 def test_tasks_that_join(tmp_path: Path, store: CloudStore) -> None:
     """A task that is killed is followed by one on another machine, which knows what the dead one had done."""
-    script = ROOT / "tests" / "support" / "other_machine.py"
     with FakeSGLang(lambda sent: "hold" if sent.prompt.endswith("7") else "answer") as server:
         file = job_in(tmp_path, store, server, rows=30, window=30)
-        with started_python(script, "a", file, "--join") as first:
+        with machine("a", file, "--join") as first:
             eventually(lambda: store.keys("run/parts/"))
-            first.process.kill()
-            first.process.wait()
+            first.kill()
         server.script = lambda _: "answer"
         server.answer_held()
-        with started_python(script, "b", file, "--join") as second:
+        with machine("b", file, "--join") as second:
             second.wait_for_line("took over from")
             assert second.end() == 0
-    assert rows_in(store) == list(range(30))
+    assert rows_in_parts(store) == list(range(30))
 
 
 def test_what_is_wrong(tmp_path: Path, store: CloudStore) -> None:

@@ -6,15 +6,14 @@ import asyncio
 import hashlib
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from tests.conftest import (
+    column_of,
     job_of,
-    results_of,
     started,
     started_python,
     write_job,
@@ -28,34 +27,15 @@ pytest.importorskip("huggingface_hub")
 REPO = "owner/rows"
 
 
-@dataclass
-class Branch:
-    """What a branch of the data set holds, and its last commit."""
-
-    files: dict[str, bytes]
-    sha: str = field(default_factory=lambda: secrets.token_hex(20))
-
-    def commit(self) -> None:
-        self.sha = secrets.token_hex(20)
-
-
 class HubServer(ServerThread):
     """`with HubServer(files) as hub: ... hub.url`; `files` are contents by path."""
 
-    def __init__(self, files: dict[str, bytes] | None = None) -> None:
+    def __init__(self, files: dict[str, bytes]) -> None:
         super().__init__()
-        self.branches = {"main": Branch(files or {})}
-        self.closed: tuple[int, str] | None = None
-        """Status and code with which the data set is refused: it is gated, or not there."""
-
-    @property
-    def files(self) -> dict[str, bytes]:
-        return self.branches["main"].files
-
-    def replace(self, path: str, content: bytes) -> None:
-        """Give the data set another file, by another commit."""
-        self.files[path] = content
-        self.branches["main"].commit()
+        self.files = files
+        self.branches = {"main": files}
+        self.gated = False
+        """Whether the files are refused; their names are public."""
 
     def add_routes(self, app: web.Application) -> None:
         app.middlewares.append(self._guard)
@@ -73,9 +53,8 @@ class HubServer(ServerThread):
     ) -> web.StreamResponse:
         """Refuse what is closed, another data set, and a branch that is not there."""
         await asyncio.sleep(0)
-        is_gated = self.closed is not None and self.closed[1] == "GatedRepo"
-        if self.closed is not None and (not is_gated or "/resolve/" in request.path):  # its names are public
-            return _refuse(*self.closed)
+        if self.gated and "/resolve/" in request.path:
+            return _refuse(403, "GatedRepo")
         if f"datasets/{REPO}" not in request.path:
             return _refuse(404, "RepoNotFound")
         revision = request.match_info.get("revision")
@@ -83,21 +62,23 @@ class HubServer(ServerThread):
             return _refuse(404, "RevisionNotFound")
         return await handler(request)
 
-    def _branch(self, revision: str) -> Branch | None:
+    def _branch(self, revision: str) -> dict[str, bytes] | None:
         return self.branches.get(revision) or next(
-            (each for each in self.branches.values() if each.sha == revision), None
+            (files for files in self.branches.values() if _commit(files) == revision), None
         )
 
-    def _of(self, request: web.Request) -> Branch:
+    def _of(self, request: web.Request) -> dict[str, bytes]:
         found = self._branch(request.match_info.get("revision", "main"))
         assert found is not None
         return found
 
     async def _repo(self, request: web.Request) -> web.Response:
-        return web.json_response({"id": REPO, "sha": self._of(request).sha, "private": False, "siblings": []})
+        return web.json_response(
+            {"id": REPO, "sha": _commit(self._of(request)), "private": False, "siblings": []}
+        )
 
     async def _tree(self, request: web.Request) -> web.Response:
-        files = self._of(request).files
+        files = self._of(request)
         directory = request.match_info.get("path", "")
         beginning = f"{directory}/" if directory else ""
         below = [path for path in files if path.startswith(beginning)]
@@ -113,7 +94,7 @@ class HubServer(ServerThread):
         return web.json_response([_entry(files, path) for path in sorted(found)])
 
     async def _paths(self, request: web.Request) -> web.Response:
-        files = self._of(request).files
+        files = self._of(request)
         asked = [str(path) for path in (await request.post()).getall("paths", [])]
         there = [
             path for path in asked if path in files or any(file.startswith(f"{path}/") for file in files)
@@ -121,11 +102,11 @@ class HubServer(ServerThread):
         return web.json_response([_entry(files, path) for path in there])
 
     async def _file(self, request: web.Request) -> web.Response:
-        branch = self._of(request)
-        content = branch.files.get(request.match_info["path"])
+        files = self._of(request)
+        content = files.get(request.match_info["path"])
         if content is None:
             return _refuse(404, "EntryNotFound")
-        headers = {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": branch.sha, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{_oid(content)}"', "X-Repo-Commit": _commit(files), "Accept-Ranges": "bytes"}
         begin, end_ = 0, len(content)
         if found := request.http_range:
             begin, end_ = found.start or 0, min(found.stop or end_, end_)
@@ -144,6 +125,11 @@ def _entry(files: dict[str, bytes], path: str) -> dict[str, object]:
     return {"type": "file", "path": path, "size": len(content), "oid": _oid(content)}
 
 
+def _commit(files: dict[str, bytes]) -> str:
+    """Return the name of the commit of these files."""
+    return _oid("".join(f"{path} {_oid(files[path])}" for path in sorted(files)).encode())
+
+
 def _oid(content: bytes) -> str:
     """Return the name that git has for a file."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
@@ -159,7 +145,7 @@ def data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubSer
     """A data set with two splits below a configuration, and a branch with one file."""
     splits = {f"en/{split}/0.parquet": rows(tmp_path, first) for split, first in (("test", 0), ("train", 5))}
     with HubServer({**splits, "README.md": b"a data set"}) as running:
-        running.branches["old"] = Branch({"en/test/0.parquet": rows(tmp_path, 90)})
+        running.branches["old"] = {"en/test/0.parquet": rows(tmp_path, 90)}
         monkeypatch.setenv("HF_ENDPOINT", running.url)
         monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
         yield running
@@ -198,24 +184,21 @@ def test_a_data_set(tmp_path: Path, data_set: HubServer) -> None:
         assert runs.end() == 0
     ends = [line.split()[-1] for line in runs.lines if line.startswith("ended with")]
     assert ends == ["0"] * len(files), runs.lines
-    assert [[row["id"] for row in results_of(job)] for job in jobs] == [list(ids) for ids in PATHS.values()]
+    assert [column_of(job, "id") for job in jobs] == [list(ids) for ids in PATHS.values()]
 
 
 @pytest.mark.parametrize(
-    ("path", "closed", "words"),
+    ("path", "gated", "words"),
     [
-        ("datasets/owner/nothing/a.parquet", None, "owner/nothing"),
-        (f"datasets/{REPO}@nothing/en", None, "nothing"),
-        (f"datasets/{REPO}/fr", None, "fr"),
-        (f"datasets/{REPO}/en", (403, "GatedRepo"), "403"),
-        (f"datasets/{REPO}/en", (401, "RepoNotFound"), REPO),
+        ("datasets/owner/nothing/a.parquet", False, "owner/nothing"),
+        (f"datasets/{REPO}@nothing/en", False, "nothing"),
+        (f"datasets/{REPO}/fr", False, "fr"),
+        (f"datasets/{REPO}/en", True, "403"),
     ],
 )
-def test_what_cannot_be_read(
-    tmp_path: Path, data_set: HubServer, path: str, closed: tuple[int, str] | None, words: str
-) -> None:
+def test_what_cannot_be_read(tmp_path: Path, data_set: HubServer, path: str, gated: bool, words: str) -> None:
     """One line names the address and why, with exit code 2, before anything is sent."""
-    data_set.closed = closed
+    data_set.gated = gated
     file = write_job(job_of(tmp_path, input={"path": f"hf://{path}"}), tmp_path)
     with started(file) as run:
         assert run.end() == 2
@@ -228,11 +211,11 @@ def test_a_commit_during_the_run(tmp_path: Path, data_set: HubServer) -> None:
     pad = [secrets.token_bytes(200_000) for _ in range(60)]  # later row groups are fetched later
     old = write_rows(tmp_path / "x.parquet", 60, pad=pad).read_bytes()
     new = write_rows(tmp_path / "x.parquet", 60, first=500, pad=pad).read_bytes()
-    data_set.replace("en/train/0.parquet", old)
+    data_set.files["en/train/0.parquet"] = old
 
     def replacing(_: Sent) -> Behaviour:
         if data_set.files["en/train/0.parquet"] == old:
-            data_set.replace("en/train/0.parquet", new)
+            data_set.files["en/train/0.parquet"] = new
         return "answer"
 
     with FakeSGLang(replacing) as server:
@@ -244,4 +227,4 @@ def test_a_commit_during_the_run(tmp_path: Path, data_set: HubServer) -> None:
             with started(file) as run:
                 assert run.end() == code
         told(run.lines[-1], "en/train/0.parquet changed")
-    assert [row["id"] for row in results_of(job)] == list(range(60))
+    assert column_of(job, "id") == list(range(60))

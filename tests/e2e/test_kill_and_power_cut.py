@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.core.timing import TIMING
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.join import LeasedRows
 from batchrunner.runner.run import give_back
 from tests.conftest import (
     INSTANT,
     batchrun,
-    eventually,
     job_of,
     rows_in,
     run_job,
@@ -31,47 +27,37 @@ from tests.conftest import (
     write_job,
     write_rows,
 )
-from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.runs import Task, rows_once, status_of
-
-
-def after_thirty(sent: Sent) -> Behaviour:
-    """Answer the first 30 rows and hold the others."""
-    return "answer" if int(sent.prompt.split()[1]) < 30 else "hold"
+from tests.support.fake_sglang import FakeSGLang
+from tests.support.runs import Task, held_from, rows_once, until_stored
 
 
 def test_a_kill_loses_a_second_at_most(tmp_path: Path, server: FakeSGLang) -> None:
     """Rows that ended a second before a SIGKILL are merged and not sent again, though no part was written."""
-    server.script = after_thirty
+    server.script = held_from(30)
     job = job_of(tmp_path, server, rows=100, window=8)
     with started(write_job(job, tmp_path)) as running:
-        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == 30)
-        running.process.send_signal(signal.SIGKILL)
-        running.process.wait()
+        until_stored(tmp_path / "run", 30)
+        running.kill()
     assert list((tmp_path / "run" / "parts").glob("*.parquet")) == []
-    merged = batchrun("merge", tmp_path / "run")
-    assert merged.exit_code == 1  # what reads it may want all of it
-    assert "not finished: 30 of 100 rows ok" in merged.stderr
+    assert batchrun("merge", tmp_path / "run").exit_code == 1  # what reads it may want all of it
     assert pq.read_table(tmp_path / "run" / "merged").num_rows == 30
     server.answer_held()
-    report = batchrunner.run(job)
-    assert report.rows_resumed == 30
+    assert batchrunner.run(job).rows_resumed == 30
     rows_once(job, 100)
     assert list((tmp_path / "run" / "tasks" / "main").glob("journal-*")) == []
 
 
-def test_rows_that_trickle_in(tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_trickle_in(tmp_path: Path, server: FakeSGLang) -> None:
     """A row that ends after a quiet while is durable as soon as any other, and not only with its part."""
-    monkeypatch.setattr(TIMING, "part", 3600.0)
     ready = 4
-    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < ready else "hold"
+    server.script = lambda sent: "answer" if sent.row < ready else "hold"
     job = job_of(tmp_path, server, rows=40, window=4)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(batchrunner.run, job)
         try:
             for ready in (4, 8, 12):
                 server.ask_again()
-                eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == ready)  # noqa: B023
+                until_stored(tmp_path / "run", ready)
             assert list((tmp_path / "run" / "parts").glob("*.parquet")) == []
         finally:
             server.answer_held()
@@ -154,10 +140,6 @@ def test_power_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept == 60
 
 
-def merge_code(job: dict[str, Any]) -> int:
-    return batchrun("merge", job["output"]["path"]).exit_code
-
-
 def kill(task: Task) -> None:
     """Let a task look as if its process had been killed."""
     owner = task.run_dir.task_directory / "owner"
@@ -177,16 +159,14 @@ def test_rows_are_added_while_a_task_works(
         pass
     if change == "a file":
         write_rows(source / "b.parquet", 100, first=400)
-    more = {**job, "engine": {"kind": "attach", "urls": [server.url]}}
-    more["input"] = {**job["input"], "limit": 500 if change == "a file" else 400}
-    result = batchrun(write_job(more, tmp_path), "--join", "--json")
-    report = json.loads(result.stdout)
-    new = 200 if change == "a file" else 100
-    assert (result.exit_code, report["rows_ok"], report["rows_left"]) == (0, new, 300)
-    assert rows_in(job) == list(range(300, 300 + new))
+    rows = 500 if change == "a file" else 400
+    more = {**job, "engine": server.url, "input": {**job["input"], "limit": rows}}
+    report = json.loads(run_job(more, tmp_path, "--join", "--json").stdout)
+    assert (report["rows_ok"], report["rows_left"]) == (rows - 300, 300)
+    assert rows_in(job) == list(range(300, rows))
     kill(first)
     run_job(more, tmp_path, "--join")
-    rows_once(job, 300 + new)
+    rows_once(job, rows)
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -206,7 +186,7 @@ def test_a_task_dies_as_another_ends(tmp_path: Path, monkeypatch: pytest.MonkeyP
         patch.setattr("batchrunner.runner.run.give_back", the_other_dies)
         result = batchrun(write_job(job, tmp_path), "--join", "--json")
     report = json.loads(result.stdout)
-    assert merge_code(job) == 1
+    assert batchrun("merge", tmp_path / "run").exit_code == 1
     if dies:
         assert result.exit_code == 1
         assert f"{len(lease.rows)} rows are left that no living task holds: run the same" in report["reason"]

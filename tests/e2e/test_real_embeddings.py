@@ -70,24 +70,6 @@ def test_vectors_are_those_of_transformers(minilm: batchrunner.OpenEngine) -> No
     assert minilm.info.caches_prefixes is False
 
 
-@pytest.mark.usefixtures("full_requests")
-def test_lists_make_the_same_vectors(minilm: batchrunner.OpenEngine, tmp_path: Path) -> None:
-    """The job that we ship, in lists of 8 and in 16 bits."""
-    overrides = [f"output.path={tmp_path / 'run'}", "input.limit=24", "bundle=8", "output.dtype=float16"]
-    overrides += [f"input.path={ROOT / 'data' / 'docs.parquet'}"]
-    report = batchrunner.run(ROOT / "jobs" / "embed.yaml", engine=minilm, overrides=overrides)
-    assert (report.exit_code, report.rows_ok) == (0, 24)
-    assert report.bundles["most_rows"] > 1
-    table = pq.read_table(tmp_path / "run" / "parts").sort_by("row")
-    texts = pq.read_table(ROOT / "data" / "docs.parquet").column("text").to_pylist()[:24]
-    short = [n for n, count in enumerate(table.column("prompt_tokens").to_pylist()) if count < 400]
-    assert len(short) > 10
-    products = (matrix_of(table)[short].astype(np.float32) * mean_pooling([texts[n] for n in short])).sum(
-        axis=1
-    )
-    assert (products >= 0.999).all()
-
-
 DOCUMENTS = [["a cat sleeps", "json.dumps writes text"], ["x"], ["Zürich", "word " * 40, "a cat sleeps"]]
 
 
@@ -134,40 +116,29 @@ def test_cross_encoder(tmp_path: Path) -> None:
         np.testing.assert_allclose(scores, wanted, rtol=1e-3, atol=1e-4)
 
 
-def llama_with_head(**head: Any) -> tuple[Any, Any]:
-    """Return a tokenizer and a random Llama with a head of so many `num_labels`, or names of them."""
+@pytest.mark.long
+def test_classifier(tmp_path: Path) -> None:
+    """A random Llama with three classes: scores are its logits, and labels the names of its config."""
+    require_engine("sglang")
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
+    names = {0: "bad", 1: "fair", 2: "good"}
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=1024,
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.bos_token_id, initializer_range=0.2, **head,
+        bos_token_id=tokenizer.bos_token_id, initializer_range=0.2, id2label=names,
+        label2id={name: number for number, name in names.items()},
     )  # fmt: skip
-    return tokenizer, LlamaForSequenceClassification(config).eval()
-
-
-def logits_of(tokenizer: Any, model: Any, texts: list[str]) -> list[list[float]]:
-    import torch
-
-    with torch.no_grad():
-        return [model(**tokenizer(text, return_tensors="pt")).logits[0].tolist() for text in texts]
-
-
-@pytest.mark.long
-def test_classifier(tmp_path: Path) -> None:
-    """A random Llama with three classes: scores are its logits, and labels the names of its config."""
-    require_engine("sglang")
-    names = {0: "bad", 1: "fair", 2: "good"}
-    head = {"id2label": names, "label2id": {name: number for number, name in names.items()}}
-    tokenizer, model = llama_with_head(**head)
+    model = LlamaForSequenceClassification(config).eval()
     spec = {"kind": "server", "model": str(made(tmp_path / "model", model, SMALL_MODEL)), "device": "cpu"}
     texts = [f"{'word ' * (5 * n)}text {n}" for n in range(8)]
     with batchrunner.open_engine(spec, log_dir=tmp_path, task="classify") as engine:
         found = run(tmp_path, engine, {"text": texts}, task="classify", prompt={"text": "text"})
-    wanted = logits_of(tokenizer, model, texts)
+    with torch.no_grad():
+        wanted = [model(**tokenizer(text, return_tensors="pt")).logits[0].tolist() for text in texts]
     np.testing.assert_allclose(found["scores"].to_pylist(), wanted, rtol=1e-3, atol=1e-3)
     assert found["label"].to_pylist() == [names[int(np.argmax(logits))] for logits in wanted]

@@ -14,7 +14,7 @@ from PIL import Image
 
 import batchrunner
 from tests.conftest import SMALL_MODEL, require_engine
-from tests.support.media import document, picture
+from tests.support.media import picture
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.filterwarnings("default")]
 QUESTION = "What is this?"
@@ -175,22 +175,6 @@ def test_answers_are_those_of_transformers(vision: Path, engine: batchrunner.Ope
     text = f"<|im_start|>user\n{{{{ image }}}}{QUESTION}<|im_end|>\n<|im_start|>assistant{end}"
     images = {"columns": ["image"], "placeholder": IMAGE_TEXT}
     assert _ids(engine, {"text": text, "images": images}, rows) == found
-
-
-def test_images_in_order_and_pages(engine: batchrunner.OpenEngine) -> None:
-    """The order of two images matters; pages of a document are images like others."""
-    one, two = PICTURES[1:3]
-    prompt = {"user": "{{ image }}" + QUESTION, "images": "image"}
-    first, swapped = _ids(engine, prompt, [{"image": [one, two]}, {"image": [two, one]}])
-    assert first[:-1] != swapped[:-1]
-    assert first[-1] == swapped[-1]
-
-    pages = [{"doc": document(2), "page": page} for page in (1, 2)]
-    read = {"user": QUESTION, "pdf": {"column": "doc", "pages": {"column": "page"}, "dpi": 72}}
-    by_page = _ids(engine, read, pages)
-    assert by_page[0] != by_page[1]
-    (both,) = _ids(engine, {**read, "pdf": {"column": "doc", "dpi": 72}}, [{"doc": document(2)}])
-    assert both[-1] > by_page[0][-1]
 
 
 def test_a_bad_image_harms_no_other_row(engine: batchrunner.OpenEngine) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,7 @@ import pytest
 
 import batchrunner
 from batchrunner.engines.launched.fleet import LaunchedFleet
-from batchrunner.engines.launched.server import SGLangServer
-from tests.conftest import SMALL_MODEL, eventually, job_of, require_engine, results_of
-from tests.support.engine_processes import descendants_of
+from tests.conftest import SMALL_MODEL, eventually, job_of, require_engine
 from tests.support.tiny_model import make_tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -64,15 +61,6 @@ def _fleet(engine: batchrunner.OpenEngine) -> LaunchedFleet:
     return made
 
 
-def _processes(program: SGLangServer) -> list[int]:
-    """Return the program and all that it started, without its launcher."""
-    assert program._process is not None
-    found = descendants_of(program._process.pid)
-    assert found
-    assert os.getpid() not in found
-    return found
-
-
 def _prefills(engine: batchrunner.OpenEngine) -> dict[str, int]:
     """Return how often each replica has begun rows, by what it has logged so far."""
     replicas = _fleet(engine)._replicas.values()
@@ -96,18 +84,6 @@ def _check_reasoning(engine: batchrunner.OpenEngine) -> None:
         assert row["completion_tokens"] == 6
 
 
-def _check_bundles(engine: batchrunner.OpenEngine, directory: Path) -> None:
-    """Rows share requests, and each has its own output and counts."""
-    found = []
-    for most_rows, bundle in ((8, 8), (1, "off")):
-        job = _long_job(directory / str(bundle), fleet_of(directory), rows=64, tokens=8)
-        report = batchrunner.run({**job, "bundle": bundle}, engine=engine)
-        assert (report.rows_ok, report.bundles["rows_resent"]) == (64, 0)
-        assert report.bundles["most_rows"] == most_rows
-        found.append([(row["completion_tokens"], row["finish_reason"]) for row in results_of(job)])
-    assert found[0] == found[1] == [(8, "length")] * 64
-
-
 @pytest.mark.usefixtures("full_requests")
 def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None:
     """All rows are answered, by both replicas, whose loads are polled; their logs may have the key."""
@@ -120,7 +96,6 @@ def test_real_replicas(replicas: batchrunner.OpenEngine, tmp_path: Path) -> None
     assert _polled(job) == fleet._replicas.keys()
     assert report.engine["max_running"] == 64
     _check_reasoning(replicas)
-    _check_bundles(replicas, tmp_path / "bundles")
     for log in fleet._log_dir.glob("engine-*.log"):
         assert log.stat().st_mode & 0o77 == 0
     assert len(list(fleet._log_dir.glob("engine-*.log"))) == 2

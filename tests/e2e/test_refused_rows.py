@@ -1,9 +1,9 @@
-"""A row that is refused for now, again and again, is itself the reason only while others are answered."""
+"""A row that is refused is itself why only while others are answered; a replica may be wrong, too."""
 
 from __future__ import annotations
 
-import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
-from tests.conftest import batchrun_merge, job_of, results_of, run_job, write_rows
+from tests.conftest import events_of, job_of, results_of, run_job, write_rows
 from tests.e2e.test_batch_files import CHAT, COMPLETIONS, Batch, request_of
 from tests.e2e.test_bundles import bundled_job, only
-from tests.e2e.test_embeddings import ids_job
+from tests.e2e.test_tasks import ROWS, job_for
 from tests.support.answers import Body, OnWire
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.runs import failed_rows, rows_once
 from tests.support.server_thread import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
@@ -41,7 +42,7 @@ def check_failed(job: dict[str, Any], *rows: int, of: int, words: str = "") -> N
     """Check that these rows of a job failed, by their own fault, and all others were answered."""
     results = results_of(job)
     assert [row["row"] for row in results] == list(range(of))
-    assert [row["row"] for row in results if row["error"] is not None] == list(rows)
+    assert failed_rows(job) == list(rows)
     for row in rows:
         error = results[row]["error"]
         assert error.startswith("refused ")
@@ -52,30 +53,22 @@ def check_failed(job: dict[str, Any], *rows: int, of: int, words: str = "") -> N
 
 @pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}], ids=str)
 @pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("alone", [False, True])
 def test_a_row_that_is_always_refused(
-    tmp_path: Path, server: FakeSGLang, what: Behaviour, prompt: dict[str, str]
+    tmp_path: Path, server: FakeSGLang, what: Behaviour, prompt: dict[str, str], alone: bool
 ) -> None:
-    """It has an error, the others are answered, and the run is merged."""
-    server.script = lambda sent: what if sent.prompt == "row 7" else "answer"
-    job = job_of(tmp_path, server, rows=30, prompt=prompt, limits=PATIENT)
-    run_job(job, tmp_path, code=3)
-    check_failed(job, 7, of=30, words=REFUSED[what])
-    batchrun_merge(Path(job["output"]["path"]))
+    """It has an error, and the others are answered.
 
-
-@pytest.mark.parametrize("prompt", [{"text": "text"}, {"user": "{{ text }}"}], ids=str)
-@pytest.mark.parametrize("what", REFUSED)
-def test_no_other_row_is_left(
-    tmp_path: Path, server: FakeSGLang, what: Behaviour, prompt: dict[str, str]
-) -> None:
-    """A resumed run that has this row alone sends something small, and knows that the engine works."""
+    A resumed run that has this row alone sends something small, and knows that the engine works.
+    """
     job = job_of(tmp_path, server, rows=30, prompt=prompt, limits=PATIENT)
-    batchrunner.run(job, overrides=["input.limit=29"])
-    server.forget()
+    if alone:
+        batchrunner.run(job, overrides=["input.limit=29"])
+        server.forget()
     server.script = lambda sent: what if sent.prompt == "row 29" else "answer"
-    assert batchrunner.run(job).exit_code == 3
+    run_job(job, tmp_path, code=3)
     check_failed(job, 29, of=30, words=REFUSED[what])
-    assert set(server.prompts) == {"row 29", "r" if "text" in prompt else "1"}
+    assert not alone or set(server.prompts) == {"row 29", "r" if "text" in prompt else "1"}
 
 
 @pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
@@ -100,16 +93,6 @@ def test_an_only_row_without_decoding(tmp_path: Path, server: FakeSGLang, task: 
     check_failed(job, 0, of=1)
 
 
-def test_several_rows_on_several_routes(tmp_path: Path, server: FakeSGLang) -> None:
-    """It does not matter which replica refuses them."""
-    server.script = lambda sent: "gateway 504" if sent.prompt in {"row 3", "row 99"} else "answer"
-    with FakeSGLang(server.script) as other:
-        engine = {"kind": "attach", "urls": [server.url, other.url]}
-        job = job_of(tmp_path, engine, rows=100, window=8, limits=PATIENT)
-        assert batchrunner.run(job).exit_code == 3
-    check_failed(job, 3, 99, of=100)
-
-
 @pytest.mark.usefixtures("full_requests")
 @pytest.mark.parametrize("together", [False, True])
 def test_a_row_in_a_bundle(tmp_path: Path, server: FakeSGLang, *, together: bool) -> None:
@@ -126,30 +109,9 @@ def test_a_row_in_a_list(tmp_path: Path, server: FakeSGLang) -> None:
     """So it is without decoding."""
     server.arguments = {"is_generation": False}
     server.script = lambda sent: "gateway 504" if sent.prompt.startswith("[9,") else "answer"
-    job = ids_job(tmp_path, server, limits=PATIENT)
+    job = job_for("embed", tmp_path, server, limits=PATIENT)
     assert batchrunner.run(job).exit_code == 3
-    check_failed(job, 9, of=40)
-
-
-def test_a_row_of_a_batch_file(tmp_path: Path, server: FakeSGLang) -> None:
-    """The results are published, with its line in the file of errors."""
-    server.script = lambda sent: "gateway 504" if sent.prompt == "question 4" else "answer"
-    paths = [CHAT, COMPLETIONS]
-    batch = Batch(tmp_path, [request_of(number, url=paths[number % 2]) for number in range(20)])
-    result = batch.do("--errors", batch.errors, "--set", "limits.engine_wait=10", engine=server)
-    assert result.exit_code == 0, result.stderr
-    assert len(batch.results.read_text().splitlines()) == 19
-    (line,) = batch.errors.read_text().splitlines()
-    assert '"request-4"' in line
-    assert "504" in line
-
-
-def test_a_server_that_refuses_half_of_all(tmp_path: Path, server: FakeSGLang) -> None:
-    """As a load balancer does with a backend that is gone: no row fails."""
-    rng = random.Random(1)
-    server.script = lambda _: rng.choice(["busy 503", "answer"])
-    report = batchrunner.run(job_of(tmp_path, server, rows=400, limits=PATIENT))
-    assert (report.exit_code, report.rows_ok) == (0, 400)
+    check_failed(job, 9, of=ROWS)
 
 
 @pytest.mark.parametrize("row", [10, 95])
@@ -173,14 +135,9 @@ def test_an_outage(tmp_path: Path, server: FakeSGLang, what: Behaviour, row: int
 PAGE = Body(b"\n<!DOCTYPE html><title>Log in</title>")
 NO_ENGINE: dict[str, tuple[Body | OnWire, str]] = {
     "a page": (PAGE, "not an answer of SGLang: <!DOCTYPE html><title>Log in</title>"),
-    "nothing": (Body(b""), "not an answer of SGLang: nothing"),
     "a redirect": (
         OnWire(b"HTTP/1.1 302 Found\r\nLocation: https://login.invalid/\r\n" + EMPTY),
         "leads to https://login.invalid/: correct engine.urls",
-    ),
-    "a redirect to a page": (
-        OnWire(b"HTTP/1.1 302 Found\r\nLocation: /login\r\n" + EMPTY),
-        "/login: correct engine.urls",
     ),
 }
 
@@ -221,3 +178,121 @@ def test_nothing_is_answered(tmp_path: Path, server: FakeSGLang) -> None:
     server.script = lambda _: "gateway 504"
     with pytest.raises(EngineLostError, match=r"took no row for 1 s \(row \d and \d more\): 504: Gateway"):
         batchrunner.run(job_of(tmp_path, server, rows=2, limits={"engine_wait": 1}))
+
+
+# --- replicas that refuse what others answer ---
+
+
+MANY = 200
+
+
+def families(directory: Path, rows: int) -> None:
+    """Write an input whose rows begin alike."""
+    texts = [f"{'long beginning ' * 60} {row % 4} {'of a family ' * 60} {row}" for row in range(rows)]
+    write_rows(directory / "input.parquet", rows, text=texts)
+
+
+def says(status: int) -> OnWire:
+    """A refusal with a status."""
+    return OnWire(f"HTTP/1.1 {status} No\r\nConnection: close\r\nContent-Length: 2\r\n\r\nNo".encode())
+
+
+@pytest.fixture
+def wrong() -> Iterator[FakeSGLang]:
+    """A server that refuses everything."""
+    with FakeSGLang(lambda _: says(404)) as fake:
+        yield fake
+
+
+@pytest.mark.parametrize("status", [400, 404])
+def test_a_replica_that_refuses_everything(
+    tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, status: int
+) -> None:
+    """All rows are answered by the other one, and one line says why."""
+    wrong.script, server.delay_s = lambda _: says(status), 0.01
+    job = job_of(tmp_path, [wrong, server], rows=MANY)
+    result = run_job(job, tmp_path)
+    rows_once(job, MANY)
+    (line,) = (line for line in result.stderr.splitlines() if "gets no rows" in line)
+    assert f"{wrong.url} gets no rows for 600 s: it refuses what others answer ({status}: No)" in line
+    assert events_of(job, "route_out") == ["route_out"]
+    assert len(wrong.sent) <= MANY
+
+
+@pytest.mark.parametrize("kind", ["bundles", "lists", "families"])
+def test_other_ways_of_sending(tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, kind: str) -> None:
+    """Rows that share a request, or a prefix whose cache the wrong replica would have had."""
+    server.delay_s, rows = 0.01, MANY
+    if kind == "bundles":
+        job = bundled_job(tmp_path, [wrong, server], rows=MANY)
+    elif kind == "lists":
+        server.arguments = wrong.arguments = {"is_generation": False}
+        job, rows = job_for("embed", tmp_path, [wrong, server]), ROWS
+    else:
+        families(tmp_path, MANY)
+        job = job_of(tmp_path, [wrong, server], window=16)
+    batchrunner.run(job)
+    rows_once(job, rows)
+
+
+@pytest.mark.parametrize("bad", [0, 5])
+def test_most_replicas_refuse_everything(
+    tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, bad: int
+) -> None:
+    """Their word counts for nothing while another one answers; but its own does."""
+    server.delay_s = 0.01
+    server.script = lambda sent: "too long" if sent.row in range(50, 50 + bad) else "answer"
+    with FakeSGLang(wrong.script) as another:
+        job = job_of(tmp_path, [wrong, another, server], rows=MANY)
+        result = run_job(job, tmp_path, code=3 if bad else 0)
+    assert failed_rows(job) == [*range(50, 50 + bad)]
+    assert result.stderr.count("gets no rows") == 2
+
+
+def test_a_replica_that_turns_wrong_and_right(
+    tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Families of rows that it has are no longer its own; after a while it is tried again."""
+    monkeypatch.setattr("batchrunner.dispatch.queue.OUT_S", 0.3)
+    wrong.script = lambda _: says(404) if 20 <= len(wrong.sent) < 60 else "answer"
+    wrong.delay_s = server.delay_s = 0.02
+    families(tmp_path, 1000)
+    job = job_of(tmp_path, [wrong, server], window=16)
+    batchrunner.run(job)
+    rows_once(job, 1000)
+    assert len(wrong.sent) > 70
+    assert events_of(job, "route_out")
+
+
+def test_rows_that_are_bad(tmp_path: Path, server: FakeSGLang) -> None:
+    """Two replicas say so: they fail, and no replica is taken out."""
+    server.script = lambda sent: "too long" if sent.row % 10 == 0 else "answer"
+    with FakeSGLang(server.script) as other:
+        job = job_of(tmp_path, [server, other], rows=MANY, window=8)
+        result = run_job(job, tmp_path, code=3)
+    assert failed_rows(job) == list(range(0, MANY, 10))
+    assert {row["attempts"] for row in results_of(job) if row["error"]} == {2}
+    assert "gets no rows" not in result.stderr
+
+
+@pytest.mark.parametrize("fate", ["die", "gateway 504", "too long"])
+def test_bad_rows_and_no_other_replica(
+    tmp_path: Path, server: FakeSGLang, fate: Behaviour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The word of a replica that answers rows is enough where the other one is away, busy or taken out."""
+    monkeypatch.setattr("batchrunner.dispatch.queue.LONGEST_COOLDOWN_S", 0.5)
+    server.delay_s = 0.01
+
+    server.script = lambda sent: "too long" if sent.row in {5, 170} else "answer"
+    with FakeSGLang(lambda _: fate) as other:
+        job = job_of(tmp_path, [server, other], rows=MANY, window=8)
+        assert batchrunner.run(job).exit_code == 3
+    assert (failed_rows(job), len(results_of(job))) == ([5, 170], MANY)
+
+
+def test_all_replicas_refuse_all(tmp_path: Path, wrong: FakeSGLang) -> None:
+    """Then it is the job that is wrong."""
+    with FakeSGLang(wrong.script) as other:
+        job = job_of(tmp_path, [wrong, other])
+        assert batchrunner.run(job).exit_code == 3
+    assert {(row["error"], row["attempts"]) for row in results_of(job)} == {("404: No", 2)}

@@ -5,20 +5,21 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import JobError, OutputError, ResumeError, StorageError
+from batchrunner.core.errors import JobError, ResumeError, StorageError
 from batchrunner.output.parts import write_part
-from tests.conftest import batchrun, job_of, results_of, rows_in, run_job
+from tests.conftest import batchrun, column_of, job_of, results_of, rows_in, run_job
 from tests.support.answers import Body, Said
 from tests.support.fake_sglang import FakeSGLang, Sent, answer
 from tests.support.functions import LABEL, write_module
 from tests.support.refusals import refusal, told
-from tests.support.runs import rows_once, rows_sent, status_of
+from tests.support.runs import rows_once, rows_sent
 from tests.support.store_server import StoreBucket
 
 NOW = "{{ text }}{% if id % 6 == 0 %} now{% endif %}"
@@ -46,12 +47,10 @@ def test_a_corrected_template(tmp_path: Path, server: FakeSGLang, options: list[
     server.forget()
     result = run_job(new, tmp_path, *options)
     told(result.stderr, f"33 of 40 rows have the answer of an equal request in {tmp_path}/run")
-    assert sorted(rows_sent(server)) == CORRECTED
+    assert rows_sent(server) == CORRECTED
     found, before = answers(new), answers(old)
     assert {row for row in found if found[row] == before[row]} == {*range(40)} - {*CORRECTED}
-    assert [row["id"] for row in results_of(new)] == list(range(40))
-    state = status_of(tmp_path / "new")
-    assert (state["rows_on_disk"], state["rows_reused"], state["finished"]) == (40, 33, True)
+    assert column_of(new, "id") == list(range(40))
     told(batchrun("status", tmp_path / "new").stdout, "40 of 40 rows on disk (100.0%), 33 reused, 0 failed")
     server.forget()
     assert batchrun("merge", tmp_path / "new").exit_code == 0
@@ -68,18 +67,12 @@ def test_what_the_report_says(tmp_path: Path, server: FakeSGLang) -> None:
     new["prompt"] = {"text": NOW}
     first = batchrunner.run(old)
     report = batchrunner.run(new)
-    assert (report.rows_ok, report.rows_reused, report.rows_resumed, report.rows_deduplicated) == (
-        40,
-        33,
-        0,
-        0,
-    )
+    assert (report.rows_reused, report.rows_resumed, report.rows_deduplicated) == (33, 0, 0)
     assert 0 < report.output_tokens < first.output_tokens / 4
     assert "33 rows given an answer of another run" in report.lines()
     later = batchrunner.run(new)
     assert (later.rows_reused, later.rows_resumed) == (33, 40)
-    fresh = batchrunner.run(new, fresh=True)
-    assert (fresh.rows_reused, fresh.rows_ok) == (33, 40)
+    assert batchrunner.run(new, fresh=True).rows_reused == 33
     third = {**new, "output": {"path": f"{tmp_path}/third", "reuse": f"{tmp_path}/new"}}
     assert batchrunner.run(third).rows_reused == 40
 
@@ -88,16 +81,15 @@ def test_another_order_and_other_columns(tmp_path: Path, server: FakeSGLang) -> 
     """Rows are known by what they ask for, wherever they stand; carried columns are the new input's."""
     old, new = both(tmp_path, server, input={"columns": ["id"]})
     batchrunner.run(old)
-    before = {row["id"]: row["output"] for row in results_of(old)}
     rows = list(reversed(range(50)))
-    table = {"text": [f"row {row}" for row in rows], "id": rows, "name": [f"n{row}" for row in rows]}
+    table = {"text": [f"row {row}" for row in rows], "id": rows, "name": rows}
     pq.write_table(pa.table(table), tmp_path / "b.parquet")
     new["input"] = {"path": f"{tmp_path}/b.parquet", "columns": ["name"], "filter": "id != 7"}
     server.forget()
     report = batchrunner.run(new)
     assert (report.rows_ok, report.rows_reused, len(server.sent)) == (49, 39, 10)
     found = {row["name"]: row["output"] for row in results_of(new)}
-    assert found.items() >= {f"n{row}": before[row] for row in range(40) if row != 7}.items()
+    assert found.items() >= {row: text for row, text in answers(old).items() if row != 7}.items()
 
 
 @pytest.mark.parametrize("on_length", ["keep", "longer"])
@@ -105,10 +97,9 @@ def test_only_good_answers(tmp_path: Path, server: FakeSGLang, on_length: str) -
     """A failed row is asked again, and one that was cut where the job asks such rows again."""
 
     def script(sent: Sent) -> Any:
-        number = int(sent.prompt.split()[1])
         cut = answer(sent, "so far")
         cut["meta_info"]["finish_reason"] = {"type": "length", "length": 2}
-        return "too long" if number == 3 else Body(json.dumps(cut).encode()) if number in {5, 6} else "answer"
+        return {3: "too long", 5: Body(json.dumps(cut).encode())}.get(sent.row, "answer")
 
     server.script = script
     old, new = both(tmp_path, server)
@@ -116,13 +107,11 @@ def test_only_good_answers(tmp_path: Path, server: FakeSGLang, on_length: str) -
     server.script = lambda _: "answer"
     server.forget()
     report = batchrunner.run({**new, "on_length": on_length})
-    again = [3, 5, 6] if on_length == "longer" else [3]
-    assert (sorted(rows_sent(server)), report.rows_reused, report.rows_ok) == (again, 40 - len(again), 40)
+    again = [3, 5] if on_length == "longer" else [3]
+    assert (rows_sent(server), report.rows_reused, report.rows_ok) == (again, 40 - len(again), 40)
 
 
-@pytest.mark.parametrize(
-    "change", ["sampling.temperature=0.5", "output.columns=[output_ids]", "sampling.stop=[x]"]
-)
+@pytest.mark.parametrize("change", ["sampling.temperature=0.5", "output.columns=[output_ids]"])
 def test_other_requests(tmp_path: Path, server: FakeSGLang, change: str) -> None:
     """Sampling and what is asked for belong to a request; that nothing is equal is said."""
     old, new = both(tmp_path, server)
@@ -158,14 +147,8 @@ def test_paths_that_are_no_other_run(tmp_path: Path, server: FakeSGLang) -> None
     new["output"]["reuse"] = f"{tmp_path}/nothing"
     told(refusal(new, tmp_path), f"{tmp_path}/nothing: not a run's output path")
     batchrunner.run(old)
-    server.forget()
-    own = {**old, "output": {**old["output"], "reuse": old["output"]["path"]}}
-    own["prompt"] = {"text": NOW}
-    with pytest.raises(JobError, match="is the output path itself"):
-        batchrunner.run(own, fresh=True)
-    assert len(rows_in(old)) == 40
-    with pytest.raises(OutputError, match=r"no run\.json"):
-        batchrunner.run({**new, "output": {**new["output"], "reuse": f"{tmp_path}/run/parts"}})
+    old["output"]["reuse"] = old["output"]["path"]
+    told(refusal(old, tmp_path, "--fresh", "--set", "window=3"), "is the output path itself")
 
 
 def test_another_model(tmp_path: Path, server: FakeSGLang) -> None:
@@ -174,13 +157,9 @@ def test_another_model(tmp_path: Path, server: FakeSGLang) -> None:
     batchrunner.run(old)
     new["prompt"] = {"text": NOW}
     with FakeSGLang(model="other/model") as other:
-        elsewhere = {**new, "engine": {"kind": "attach", "urls": [other.url]}}
         with pytest.raises(ResumeError, match="model was 'fake/model' and is 'other/model'"):
-            batchrunner.run(elsewhere)
+            batchrunner.run({**new, "engine": other.url})
         assert not other.sent
-    simulated = {**new, "engine": {"kind": "simulated"}, "output": {**new["output"], "path": f"{tmp_path}/c"}}
-    with pytest.raises(JobError, match="model was 'fake/model' and is 'simulated'"):
-        batchrunner.run(simulated)
     assert batchrunner.run(new).rows_ok == 40
 
 
@@ -189,12 +168,10 @@ def test_no_engine_is_needed_where_all_is_known(tmp_path: Path, server: FakeSGLa
     write_module(tmp_path, LABEL + "\n" + LABEL.replace("label", "other"))
     old, new = both(tmp_path, server, parse="hooks:label", python_path=[str(tmp_path)])
     batchrunner.run(old)
-    gone = {**new, "engine": {"kind": "attach", "urls": ["http://127.0.0.1:9"]}}
-    report = batchrunner.run({**gone, "input": {**old["input"], "columns": ["id"]}})
+    gone = {**new, "engine": "http://127.0.0.1:9", "input": {**old["input"], "columns": ["id"]}}
+    report = batchrunner.run(gone)
     assert (report.exit_code, report.rows_ok, report.rows_reused) == (0, 40, 40)
-    assert [(row["id"], row["length"]) for row in results_of(new)] == [
-        (row["row"], len(row["output"])) for row in results_of(new)
-    ]
+    assert all((row["id"], row["length"]) == (row["row"], len(row["output"])) for row in results_of(new))
     with pytest.raises(JobError, match="parse was 'hooks:label' and is 'hooks:other'"):
         batchrunner.run({**new, "parse": "hooks:other", "output": {**new["output"], "path": f"{tmp_path}/c"}})
 
@@ -215,8 +192,8 @@ def test_equal_rows(tmp_path: Path, server: FakeSGLang, temperature: int) -> Non
     write(5)
     server.forget()
     report = batchrunner.run(new)
-    found = [row["output"] for row in results_of(new)]
-    assert found[:3] == [row["output"] for row in results_of(old)]
+    found = column_of(new, "output")
+    assert found[:3] == column_of(old, "output")
     assert (report.rows_reused, len({*found})) == ((3, 5) if temperature else (5, 1))
 
 
@@ -225,10 +202,9 @@ def test_equal_rows(tmp_path: Path, server: FakeSGLang, temperature: int) -> Non
     [
         {"sampling": {"n": 2, "temperature": 1}, "output": {"columns": ["output_ids", "logprobs"]}},
         {"prompt": {"user": "{{ text }}"}, "accept": {"json": {"type": "object"}, "tries": 1}},
-        {"task": "embed"},
         {"task": "embed", "output": {"dtype": "float16"}},
     ],
-    ids=["samples", "json", "vectors", "half"],
+    ids=["samples", "json", "vectors"],
 )
 def test_all_that_an_answer_has(tmp_path: Path, server: FakeSGLang, changes: dict[str, Any]) -> None:
     """Lists, structs and vectors are in the new parts as they were in the old ones, of the same types."""
@@ -253,21 +229,16 @@ def test_a_stop_in_between(tmp_path: Path, server: FakeSGLang, monkeypatch: pyte
     new["output"] = {**new["output"], "part_rows": 10}
     batchrunner.run(old)
     server.forget()
-    left = iter(range(2))
-
-    def failing(*arguments: Any) -> int:
-        if next(left, None) is None:
-            raise OSError(28, "No space left on device")
-        return write_part(*arguments)
-
+    full = OSError(28, "No space left on device")
     with monkeypatch.context() as patch:
+        failing = Mock(wraps=write_part, side_effect=[DEFAULT, DEFAULT, full])
         patch.setattr("batchrunner.runner.reuse.write_part", failing)
         with pytest.raises(StorageError, match="No space left"):
             batchrunner.run(new)
     assert len(rows_in(new)) == 20
     report = batchrunner.run(new)
-    assert (report.rows_resumed, report.rows_reused, report.rows_ok) == (20, 33, 40)
-    assert sorted(rows_sent(server)) == CORRECTED
+    assert (report.rows_resumed, report.rows_reused) == (20, 33)
+    assert rows_sent(server) == CORRECTED
     rows_once(new, 40)
     before = answers(old)
     assert all(text == before[row] for row, text in answers(new).items() if row not in CORRECTED)
@@ -283,22 +254,17 @@ def test_runs_in_stores(tmp_path: Path, store_bucket: StoreBucket, server: FakeS
     for path in (f"{store_bucket.uri}/new", f"{tmp_path}/new"):
         job = {**new, "output": {"path": path, "reuse": f"{store_bucket.uri}/old"}}
         assert batchrunner.run(job).rows_reused == 33
-    state = json.loads(batchrun("status", f"{store_bucket.uri}/new", "--json").stdout)
-    assert (state["rows_on_disk"], state["rows_reused"]) == (40, 33)
 
 
 def test_rows_of_a_file_that_grew(tmp_path: Path, server: FakeSGLang) -> None:
     """A run that goes on takes the answers for its new rows, too."""
     path = tmp_path / "a.csv"
-    lines = [f"row {row}\n" for row in range(6)]
-    path.write_text("".join(["text\n", *lines]))
+    path.write_text("text\nrow 0\nrow 1\nrow 2\nrow 3\n")
     old, new = both(tmp_path, server, input={"path": str(path)})
     batchrunner.run(old)
-    path.write_text("".join(["text\n", *lines[:2]]))
+    path.write_text("text\nrow 0\nrow 1\n")
     assert batchrunner.run(new).rows_reused == 2
-    assert batchrun("merge", tmp_path / "new").exit_code == 0
-    path.write_text("".join(["text\n", *lines[:2], *reversed(lines[2:]), "row 9\n"]))
+    path.write_text("text\nrow 0\nrow 1\nrow 3\nrow 2\nrow 9\n")
     server.forget()
     report = batchrunner.run(new)
-    assert (report.rows_reused, report.rows_ok, rows_sent(server)) == (6, 7, [9])
-    assert not list((tmp_path / "new" / "merged").glob("*"))
+    assert (report.rows_reused, report.rows_ok, rows_sent(server)) == (4, 5, [9])

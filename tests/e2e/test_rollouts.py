@@ -25,6 +25,7 @@ from tests.conftest import (
     job_of,
     report_of,
     results_of,
+    rows_in,
     run_job,
     started,
     write_job,
@@ -32,6 +33,7 @@ from tests.conftest import (
 from tests.support.answers import Said
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.functions import write_module
+from tests.support.runs import failed_rows, until_stored
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
 PROMPT = {"rollout": "hooks:solve"}
@@ -221,7 +223,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
     write_module(tmp_path, "async def solve(row, generate): return {'text': (await generate('again')).text}")
     again = batchrun(tmp_path / "job.yaml", "--retry-failed")
     assert again.exit_code == 0, again.stderr
-    assert [row["row"] for row in results_of(job)] == list(range(40))
+    assert rows_in(job) == list(range(40))
     assert server.prompts.count("again") == 16
 
 
@@ -330,7 +332,7 @@ def test_nothing_is_asked_twice_after_a_kill(tmp_path: Path, server: FakeSGLang)
         server.wait_until_left()
         held += 60
     held = 1 << 30
-    assert batchrun(file).exit_code == 0
+    run_job(job, tmp_path)
     expected = Counter[str]()
     for row in range(20):
         expected[f"row {row} sample"] = 3
@@ -360,9 +362,8 @@ def test_a_failed_row_is_asked_anew(tmp_path: Path, server: FakeSGLang) -> None:
     file = write_job(job_of(tmp_path, server, rows=4, prompt=PROMPT), tmp_path)
     with started(file) as running:
         eventually(lambda: sum("second" in prompt for prompt in server.prompts) == 3)
-        time.sleep(2)  # the failed row is in the journal
-        running.process.send_signal(signal.SIGKILL)
-        running.process.wait()
+        until_stored(tmp_path / "run", 1)  # the failed row
+        running.kill()
     server.wait_until_left()
     server.script = lambda sent: "answer"
     done = batchrun(file, "--retry-failed")
@@ -387,8 +388,7 @@ def test_a_function_that_asks_otherwise_when_it_is_run_again(tmp_path: Path, ser
     file = write_job(job, tmp_path)
     with started(file) as running:
         eventually(lambda: len(server.sent) == 4)
-        running.process.send_signal(signal.SIGKILL)
-        running.process.wait()
+        running.kill()
     server.script = lambda sent: "answer"
     done = batchrun(file)
     assert done.exit_code == 0
@@ -430,8 +430,7 @@ def test_a_blocked_loop_costs_no_answer(tmp_path: Path, server: FakeSGLang) -> N
         limits={"python": 1, "max_failed_rows": 10, "python_processes": 2},
     )
     run_job(job, tmp_path)
-    rows = results_of(job)
-    assert [row["row"] for row in rows if row["error"] is not None] == [3, 10, 17, 24]
+    assert failed_rows(job) == [3, 10, 17, 24]
     assert max(Counter(server.prompts).values()) == 1
     assert len(server.sent) == 26 * 3 + 4 * 2
 
@@ -455,7 +454,7 @@ def test_turns_go_before_new_rows_and_where_their_prefix_is(tmp_path: Path) -> N
         """,
     )
     with FakeSGLang(delay_s=0.01) as one, FakeSGLang(delay_s=0.01) as two:
-        engine = {"kind": "attach", "urls": [one.url, two.url]}
+        engine = [one, two]
         job = job_of(tmp_path, engine, rows=200, window=16, prompt=PROMPT, limits={"python_processes": 1})
         run_job(job, tmp_path)
         homes = [{prompt.split(" turn")[0] for prompt in each.prompts} for each in (one, two)]
@@ -481,7 +480,7 @@ def test_tasks_share_rollouts(tmp_path: Path, server: FakeSGLang, signals: list[
     server.script = lambda sent: "answer"
     done = batchrun(file, "--join")
     assert done.exit_code == 0, done.stderr
-    assert [row["row"] for row in results_of(job)] == list(range(40))
+    assert rows_in(job) == list(range(40))
     counts = Counter(server.prompts)
     assert {counts[prompt] for prompt in counts if "turn 3" not in prompt} == {1}
     assert [*(tmp_path / "run" / "tasks").glob("*/turns-*")] == []
@@ -506,7 +505,6 @@ def test_functions_of_a_program(tmp_path: Path) -> None:
 
 TYPED = "from typing import TypedDict\nclass A(TypedDict):\n  error: str\n"
 REFUSED = [
-    ("async def solve(row): pass", {}, "hooks:solve is called with two arguments, the row and generate"),
     ("def solve(row, generate): pass", {}, "hooks:solve is no asynchronous function: write async def"),
     (
         TURNS,

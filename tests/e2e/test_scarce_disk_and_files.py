@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.conftest import (
-    INSTANT,
     batchrun,
     job_of,
     report_of,
@@ -22,8 +18,9 @@ from tests.conftest import (
     started_python,
     write_job,
 )
-from tests.support.fake_sglang import FakeSGLang
+from tests.support.fake_sglang import Behaviour, FakeSGLang
 from tests.support.refusals import AS_ROOT, refusal, told
+from tests.support.runs import rows_once
 from tests.support.server_thread import PATIENCE_S
 
 
@@ -53,33 +50,29 @@ def test_full_disk(tmp_path: Path, server: FakeSGLang) -> None:
     assert server.sent == []
 
 
-def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up(tmp_path: Path, server: FakeSGLang) -> None:
     """A disk that is full in mid-run ends it in one line, exit 1; with room again it goes on."""
     with tiny_disk("20m") as disk:
-        with (disk / "ballast").open("wb", buffering=0) as ballast, FakeSGLang() as server:
-            arrived = count(1)
+        with (disk / "ballast").open("wb", buffering=0) as ballast:
 
-            def fill(_: object) -> Any:
-                if next(arrived) == 30:
+            def fill(_: object) -> Behaviour:
+                if len(server.sent) == 30:
                     with contextlib.suppress(OSError):
                         while ballast.write(bytes(4096)):
                             pass
                 return "answer"
 
             server.script = fill
-            path = str(disk / "run")
-            job = job_of(tmp_path, server, rows=100, output={"path": path, "part_rows": 10}, window=2)
-            job["limits"] = {"disk_wait": 2}
+            output = {"path": str(disk / "run"), "part_rows": 10}
+            job = job_of(tmp_path, server, rows=100, output=output, window=2, limits={"disk_wait": 2})
             result = run_job(job, tmp_path, "-q", code=1)
             (line,) = [line for line in result.stderr.splitlines() if line.startswith("batchrun: ")]
             told(line, disk / "run" / "parts", "No space left", "run the same command again")
             assert result.stderr.count("Traceback") == 0
         (disk / "ballast").unlink()
-        with FakeSGLang() as another:
-            urls = f"engine.urls=[{another.url}]"
-            run_job(job, tmp_path, "--set", urls)
-        assert report_of(job)["rows_ok"] == 100
-        assert 0 < report_of(job)["rows_resumed"] < 100
+        run_job(job, tmp_path)
+        rows_once(job, 100)
+        assert report_of(job)["rows_resumed"] > 0
 
 
 LIMITED = """
@@ -88,12 +81,6 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
 from batchrunner.cli import main
 main()
 """
-
-
-def limited(size: int, *args: object) -> subprocess.CompletedProcess[str]:
-    """Run the command where no file may become larger."""
-    command = [sys.executable, "-c", LIMITED, str(size), *map(str, args)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("file", [None, "x.csv", "x.parquet"])
@@ -105,9 +92,9 @@ def test_merged_files_that_do_not_fit(tmp_path: Path, file: str | None) -> None:
     command = ("merge", run) if file is None else ("merge", run, out, "--force")
     assert batchrun(*command).exit_code == 0
     before = [path.read_bytes() for path in ([out] if file else out.iterdir())]
-    ended = limited(4000, *command)
-    assert ended.returncode == 2, ended.stderr
-    (line,) = ended.stderr.splitlines()
+    with started_python("-c", LIMITED, 4000, *command) as process:
+        assert process.end() == 2
+    (line,) = process.lines
     told(line, "cannot be written: File too large", "run the same command again")
     assert line.startswith((f"batchrun: {out}: ", f"batchrun: {run}: "))
     assert [path.read_bytes() for path in ([out] if file else out.iterdir())] == before
@@ -145,11 +132,9 @@ def run_limited(directory: Path, server: FakeSGLang, soft: int, hard: int, in_fl
 @pytest.mark.parametrize("limit", [20, 255])
 def test_too_few_files(tmp_path: Path, limit: int) -> None:
     """The limit is told in one line at the start."""
-    command = [sys.executable, "-c", FEW_FILES, str(limit), str(limit)]
-    command.append(str(write_job(job_of(tmp_path, rows=3), tmp_path)))
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
-    (line,) = ended.stderr.splitlines()
-    assert ended.returncode == 2
+    with started_python("-c", FEW_FILES, limit, limit, write_job(job_of(tmp_path), tmp_path)) as process:
+        assert process.end() == 2
+    (line,) = process.lines
     told(line, f"only {limit} files can be open at once (ulimit -n)", "raise it (ulimit -n 4096)")
 
 
@@ -175,11 +160,7 @@ def test_the_soft_limit_is_raised(tmp_path: Path) -> None:
 
 def test_the_page_of_many_parts(tmp_path: Path) -> None:
     """A run of more parts than files may be open has its page."""
-    job = job_of(tmp_path, INSTANT, rows=900, output={"path": str(tmp_path / "run"), "part_rows": 3})
-    page = tmp_path / "run" / "report.html"
-    for arguments in ([write_job(job, tmp_path)], ["report", tmp_path / "run"]):
-        command = [sys.executable, "-c", FEW_FILES, "256", "256", *map(str, arguments)]
-        ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
-        assert ended.returncode == 0, ended.stderr
-    assert ">Prompts <small>tokens" in page.read_text()  # of the parts
-    assert len(list((tmp_path / "run" / "parts").iterdir())) > 256
+    run_job(job_of(tmp_path, rows=900, output={"part_rows": 3}), tmp_path)
+    with started_python("-c", FEW_FILES, 256, 256, "report", tmp_path / "run") as process:
+        assert process.end() == 0
+    assert ">Prompts <small>tokens" in (tmp_path / "run" / "report.html").read_text()  # of the parts

@@ -80,13 +80,3 @@ def test_a_password_in_an_address(tmp_path: Path, user: str) -> None:
         result = batchrun("batch", tmp_path / "x.jsonl", "--url", f"{user}@host:30000", *options)
         assert result.exit_code == 2
         assert "hunter2" not in result.output
-
-
-def test_a_short_key_is_no_secret(
-    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may be a word that messages have: they stay readable."""
-    monkeypatch.setenv("SGLANG_API_KEY", "may")
-    server.script = lambda _: refusal(400)
-    run_job(job := job_of(tmp_path, {"kind": "attach", "urls": [server.url]}, rows=1), tmp_path, code=3)
-    assert results_of(job)[0]["error"].endswith("may not")

@@ -30,13 +30,13 @@ from tests.conftest import (
     eventually,
     job_of,
     require_engine,
-    results_of,
     skip_without,
     write_job,
 )
 from tests.support.engine_processes import command_line
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.launchable import two_halves
+from tests.support.runs import rows_once
 from tests.support.server_thread import PATIENCE_S
 from tests.support.tiny_model import make_tiny_llama
 
@@ -222,7 +222,7 @@ class Gate:
         server.script = self
 
     def __call__(self, sent: Sent) -> Behaviour:
-        is_held = int(sent.prompt.split()[1]) % 10 == 9
+        is_held = sent.row % 10 == 9
         return "hold" if is_held and sent.prompt not in self._passed else "answer"
 
     def pass_what_is_in_flight(self) -> None:
@@ -280,14 +280,11 @@ class Submitted:
 
     def check_rows(self) -> None:
         """Exactly the input's rows are there, once, and went well."""
-        rows = results_of(self.job)
-        there = pq.read_metadata(self.job["input"]["path"]).num_rows
-        assert [row["row"] for row in rows] == list(range(there))
-        assert not any(row["error"] for row in rows)
+        rows_once(self.job, pq.read_metadata(self.job["input"]["path"]).num_rows)
 
 
-Story: TypeAlias = Callable[[SlurmCluster, Path], Submitted]
-"""Submits an array, does something to it, and waits for its end."""
+Story: TypeAlias = Callable[[SlurmCluster, Path], None]
+"""Submits an array, does something to it, waits for its end, and checks what came of it."""
 IN_TURN = threading.Lock()
 """Held by who runs the command in this process."""
 STORIES: dict[str, Story] = {}
@@ -302,18 +299,12 @@ def story(tell: Story) -> Story:
 @pytest.fixture(scope="module")
 def stories(
     slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[dict[str, Future[Submitted]]]:
+) -> Iterator[dict[str, Future[None]]]:
     """All stories, which run at the same time: they wait for Slurm, and seldom for a processor."""
     with ThreadPoolExecutor(len(STORIES)) as pool:
         yield {
             name: pool.submit(tell, slurm, tmp_path_factory.mktemp(name)) for name, tell in STORIES.items()
         }
-
-
-@pytest.fixture
-def ended(request: pytest.FixtureRequest, stories: dict[str, Future[Submitted]]) -> Submitted:
-    """The array of the test's own story, which has ended."""
-    return stories[request.function.__name__.removeprefix("test_")].result()
 
 
 def submit(slurm: SlurmCluster, job: dict[str, Any], directory: Path, *options: object) -> Submitted:
@@ -326,7 +317,8 @@ def submit(slurm: SlurmCluster, job: dict[str, Any], directory: Path, *options: 
 
 
 @story
-def a_time_limit(slurm: SlurmCluster, here: Path) -> Submitted:
+def a_time_limit(slurm: SlurmCluster, here: Path) -> None:
+    """A task drains before its time is up and queues itself again, until nothing is left."""
     # its time is nearly up after 45 s, in which a slow machine has begun
     limit = ("--array", "0", "--grace", "75", "--", "--time=2")
     with gated_job(here, 1) as (gate, plan):
@@ -334,18 +326,14 @@ def a_time_limit(slurm: SlurmCluster, here: Path) -> Submitted:
         slurm.wait_until(lambda: "time is nearly up" in job.log(0))
         gate.open()
         job.wait()
-    return job
-
-
-def test_a_time_limit(ended: Submitted) -> None:
-    """A task drains before its time is up and queues itself again, until nothing is left."""
-    ended.check_rows()
-    assert "time is nearly up: waiting for the rows in flight, for 55 s at most" in ended.log(0)
-    assert ended.restarted()
+    job.check_rows()
+    assert "time is nearly up: waiting for the rows in flight, for 55 s at most" in job.log(0)
+    assert job.restarted()
 
 
 @story
-def an_array_of_four(slurm: SlurmCluster, here: Path) -> Submitted:
+def an_array_of_four(slurm: SlurmCluster, here: Path) -> None:
+    """Four tasks on two nodes, a GPU each, do the rows together."""
     here = here / "of four, 100%"
     here.mkdir()
     gpus = ("--preamble", 'echo "GPU $CUDA_VISIBLE_DEVICES of $SLURMD_NODENAME"', "--", "--gpus-per-task=1")
@@ -354,20 +342,16 @@ def an_array_of_four(slurm: SlurmCluster, here: Path) -> Submitted:
         slurm.wait_until(lambda: len(job.at_it()) == 4)
         gate.open()
         job.wait()
-    return job
-
-
-def test_an_array_of_four(ended: Submitted) -> None:
-    """Four tasks on two nodes, a GPU each, do the rows together."""
-    ended.check_rows()
-    assert len(ended.tasks()) == 4
-    logs = [ended.log(n) for n in range(4)]
+    job.check_rows()
+    assert len(job.tasks()) == 4
+    logs = [job.log(n) for n in range(4)]
     gpu_of = sorted(log.splitlines()[0] for log in logs)
     assert gpu_of == [f"GPU {n} of {node}" for n in (0, 1) for node in NODES]
 
 
 @story
-def a_task_that_is_requeued(slurm: SlurmCluster, here: Path) -> Submitted:
+def a_task_that_is_requeued(slurm: SlurmCluster, here: Path) -> None:
+    """`scontrol requeue` in mid-run: the task comes back and goes on."""
     with gated_job(here, 2) as (gate, plan):
         job = submit(slurm, plan, here, "--array", "0-1")
         slurm.wait_until(lambda: len(job.at_it()) == 2)
@@ -377,18 +361,14 @@ def a_task_that_is_requeued(slurm: SlurmCluster, here: Path) -> Submitted:
         slurm.wait_until(job.restarted)
         gate.open()
         job.wait()
-    return job
-
-
-def test_a_task_that_is_requeued(ended: Submitted) -> None:
-    """`scontrol requeue` in mid-run: the task comes back and goes on."""
-    ended.check_rows()
-    assert "interrupted: waiting for the rows in flight, for 15 s at most" in ended.log(0)
-    assert ended.restarted()
+    job.check_rows()
+    assert "interrupted: waiting for the rows in flight, for 15 s at most" in job.log(0)
+    assert job.restarted()
 
 
 @story
-def tasks_that_are_killed(slurm: SlurmCluster, here: Path) -> Submitted:
+def tasks_that_are_killed(slurm: SlurmCluster, here: Path) -> None:
+    """One is cancelled, one gets a SIGKILL: the others take over and do the rest."""
     with gated_job(here, 4) as (gate, plan):
         job = submit(slurm, plan, here, "--array", "0-3")
         slurm.wait_until(lambda: len(job.at_it()) == 4)
@@ -397,18 +377,14 @@ def tasks_that_are_killed(slurm: SlurmCluster, here: Path) -> Submitted:
         os.kill(int(re.findall(r"pid (\d+)", killed["running"])[0]), signal.SIGKILL)
         gate.open()
         job.wait()
-    return job
-
-
-def test_tasks_that_are_killed(ended: Submitted) -> None:
-    """One is cancelled, one gets a SIGKILL: the others take over and do the rest."""
-    ended.check_rows()
-    (killed,) = (task["task"] for task in ended.tasks() if "-t2-" in task["task"])
-    assert f"took over from {killed}" in ended.log(0) + ended.log(3)
+    job.check_rows()
+    assert f"took over from {killed['task']}" in job.log(0) + job.log(3)
 
 
 @story
-def an_engine_on_two_machines(slurm: SlurmCluster, here: Path) -> Submitted:
+def an_engine_on_two_machines(slurm: SlurmCluster, here: Path) -> None:
+    """The death of one machine's part is the server's: both start again. Of a task that is requeued both end
+    when its rows in flight have."""
     plan = job_of(here, two_halves(here), rows=40, window=2)
     job = submit(slurm, plan, here, "--array", "0", "--", "--gpus-per-task=1")
     slurm.wait_until(job.at_it)
@@ -418,14 +394,7 @@ def an_engine_on_two_machines(slurm: SlurmCluster, here: Path) -> Submitted:
     slurm.wait_until(lambda: "interrupted: waiting" in job.log(0))
     (here / "go").touch()
     job.wait()
-    return job
-
-
-def test_an_engine_on_two_machines(ended: Submitted) -> None:
-    """The death of one machine's part is the server's: both start again. Of a task that is requeued both end
-    when its rows in flight have."""
-    ended.check_rows()
-    here = ended.run.parent
+    job.check_rows()
     seen = [line.split() for line in (here / "seen").read_text().splitlines()]
     for start in (seen[:2], seen[2:4], seen[4:]):
         assert sorted(line[0] for line in start) == ["0", "1"]
@@ -433,11 +402,17 @@ def test_an_engine_on_two_machines(ended: Submitted) -> None:
         places = {tuple(words[words.index("--nnodes") : words.index("--node-rank")]) for words in start}
         assert len(places) == 1
         assert "--dist-init-addr" in places.pop()
-    told = ended.log(0)
+    told = job.log(0)
     assert told.count("the engine died (") == 1
     assert "the second machine is out of order" in told
-    (log,) = (ended.run / "tasks").glob("*-r1-*/engine-server-node1.log")
+    (log,) = (job.run / "tasks").glob("*-r1-*/engine-server-node1.log")
     assert log.read_text() == "rank 1 begins\n"
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_arrays(stories: dict[str, Future[None]], name: str) -> None:
+    """Each story ends well."""
+    stories[name].result()
 
 
 @pytest.mark.engine

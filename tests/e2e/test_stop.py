@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from batchrunner.advise.advise import advise
-from batchrunner.engines.logs.series import GUIDES
 from tests.conftest import (
     Started,
     batchrun,
@@ -19,12 +15,13 @@ from tests.conftest import (
     job_of,
     report_of,
     rows_in,
+    run_job,
     started,
     started_python,
     write_job,
 )
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.runs import held_from, rows_once, rows_sent, status_of
+from tests.support.runs import held_from, rows_once, rows_sent, status_of, until_stored
 
 
 @pytest.mark.parametrize(
@@ -48,36 +45,10 @@ def test_one_signal_drains(tmp_path: Path, server: FakeSGLang, number: signal.Si
         server.answer_held()
         assert process.end() == code
     assert rows_in(job) == list(range(14))
-    report = report_of(job)
-    assert (report["exit_code"], report["rows_ok"]) == (code, 14)
+    assert (report_of(job)["exit_code"], report_of(job)["rows_ok"]) == (code, 14)
     server.forget()
-    assert batchrun(file).exit_code == 0
+    run_job(job, tmp_path)
     assert rows_sent(server) == list(range(14, 40))
-    assert rows_in(job) == list(range(40))
-
-
-def test_a_drain_is_no_sign_of_anything(
-    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The queue runs empty after a stop because the runner sends nothing: advice does not count it."""
-    monkeypatch.setattr(GUIDES, "span_s", 0.1)
-    server.script = held_from(10)
-    job = job_of(tmp_path, server, rows=400, window=8)
-    with started(write_job(job, tmp_path)) as process:
-        server.wait_for(18)
-        process.process.send_signal(signal.SIGINT)
-        process.wait_for_line("waiting for the rows in flight")
-        eventually(lambda: [sample["unsent"] for sample in samples_in(job)][-10:] == [0] * 10)
-        assert advise(job["output"]["path"]).advice == []
-        server.answer_held()
-        assert process.end() == 130
-
-
-def samples_in(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the samples of a run's event log that are whole."""
-    lines = Path(job["output"]["path"], "events.jsonl").read_bytes().splitlines(keepends=True)
-    events = [json.loads(line) for line in lines if line.endswith(b"\n")]
-    return [event for event in events if event["event"] == "sample"]
 
 
 def test_a_drain_has_an_end(tmp_path: Path, server: FakeSGLang) -> None:
@@ -120,10 +91,9 @@ def test_two_interrupts_stop_now(tmp_path: Path, server: FakeSGLang) -> None:
         assert process.end() == 130
     assert "Traceback" not in "".join(process.lines)
     assert rows_in(job) == list(range(10))
-    assert report_of(job)["rows_ok"] == 10
     server.forget()
     server.script = lambda _: "answer"
-    assert batchrun(file).exit_code == 0
+    run_job(job, tmp_path)
     assert rows_sent(server) == list(range(10, 40))
 
 
@@ -223,15 +193,6 @@ def test_an_interrupt_of_a_check_that_blocks(mark: Path, blocking_job: Path) -> 
     assert process.lines[-1] == "batchrun: interrupted\n"
 
 
-def test_the_second_interrupt_ends_a_blocked_start(mark: Path, blocking_job: Path) -> None:
-    """Whatever the first one does, the second one waits for nothing."""
-    with started(blocking_job) as process:
-        assert mark.read_text() == "up"
-        process.process.send_signal(signal.SIGINT)
-        process.process.send_signal(signal.SIGINT)
-        assert process.end() == 130
-
-
 def leave_a_zombie(task: Started) -> None:
     """Kill a process and do not ask for its exit status, as the first process of many containers."""
     task.process.kill()
@@ -243,14 +204,23 @@ def leave_a_zombie(task: Started) -> None:
 
 def test_the_next_start_goes_on(tmp_path: Path, server: FakeSGLang) -> None:
     """A start on the output path of a zombie is not refused, and `status` does not call it running."""
-    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < 20 else "hold"
+    server.script = held_from(20)
     job = job_of(tmp_path, server, rows=60, window=8, output={"durable": 0.1})
     file = write_job(job, tmp_path)
     with started(file) as killed:
-        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == 20)
+        until_stored(tmp_path / "run", 20)
         assert status_of(tmp_path / "run")["running"]
         leave_a_zombie(killed)
         assert status_of(tmp_path / "run")["running"] is None
         server.answer_held()
-        assert batchrun(file).exit_code == 0
+        run_job(job, tmp_path)
     rows_once(job, 60)
+
+
+def test_the_second_interrupt_ends_a_blocked_start(mark: Path, blocking_job: Path) -> None:
+    """Whatever the first one does, the second one waits for nothing."""
+    with started(blocking_job) as process:
+        assert mark.read_text() == "up"
+        process.process.send_signal(signal.SIGINT)
+        process.process.send_signal(signal.SIGINT)
+        assert process.end() == 130

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,19 +15,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import batchrunner
 from tests.conftest import (
+    INSTANT,
     batchrun,
     batchrun_merge,
+    column_of,
     job_of,
     parts_of,
     report_of,
     results_of,
     run_job,
-    write_job,
+    write_rows,
 )
-from tests.support.answers import HEAD, logprob_for, vector_for
+from tests.support.answers import HEAD, LENGTH, Body, logprob_for, vector_for
 from tests.support.blocks import ROOT
-from tests.support.fake_sglang import FakeSGLang
+from tests.support.fake_sglang import FakeSGLang, Sent
+from tests.support.runs import failed_rows
 
 ROWS = 24
 LABELS = [12, 3, 11]
@@ -86,10 +91,6 @@ def job_for(task: str, directory: Path, server: Any, **changes: Any) -> dict[str
     return job_of(directory, server, **more)
 
 
-def run(job: dict[str, Any], directory: Path, *options: str) -> None:
-    run_job(job, directory, *options)
-
-
 @pytest.mark.usefixtures("full_requests")
 @pytest.mark.parametrize("task", KINDS)
 def test_rows_share_requests(tmp_path: Path, task: str) -> None:
@@ -97,7 +98,7 @@ def test_rows_share_requests(tmp_path: Path, task: str) -> None:
     kind = KINDS[task]
     with FakeSGLang(arguments=kind.arguments) as server:
         job = job_for(task, tmp_path, server, input={"columns": ["id"]})
-        run(job, tmp_path)
+        run_job(job, tmp_path)
         assert server.requests < ROWS
     rows = results_of(job)
     assert [row[kind.column] for row in rows] == [kind.value(row) for row in range(ROWS)]
@@ -115,9 +116,9 @@ def test_a_bad_row_of_a_list_fails_alone(tmp_path: Path, task: str) -> None:
     with FakeSGLang(arguments=kind.arguments) as server:
         server.script = lambda sent: "too long" if sent.prompt == kind.sent(5) else "answer"
         job = job_for(task, tmp_path, server, limits={"max_failed_rows": 1})
-        run(job, tmp_path)
+        run_job(job, tmp_path)
     rows = results_of(job)
-    assert [row["row"] for row in rows if row["error"]] == [5]
+    assert failed_rows(job) == [5]
     assert "longer than the model's context length" in rows[5]["error"]
     assert [row[kind.column] for row in rows] == [None if n == 5 else kind.value(n) for n in range(ROWS)]
     assert {row["attempts"] for row in rows} == {1}
@@ -137,7 +138,7 @@ def test_odd_ends_of_lists(tmp_path: Path, task: str, what: Any) -> None:
     with FakeSGLang(arguments=kind.arguments) as server:
         server.script = lambda sent: what if sent.tries == 1 else "answer"
         job = job_for(task, tmp_path, server)
-        run(job, tmp_path)
+        run_job(job, tmp_path)
     assert [row[kind.column] for row in results_of(job)] == [kind.value(row) for row in range(ROWS)]
 
 
@@ -147,21 +148,19 @@ def test_resumed_joined_merged(tmp_path: Path, task: str) -> None:
     kind = KINDS[task]
     with FakeSGLang(arguments=kind.arguments) as server:
         job = job_for(task, tmp_path, server, input={"limit": 10}, output={"part_rows": 4})
-        run(job, tmp_path, "--join")
+        run_job(job, tmp_path, "--join")
         assert not set(server.prompts) & {kind.sent(row) for row in range(10, ROWS)}
         server.forget()
         job["input"]["limit"] = ROWS
-        run(job, tmp_path, "--join")
+        run_job(job, tmp_path, "--join")
         assert not set(server.prompts) & {kind.sent(row) for row in range(10)}
     found = [row[kind.column] for row in results_of(job)]
     assert found == [kind.value(row) for row in range(ROWS)]
     merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
     assert merged.column(kind.column).to_pylist() == found
-    for ending in ("jsonl", "csv", "arrow"):
+    for ending in ("jsonl", "csv"):
         assert batchrun("merge", job["output"]["path"], tmp_path / f"out.{ending}").exit_code == 0
-    with pa.ipc.open_file(tmp_path / "out.arrow") as arrow:
-        assert arrow.read_all().column(kind.column).to_pylist() == found
-    assert str(found[0][0]) in (tmp_path / "out.jsonl").read_text()
+        assert str(found[0][0]) in (tmp_path / f"out.{ending}").read_text()
 
 
 @pytest.mark.parametrize(
@@ -170,7 +169,6 @@ def test_resumed_joined_merged(tmp_path: Path, task: str) -> None:
         ("embed", {}, "serves fake/model, which generates text: start it with"),
         ("generate", {"is_generation": False}, "serves fake/model, which does not generate text"),
         ("score", {"is_generation": False}, "serves fake/model, which does not generate text"),
-        ("rerank", {}, "which generates text: start it with"),
         (
             "rerank",
             {"is_generation": False, "architectures": ["BertModel"]},
@@ -182,9 +180,7 @@ def test_a_model_for_another_task(tmp_path: Path, task: str, arguments: dict[str
     """One line before anything is sent."""
     with FakeSGLang(arguments=arguments) as fake:
         job = job_for(task, tmp_path, fake) if task in KINDS else job_of(tmp_path, fake, task=task)
-        result = batchrun(write_job(job, tmp_path))
-    assert result.exit_code == 2
-    assert message in result.stderr
+        assert message in run_job(job, tmp_path, code=2).stderr
     assert fake.requests == 0
 
 
@@ -210,3 +206,345 @@ def test_the_jobs_that_we_ship(tmp_path: Path, job: Path) -> None:
         shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert "8 vectors of 16 numbers" in shown
         assert "nearest to json (module):" in shown
+
+
+# --- vectors ---
+
+
+@pytest.fixture
+def embedder() -> Iterator[FakeSGLang]:
+    """A server of an embedding model."""
+    with FakeSGLang(arguments={"is_generation": False}) as fake:
+        yield fake
+
+
+def inputs_of(sent: Sent) -> list[list[int]]:
+    """Return the prompts of the request that a row came in."""
+    found = sent.body["input"]
+    return found if sent.together > 1 else [found]
+
+
+def column_type(job: dict[str, Any]) -> pa.DataType:
+    (kind,) = {part.schema.field("embedding").type for part in parts_of(job["output"]["path"])}
+    return kind
+
+
+@pytest.mark.usefixtures("full_requests")
+def test_lists_are_filled_by_tokens(tmp_path: Path) -> None:
+    """A list has the tokens of a forward pass, with prompts of about one length; a longer one goes alone."""
+    lengths = [2 + (13 * n) % 60 for n in range(200)] + [900]
+    write_rows(tmp_path / "input.parquet", 201, ids=[[n + 1] * size for n, size in enumerate(lengths)])
+    limits = {"is_generation": False, "max_prefill_tokens": 256, "chunked_prefill_size": -1}
+    with FakeSGLang(arguments={**limits, "disable_radix_cache": True}) as fake:
+        job = job_of(tmp_path, fake, task="embed", prompt={"input_ids": "ids"}, window=100)
+        run_job(job, tmp_path)
+    by_content = {repr(inputs): inputs for inputs in map(inputs_of, fake.sent)}
+    lists = [list(map(len, inputs)) for inputs in by_content.values()]
+    assert sum(map(len, lists)) == 201
+    assert all(sum(each) <= 256 or len(each) == 1 for each in lists)
+    assert [900] in lists
+    assert len(lists) < 60
+    assert sum(max(each) - min(each) for each in lists) / len(lists) < 20  # of 60 in the order of the input
+
+
+@pytest.mark.parametrize("engine", ["server", "simulated"])
+def test_texts_have_vectors(tmp_path: Path, embedder: FakeSGLang, engine: str) -> None:
+    """Prompts may be texts, from a column or a template; equal ones are sent once."""
+    write_rows(tmp_path / "input.parquet", 6, same=["x"] * 6)
+    job = job_of(
+        tmp_path, embedder if engine == "server" else {**INSTANT, "dimensions": LENGTH},
+        task="embed", prompt={"text": "query: {{ same }}"}, bundle="off",
+    )  # fmt: skip
+    run_job(job, tmp_path)
+    rows = results_of(job)
+    assert [row["embedding"] for row in rows] == [rows[0]["embedding"]] * 6
+    assert len(rows[0]["embedding"]) == LENGTH
+    assert sorted(row["attempts"] for row in rows) == [0] * 5 + [1]
+
+
+@pytest.mark.parametrize("as_floats", [False, True])
+def test_dtype_normalize_dimensions(tmp_path: Path, embedder: FakeSGLang, as_floats: bool) -> None:
+    """Vectors are shortened by the server, and made of length 1 and of 16 bits here."""
+    embedder.floats = as_floats
+    output = {"dtype": "float16", "normalize": True, "dimensions": 4}
+    job = job_for("embed", tmp_path, embedder, output=output)
+    run_job(job, tmp_path)
+    assert column_type(job) == pa.list_(pa.float16())
+    for row in results_of(job):
+        whole = vector_for(str(ids(row["row"])))
+        norm = math.hypot(*whole[:4])
+        assert row["embedding"] == list(
+            struct.unpack("<4e", struct.pack("<4e", *(n / norm for n in whole[:4])))
+        )
+
+
+def odd_vector(sent: Sent) -> list[float]:
+    whole = vector_for(sent.prompt)
+    return {
+        str([1, 2, 7]): [math.nan, *whole[1:]],
+        str([2, 3, 7]): [math.inf, *whole[1:]],
+        str([3, 4, 7]): [],
+        str([5, 6, 7]): [0.0] * LENGTH,
+        str([6, 7, 7]): [1e5, *whole[1:]],
+        str([7, 8, 7]): whole[1:],
+    }.get(sent.prompt, whole)
+
+
+@pytest.mark.parametrize("as_floats", [False, True])
+def test_vectors_without_use(tmp_path: Path, embedder: FakeSGLang, as_floats: bool) -> None:
+    """NaN, infinite, empty, too short, too large for 16 bits: these rows fail, with the reason."""
+    embedder.vector, embedder.floats = odd_vector, as_floats
+    output = {"dtype": "float16", "dimensions": LENGTH}
+    limits = {"max_failed_rows": 5}
+    job = job_for("embed", tmp_path, embedder, bundle="off", output=output, limits=limits)
+    run_job(job, tmp_path)
+    errors = {row["row"]: row["error"] for row in results_of(job) if row["error"]}
+    assert errors == {
+        1: "the vector has numbers that are NaN or infinite",
+        2: "the vector has numbers that are NaN or infinite",
+        3: "the vector is empty",
+        6: "output.dtype: the vector has numbers too large for float16",
+        7: "the vector has 7 numbers, and output.dimensions is 8",
+    }
+    assert column_type(job) == pa.list_(pa.float16())
+
+
+def test_an_odd_list_reply(tmp_path: Path, embedder: FakeSGLang) -> None:
+    """A reply with fewer vectors than rows says nothing of any: they are sent in other lists."""
+    short = Body(b'{"data": [{"embedding": [1.0, 2.0], "index": 0}]}')
+    embedder.script = lambda sent: short if sent.together > 1 else "answer"
+    job = job_for("embed", tmp_path, embedder)
+    run_job(job, tmp_path)
+    for row in results_of(job):
+        assert (row["embedding"], row["attempts"]) == (vector_for(str(ids(row["row"]))), 1)
+
+
+def test_the_function_embed() -> None:
+    """The library makes vectors of texts, in order, of numbers that numpy reads without a copy."""
+    engine = {**INSTANT, "dimensions": 16}
+    table = batchrunner.embed(["a cat", "a dog", "a cat"], engine=engine, normalize=True)
+    vectors = table.column("embedding").combine_chunks()
+    matrix = vectors.flatten().to_numpy(zero_copy_only=True).reshape(3, 16)
+    assert (matrix[0] == matrix[2]).all()
+    assert abs((matrix * matrix).sum(axis=1) - 1).max() < 1e-5
+
+
+def test_an_engine_opened_for_another_task(embedder: FakeSGLang) -> None:
+    """An open engine takes jobs of its task only."""
+    with batchrunner.open_engine(embedder.url, task="embed") as engine:
+        assert batchrunner.embed(["x"], engine=engine).column("embedding").to_pylist() == [vector_for("x")]
+        with pytest.raises(batchrunner.JobError, match="was opened for task embed, and the"):
+            batchrunner.generate(["x"], engine=engine)
+
+
+# --- scores: of labels and choices, of pairs, of classes ---
+
+
+TOKENS = {" yes": [11], " no": [12], "yes": [11], "perhaps": [7, 8]}
+"""Tokens of the labels; others are refused."""
+
+
+def tokens_of(body: dict[str, Any]) -> list[int]:
+    assert body["add_special_tokens"] is False
+    if body["prompt"] not in TOKENS:
+        raise ValueError("not a text")
+    return TOKENS[body["prompt"]]
+
+
+@pytest.fixture
+def scorer() -> Iterator[FakeSGLang]:
+    """A server of a model that generates texts, which tells its tokens."""
+    with FakeSGLang(tokenize=tokens_of) as fake:
+        yield fake
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["perhaps"], "labels: 'perhaps' is 2 tokens of the model (7, 8): a label is a single token"),
+        ([" yes", "yes"], "labels: ' yes' and 'yes' are the same token, 11"),
+        ([" yes", 11], "labels: ' yes' and 11 are the same token, 11"),
+        (["??"], "labels: the engine's tokenizer refuses '??'"),
+        (
+            None,
+            "labels: the engine does not tell its tokens (no /v1/tokenize): give the token ids of the labels",
+        ),
+    ],
+)
+def test_labels_that_are_no_tokens(
+    tmp_path: Path, scorer: FakeSGLang, labels: list[Any] | None, message: str
+) -> None:
+    """One line before anything is sent, also where the server does not tell its tokens."""
+    if labels is None:
+        scorer.tokenize = None
+    job = job_of(tmp_path, scorer, task="score", labels=labels or [" yes"])
+    assert message in run_job(job, tmp_path, code=2).stderr
+    assert scorer.requests == 0
+
+
+def test_odd_probabilities(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """A row without a number fails alone; nothing is lost."""
+    scorer.logprob = lambda prompt, token: None if prompt == "row 4" else logprob_for(prompt, token)
+    limits = {"max_failed_rows": 1, "max_attempts": 1}
+    job = job_of(tmp_path, scorer, task="score", labels=[" yes", " no"], limits=limits)
+    run_job(job, tmp_path)
+    assert [row["row"] for row in results_of(job) if row["scores"] is None] == [4]
+    assert "the probability of a label is not a number" in results_of(job)[4]["error"]
+
+
+@pytest.fixture
+def reranker() -> Iterator[FakeSGLang]:
+    """A server of a model with a head for scores."""
+    with FakeSGLang(arguments=HEAD) as fake:
+        yield fake
+
+
+def pair(query: str, document: str) -> float:
+    return logprob_for(str([query, document]), 0)
+
+
+def test_bad_documents_and_scores(tmp_path: Path, reranker: FakeSGLang) -> None:
+    """An empty list and a score that is no number fail their rows alone; a text is one document."""
+    odd = str(["row 2", "n"])
+    reranker.logprob = lambda prompt, at: math.nan if prompt == odd else logprob_for(prompt, at)
+    write_rows(tmp_path / "input.parquet", 3, documents=["a", "", "n"])
+    job = job_of(
+        tmp_path, reranker, task="rerank", prompt={"text": "text", "documents": "documents"},
+        limits={"max_failed_rows": 2, "max_attempts": 1},
+    )  # fmt: skip
+    run_job(job, tmp_path)
+    rows = results_of(job)
+    assert rows[0]["scores"] == [pytest.approx(pair("row 0", "a"))]
+    assert rows[1]["error"] == "prompt.documents: column 'documents' is null or empty, or has such an item"
+    assert rows[2]["error"]
+
+
+def test_rewards(tmp_path: Path, reranker: FakeSGLang) -> None:
+    """One number a row; a model with several classes fails them."""
+    reranker.classes = 1
+    job = job_of(tmp_path, reranker, task="reward", rows=4)
+    run_job(job, tmp_path)
+    assert column_of(job, "score") == [
+        pytest.approx(logprob_for(sent, 0)) for sent in sorted(reranker.prompts)
+    ]
+    reranker.classes = 2
+    other = {**job, "output": {"path": str(tmp_path / "two")}, "limits": {"max_failed_rows": 4}}
+    run_job(other, tmp_path)
+    assert {*column_of(other, "error")} == {"the model gives 2 numbers, and task: reward takes a single one"}
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+def test_classes(tmp_path: Path, reranker: FakeSGLang, softmax: bool) -> None:
+    """The scores of all classes, and the name of the highest one."""
+    job = job_of(tmp_path, reranker, task="classify", rows=4, output={"softmax": softmax})
+    run_job(job, tmp_path)
+    for row in results_of(job):
+        assert row["label"] == f"LABEL_{row['scores'].index(max(row['scores']))}"
+        assert (sum(row["scores"]) == pytest.approx(1)) == softmax
+
+
+def test_the_function_rerank(reranker: FakeSGLang) -> None:
+    """The library scores the documents of each row."""
+    rows = [{"query": "q0", "documents": ["a", "b"]}]
+    table = batchrunner.rerank(rows, prompt="{{ query }}", documents="documents", engine=reranker.url)
+    assert table.column("scores").to_pylist() == [pytest.approx([pair("q0", "a"), pair("q0", "b")])]
+
+
+CHOICES = [" Rome", " Paris, I think", " é"]
+BEGIN, MERGED = 1, 900
+"""The token that begins a prompt, and the one of `xy`."""
+
+
+def tokens_in(text: str) -> list[int]:
+    """Return the tokens of a text: the first one, one for `xy`, and one for each other character."""
+    return [BEGIN, *(MERGED if part == "\0" else ord(part) for part in text.replace("xy", "\0"))]
+
+
+def likelihood(text: str, begin: int) -> float:
+    """Return the log likelihood of the tokens of a text from one on."""
+    ids = tokens_in(text)
+    return sum(logprob_for(str(ids[:at]), ids[at]) for at in range(begin, len(ids)))
+
+
+@pytest.fixture
+def chooser() -> Iterator[FakeSGLang]:
+    """A server of a model that generates texts, which tells the tokens of them."""
+    with FakeSGLang(tokenize=lambda body: tokens_in(body["prompt"])) as fake:
+        yield fake
+
+
+def choice_job(directory: Path, engine: Any, texts: list[str], choices: Any = None, **changes: Any) -> Any:
+    """A job with these prompts; `choices` is a list for each row, or None for CHOICES in the job."""
+    columns: dict[str, Any] = {"id": [*range(len(texts))], "text": texts}
+    if choices is not None:
+        columns["mine"] = pa.array(choices, pa.list_(pa.string()))
+    pq.write_table(pa.table(columns), directory / "input.parquet")
+    prompt = {"text": "{{ text }}", "choices": CHOICES if choices is None else "mine"}
+    return job_of(directory, engine, **{"task": "score", "prompt": prompt, **changes})
+
+
+@pytest.mark.usefixtures("full_requests")
+def test_likelihoods_of_choices(tmp_path: Path, chooser: FakeSGLang) -> None:
+    """Sums, and sums by token and by byte; the prompt goes first with one choice, then with the others."""
+    job = choice_job(tmp_path, chooser, ["The capital is", "Where?"])
+    run_job(job, tmp_path)
+    for row, text in zip(results_of(job), ["The capital is", "Where?"], strict=True):
+        sums = [likelihood(text + choice, len(text) + 1) for choice in CHOICES]
+        assert row["scores"] == pytest.approx(sums)
+        for column, sizes in (
+            ("scores_per_token", [len(choice) for choice in CHOICES]),
+            ("scores_per_byte", [len(choice.encode()) for choice in CHOICES]),
+        ):
+            assert row[column] == pytest.approx([total / n for total, n in zip(sums, sizes, strict=True)])
+        assert row["prompt_tokens"] == sum(len(text) + 1 + len(choice) for choice in CHOICES)
+    assert chooser.requests == 4
+    for text in ("The capital is", "Where?"):
+        first, *others = (
+            sent for sent in chooser.sent if sent.prompt.startswith(str(tokens_in(text))[:-1] + ",")
+        )
+        assert first.together == 1
+        assert first.body["input_ids"] == tokens_in(text + CHOICES[0])
+        assert [sent.together for sent in others] == [2, 2]
+        assert {sent.body["logprob_start_len"] for sent in (first, *others)} == {len(text)}
+
+
+def test_a_token_across_the_boundary(tmp_path: Path, chooser: FakeSGLang) -> None:
+    """Where the prompt's end and a choice's beginning are one token, all choices begin before it."""
+    job = choice_job(tmp_path, chooser, ["say x"], [["y", "z"]])
+    run_job(job, tmp_path)
+    (row,) = results_of(job)
+    scores = [likelihood("say xy", 5), likelihood("say xz", 5)]
+    assert row["scores"] == pytest.approx(scores)
+    assert row["scores_per_token"] == pytest.approx([scores[0], scores[1] / 2])
+
+
+def test_lists_of_rows_and_bad_ones(tmp_path: Path, chooser: FakeSGLang) -> None:
+    """Each row has choices of its own; bad lists fail their rows with the reason."""
+    lists = [[" a"], [" a", " b"], [], None, [None]]
+    job = choice_job(tmp_path, chooser, [f"row {n}" for n in range(5)], lists, limits={"max_failed_rows": 3})
+    run_job(job, tmp_path)
+    rows = results_of(job)
+    assert [row["scores"] and len(row["scores"]) for row in rows] == [1, 2, None, None, None]
+    why = "prompt.choices: column 'mine' is null or empty, or has such an item"
+    assert [row["error"] for row in rows[2:]] == [why] * 3
+
+
+@pytest.mark.usefixtures("full_requests")
+def test_choices_of_several_rows_share_requests(tmp_path: Path, chooser: FakeSGLang) -> None:
+    """The choices of several rows go in one list; a bad one, or one without a number, fails its row alone."""
+    texts = [chr(97 + n) for n in range(24)]
+    chooser.script = lambda sent: "too long" if sent.prompt == str(tokens_in("b Rome")) else "answer"
+    chooser.logprob = lambda prompt, token: (
+        None if prompt == str(tokens_in("c R")) else logprob_for(prompt, token)
+    )
+    limits = {"max_failed_rows": 2, "abort_failed_share": 1, "max_attempts": 1}
+    job = choice_job(tmp_path, chooser, texts, limits=limits, bundle=8, window=24)
+    run_job(job, tmp_path)
+    rows = results_of(job)
+    assert failed_rows(job) == [1, 2]
+    assert "longer than the model's context length" in rows[1]["error"]
+    assert "the log likelihood of a choice is not a number" in rows[2]["error"]
+    for row, text in zip(rows, texts, strict=True):
+        scores = [likelihood(text + choice, 2) for choice in CHOICES]
+        assert row["error"] or row["scores"] == pytest.approx(scores)
+    assert max(sent.together for sent in chooser.sent) > len(CHOICES)

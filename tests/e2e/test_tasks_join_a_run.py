@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import signal
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,12 +15,12 @@ import batchrunner
 from batchrunner.core.errors import StorageError
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import READ_AHEAD_ROWS
-from batchrunner.output.events import read_events
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
-from tests.conftest import batchrun, eventually, job_of, results_of, rows_in, started, write_job, write_rows
+from tests.conftest import eventually, job_of, rows_in, run_job, started, write_job, write_rows
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.runs import Task, status_of
+from tests.support.refusals import refusal
+from tests.support.runs import Task, held_from, rows_once, rows_sent, status_of, until_stored
 
 
 def test_tasks_do_a_run_together(tmp_path: Path, server: FakeSGLang) -> None:
@@ -35,9 +35,7 @@ def test_tasks_do_a_run_together(tmp_path: Path, server: FakeSGLang) -> None:
     assert len(server.sent) == 399
     state = status_of(tmp_path / "run")
     assert (state["rows_total"], state["rows_on_disk"], state["finished"]) == (399, 399, True)
-    again = batchrun(file, "--join")
-    assert again.exit_code == 0
-    assert "done: 399 of 399 rows ok" in again.stderr
+    assert "done: 399 of 399 rows ok" in run_job(job, tmp_path, "--join").stderr
 
 
 def test_a_dead_task_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
@@ -48,24 +46,17 @@ def test_a_dead_task_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
     file = write_job(job, tmp_path)
     with started(file, "--join") as first, started(file, "--join") as second:
         eventually(lambda: len((status_of(tmp_path / "run").get("leases") or {}).get("held", {})) == 2)
-        server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) % 30 == 29 else "answer"
+        server.script = lambda sent: "hold" if sent.row % 30 == 29 else "answer"
         server.ask_again()
         eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk", 0) > rows // 2)
         kept = {row for task in RunDir(tmp_path / "run").all_tasks() for row in read_done(task).rows}
-        first.process.kill()
-        first.process.wait()
+        first.kill()
         server.answer_held()
         second.wait_for_line("took over from")
         assert second.end() == 0
     assert rows_in(job) == list(range(rows))
-    prompts = Counter(int(prompt.split()[1]) for prompt in server.prompts)
-    assert all(prompts[row] == 1 for row in kept)
-    events = {
-        event["event"]
-        for log in (tmp_path / "run").glob("tasks/*/events.jsonl")
-        for event in read_events(log)
-    }
-    assert {"lease", "lease_end", "takeover"} <= events
+    sent = Counter(rows_sent(server))
+    assert all(sent[row] == 1 for row in kept)
 
 
 def test_a_stopped_task_gives_back(tmp_path: Path, server: FakeSGLang) -> None:
@@ -79,26 +70,31 @@ def test_a_stopped_task_gives_back(tmp_path: Path, server: FakeSGLang) -> None:
         first.wait_for_line("interrupted")
         server.answer_held()
         assert first.end() == 143, "".join(first.lines)
-    assert batchrun(file, "--join").exit_code == 0
+    run_job(job, tmp_path, "--join")
     assert rows_in(job) == list(range(100))
     assert len(server.sent) == 100
 
 
 def test_nothing_is_free(tmp_path: Path, server: FakeSGLang) -> None:
-    """A start that finds all rows held by a task that lives starts no engine and ends, well."""
+    """A start that finds all rows held by a task that lives starts no engine and ends, well.
+
+    `--fresh` without --join discards what all tasks did, but never under the hands of one that works.
+    """
     server.script = lambda _: "hold"
     job = job_of(tmp_path, server, rows=20, window=20)
     file = write_job(job, tmp_path)
     with started(file, "--join") as first:
         eventually(lambda: len(server.sent) == 20)
-        second = batchrun(file, "--join")
-        assert second.exit_code == 0
-        assert "nothing is free: other tasks do the rest: 0 of 20 rows ok, 0 failed, 20 left" in second.stderr
-        refused = batchrun(file)
-        assert refused.exit_code == 2
-        assert "done with --join" in refused.stderr
+        told = run_job(job, tmp_path, "--join").stderr
+        assert "nothing is free: other tasks do the rest: 0 of 20 rows ok, 0 failed, 20 left" in told
+        assert "done with --join" in run_job(job, tmp_path, code=2).stderr
+        assert "is writing this run" in run_job(job, tmp_path, "--fresh", code=2).stderr
         server.answer_held()
         assert first.end() == 0
+    run_job(job, tmp_path, "--fresh")
+    assert len(server.sent) == 40
+    run_job(job, tmp_path)
+    assert rows_in(job) == list(range(20))
 
 
 def test_what_is_added_later(
@@ -108,13 +104,12 @@ def test_what_is_added_later(
     write_rows(tmp_path / "in" / "day1.parquet", 30)
     server.script = lambda sent: "too long" if sent.prompt == "row 7" and sent.tries == 1 else "answer"
     job = job_of(tmp_path, server, input={"path": str(tmp_path / "in")}, limits={"max_failed_rows": 1})
-    file = write_job(job, tmp_path)
-    assert batchrun(file, "--join").exit_code == 0
+    run_job(job, tmp_path, "--join")
     write_rows(tmp_path / "in" / "day2.parquet", 50, first=30)
-    assert batchrun(file, "--join").exit_code == 0
+    run_job(job, tmp_path, "--join")
     assert len(server.sent) == 80
-    assert batchrun(file, "--join", "--retry-failed").exit_code == 0
-    assert [row["error"] for row in results_of(job)] == [None] * 80
+    run_job(job, tmp_path, "--join", "--retry-failed")
+    rows_once(job, 80)
     assert len(server.sent) == 81
     next((tmp_path / "run" / "parts").glob("*.parquet")).unlink()
     monkeypatch.setattr(TIMING, "parts_appear", 0.0)  # nobody waits for another host's parts to be seen
@@ -126,61 +121,33 @@ def test_what_is_added_later(
 
 def test_a_run_in_one_piece_is_joined(tmp_path: Path, server: FakeSGLang) -> None:
     """What one start has done of a run is left out when several go on with it."""
-    server.script = lambda sent: "answer" if int(sent.prompt.split()[1]) < 20 else "hold"
+    server.script = held_from(20)
     job = job_of(tmp_path, server, rows=60, window=8, output={"durable": 0.1})
     file = write_job(job, tmp_path)
     with started(file) as alone:
-        eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == 20)
-        refused = batchrun(file, "--join")
-        assert refused.exit_code == 2
-        assert "is writing this run" in refused.stderr
-        alone.process.kill()
-        alone.process.wait()
+        until_stored(tmp_path / "run", 20)
+        assert "is writing this run" in run_job(job, tmp_path, "--join", code=2).stderr
+        alone.kill()
     server.answer_held()
     server.forget()
-    assert batchrun(file, "--join").exit_code == 0
+    run_job(job, tmp_path, "--join")
     assert rows_in(job) == list(range(60))
     assert len(server.sent) == 40
 
 
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     """One task of several may not discard what the others have done."""
-    refused = batchrun(write_job(job_of(tmp_path), tmp_path), "--join", "--fresh")
-    assert (refused.exit_code, "--fresh would discard" in refused.stderr) == (2, True)
+    assert "--fresh would discard" in refusal(job_of(tmp_path), tmp_path, "--join", "--fresh")
 
 
 def test_a_task_that_failed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that could not write its rows counts as dead though its process lives: a notebook's, say."""
     job = job_of(tmp_path, rows=500, limits={"disk_wait": 0.1})
     with monkeypatch.context() as full:
-        full.setattr("pyarrow.parquet.write_table", _full)
+        no_room = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        full.setattr("pyarrow.parquet.write_table", no_room)
         with pytest.raises(StorageError, match="No space left"):
             batchrunner.run(job, join=True)
-    (left,) = (tmp_path / "run" / "tasks").glob("join-*/owner")
     assert status_of(tmp_path / "run")["running"] is None
-    report = batchrunner.run(job, join=True)
-    assert (report.exit_code, report.rows_left) == (0, 0)
+    assert batchrunner.run(job, join=True).rows_left == 0
     assert rows_in(job) == list(range(500))
-    assert not left.exists()
-
-
-def _full(*_: object, **__: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def test_a_joined_run_begins_anew(tmp_path: Path, server: FakeSGLang) -> None:
-    """`--fresh` without --join discards what all tasks did, but never under the hands of one that works."""
-    server.script = lambda _: "hold"
-    job = job_of(tmp_path, server, rows=20, window=20)
-    file = write_job(job, tmp_path)
-    with started(file, "--join") as task:
-        eventually(lambda: len(server.sent) == 20)
-        refused = batchrun(file, "--fresh")
-        assert refused.exit_code == 2
-        assert "is writing this run" in refused.stderr
-        server.answer_held()
-        assert task.end() == 0
-    assert batchrun(file, "--fresh").exit_code == 0
-    assert len(server.sent) == 40
-    assert batchrun(file).exit_code == 0
-    assert rows_in(job) == list(range(20))

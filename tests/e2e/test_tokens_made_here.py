@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 
 import batchrunner
 from batchrunner.core.errors import EngineStartError, JobError, RowRefusedError
 from batchrunner.output.events import read_events
-from tests.conftest import job_of, results_of, write_rows
+from tests.conftest import column_of, job_of, write_rows
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.tiny_tokenizer import CHATML, END, START, make_tokenizer
 from tests.support.tokenizers import ids_of, messages, request
@@ -172,24 +171,20 @@ def test_what_only_the_server_can_do_is_left_to_it(server: FakeSGLang, tmp_path:
         messages(("user", "a")), messages(("tool", "b")), messages(("developer", "c"), ("user", "d")),
         [{"role": "user", "content": "e", "name": "n"}],
     ]  # fmt: skip
-    path = write_rows(tmp_path / "input.parquet", 4, chat=chats)
-    job = job_of(tmp_path, server, input={"path": str(path)}, prompt={"messages": "chat"})
-    assert batchrunner.run(job).rows_ok == 4
-    paths = [sent.path for sent in server.sent]
-    assert (paths.count("/generate"), paths.count("/v1/chat/completions")) == (1, 3)
+    write_rows(tmp_path / "input.parquet", 4, chat=chats)
+    assert batchrunner.run(job_of(tmp_path, server, prompt={"messages": "chat"})).rows_ok == 4
+    assert sorted(sent.path for sent in server.sent) == ["/generate", *["/v1/chat/completions"] * 3]
 
 
 def test_an_answer_that_is_begun(server: FakeSGLang, model: Path, tmp_path: Path) -> None:
     """It is left to the server where a model goes on with it; else the row's last answer is left out."""
-    path = write_rows(tmp_path / "input.parquet", 2, chat=[messages(("user", "a"), ("assistant", "It "))] * 2)
-    job = job_of(tmp_path, server, input={"path": str(path)}, prompt={"messages": "chat", "continue": True})
+    write_rows(tmp_path / "input.parquet", 1, chat=[messages(("user", "a"), ("assistant", "It "))])
+    job = job_of(tmp_path, server, prompt={"messages": "chat", "continue": True})
     batchrunner.run(job)
     assert where_of(job) == [("server", "the beginning of an answer is put into the prompt by the server")]
     server.forget()
-    job |= {"prompt": {"messages": "chat"}, "tokenize": "client", "dedupe": False}
-    assert batchrunner.run(job, fresh=True).rows_ok == 2
-    (text,) = {sent_text(model, sent.body) for sent in server.sent}
-    assert text == f"{START}user\na{END}\n{START}assistant\n"
+    batchrunner.run({**job, "prompt": {"messages": "chat"}, "tokenize": "client"}, fresh=True)
+    assert sent_text(model, server.sent[0].body) == f"{START}user\na{END}\n{START}assistant\n"
 
 
 def test_rows_that_cannot_be_made_tokens_fail_alone(server: FakeSGLang, model: Path, tmp_path: Path) -> None:
@@ -198,66 +193,53 @@ def test_rows_that_cannot_be_made_tokens_fail_alone(server: FakeSGLang, model: P
         "{% if 'bad' in messages[0].content %}{{ raise_exception('not\\nthis') }}{% endif %}" + CHATML
     )
     texts = ["good", "bad", "surrogate", "é" * 1_000_000]
-    path = write_rows(tmp_path / "input.parquet", 4, kind=texts)
+    write_rows(tmp_path / "input.parquet", 4, kind=texts)
     prompt = {"user": "{{ kind }}{% if kind == 'surrogate' %}{{ '\\ud800' }}{% endif %}"}
-    job = job_of(tmp_path, server, input={"path": str(path)}, prompt=prompt, limits={"max_failed_rows": 3})
+    job = job_of(tmp_path, server, prompt=prompt, limits={"max_failed_rows": 3})
     assert batchrunner.run(job).exit_code == 0
-    errors = [row["error"] for row in results_of(job)]
+    errors = column_of(job, "error")
     assert errors[:2] == [None, "chat template: not this"]
-    assert errors[2] == (
-        "the prompt cannot be tokenized: UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' "
-        "in position 26: surrogates not allowed"
-    )
+    assert errors[2].startswith("the prompt cannot be tokenized: UnicodeEncodeError: 'utf-8' codec can't")
     assert "is longer than the model's context length (4096 tokens)" in errors[3]
-    assert "\n" not in "".join(filter(None, errors))
     assert len(server.sent) == 1
 
 
-@pytest.mark.parametrize("kind", ["user", "text"])
-def test_an_unpaired_surrogate_on_its_way_to_the_server(kind: str, tmp_path: Path) -> None:
+def test_an_unpaired_surrogate_on_its_way_to_the_server(tmp_path: Path) -> None:
     """Where the server makes the tokens, a row that no JSON can hold fails alone too."""
-    prompt = {kind: "{{ text }}{% if id == 1 %}{{ '\\ud800' }}{% endif %}"}
+    prompt = {"user": "{{ text }}{% if id == 1 %}{{ '\\ud800' }}{% endif %}"}
     with FakeSGLang() as server:
         job = job_of(tmp_path, server, rows=3, prompt=prompt, limits={"max_failed_rows": 1})
         assert batchrunner.run(job).exit_code == 0
     wrong = "the prompt cannot be sent: str is not valid UTF-8: surrogates not allowed"
-    assert [row["error"] for row in results_of(job)] == [None, wrong, None]
+    assert column_of(job, "error") == [None, wrong, None]
 
 
 @pytest.mark.parametrize("cut", ["head", "tail", "middle"])
-@pytest.mark.parametrize("kind", ["user", "text"])
-def test_truncate(kind: str, cut: str, server: FakeSGLang, model: Path, tmp_path: Path) -> None:
+def test_truncate(cut: str, server: FakeSGLang, model: Path, tmp_path: Path) -> None:
     """A prompt that is too long is cut where the job says, never in the template, and fills what there is."""
-    text = "BEGIN " + " ".join(map(str, range(3000))) + " END"
-    path = write_rows(tmp_path / "input.parquet", 1, long=[text])
-    job = job_of(tmp_path, server, input={"path": str(path)}, prompt={kind: "{{ long }}", "truncate": cut})
-    assert batchrunner.run(job).rows_ok == 1
+    write_rows(tmp_path / "input.parquet", 1, long=["BEGIN " + "word " * 5000 + " END"])
+    batchrunner.run(job_of(tmp_path, server, prompt={"user": "{{ long }}", "truncate": cut}))
     (body,) = [sent.body for sent in server.sent]
     assert 4096 - 1024 - 8 < len(body["input_ids"]) <= 4096 - 1024
     sent = sent_text(model, body)
-    before, after = (f"{START}user\n", f"{END}\n{START}assistant\n") if kind == "user" else ("<s>", "")
-    assert (sent.startswith(before), sent.endswith(after)) == (True, True)
-    inside = sent.removeprefix(before).removesuffix(after)
-    assert inside.startswith("BEGIN") == (cut != "head")
-    assert inside.endswith("END") == (cut != "tail")
+    assert sent.startswith(f"{START}user\n")
+    assert sent.endswith(f"{END}\n{START}assistant\n")
+    assert ("BEGIN" in sent, " END" in sent) == (cut != "head", cut != "tail")
 
 
 def test_truncate_token_ids(tmp_path: Path, server: FakeSGLang) -> None:
     """Prompts that are token ids are cut as they are; no tokenizer is needed for it."""
     many = [n % 300 for n in range(5000)]
-    ids = pa.array([many, [1, 2]], type=pa.list_(pa.int32()))
-    path = write_rows(tmp_path / "input.parquet", 2, ids=ids)
+    write_rows(tmp_path / "input.parquet", 1, ids=[many])
     server.arguments = {"tokenizer_path": "not/here"}
-    prompt = {"input_ids": "ids", "truncate": "head"}
-    job = job_of(tmp_path, server, input={"path": str(path)}, prompt=prompt)
-    batchrunner.run(job)
-    bodies = sorted((sent.body["input_ids"] for sent in server.sent), key=len)
-    assert bodies[-1] == many[5000 - 3072 :]
+    batchrunner.run(job_of(tmp_path, server, prompt={"input_ids": "ids", "truncate": "head"}))
+    assert [sent.body["input_ids"] for sent in server.sent] == [many[5000 - 3072 :]]
 
 
 def test_truncate_needs_tokens_here(tmp_path: Path) -> None:
     """Truncation without a tokenizer is one clear line at the start, not rows that are sent uncut."""
+    job = job_of(tmp_path, prompt={"text": "text", "truncate": "tail"})
     with pytest.raises(JobError, match="leave out `tokenize: server`"):
-        batchrunner.run(job_of(tmp_path, prompt={"text": "text", "truncate": "tail"}, tokenize="server"))
+        batchrunner.run({**job, "tokenize": "server"})
     with pytest.raises(EngineStartError, match=r"^prompt\.truncate: .*no tokenizer that we know of"):
-        batchrunner.run(job_of(tmp_path, prompt={"text": "text", "truncate": "tail"}))
+        batchrunner.run(job)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,14 @@ from batchrunner.core.errors import JobError
 from tests.conftest import (
     batchrun,
     batchrun_merge,
+    column_of,
     job_of,
     parts_of,
     results_of,
     run_job,
     write_rows,
 )
-from tests.support.answers import Body
+from tests.support.answers import TOOL_CALL, Body
 from tests.support.fake_sglang import FakeSGLang, Sent, answer
 from tests.support.runs import status_of
 
@@ -36,10 +36,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "bundled": {"prompt": {"input_ids": "ids"}, "bundle": 8, "window": 16},
 }
 TOKEN = "struct<id: int32, token: string, logprob: float>"
-CALLS = "list<item: struct<id: string, type: string, function: struct<name: string, arguments: string>>>"
+CALLS_TYPE = "list<item: struct<id: string, type: string, function: struct<name: string, arguments: string>>>"
 TYPES = {
     "reasoning": "string",
-    "tool_calls": CALLS.replace("item", "element"),
+    "tool_calls": CALLS_TYPE.replace("item", "element"),
     "output_ids": "list<element: int32>",
     "logprobs": f"list<element: {TOKEN}>",
     "top_logprobs": f"list<element: list<element: {TOKEN}>>",
@@ -116,15 +116,7 @@ def test_an_answer_without_what_was_asked_for(tmp_path: Path, server: FakeSGLang
     assert batchrunner.run(job).exit_code == 3
     (row, _) = results_of(job)
     assert row["error"] == "the answer came without logprobs, which output.columns asks for"
-    assert (row["output"], row["logprobs"], row["attempts"]) == (None, None, 2)
-
-
-@pytest.mark.parametrize("calls", ["x", [7], [{"function": "f"}]])
-def test_odd_tool_calls(tmp_path: Path, server: FakeSGLang, calls: Any) -> None:
-    """They fail their row."""
-    server.script = lambda sent: says("", tool_calls=calls) if sent.prompt == "row 0" else "answer"
-    job = asking(tmp_path, server, ["tool_calls"], rows=2, prompt=CHAT, limits={"max_attempts": 1})
-    assert batchrunner.run(job).rows_failed == 1
+    assert (row["output"], row["attempts"]) == (None, 2)
 
 
 THOUGHTS = [
@@ -181,9 +173,6 @@ def test_starts_with_other_columns(tmp_path: Path, server: FakeSGLang) -> None:
     assert [bool(ids) for ids in merged["output_ids"].to_pylist()] == [False] * 2 + [True] * 2 + [False] * 2
     assert merged["matched_stop"].to_pylist() == [None] * 4 + ["2"] * 2
     assert merged["output_ids"].type == pa.list_(pa.int32())
-    assert batchrun("merge", tmp_path / "run", tmp_path / "all.jsonl").exit_code == 0
-    lines = [json.loads(line) for line in (tmp_path / "all.jsonl").read_text().splitlines()]
-    assert [line["matched_stop"] for line in lines] == [None] * 4 + ["2"] * 2
 
 
 def test_several_outputs(tmp_path: Path, server: FakeSGLang) -> None:
@@ -194,18 +183,15 @@ def test_several_outputs(tmp_path: Path, server: FakeSGLang) -> None:
     report = batchrunner.run(job)
     assert (report.exit_code, report.rows_ok, report.rows_failed, report.output_tokens) == (0, 3, 1, 45)
     found = results_of(job)
-    assert [row["output"] and len(row["output"]) for row in found] == [3, None, 3, 3]
-    assert found[0]["output_ids"] == [[0, 1, 2, 3, 4]] * 3
-    run = tmp_path / "run"
-    status = status_of(run)
+    assert [row["output_ids"] for row in found] == [
+        None if n == 1 else [[0, 1, 2, 3, 4]] * 3 for n in range(4)
+    ]
+    assert found[0]["output"] == [f"answer {n} to row 0" for n in range(3)]
+    status = status_of(tmp_path / "run")
     assert (status["rows_on_disk"], status["rows_failed"]) == (4, 1)
-    merged = json.loads(batchrun("merge", run, "--json").stdout)
+    merged = json.loads(batchrun("merge", tmp_path / "run", "--json").stdout)
     assert (merged["rows"], merged["report"]["output_tokens"]) == (4, 45)
     assert merged["report"]["finish_reasons"] == {"stop": 9}
-    assert batchrun("merge", run, tmp_path / "all.csv").exit_code == 0
-    with (tmp_path / "all.csv").open() as file:
-        ids = [row["output_ids"] for row in csv.DictReader(file)]
-    assert ids == ["" if row == 1 else "[[0,1,2,3,4],[0,1,2,3,4],[0,1,2,3,4]]" for row in range(4)]
     again = batchrunner.run(job)
     assert (again.rows_resumed, again.rows_ok, again.rows_failed) == (4, 3, 1)
 
@@ -218,12 +204,8 @@ async def test_a_stream_and_a_table_of_them(server: FakeSGLang) -> None:
     table = batchrunner.generate(["a", "b"], **options)
     assert table["output_ids"].to_pylist() == [[[0, 1, 2, 3]] * 2] * 2
     rows = [row async for row in batchrunner.stream(["a", "b"], **options)]
-    assert sorted(row["row"] for row in rows) == [0, 1]
-    assert [*rows[0]] == table.column_names
+    assert [[*row] for row in rows] == [table.column_names] * 2
     assert rows[0]["output_ids"] == [[0, 1, 2, 3]] * 2
-    with pytest.raises(JobError, match=r"output\.columns: should be a valid list"):
-        batchrunner.generate(["a"], **{**options, "answers": "output_ids"})
-    assert batchrunner.generate([], **options).schema.names == table.schema.names
 
 
 def test_prompt_logprobs_of_chats_need_their_tokens(tmp_path: Path, server: FakeSGLang) -> None:
@@ -232,3 +214,100 @@ def test_prompt_logprobs_of_chats_need_their_tokens(tmp_path: Path, server: Fake
     refused = run_job(job, tmp_path, code=2)
     assert "output.columns: prompt_logprobs: prompts cannot be tokenised here" in refused.stderr
     assert server.sent == []
+
+
+# --- chats with tools: those of the job, or of a column; the calls are a column of the results ---
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    """A tool in OpenAI's form."""
+    parameters = {"type": "object", "properties": {key: {"type": kind} for key, kind in properties.items()}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("get_weather", city="string"), tool("get_time")]
+TOOL_CHAT = {"user": "{{ text }}", "tools": TOOLS}
+CALLS = [
+    {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Bern"}'}}
+]
+NAMED = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.mark.parametrize("choice", [None, "required", NAMED])
+def test_tools_of_the_job(tmp_path: Path, server: FakeSGLang, choice: Any) -> None:
+    """Each request has them; the column of calls is there by itself, with the text where there is one."""
+    server.script = lambda sent: "answer" if sent.prompt == "row 1" else "tool call"
+    job = job_of(tmp_path, server, rows=2, prompt=TOOL_CHAT, sampling={"tool_choice": choice})
+    batchrunner.run(job)
+    for sent in server.sent:
+        assert (sent.body["tools"], sent.body.get("tool_choice")) == (TOOLS, choice)
+    found = [(row["tool_calls"], row["output"], row["finish_reason"]) for row in results_of(job)]
+    assert found == [(CALLS, "", "tool_calls"), (None, "answer 0 to row 1", "stop")]
+
+
+WRONG = {
+    "[{": "prompt.tools: column 'tools': not JSON",
+    '[{"type": "function"}]': "prompt.tools: column 'tools': tool 1 is not of the form",
+    json.dumps([TOOLS[0]] * 2): "prompt.tools: column 'tools': two tools have the name 'get_weather'",
+}
+
+
+@pytest.mark.parametrize("wrong", [WRONG, {}], ids=["JSON", "structs"])
+def test_tools_of_a_column(tmp_path: Path, server: FakeSGLang, wrong: dict[str, str]) -> None:
+    """Each row has its own, or none; what is no list of tools fails its row."""
+    given: list[Any] = [[TOOLS[0]], None, [TOOLS[1]], []]
+    if wrong:
+        given = [None if tools is None else json.dumps(tools) for tools in given] + [*wrong]
+    write_rows(tmp_path / "input.parquet", len(given), tools=pa.array(given))
+    prompt = {"user": "{{ text }}", "tools": "tools"}
+    job = job_of(
+        tmp_path, server, prompt=prompt, sampling={"tool_choice": "required", "temperature": 0},
+        limits={"max_failed_rows": len(wrong)},
+    )  # fmt: skip
+    assert batchrunner.run(job).exit_code == 0
+    sent = [sent.body for sent in sorted(server.sent, key=lambda sent: sent.row)]
+    assert [body.get("tools") for body in sent] == [[TOOLS[0]], None, [TOOLS[1]], None]
+    assert [body.get("tool_choice") for body in sent] == ["required", None, "required", None]
+    for row, told in zip(results_of(job)[4:], wrong.values(), strict=True):
+        assert row["error"].startswith(told)
+
+
+def test_equal_prompts_with_unlike_tools_are_unlike_requests(tmp_path: Path, server: FakeSGLang) -> None:
+    """At temperature 0 only rows with equal tools share an answer."""
+    tools = [json.dumps([TOOLS[row % 2]]) for row in range(6)]
+    pq.write_table(pa.table({"text": ["same"] * 6, "tools": tools}), tmp_path / "input.parquet")
+    prompt = {"user": "{{ text }}", "tools": "tools"}
+    job = job_of(tmp_path, server, prompt=prompt, sampling={"temperature": 0})
+    assert batchrunner.run(job).rows_deduplicated == 4
+    assert sorted(sent.body["tools"] == TOOLS[:1] for sent in server.sent) == [False, True]
+
+
+def test_the_column_of_calls_in_later_starts(tmp_path: Path, server: FakeSGLang) -> None:
+    """It is merged from all starts; a carried column of that name keeps its place."""
+    server.script = lambda _: "tool call"
+    write_rows(tmp_path / "input.parquet", 2, tool_calls=["mine", "own"])
+    job = job_of(tmp_path, server, prompt=TOOL_CHAT)
+    for limit in (1, 2):
+        batchrunner.run(job, overrides=[f"input.limit={limit}"])
+    merged = pq.read_table(batchrun_merge(tmp_path / "run"))
+    assert merged["tool_calls"].to_pylist() == [CALLS] * 2
+    batchrunner.run(job, overrides=["input.columns=[tool_calls]"], fresh=True)
+    assert column_of(job, "tool_calls") == ["mine", "own"]
+
+
+def test_several_outputs_with_calls(tmp_path: Path, server: FakeSGLang) -> None:
+    """Each has its calls, or none."""
+
+    def script(sent: Sent) -> Body:
+        reply = answer(sent, "words")
+        reply["choices"][1].update(
+            finish_reason="tool_calls",
+            message={"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
+        )
+        return Body(json.dumps(reply).encode())
+
+    server.script = script
+    job = job_of(tmp_path, server, rows=1, prompt=TOOL_CHAT, sampling={"n": 2})
+    assert batchrunner.run(job).exit_code == 0
+    (row,) = results_of(job)
+    assert (row["output"], row["tool_calls"]) == (["words", ""], [None, CALLS])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import batchrunner
-from batchrunner.report.report import Report
+from batchrunner.report.report import Report, report_of_all
 from tests.conftest import (
     batchrun,
     job_of,
@@ -119,3 +119,18 @@ def test_what_to_look_at_next() -> None:
         == f"{shows}, batchrun advise 'out/my run' judges its flags"
     )
     assert Report("out/my run", wall_s=1, simulated=True).lines()[-2] == shows
+
+
+def test_pauses_between_starts_are_no_run_time(tmp_path: Path) -> None:
+    """`merge` counts the time in which the run was at work, not the night before its second start."""
+    job = job_of(tmp_path)
+    batchrunner.run(job, overrides=["input.limit=5"])
+    log = tmp_path / "run" / "events.jsonl"
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    earlier = [{**event, "time": event["time"] - 86400} for event in events]
+    log.write_text("".join(json.dumps(event, separators=(",", ":")) + "\n" for event in earlier))
+    batchrunner.run(job)
+    assert batchrun("merge", tmp_path / "run").exit_code == 0
+    report = report_of_all(tmp_path / "run")
+    assert report.starts == 2
+    assert 0 < report.wall_s < 3600

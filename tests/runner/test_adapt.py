@@ -207,3 +207,10 @@ def test_tasks_learn_from_each_other(tmp_path: Path) -> None:
     assert one.gains == {"a": 0.5, "b": 0.2, "c": -0.2}
     both = {"max-running-requests": 16, "chunked-prefill-size": 2048}
     assert FlagMemory(tmp_path / "learned.json", []).args == both
+
+
+def test_a_loss_is_taken_back(tmp_path: Path) -> None:
+    """Where the time left is worth it."""
+    server = Server(LOSES)
+    run(adaptation(tmp_path, server), 100, 1e6)
+    assert server.starts == [16, 4]

@@ -7,6 +7,7 @@ own, so that the runner under test may be blocking, asynchronous or another proc
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +73,11 @@ class Sent:
     """How often this prompt has been sent, this one included."""
     together: int = 1
     """Rows of the request that it came in."""
+
+    @property
+    def row(self) -> int:
+        """The number of its row: the first one in the prompt."""
+        return int(re.findall(r"\d+", self.prompt)[0])
 
 
 Bundles: TypeAlias = Literal["rows"] | Body | OnWire | Endless

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,13 @@ from batchrunner.runner.control import Control
 from batchrunner.runner.join import join
 from batchrunner.runner.prepare import prepare
 from tests.conftest import (
+    ROOT,
+    Started,
     batchrun,
+    eventually,
     job_of,
     results_of,
+    started_python,
 )
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
@@ -39,11 +44,11 @@ def is_control(sent: Sent) -> bool:
 
 
 def rows_sent(server: FakeSGLang) -> list[int]:
-    return sorted(int(sent.prompt.split()[1]) for sent in server.sent if not is_control(sent))
+    return sorted(sent.row for sent in server.sent if not is_control(sent))
 
 
 def held_from(row: int) -> Callable[[Sent], Behaviour]:
-    return lambda sent: "hold" if int(sent.prompt.split()[1]) >= row else "answer"
+    return lambda sent: "hold" if sent.row >= row else "answer"
 
 
 def some_done(directory: Path, server: FakeSGLang, **changes: Any) -> dict[str, Any]:
@@ -61,10 +66,25 @@ def rows_once(job: dict[str, Any], rows: int) -> None:
     assert {row["error"] for row in results} <= {None}
 
 
+def failed_rows(job: dict[str, Any]) -> list[int]:
+    """Return the ordinals of the rows that failed."""
+    return [row["row"] for row in results_of(job) if row["error"] is not None]
+
+
 def status_of(run: Path) -> dict[str, Any]:
     result = batchrun("status", run, "--json")
     found: dict[str, Any] = json.loads(result.stdout) if result.exit_code == 0 else {}
     return found
+
+
+def until_stored(run: Path, rows: int) -> None:
+    """Wait until so many rows of a run are on disk."""
+    eventually(lambda: status_of(run).get("rows_on_disk") == rows)
+
+
+def machine(name: str, *arguments: object, **environ: str) -> AbstractContextManager[Started]:
+    """Run the command on another machine, of this name, which shares no disk with others."""
+    return started_python(ROOT / "tests" / "support" / "other_machine.py", name, *arguments, **environ)
 
 
 class Task:

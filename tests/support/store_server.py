@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import secrets
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import boto3
+import pyarrow.parquet as pq
 from aiohttp import web
 from yarl import URL
 
@@ -71,6 +73,14 @@ def new_bucket(endpoint: str) -> StoreBucket:
     bucket = StoreBucket(endpoint, f"bucket-{secrets.token_hex(4)}")
     bucket.client().create_bucket(Bucket=bucket.name)
     return bucket
+
+
+def rows_in_parts(bucket: Any) -> list[int]:
+    """Return the ordinals of the rows of all parts of `run`, as any reader of the bucket finds them."""
+    keys = [key for key in bucket.keys("run/parts/") if key.endswith(".parquet")]
+    return sorted(
+        row for key in keys for row in pq.read_table(io.BytesIO(bucket.get(key)))["row"].to_pylist()
+    )
 
 
 @contextlib.contextmanager

@@ -62,3 +62,10 @@ def test_rows_without_decoding_go_on() -> None:
     for poll in range(20):
         law.sample(poll / 10, Reading(0, 20, 40, 10.0 * poll, max_running=256))
     assert law.window > 30
+
+
+def test_the_loaded_replica_is_left_to_its_users() -> None:
+    """The idle one of two replicas does nearly all the work."""
+    engine = SharedEngine([60, 0], priorities=True, config=SchedulerConfig(32, 100_000)).run(SECONDS)
+    loaded, idle = (engine.limits.ends[route].rows for route in ("r0", "r1"))
+    assert idle > 1.2 * loaded
