@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
@@ -81,8 +82,8 @@ SCHEDULER_FLAGS = {
 class KeptSample(msgspec.Struct):
     """What the sample told: the content of estimate.json."""
 
-    engine: dict[str, Any]
-    """The job's engine without what a forecast may change."""
+    engine: str
+    """Digest of the job's engine without what a forecast may change: it may have secrets."""
     sampled: Setting
     start_s: float
     """Seconds of a start beside the sending."""
@@ -106,16 +107,17 @@ class Survey(NamedTuple):
 
     rows: list[JobRow]
     """In input order; those that cannot be sent are left out."""
-    read: int
+    read: BitMap64
     not_sendable: int
     equal: float
     """Share of the rows that get the answer of an equal row."""
     row_s: float
     """Seconds in which a row was read."""
 
-    def sent_of(self, rows: float) -> int:
-        """Return how many of so many rows are sent."""
-        return max(1, round(rows * len(self.rows) / self.read * (1 - self.equal)))
+    def sent_of(self, left: BitMap64, answered: float = 1.0) -> int:
+        """Return how many of the rows that are left are sent, of which that share is answered."""
+        sendable = sum(row.row in left for row in self.rows) / len(self.read & left)
+        return max(1, round(len(left) * sendable * answered * (1 - self.equal)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
         raise JobError("no row can be sent: there is nothing to estimate (batchrun check says why)")
     equal = order.sorted_equal if is_sorted else order.input_equal
     row_s = (time.monotonic() - began) / len(rows)
-    return Survey(found, len(rows), failed, equal if prepared.dedupes else 0.0, row_s)
+    return Survey(found, rows, failed, equal if prepared.dedupes else 0.0, row_s)
 
 
 def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
@@ -244,12 +246,13 @@ def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
     return SchedulerConfig(**known)
 
 
-def _measured(job: Job) -> dict[str, Any]:
-    """Return what of the job's engine must be measured again where it changes."""
+def _measured(job: Job) -> str:
+    """Return a digest of what of the job's engine must be measured again where it changes."""
     spec = job.engine.model_dump(mode="json", exclude={"replicas", "start_timeout", "cache_dir"})
     args = spec.get("args", {})
     scheduling = {name_in(args, flag) for flag in SCHEDULER_FLAGS}
-    return spec | {"args": {name: value for name, value in args.items() if name not in scheduling}}
+    spec["args"] = {name: value for name, value in args.items() if name not in scheduling}
+    return sha256(repr(spec).encode()).hexdigest()
 
 
 def estimate(
@@ -310,7 +313,7 @@ async def _estimate(
         tokenizing = TokenizerInfo(directory, directory)
         found = survey(prepared, left, EngineInfo("cold", model, tokenizing=tokenizing), BitMap64())
         each, copies = _cards(job, getattr(job.engine, "tp", None)), copies or 1
-        told = cold_forecast(model, cold, found.rows, found.sent_of(len(left)), each, copies * workers)
+        told = cold_forecast(model, cold, found.rows, found.sent_of(left), each, copies * workers)
     else:
         async with contextlib.AsyncExitStack() as stack:
             engine: Engine | None = None
@@ -338,7 +341,7 @@ async def _estimate(
         sampled, each = len(sample.rows), _cards(job, sample.info.tp)
     hours = told.seconds.times(each * copies * workers / 3600)
     cost = None if price is None else hours.times(price)
-    counts = (len(left), sampled, found.read, found.not_sendable)
+    counts = (len(left), sampled, len(found.read), found.not_sendable)
     tokens = told.tokens if job.forward is None else told.tokens | {"output": Interval(0, 0, 0)}
     return Estimate(told.seconds, hours, cost, tokens, told.passes, told.limited_by, told.why, *counts)
 
@@ -413,7 +416,7 @@ def _told(
         sampled,
         setting,
         rows,
-        found.sent_of(len(left) * len(real) / (len(real) + sample.refused)),
+        found.sent_of(left, len(real) / (len(real) + sample.refused)),
         start_s=sample.start_s,
         client_s=client_s,
     )

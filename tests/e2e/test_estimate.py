@@ -79,6 +79,15 @@ def test_a_server_that_tells_no_load(server: FakeSGLang, tmp_path: Path) -> None
     assert len(results_of(job)) == 30
 
 
+def test_few_rows_can_be_sent(tmp_path: Path) -> None:
+    """What the sample has taken of them is not to do."""
+    job = job_of(tmp_path, INSTANT, sampling={"max_new_tokens": 20})
+    write_rows(tmp_path / "input.parquet", 200, text=[None if at % 5 else f"text {at}" for at in range(200)])
+    found = batchrunner.estimate(job)
+    assert (found.rows_sampled, found.rows_not_sendable) == (30, 160)
+    assert 0 < found.tokens["output"].median <= 20 * 10
+
+
 def test_a_part_of_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the sample tell how many tokens the others have, also where these are read alone."""
     monkeypatch.setattr(estimate, "READ_WHOLE", 100)
@@ -158,8 +167,11 @@ def test_numbers_that_cannot_be(wrong: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_no_engine_starts_beside_a_run(tmp_path: Path) -> None:
-    """An estimate waits for no run that goes on; more replicas, also by the job, are told without a start."""
-    job = job_of(tmp_path, with_slots(tmp_path), rows=100)
+    """An estimate waits for no run that goes on; more replicas, also by the job, are told without a start.
+
+    The variables of the engine are not written down.
+    """
+    job = job_of(tmp_path, with_slots(tmp_path, TOKEN="sk-0123456789"), rows=100)
     with (
         hold_task(open_run(job["output"]["path"])),
         pytest.raises(BatchrunError, match="is writing this run"),
@@ -170,6 +182,8 @@ def test_no_engine_starts_beside_a_run(tmp_path: Path) -> None:
     two = batchrunner.estimate(job, overrides=["engine.replicas=2"])
     assert (tmp_path / "starts").read_text() == "4\n"
     assert two == batchrunner.estimate(job, replicas=2)
+    written = (path for path in Path(job["output"]["path"]).rglob("*") if path.is_file())
+    assert not any(b"sk-0123456789" in path.read_bytes() for path in written)
     assert two.seconds.median < one.seconds.median
     assert two.gpu_hours.median == pytest.approx(2 / 3600 * two.seconds.median, rel=0.01)
 
