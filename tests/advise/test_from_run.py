@@ -178,17 +178,6 @@ def test_what_servers_with_other_flags_did_is_forgotten(
     assert found.client.empty == 60 + samples
 
 
-def test_starts_of_a_run_are_of_one_scheduler(own: Path) -> None:
-    """Each start has its own port, and counts its retractions from nothing."""
-    tell(own / "events.jsonl", retractions=4, scheduler="http://127.0.0.1:40001")
-    once = (own / "events.jsonl").read_bytes()
-    again = once.replace(b'"time":1', b'"time":2').replace(b"40001", b"40002")
-    (own / "events.jsonl").write_bytes(once + again)
-    found = advise(str(own))
-    assert "8 retractions, 4.1 a minute, in 120 samples over 118 s" in found.lines()[1]
-    assert set(changes(found)) == {"retractions"}
-
-
 @pytest.mark.parametrize(
     ("order", "expected"), [("auto", {}), ("input", {"shared-prefixes": "`order: auto`"})]
 )

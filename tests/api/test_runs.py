@@ -60,19 +60,6 @@ def test_errors_are_types(tmp_path: Path, change: dict[str, Any], error: type[Ba
     assert len(str(caught.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("call", "told"),
-    [
-        (lambda: batchrunner.run(None), "job: give a path, a mapping or a Job"),  # type: ignore[arg-type]
-        (lambda: batchrunner.run({}, engine=INSTANT), "engine: give one that `open_engine` opened"),  # type: ignore[arg-type]
-    ],
-)
-def test_wrong_arguments_are_explained(call: Callable[[], object], told: str) -> None:
-    """A caller's slip is an error of ours in one line, and not an AttributeError from within."""
-    with pytest.raises(BatchrunError, match=re.escape(told)):
-        call()
-
-
 # --- event loops ---
 
 

@@ -30,12 +30,3 @@ def test_an_interrupt_waits_for_no_thread() -> None:
         interrupted()
     assert waiting[0].cancelled()
     never.set()
-
-
-def test_the_end_waits_for_all_threads() -> None:
-    """Nothing works any more after the pool."""
-    done: list[int] = []
-    with thread_pool(2) as pool:
-        for number in range(5):
-            pool.submit(done.append, number)
-    assert sorted(done) == [0, 1, 2, 3, 4]

@@ -128,18 +128,6 @@ def test_an_outage_costs_no_row(rows: int) -> None:
     assert given_up(lambda _, now: now < 300.0 and now % 1 < 0.9, rows=rows, window=50) == {}
 
 
-@pytest.mark.parametrize("a_second", [2, 10])
-def test_a_limit_on_the_rate_costs_no_row(a_second: int) -> None:
-    """Most are refused at first, and all of them are answered in their turn."""
-    taken: dict[int, int] = {}
-
-    def refuses(_: int | None, now: float) -> bool:
-        taken[int(now)] = taken.get(int(now), 0) + 1
-        return taken[int(now)] > a_second
-
-    assert given_up(refuses, rows=300, window=256, refusal_s=0.001) == {}
-
-
 def test_a_control_asks_for_little() -> None:
     """It is a prompt that was answered, or else the beginning of the one that was refused."""
     record = RouteRecord()

@@ -6,13 +6,9 @@ import pytest
 
 from batchrunner.dispatch.bundles import (
     FIRST_ROWS,
-    LISTS,
-    MOST_LIST_ROWS,
     MOST_ROWS,
     SHARE,
     BundleSize,
-    ForwardPasses,
-    PassSize,
 )
 
 FILL_S = 0.015
@@ -58,13 +54,3 @@ def test_a_bundle_has_a_share_of_the_rows_in_flight() -> None:
     assert size.rows(MANY) == MOST_ROWS
     assert size.rows(8) == 8 // SHARE
     assert size.rows(3) <= 1
-
-
-def test_a_list_has_a_pass_or_a_quarter_of_the_rows_in_flight() -> None:
-    """So several are in flight, and the server has rows while one of them travels; the speed is no matter."""
-    size = PassSize(ForwardPasses(16_384))
-    assert size.most_tokens == 16_384
-    for end in range(10):
-        size.ended(10.0 * end)
-    found = [size.rows(outstanding) for outstanding in (1, 7, 40, 10**6)]
-    assert found == [0, 1, 40 // LISTS, MOST_LIST_ROWS]

@@ -117,21 +117,6 @@ KINDS: dict[str, tuple[dict[str, Any], bool, bool]] = {
         {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 256, "kv_lora_rank": 512},
         True, True,
     ),
-    "GLM-5": (
-        {
-            "architectures": ["GlmMoeDsaForCausalLM"], "n_routed_experts": 256, "kv_lora_rank": 512,
-            "index_topk": 2048, "index_n_heads": 32,
-        },
-        True, True,
-    ),
-    "DeepSeek-VL2-tiny, without MLA": (
-        {
-            "architectures": ["DeepseekVLV2ForCausalLM"],
-            "language_config": {"n_routed_experts": 64, "kv_lora_rank": None, "use_mla": False},
-        },
-        True, False,
-    ),
-    "dbrx": ({"architectures": ["DbrxForCausalLM"], "ffn_config": {"moe_num_experts": 16}}, True, False),
     "Qwen3-8B": ({"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 32}, False, False),
 }  # fmt: skip
 """What a model's config.json says, whether it has experts, and whether its KV cache is compressed (MLA)."""

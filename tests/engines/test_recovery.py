@@ -34,7 +34,6 @@ CUDA = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
     "79.15 GiB of which 1.19 MiB is free."
 )
-CUDA_ERROR = "RuntimeError: CUDA error: out of memory"
 OLD_CUDA = "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 86.00 MiB. GPU 0 has 14.76 GiB"
 
 
@@ -59,7 +58,6 @@ def died_of(life: EndedServer) -> Death:
     ("kind", "log"),
     [
         ("prefill", f"{READY}\nRuntimeError: Prefill out of memory. Try to lower your batch size."),
-        ("decode", f"{READY}\n[2025-08-11 17:20:00] Decode out of memory. Try to lower your batch size."),
         ("general", f"{READY}\nRuntimeError: Out of memory. Try to lower your batch size."),
         (
             "decode",
@@ -94,7 +92,6 @@ def died_of(life: EndedServer) -> Death:
             (f"{READY}\n{traceback('model_executor/model_runner.py forward_decode', 'models/q.py forward')}"
             f"\n{OLD_CUDA}"),
         ),
-        ("general", f"{READY}\n{traceback('layers/sampler.py forward')}\n{CUDA_ERROR}"),
         ("decode", f'{READY}\n[rank0]:   File "m.py", line 1, in forward_decode\n[rank0]: {CUDA}'),
         (
             "prefill",  # one rank is out of memory, the others only notice

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from datetime import date
 from decimal import Decimal
-from itertools import pairwise, permutations
+from itertools import pairwise, permutations, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,9 @@ def table(seed: int, rows: int, distinct: Sequence[int]) -> dict[str, list[str]]
 def shared_bytes(columns: dict[str, list[str]], order: Sequence[str]) -> int:
     """Return how many bytes rows share if all are cached, whole lines only."""
     lines = [[f"{name}: {columns[name][at]}\n" for name in order] for at in range(len(columns["text"]))]
-    return _shared(sorted(lines))
-
-
-def _shared(rows: list[list[str]]) -> int:
-    total = 0
-    for before, now in pairwise(rows):
-        for one, other in zip(before, now, strict=True):
-            if one != other:
-                break
-            total += len(one)
-    return total
+    pairs = (zip(*rows, strict=True) for rows in pairwise(sorted(lines)))
+    shared = (takewhile(lambda pair: pair[0] == pair[1], each) for each in pairs)
+    return sum(len(line) for each in shared for line, _ in each)
 
 
 def lengths(columns: dict[str, list[str]]) -> dict[str, int]:

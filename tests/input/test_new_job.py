@@ -96,7 +96,6 @@ def test_a_csv_of_another_kind(encoding: str, delimiter: str) -> None:
 @pytest.mark.parametrize(
     ("columns", "carried"),
     [
-        ({"text": ["a", "b"], "Artikelnr": ["x", "y"]}, ["Artikelnr"]),
         ({"user_id": [1, 1], "text": ["a", "b"], "ref": ["x", "y"]}, ["user_id", "ref"]),
         ({"kind": ["k", "k"], "number": [1, 2], "text": ["a", "b"]}, ["number"]),
         ({"nothing": ["x", None], "text": ["a", "b"]}, []),

@@ -98,7 +98,6 @@ def test_storage_in_the_job(
         ("s3://not-a-bucket-of-anyone/in", {}, "there is no such bucket (NoSuchBucket)"),
         ("{uri}/nothing", {}, "no Parquet file there"),
         ("{uri}/in", {"endpoint": "127.0.0.1:9"}, "storage.endpoint: string should match pattern"),
-        ("{uri}/in", {"secrets": {"password": "X"}}, "storage.secrets"),
         ("az://container/in", {}, "Account must be specified"),
         (
             "http://host/in",

@@ -5,12 +5,11 @@ from __future__ import annotations
 import datetime as dt
 from typing import Any, Literal, NotRequired
 
-import pyarrow as pa
 import pytest
 from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
-from batchrunner.job.arrow_types import arrow_type, fit, kind_of_schema
+from batchrunner.job.arrow_types import fit, kind_of_schema
 
 
 class Place(TypedDict):
@@ -39,12 +38,6 @@ PLACE = ("struct", (("page", "int64"), ("line", "float64")))
 def test_kinds(annotation: Any, kind: Any) -> None:
     """What Arrow has a type for gets that one; the rest is JSON text."""
     assert kind_of_schema(TypeAdapter(annotation).json_schema(), formats=True) == kind
-
-
-def test_types() -> None:
-    kind = kind_of_schema(TypeAdapter(list[Place]).json_schema())
-    assert arrow_type(kind) == pa.list_(pa.struct([("page", pa.int64()), ("line", pa.float64())]))
-    assert kind_of_schema(TypeAdapter(dt.date).json_schema()) == "string"
 
 
 @pytest.mark.parametrize(

@@ -423,10 +423,7 @@ class FakeSGLang(ServerThread):
             await answer_to.write(b"<html>" if what == "not json" else b'{"ok": true}')
             return
         error = {**ABORTS, **REFUSALS}.get(what)
-        text = what.text if isinstance(what, Said) else "" if what in SILENT else None
-        reply = aborted(sent, *error) if error else answer(sent, text, weights=self.weights)
-        if what == "empty":
-            reply["meta_info"]["finish_reason"] = {"type": "length", "length": 0}
+        reply = aborted(sent, *error) if error else _answered(sent, what, self.weights)
         if error is None and what not in SILENT:
             begun = {**reply["meta_info"], "finish_reason": None, "completion_tokens": 1}
             await answer_to.write_json({"text": "answer", "meta_info": begun, "index": index})

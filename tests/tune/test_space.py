@@ -15,7 +15,6 @@ from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.reader import Facts
 from batchrunner.job.load import load_job
 from batchrunner.tune.measurement import TrialResult, TrialSigns
-from batchrunner.tune.search import Search
 from batchrunner.tune.space import Args, machine_for
 from batchrunner.tune.space import candidates as candidates_of
 from batchrunner.tune.tuner import engine_to_tune
@@ -150,19 +149,6 @@ def test_the_machine_and_the_model_decide(
         assert expected in found
     else:
         assert found == expected
-
-
-def test_flags_go_by_the_names_that_are_there() -> None:
-    """A flag is set under the name that the job has for it, else under that of the installed version."""
-    card = replace(CARD, flags=Flags("0.5.2", frozenset({"cuda-graph-max-bs", "attention-backend"})))
-    signs = replace(BUSY, graph_off_share=0.9)
-    for own, name in (
-        ({}, "cuda-graph-max-bs"),
-        ({"cuda-graph-max-bs-decode": 8}, "cuda-graph-max-bs-decode"),
-    ):
-        steps = Search(own, card, [FLAGS["cuda-graph-max-bs-decode"]]).steps()
-        next(steps)
-        assert steps.send(TrialResult("measured", "", 1.0, 100.0, signs=signs)).args == {name: 256}
 
 
 def test_a_flag_that_the_version_lacks_is_not_tried() -> None:

@@ -102,12 +102,8 @@ def test_a_long_queue_gets_none_of_the_last_rows() -> None:
     assert admission.observe(first, {"a": 356, "b": 100}, 0.2, unsent=40) == []  # told once
 
 
-@pytest.mark.parametrize("told_by", ["load", "rows"])
-def test_a_retraction_counts_for_its_rank(told_by: str) -> None:
-    """One of four DP ranks retracts requests: only its load tells it, and it alone counts.
-
-    Rows do not say which rank it was, so without the load's word each has a fourth of them.
-    """
+def test_a_retraction_counts_for_its_rank() -> None:
+    """One of four DP ranks retracts requests: only its load tells it, and it alone counts."""
     info = EngineInfo(kind="attach", model="m", routes=("r",))
     admission = ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
     workers = [replace(signal("r", 100), scheduler=f"w{n}", retracted=0) for n in range(4)]
@@ -115,13 +111,13 @@ def test_a_retraction_counts_for_its_rank(told_by: str) -> None:
     answer = Completion([], [], [8], 8, 0, retractions=1)
     for step in range(240):  # 20 retractions in a minute
         polled = [replace(worker, taken_at=float(step)) for worker in workers]
-        if told_by == "load" and step % 12 == 0:
+        if step % 12 == 0:
             polled[2] = replace(polled[2], retracted=1)
         admission.observe(polled, {"r": 1424}, step / 4, unsent=10**6)
         if step % 12 == 6:
             admission.ended("r", answer)
     overfull = [name for name, known in admission.known.items() if known.controller.is_overfull]
-    assert overfull == (["w2"] if told_by == "load" else ["w0", "w1", "w2", "w3"])
+    assert overfull == ["w2"]
 
 
 # What a forward pass holds, and the window and the queue that follow from it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -175,28 +174,6 @@ async def test_a_redirect_is_refused(place: str, *, by_session: bool) -> None:
     assert str(refused.value).startswith("307: http://127.0.0.1:")
     assert f"leads to {place}: correct engine.urls" in str(refused.value)
     assert len(seen.requests) == 1
-
-
-async def test_a_cancelled_post_ends_its_connection() -> None:
-    """So the server learns that nobody waits any more."""
-    begun, ended = asyncio.Event(), asyncio.Event()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"{}")
-        begun.set()
-        await reader.read()
-        ended.set()
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server, aiohttp.ClientSession() as session:
-        port = server.sockets[0].getsockname()[1]
-        sender = PostSender(session, URL.build(scheme="http", host="127.0.0.1", port=port))
-        post = asyncio.ensure_future(sender.post(b"{}"))
-        await begun.wait()
-        post.cancel()
-        await ended.wait()
-        assert post.cancelled()
 
 
 REASON = {"type": "stop", "matched": 2, "message": "m", "status_code": 500}

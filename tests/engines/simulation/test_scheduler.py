@@ -165,31 +165,6 @@ def test_every_sample_ends_once_and_no_token_is_lost(
     assert scheduler.pool.used_tokens == 0
 
 
-def passes(limit: int, rows: list[tuple[int, int]], **config: Any) -> str:
-    """Return the passes of a run, `P` for a prefill and `d` for a decode."""
-    scheduler = Scheduler(SchedulerConfig(**{"max_running": 4, "max_total_tokens": 10_000, **config}))
-    for prompt_tokens, outputs in rows:
-        scheduler.submit(SimulatedRequest(prompt_tokens, outputs))
-    found = ""
-    while (step := scheduler.step(limit)) is not None:
-        found += "P" if step.kind == "prefill" else "d" * step.steps
-    return found
-
-
-@pytest.mark.parametrize("limit", [1, 3, 1000])
-@pytest.mark.parametrize(
-    ("config", "wanted"),
-    [
-        ({}, "PdPdPdddd"),
-        ({"decode_interval": 3}, "PdddPddd"),
-    ],
-)
-def test_a_prefill_waits_for_the_decodes_owed(limit: int, config: dict[str, int], wanted: str) -> None:
-    """Rows that end meanwhile are replaced together."""
-    rows = [(10, 2), (10, 3), (10, 4), (10, 5), (10, 5), (10, 5)]
-    assert passes(limit, rows, **config)[: len(wanted)] == wanted
-
-
 def test_a_fit_tells_the_time_of_like_work() -> None:
     """Stretches of passes of a known model say how long others take; too few say nothing."""
     made = random.Random(2)
