@@ -360,7 +360,7 @@ class BundleSender:
         self._totals.add(len(requests))
         why = "it answered none of their rows"
         try:
-            await self._engine.generate_many(requests, self._route, bundle)
+            await self._engine.generate_many(requests, self._route, bundle.ended)
         except BundleRefusedError as refusal:
             why = str(refusal)
         except AttemptFailedError as failure:

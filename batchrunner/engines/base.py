@@ -2,20 +2,16 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from batchrunner.core.engine_info import EngineInfo, Incident, SchedulerLoad
 from batchrunner.core.errors import BundleRefusedError, RequestError
 from batchrunner.core.types import Completion, Request
 
-
-class RowAnswers(Protocol):
-    """Takes the answers to the rows of a bundle."""
-
-    def ended(self, index: int, result: Completion | RequestError) -> None:
-        """Take the answer to the request with this index, or why it has none."""
+RowEnded: TypeAlias = Callable[[int, Completion | RequestError], None]
+"""Takes the answer to the row of a bundle with an index, or why it has none."""
 
 
 class Engine(Protocol):
@@ -35,11 +31,11 @@ class Engine(Protocol):
         self,
         requests: Sequence[Request],  # noqa: ARG002 - for engines that can
         route: str,  # noqa: ARG002
-        answers: RowAnswers,  # noqa: ARG002
+        ended: RowEnded,  # noqa: ARG002
     ) -> None:
         """Send several requests at once, each one time, and return when none will be answered any more.
 
-        Each must be one of token ids, for one sample. `answers` gets what `generate` returns or raises for
+        Each must be one of token ids, for one sample. `ended` gets what `generate` returns or raises for
         each, when it ends. Those left out should be sent in smaller requests. Raises BundleRefusedError where
         the engine refused them all, or what `generate` raises, which holds for all that are left.
         """
@@ -103,28 +99,18 @@ class HeardEngine(ABC):
         self.heard(request, completion, route, sent_at)
         return completion
 
-    async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
+    async def generate_many(self, requests: Sequence[Request], route: str, ended: RowEnded) -> None:
         """Send several requests; see `Engine.generate_many`."""
-        heard = HeardAnswers(self, requests, route, answers, self._now())
-        await self._engine.generate_many(requests, route, heard)
+        sent_at = self._now()
+
+        def hear(index: int, result: Completion | RequestError) -> None:
+            if isinstance(result, Completion):
+                self.heard(requests[index], result, route, sent_at)
+            ended(index, result)
+
+        await self._engine.generate_many(requests, route, hear)
 
     def _now(self) -> float:
         now = time.monotonic()
         self.first_at = self.first_at or now
         return now
-
-
-class HeardAnswers(NamedTuple):
-    """Passes on the answers to a bundle."""
-
-    engine: HeardEngine
-    requests: Sequence[Request]
-    route: str
-    answers: RowAnswers
-    sent_at: float
-
-    def ended(self, index: int, result: Completion | RequestError) -> None:
-        """Pass an answer on; see `RowAnswers.ended`."""
-        if isinstance(result, Completion):
-            self.engine.heard(self.requests[index], result, self.route, self.sent_at)
-        self.answers.ended(index, result)

@@ -39,8 +39,6 @@ READ_BUFFER_BYTES = 1 << 20
 SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
 """A digest of a Parquet file reads this many blocks of this many bytes; the last is the footer, which changes
 with the content. Of up to their sum (1 MiB), and of other formats, all is read."""
-LARGE_BYTES = 256 << 20
-"""Size of a file whose copy takes so long that the log says so."""
 _DIGEST = b"batchrunner.digest"
 """Key of the original's digest in the metadata of a copy."""
 _COMMIT = re.compile(r"@[0-9a-f]{40}(?=/|$)")
@@ -455,8 +453,6 @@ class SourceFile:
             make_directory(copies)
         with _only_one(copy.with_suffix(".lock")):
             if not copy.exists():
-                if self._size >= LARGE_BYTES:
-                    log.info("%s: a Parquet copy is made of it (%d MiB)", self.path, self._size >> 20)
                 self.digest = self._digest_of(self._size)
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
                     write_parquet(self._rows(spec, is_batch), temporary, {_DIGEST: self.digest.encode()})

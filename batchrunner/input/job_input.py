@@ -78,13 +78,12 @@ class JobInput:
         is_true = len(selected) - failed
         if is_true and is_true >= failed:
             return selected
-        told = f"input.filter: true for none of the {total} rows: {self.job.input.filter}"
+        told = f"true for none of the {total} rows: {self.job.input.filter}"
         if failed:
-            told = f"input.filter: fails on {counted(failed, 'row')}, and is true for {is_true}: {error}"
-        is_of_types = not failed or "TypeError" in error
-        of_text = is_of_types and self.dataset.has_text_files
+            told = f"fails on {counted(failed, 'row')}, and is true for {is_true}: {error}"
+        of_text = self.dataset.has_text_files and (not failed or "TypeError" in error)
         hint = "values of CSV are texts: input.types gives others" if of_text else None
-        raise InputError(told, hint=hint)
+        raise InputError(f"input.filter: {told}", hint=hint)
 
 
 def lease_rows(rows: int) -> int:

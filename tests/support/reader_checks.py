@@ -73,7 +73,7 @@ def check_bundle(events: list[bytes], rows: int) -> dict[int, list[str]]:
     ref = RowRef(0, _CARRIED, 0)
     requests = [Request(ref, "input_ids", [n], {}) for n in range(rows)]
     answers = _Answers()
-    answer = BundleAnswer(requests, answers, Endpoint(URL), ModelGuard())
+    answer = BundleAnswer(requests, answers.ended, Endpoint(URL), ModelGuard())
 
     async def read() -> None:
         with contextlib.suppress(AnotherModelError):  # two versions of the weights: it ends a run on purpose

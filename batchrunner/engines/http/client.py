@@ -39,7 +39,7 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Completion, Request
-from batchrunner.engines.base import Engine, RowAnswers
+from batchrunner.engines.base import Engine, RowEnded
 from batchrunner.engines.hang_detector import Hang, HangDetector, progress_of
 from batchrunner.engines.http import replies, wire
 from batchrunner.engines.http.connections import open_connections
@@ -152,8 +152,6 @@ class HttpEngine(Engine):
         self._asks: ServerQuestions | None = None
         self._tells_load = False
         """Whether servers report their load."""
-        self._first = Endpoint("")
-        """The first replica, which tells its tokens."""
         self._clock: asyncio.Task[None] | None = None
         self._vocabulary: int | None = None
         self._model_names: frozenset[str] = frozenset()
@@ -166,7 +164,6 @@ class HttpEngine(Engine):
         """
         self.replicas = urls
         self.endpoints = {url: Endpoint(url) for url in urls}
-        self._first = Endpoint(urls[0])
         self._clock = asyncio.create_task(self._end_late_requests())
         connections, limited_by = open_connections(len(urls))
         self._open_sessions(urls)
@@ -226,13 +223,13 @@ class HttpEngine(Engine):
             await self.guard.check_answer(endpoint.url, completion.weights)
         return completion
 
-    async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
+    async def generate_many(self, requests: Sequence[Request], route: str, ended: RowEnded) -> None:
         """Send several requests in one; see `Engine.generate_many`."""
         send = self._send_bundle if requests[0].task is None else self._send_list
         try:
             for request in requests:
                 wire.refuse_deadly(request, self._vocabulary)
-            await send(self.endpoints[route], requests, answers)
+            await send(self.endpoints[route], requests, ended)
         except EngineBusyError:
             raise
         except RequestError as failure:  # of one row, which is found alone
@@ -243,11 +240,12 @@ class HttpEngine(Engine):
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
         """Ask the first replica; see `Engine.tokens_of`."""
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
-        answer = await self._exchange(self._first, wire.TOKENIZE_PATH, body, replies.whole)
+        endpoint = self.endpoints[self.replicas[0]]
+        answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, replies.whole)
         if answer.status in _NO_SUCH_PATH:
             return None
         if answer.status != _OK:
-            raise self._refusal(self._first, answer)
+            raise self._refusal(endpoint, answer)
         return replies.tokens_in(answer.content)
 
     def incidents(self) -> list[Incident]:
@@ -313,7 +311,7 @@ class HttpEngine(Engine):
         while True:
             await asyncio.sleep(min(LONGEST_TICK_S, self._limits.request_timeout / 10))
             late = time.monotonic() - self._limits.request_timeout
-            for endpoint in (*self.endpoints.values(), self._first):
+            for endpoint in self.endpoints.values():
                 endpoint.end_requests(sent_before=late)
 
     async def _is_alive(self, url: str) -> bool:
@@ -350,7 +348,7 @@ class HttpEngine(Engine):
             self.guard.doubt(endpoint.url)
         return error
 
-    async def _send_list(self, endpoint: Endpoint, requests: Sequence[Request], answers: RowAnswers) -> None:
+    async def _send_list(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
         """Send a list of rows of one task, all of which end with the one reply."""
         found = await self._post_task(endpoint, requests)
         try:
@@ -359,14 +357,12 @@ class HttpEngine(Engine):
             raise BundleRefusedError(f"the answer cannot be read: {failure}") from None
         await self.guard.check_answer(endpoint.url, None)
         for index, result in enumerate(results):
-            answers.ended(index, result)
+            ended(index, result)
 
-    async def _send_bundle(
-        self, endpoint: Endpoint, requests: Sequence[Request], answers: RowAnswers
-    ) -> None:
+    async def _send_bundle(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
         """Send prompts in one body, and pass on the answer of each when it comes."""
         body = wire.bytes_of(wire.bundle_body(requests))
-        bundle = BundleAnswer(requests, answers, endpoint, self.guard)
+        bundle = BundleAnswer(requests, ended, endpoint, self.guard)
         answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read)
         if answer is None:
             return
@@ -436,10 +432,10 @@ class BundleAnswer:
     """The answer to a bundle: reads its events, and passes on those that end a row, each once."""
 
     requests: Sequence[Request]
-    answers: RowAnswers
+    ended: RowEnded
     endpoint: Endpoint
     guard: ModelGuard
-    ended: set[int] = field(default_factory=set)
+    over: set[int] = field(default_factory=set)
     """Places in the bundle of the rows that have ended."""
     refusal: replies.WholeAnswer | None = None
     """What an event said of the whole request, as if it were the answer to it."""
@@ -466,7 +462,7 @@ class BundleAnswer:
 
     @property
     def _is_over(self) -> bool:
-        return len(self.ended) == len(self.requests)
+        return len(self.over) == len(self.requests)
 
     async def take(self, events: Sequence[bytes]) -> None:
         """Take the data of events; one that cannot be read, or of no row that is left, counts for nothing.
@@ -490,17 +486,17 @@ class BundleAnswer:
                 await self._end(index, event)
 
     async def _end(self, index: int, event: replies.Event) -> None:
-        if index in self.ended:
+        if index in self.over:
             return
-        self.ended.add(index)
+        self.over.add(index)
         self.endpoint.answers += 1
         try:
             completion = replies.completion_of(self.requests[index], event)
             await self.guard.check_answer(self.endpoint.url, completion.weights)
         except RequestError as failure:
-            self.answers.ended(index, failure)
+            self.ended(index, failure)
         else:
-            self.answers.ended(index, completion)
+            self.ended(index, completion)
 
 
 class AttachedServers(HttpEngine):

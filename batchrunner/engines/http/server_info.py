@@ -285,7 +285,6 @@ _OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
 _IN_PIECES = ("incremental_streaming_output", "stream_output")
 """Arguments, the second being the older name, with which an event has only the text since the last one: so
 each row should be a request of its own."""
-_LPM_NOTE = "the server schedules by lpm, which changes our order while few rows wait: fcfs keeps it"
 
 
 def describe(
@@ -311,7 +310,6 @@ def describe(
         takes_audio=_in_all(models, "has_audio_understanding"),
         takes_videos=takes_images and None,  # what takes images may take videos
         one_by_one=next(filter(None, (_runs_with(server, _IN_PIECES) for server in servers)), None),
-        notes=(_LPM_NOTE,) if first.get("schedule_policy") == "lpm" else (),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.types import Completion, Request
-from batchrunner.engines.base import RowAnswers
+from batchrunner.engines.base import RowEnded
 from batchrunner.engines.device import (
     CPU_NOTE,
     card_name,
@@ -103,10 +103,10 @@ class LaunchedFleet(HttpEngine):
         await self._until_up(route)
         return await super().generate(request, route)
 
-    async def generate_many(self, requests: Sequence[Request], route: str, answers: RowAnswers) -> None:
+    async def generate_many(self, requests: Sequence[Request], route: str, ended: RowEnded) -> None:
         """Send several requests in one; see `Engine.generate_many`."""
         await self._until_up(route)
-        await super().generate_many(requests, route, answers)
+        await super().generate_many(requests, route, ended)
 
     async def _until_up(self, route: str) -> None:
         replica = self._replicas[route]

@@ -7,7 +7,6 @@ and videos are sent as they are: the server has a decoder.
 import io
 import re
 import stat
-import struct
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -25,12 +24,8 @@ USUAL_TOKENS = 1024
 """Tokens that a file is expected to take whose size is not known before it is opened."""
 MOST_TOKENS = 16_384
 """Most tokens that a file is expected to take: more than the processors of models let through."""
-TOKENS_A_SECOND = 25
-"""Tokens of a second of audio, as of the Qwen Audio and Omni families; others are near it."""
-AUDIO_BYTES_A_SECOND = 16_000
-"""Bytes of a second of audio in a compressed file, at 128 kbit/s."""
-VIDEO_BYTES_A_TOKEN = 500
-"""Bytes of a video for each token: 1 Mbit/s, and 250 tokens for the two frames of each second."""
+BYTES_A_TOKEN = {"audio": 640, "video": 500}
+"""Bytes of a file for each token, at 25 tokens and 128 kbit a second of audio, 250 and 1 Mbit of video."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -63,13 +58,8 @@ def tokens_of_file(content: bytes, kind: KindName = "image", most_pixels: int | 
     """Return the tokens of a file by its first bytes and its size, or those of most files of its kind."""
     if not content:
         return tokens_of(USUAL_TOKENS * PIXELS_A_TOKEN, most_pixels)
-    if kind == "video":
-        return _between(len(content) / VIDEO_BYTES_A_TOKEN)
-    if kind == "audio":
-        bytes_a_second = AUDIO_BYTES_A_SECOND
-        if content.startswith(b"RIFF") and content[12:16] == b"fmt ":
-            (bytes_a_second,) = struct.unpack_from("<I", content.ljust(32, b"\0"), 28)
-        return _between(TOKENS_A_SECOND * len(content) / max(1, bytes_a_second))
+    if kind in BYTES_A_TOKEN:
+        return _between(len(content) / BYTES_A_TOKEN[kind])
     try:
         from PIL import Image  # noqa: PLC0415 - an extra, and heavy
 
