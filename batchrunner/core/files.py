@@ -1,10 +1,8 @@
 """Files by their names, and files that are read whole: formats, URIs, JSON objects, the cache directory."""
 
-import errno
 import json
 import os
 import re
-import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -53,33 +51,15 @@ def format_of(path: str) -> FileFormat:
     return known_format(path) or FileFormat("Parquet", "", None)
 
 
-SPECIAL = "is a pipe, a socket or a device, and no file"
-"""What is wrong with a path that is neither a file nor a directory."""
-_NOTHING_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-
-
 def is_special(path: Path) -> bool:
-    """Tell whether a path is a device, a pipe or a socket; raises OSError, but not where nothing is there."""
-    try:
-        kind = path.stat().st_mode
-    except OSError as failure:
-        if failure.errno in _NOTHING_THERE:
-            return False
-        raise
-    return not stat.S_ISREG(kind) and not stat.S_ISDIR(kind)
-
-
-def read_regular(path: Path) -> bytes:
-    """Return the content of a file; raises OSError, also for a pipe, a socket or a device."""
-    if is_special(path):
-        raise OSError(errno.EINVAL, SPECIAL, str(path))
-    return path.read_bytes()
+    """Tell whether a path that is there is a device, a pipe or a socket; raises OSError."""
+    return not path.is_file() and not path.is_dir()
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; {} where the file is missing or holds no valid JSON object."""
     try:
-        found = json.loads(read_regular(path).decode())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
