@@ -167,10 +167,11 @@ class Adaptation:
         server.adapt(new, step.why)
         yield from self._window(MOST_WINDOWS * (TIMING.adapt + self._life_s))
         server.keep()
-        gain, what = self._gain(server, before), "kept"
-        if not (lives := server.adapted == new):
-            gain, what = -1.0, "dropped"
+        gain = self._gain(server, before)
         is_good = gain >= LEAST_GAIN
+        what = "kept" if is_good else "kept, as another start costs more"
+        if not (lives := server.adapted == new):
+            gain, is_good, what = -1.0, False, "dropped"
         if gain:
             self._memory.learn(step.name, gain, step.args if is_good else {})
         restarts = {each: {**each.adapted, **step.args} for each in self._servers if is_good}
