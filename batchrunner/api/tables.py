@@ -191,7 +191,6 @@ def score(
     likelihoods of the choices, which `scores_per_token` and `scores_per_byte` divide by length. All else is
     as for `embed`.
     """
-    given = choices if choices is None or isinstance(choices, str) else list(choices)
     return results_of(
         rows,
         engine,
@@ -201,7 +200,7 @@ def score(
         prompt=prompt,
         columns=columns,
         limits=limits,
-        task_options={"labels": labels, "choices": given, "softmax": softmax},
+        task_options={"labels": labels, "choices": choices, "softmax": softmax},
     )
 
 

@@ -30,6 +30,13 @@ BackgroundOption = Annotated[
     bool,
     typer.Option("--background", help="Let others who use the servers go first: engine.background=true."),
 ]
+BatchEngineOption = Annotated[
+    list[str],
+    typer.Option(
+        metavar="MODEL|URL|BASE.yaml",
+        help="A model, the address of a server (may be repeated for replicas), or a job with an engine.",
+    ),
+]
 RetryFailedOption = Annotated[bool, typer.Option("--retry-failed", help="Send failed rows again.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="Show errors only.")]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show notes too.")]

@@ -12,6 +12,7 @@ import typer
 
 from batchrunner.cli.options import (
     BackgroundOption,
+    BatchEngineOption,
     FreshOption,
     JobArgument,
     JoinOption,
@@ -83,6 +84,7 @@ def run(
 
 def batch(
     requests: Annotated[str, typer.Argument(metavar="REQUESTS", help="The batch file; also .gz or .zst.")],
+    engine: BatchEngineOption,
     output: Annotated[
         str,
         typer.Option("--output", "-o", metavar="RESULTS", help="The file to write."),
@@ -90,18 +92,6 @@ def batch(
     errors: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Where failed lines go, instead of RESULTS."),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="MODEL", help="Start a server for this model; `simulated` makes answers up."),
-    ] = None,
-    url: Annotated[
-        list[str] | None,
-        typer.Option(metavar="URL", help="Use this server; may be repeated for replicas."),
-    ] = None,
-    job: Annotated[
-        str | None,
-        typer.Option(metavar="BASE.yaml", help="Take engine, limits and order from this job."),
     ] = None,
     overrides: SetOption = None,
     limit: LimitOption = None,
@@ -117,14 +107,14 @@ def batch(
 
     The run's directory is RESULTS.run. Run it again to resume.
 
-    Example: batchrun batch requests.jsonl -o results.jsonl --model Qwen/Qwen3-8B
+    Example: batchrun batch requests.jsonl -o results.jsonl --engine Qwen/Qwen3-8B
     """
     from batchrunner.runner.batch import run_batch  # noqa: PLC0415
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
     log_to_stderr(quiet=quiet, verbose=verbose)
     asked = with_limit(overrides, limit, background=background)
-    made = {"model": model, "urls": url or [], "base": job, "overrides": asked}
+    made = {"engine": engine, "overrides": asked}
     with telling_report(quiet=quiet or as_json):
         done = run_batch(
             requests, output, errors, made, fresh=fresh, retry_failed=retry_failed, join=join, quiet=quiet,
@@ -168,13 +158,7 @@ def engine(
 
 
 def serve(
-    engine: Annotated[
-        list[str],
-        typer.Option(
-            metavar="MODEL|URL|BASE.yaml",
-            help="A model, the address of a server (may be repeated for replicas), or a job with an engine.",
-        ),
-    ],
+    engine: BatchEngineOption,
     directory: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="The directory of files and batches.")
     ],

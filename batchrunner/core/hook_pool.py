@@ -179,10 +179,7 @@ class HookPool:
             process = self._own.process = HookProcess(self.setup)
             self._processes.append(process)
         for found in process.facts():
-            known = self.facts.setdefault(found.where, found)
-            if known.digest != found.digest:
-                log.warning("%s changed while the run is at work: rows are made by both versions", found.name)
-                self.facts[found.where] = known._replace(digest=found.digest)
+            self.facts.setdefault(found.where, found)
         return process
 
 

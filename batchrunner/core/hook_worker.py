@@ -45,8 +45,6 @@ class HookFacts(NamedTuple):
     """Its place in the job, such as `prompt.python`."""
     name: str
     """Its name in messages, `module:function`."""
-    digest: str
-    """Hash of the function's file; of its source where a program gave it."""
     columns: tuple[tuple[str, Any], ...] = ()
     """Columns that it makes, with their kinds."""
     takes_row: bool = False

@@ -1,7 +1,6 @@
 """The job of a call of the library, or of `batchrun batch`, from its arguments."""
 
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +16,6 @@ from batchrunner.job.load import load_job, read_job_file
 from batchrunner.job.prompt import BatchPrompts, media_part
 from batchrunner.job.spec import Job, LimitsSpec, OnLength
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName
-
-log = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | Mapping[str, Any] | Callable[..., Any]
 """A template, the `prompt` part of a job, or a function that makes the prompt of a row."""
@@ -128,35 +125,24 @@ CUSTOM_ID = "custom_id"
 """The column that the results name their requests by."""
 
 
-def job_of_batch(
-    requests: str,
-    run: str,
-    *,
-    model: str | None,
-    urls: Sequence[str],
-    base: str | None,
-    overrides: Sequence[str],
-) -> Job:
+def job_of_batch(requests: str, run: str, *, engine: Sequence[str], overrides: Sequence[str]) -> Job:
     """Return the job that sends the lines of the file `requests`; its run directory is `run`.
 
-    The engine is a server for a `model`, the servers at `urls`, or that of the job file `base`, whose limits,
-    order and window hold too. By default any number of lines may fail. Raises JobError.
+    The `engine` is a model, addresses of servers, or that of a job file, whose limits, order and window hold
+    too. By default any number of lines may fail. Raises JobError.
     """
-    if sum(map(bool, (model, urls, base))) != 1:
-        raise JobError("engine", hint="give one of --model, --url and --job")
     for override in overrides:
         name = override.partition("=")[0].strip()
         if not {name, name.partition(".")[0]} & _OF_BASE:
             raise JobError(f"--set {override}: no part of a batch", hint="leave it out")
-    name = "standard input" if base == "-" else base or "batch"
-    tree: dict[str, Any] = read_job_file(base) if base else {"engine": model or list(urls)}
+    first, *others = engine
+    base = first if first.endswith((".yaml", ".yml")) else "batch"
+    given = [first, *others] if others else first
+    tree: dict[str, Any] = {"engine": given} if base == "batch" else read_job_file(base)
     for part in ("output", "limits"):
         if not isinstance(tree.setdefault(part, {}), dict):
             raise JobError(f"{part}: should be a mapping", hint="write keys below it")
-    left_out = [part for part in tree if part in Job.model_fields and part not in {*_OF_BASE, "output"}]
-    if left_out:
-        said = ", ".join(left_out)
-        log.info("%s: %s are left out: each line of the batch file has its own", name, said)
+    left_out = {*Job.model_fields} - _OF_BASE  # each line of the batch file has its own
     output, limits = tree["output"], tree["limits"]
     tree = {part: value for part, value in tree.items() if part not in left_out} | {
         "input": {"path": requests, "columns": [CUSTOM_ID]},
@@ -167,4 +153,4 @@ def job_of_batch(
         },
         "limits": {"max_failed_rows": 1.0, "abort_failed_share": 1.0, **limits},
     }
-    return load_job(tree, overrides=overrides, name=name)
+    return load_job(tree, overrides=overrides, name=base)

@@ -3,7 +3,6 @@
 import dataclasses
 import datetime as dt
 import functools
-import hashlib
 import inspect
 import pickle
 import pkgutil
@@ -72,7 +71,7 @@ def _load(function: HookFunction) -> tuple[HookFacts, Callable[..., Any]]:
     except HookLoadError as failure:
         raise HookLoadError(f"{name} {failure}") from None
     columns = known.columns if function.where in {PARSE, ROLLOUT} else ()
-    facts = HookFacts(function.where, function.name, _digest_of(found), columns, takes_row, known.reads)
+    facts = HookFacts(function.where, function.name, columns, takes_row, known.reads)
     convert: dict[str, Callable[[Any], Any]] = {
         PROMPT: _prompt,
         PARSE: functools.partial(row_value, known=known),
@@ -102,17 +101,6 @@ async def _solve(
         return [row_value(row, known) for row in rows if row is not None]
     except (ValueError, TypeError, OverflowError, RecursionError) as failure:
         raise UnusableValueError(f"{name}: {failure}") from None
-
-
-def _digest_of(function: Any) -> str:
-    """Return a hash of a function's file, or of its source where a program gave it; empty where unknown."""
-    inner = inspect.unwrap(getattr(function, "func", function))
-    try:
-        module = inspect.getmodule(inner)
-        source = inspect.getsource(inner if module is None or module.__name__ == "__main__" else module)
-    except (OSError, TypeError):
-        return ""
-    return hashlib.sha256(source.encode("utf-8", "backslashreplace")).hexdigest()[:16]
 
 
 def _takes_row(function: Any, where: str) -> bool:

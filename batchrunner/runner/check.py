@@ -111,9 +111,7 @@ def check(job: str, overrides: Sequence[str]) -> Check:
     form = known_format(job)
     with tempfile.TemporaryDirectory(prefix="batchrunner-") as scratch:
         if form is not None and form.kind == "JSON Lines" and form.ending != ".json":
-            loaded = job_of_batch(
-                job, f"{scratch}/run", model="simulated", urls=(), base=None, overrides=overrides
-            )
+            loaded = job_of_batch(job, f"{scratch}/run", engine=["simulated"], overrides=overrides)
         else:
             loaded = load_job(job, overrides=overrides)
         model = launched_model(loaded.engine)

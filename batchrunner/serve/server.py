@@ -51,8 +51,6 @@ BROKEN_FORM = (
 """What aiohttp raises where an upload is no form, or ends too early."""
 FREE_SHARE, FREE_BYTES = 0.05, 10_000_000_000
 """Share of the disk, or bytes where that is less, that uploads leave free: results need room too."""
-JOBS = (".yaml", ".yml")
-"""Endings of a job file, whose engine is meant."""
 MODELS = "models"
 SHOWN, MOST_SHOWN = {BATCHES: 20}, 10_000
 """Records in a list, by kind, where a call does not say how many; and the most of any."""
@@ -339,10 +337,8 @@ async def serve(
     """
     if host not in LOCAL and not os.environ.get(KEY):
         raise JobError(f"--host {host}: whoever reaches it may send batches", hint=f"set {KEY} to a key")
-    kind = "urls" if len(engine) > 1 else "base" if engine[0].endswith(JOBS) else "model"
-    options: dict[str, Any] = dict.fromkeys(("model", "urls", "base"))
-    options[kind] = engine if kind == "urls" else engine[0]
-    options["overrides"] = [*overrides, "limits.deadline=null", "limits.abort_failed_share=1"]
+    more = ("limits.deadline=null", "limits.abort_failed_share=1")
+    options: dict[str, Any] = {"engine": engine, "overrides": [*overrides, *more]}
     job = job_of_batch("requests", str(directory), **options)
     control, ended, loop = Control(), asyncio.Event(), asyncio.get_running_loop()
 

@@ -17,7 +17,7 @@ from tests.conftest import batchrun, eventually, started
 from tests.support.answers import Body, OnWire
 from tests.support.fake_sglang import FakeSGLang, Sent
 
-SIMULATED = ("--model", "simulated", "--set", "engine.step_s=0")
+SIMULATED = ("--engine", "simulated", "--set", "engine.step_s=0")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -56,7 +56,7 @@ class Batch:
 
     def do(self, *options: object, engine: FakeSGLang | None = None) -> Result:
         """Run the command on an engine, by default a simulated one."""
-        on = SIMULATED if engine is None else ("--url", engine.url)
+        on = SIMULATED if engine is None else ("--engine", engine.url)
         return batchrun("batch", self.requests, "-o", self.results, *on, *options)
 
 
@@ -250,7 +250,7 @@ def test_the_same_command_resumes(server: FakeSGLang, tmp_path: Path) -> None:
     shutil.rmtree(batch.run)
     server.forget()
     server.script = lambda _: "hold" if len(server.sent) > 100 else "answer"
-    with started("batch", batch.requests, "-o", batch.results, "--url", server.url) as killed:
+    with started("batch", batch.requests, "-o", batch.results, "--engine", server.url) as killed:
         server.wait_for(101)
         eventually(lambda: any(batch.run.glob("tasks/main/journal-*")))
         killed.kill()
@@ -295,11 +295,11 @@ def test_files_that_are_not_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["-", "-o", "out.jsonl", "--model", "simulated"], "standard input cannot be read again"),
-        (["r.jsonl", "-o", "out.jsonl"], "give one of --model, --url and --job"),
-        (["*.jsonl", "-o", "out.jsonl", "--model", "simulated"], "these are 2 batch files"),
+        (["-", "-o", "out.jsonl", "--engine", "simulated"], "standard input cannot be read again"),
+        (["r.jsonl", "-o", "out.jsonl"], "Missing option '--engine'"),
+        (["*.jsonl", "-o", "out.jsonl", "--engine", "simulated"], "these are 2 batch files"),
         (
-            ["r.jsonl", "-o", "o.jsonl", "--model", "simulated", "--set", "sampling.n=2"],
+            ["r.jsonl", "-o", "o.jsonl", "--engine", "simulated", "--set", "sampling.n=2"],
             "--set sampling.n=2: no part of a batch",
         ),
     ],
@@ -323,7 +323,7 @@ def test_wrong_arguments(
 def test_tasks_share_a_batch(server: FakeSGLang, tmp_path: Path) -> None:
     """With --join several tasks share the lines, and the results are written when all are done."""
     batch = Batch(tmp_path, [request_of(i) for i in range(600)])
-    options = ("batch", batch.requests, "-o", batch.results, "--url", server.url, "--join")
+    options = ("batch", batch.requests, "-o", batch.results, "--engine", server.url, "--join")
     server.script = lambda sent: "hold" if sent.row < 10 else "answer"
     with started(*options) as first:
         server.wait_for(20)

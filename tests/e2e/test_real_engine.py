@@ -157,11 +157,11 @@ def test_a_batch_file(smollm: batchrunner.OpenEngine, tmp_path: Path) -> None:
     requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
     base = tmp_path / "base.yaml"
     base.write_text(f"engine: {{kind: server, model: {SMALL_MODEL}, device: cpu}}\n")
-    job = job_of_batch(str(requests), f"{results}.run", model=None, urls=[], base=str(base), overrides=())
+    job = job_of_batch(str(requests), f"{results}.run", engine=[str(base)], overrides=())
     report = batchrunner.run(job, engine=smollm)
     assert (report.rows_ok, report.rows_failed) == (2, 1), report.failures
     # the command finds all lines done in its run directory, and starts no engine
-    done = batchrun("batch", requests, "-o", results, "--errors", errors, "--job", base)
+    done = batchrun("batch", requests, "-o", results, "--errors", errors, "--engine", base)
     assert done.exit_code == 0, done.stderr
     found = [json.loads(line) for line in results.read_text().splitlines()]
     two, parsed = (ChatCompletion.model_validate(line["response"]["body"]) for line in found)

@@ -235,7 +235,16 @@ def test_commands_that_are_refused(tmp_path: Path, store_bucket: StoreBucket) ->
     commands: list[list[object]] = [
         ["merge", f"{run}/of/nobody"],
         ["merge", run, f"{uri}/a.csv"],
-        ["batch", requests, "-o", tmp_path / "a.jsonl", "--errors", f"{uri}/a.jsonl", "--model", "simulated"],
+        [
+            "batch",
+            requests,
+            "-o",
+            tmp_path / "a.jsonl",
+            "--errors",
+            f"{uri}/a.jsonl",
+            "--engine",
+            "simulated",
+        ],
     ]
     for command in commands:
         refused = batchrun(*command)
@@ -252,7 +261,7 @@ def test_requests_of_a_batch(
     base = write_job({"engine": "simulated", "storage": {"endpoint": store_bucket.endpoint}}, tmp_path)
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     out = tmp_path / "a.jsonl"
-    done = batchrun("batch", f"{store_bucket.uri}/r.jsonl", "-o", out, "--job", base)
+    done = batchrun("batch", f"{store_bucket.uri}/r.jsonl", "-o", out, "--engine", base)
     assert done.exit_code == 0, done.stderr
     assert len(out.read_text().splitlines()) == 1
 

@@ -77,6 +77,6 @@ def test_a_password_in_an_address(tmp_path: Path, user: str) -> None:
     result = run_job(job, tmp_path, code=2)
     assert "without a user and a password (got '***@host:30000')" in result.stderr
     for options in ([], ["--json"]):
-        result = batchrun("batch", tmp_path / "x.jsonl", "--url", f"{user}@host:30000", *options)
+        result = batchrun("batch", tmp_path / "x.jsonl", "--engine", f"{user}@host:30000", *options)
         assert result.exit_code == 2
         assert "hunter2" not in result.output

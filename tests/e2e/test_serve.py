@@ -129,7 +129,7 @@ def test_a_batch_from_upload_to_download(tmp_path: Path) -> None:
     requests.write_bytes(content)
     by_command = [tmp_path / "out.jsonl", tmp_path / "errors.jsonl"]
     done = batchrun(
-        "batch", requests, "-o", by_command[0], "--errors", by_command[1], "--model", "simulated", *FAST
+        "batch", requests, "-o", by_command[0], "--errors", by_command[1], "--engine", "simulated", *FAST
     )
     assert done.exit_code == 0, done.stderr
     with serving(tmp_path / "state", *FAST) as server:

@@ -69,8 +69,6 @@ class TaskHistory:
     incidents: deque[IncidentMark] = field(default_factory=lambda: deque(maxlen=MOST_INCIDENTS))
     order: dict[str, Any] = field(default_factory=dict)
     tokenize: dict[str, Any] = field(default_factory=dict)
-    moves: int = 0
-    """Changes of the window."""
     bands: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Healthy `#queue-req` of each scheduler of the newest attempt."""
     max_running: dict[str, int] = field(default_factory=dict)
@@ -93,8 +91,6 @@ class TaskHistory:
                 self.order = event
             case "tokenize":
                 self.tokenize = event
-            case "window":
-                self.moves += 1
             case "takeover":
                 why = f"{event.get('rows_left', '?')} rows were left"
                 self.incidents.append(IncidentMark(event["time"], "takeover", _short(event.get("task")), why))

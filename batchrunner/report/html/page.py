@@ -179,14 +179,13 @@ def _decisions(
     if tokens := next((history.tokenize for history in reversed(histories) if history.tokenize), None):
         why = f": {tokens['why']}" if tokens.get("why") else ""
         found.append(("Prompts tokenized by", f"the {tokens.get('where')}{why}"))
-    moves = sum(history.moves for history in histories)
     fixed = facts["job"].get("window", "auto")
     widths = [value for value in timeline.total("window") or () if value]
     if fixed != "auto":
         found.append(("Window", f"{fixed}, set by the job"))
     elif widths:
         least, most = min(widths), max(widths)
-        found.append(("Window", f"{least:,.0f} to {most:,.0f}, moved {counted(moves, 'time')}"))
+        found.append(("Window", f"{least:,.0f} to {most:,.0f}"))
     return found
 
 
@@ -218,12 +217,10 @@ def _load(run_dir: RunDir) -> list[tuple[str, str]]:
 
 
 def _flags(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the engine's arguments and limits, and the versions of the software."""
-    info, spec = facts["engine"], facts["job"]["engine"]
-    args = spec.get("args") or {}
+    """Return the engine's limits, and the versions of the software."""
+    info = facts["engine"]
     limits = ("max_running", "max_total_tokens", "context_length", "prefill_tokens", "card", "log")
     return [
-        *((f"--{str(name).lstrip('-')}", str(value)) for name, value in args.items()),
         *((name.replace("_", " "), str(info[name])) for name in limits if info.get(name) is not None),
         *((f"{name} version", str(value)) for name, value in facts["versions"].items() if value),
     ]
