@@ -44,7 +44,6 @@ from batchrunner.output.parts import recover
 from batchrunner.output.resume import DoneRows, done_by_all, drop_failed, read_done
 from batchrunner.output.run_dir import ESTIMATE, MAIN_TASK, SEGMENT, RunDir
 from batchrunner.output.run_json import (
-    read_run_json,
     without_secrets,
     write_limits,
     write_run_json,
@@ -362,14 +361,7 @@ class Run:
         else:
             drop_copies(run_dir, is_done=True)
             write_limits(run_dir, prepared.job)
-        spans = attempt_spans(run_dir.events)
-        old = read_run_json(run_dir) or {}
-        engine = old.get("engine", {})
-        report = replace(
-            report, exit_code=exit_code, reason=reason,
-            starts=len(spans), wall_s_all_starts=round(union_s(spans), 3),
-            engine=engine, simulated=bool(engine.get("simulated")), versions=old.get("versions", {}),
-        )  # fmt: skip
+        report = replace(report, exit_code=exit_code, reason=reason)
         if not prepared.joins:
             found = report.as_dict()
             last = read_json(run_dir.report_json)  # it says more than these zeros
