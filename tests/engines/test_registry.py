@@ -20,8 +20,6 @@ from batchrunner.job.load import parse_engine
     [
         ({"kind": "gateway"}, "url is missing"),
         ({"kind": "gateway", "url": "http://a", "tp": 2}, "unknown key 'tp'"),
-        ({"kind": "gateway", "model": "a"}, "`kind: server` with `replicas: auto` or a number"),
-        ({"kind": "gateway", "url": "http://a", "replicas": 2}, "`kind: server` with `replicas: auto`"),
         ({"kind": "server", "model": "a", "nodes": 2, "replicas": 2}, "leave out `replicas`"),
         (
             {"kind": "server", "model": "a", "tp": 2, "args": {"tp_size": 2}},
