@@ -133,8 +133,6 @@ def _call_all(
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 if os.getpid() != process:  # forked by the function: its results are nobody's
                     os._exit(0)
-        except UnusableValueError as failure:
-            result = HookResult(None, f"{where}: {failure}")
         except BaseException as failure:  # noqa: BLE001 - a function may raise anything, SystemExit too
             is_fit = not isinstance(failure, (CallTooLongError, MemoryError))  # it may hold a lock still
             result = HookResult(None, failure_text(where, failure, limit_s))
@@ -146,6 +144,8 @@ def _call_all(
 
 def failure_text(where: str, failure: BaseException, limit_s: float = 0.0) -> str:
     """Return an exception of a function as the error of its row: place, file and line, class, message."""
+    if isinstance(failure, UnusableValueError):
+        return f"{where}: {failure}"
     frames = traceback.extract_tb(failure.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_OWN)]
     file, line = (own[-1].filename, own[-1].lineno) if own else ("", None)

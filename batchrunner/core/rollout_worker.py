@@ -23,7 +23,7 @@ from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
-from batchrunner.core.hook_worker import ROLLOUT, UnusableValueError, failure_text, load
+from batchrunner.core.hook_worker import ROLLOUT, failure_text, load
 
 STEP = struct.Struct("=dq")
 """In shared memory: the monotonic time of the last step, and the rollout whose code runs, 0 for none.
@@ -118,8 +118,7 @@ def main(descriptor: int, steps: int) -> None:
         if loaded := load(channel):
             _, facts, functions = loaded
             solve = functions[[found.where for found in facts].index(ROLLOUT)]
-            loop = _Loop(mmap.mmap(steps, STEP.size))
-            loop.run_until_complete(_serve(solve, os.dup(descriptor)))
+            _Loop(mmap.mmap(steps, STEP.size)).run_until_complete(_serve(solve, os.dup(descriptor)))
     except (EOFError, ConnectionError):
         pass
     except BaseException:  # noqa: BLE001 - such as a function that has stopped the loop
@@ -161,23 +160,20 @@ class _Rollout:
     """A row's coroutine, and what it asked and has no answer to."""
 
     number: int
-    send: Callable[..., None]
+    send: Callable[[bytes], None]
     """Sends a frame to the run."""
     asked: count[int] = field(default_factory=count)
     waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
 
     async def run(self, solve: Callable[..., Coroutine[Any, Any, Any]], row: dict[str, Any]) -> None:
         """Run the function for a row, and send what it returns, or the error of the row."""
-        value, error = [], None
         try:
-            value = await solve(row, self.generate)
-        except UnusableValueError as failure:
-            error = f"{ROLLOUT}: {failure}"
+            reply = frame(self.number, None, (await solve(row, self.generate), None))
         except BaseException as failure:  # noqa: BLE001 - a function may raise anything
-            error = failure_text(ROLLOUT, failure)
+            reply = frame(self.number, None, ([], failure_text(ROLLOUT, failure)))
         for answer in self.waiting.values():  # of tasks that the function has left behind
             answer.cancel()
-        self.send(self.number, None, (value, error))
+        self.send(reply)
 
     async def generate(
         self, prompt: Any, *, schema: Any = None, tools: Any = None, **sampling: Any
@@ -199,7 +195,7 @@ class _Rollout:
             raise GenerateError("generate is awaited in the loop that runs the function, and in no other")
         number = next(self.asked)
         answer = self.waiting[number] = loop.create_future()
-        self.send(self.number, number, ask)
+        self.send(frame(self.number, number, ask))
         try:
             found: RolloutAnswer | str = await answer
         finally:
@@ -219,10 +215,17 @@ async def _serve(solve: Callable[..., Coroutine[Any, Any, Any]], descriptor: int
     """Start rollouts and hand them their answers; raises EOFError when the run has closed."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
     running: dict[int, tuple[_Rollout, asyncio.Task[None]]] = {}
+
+    def send(content: bytes) -> None:
+        try:
+            writer.write(content)
+        except MemoryError:  # a part of it may be on its way
+            os._exit(1)
+
     while True:
         number, asked, value = await read_frame(reader)
         if asked is None and value is not None:
-            rollout = _Rollout(number, lambda *values: writer.write(frame(*values)))
+            rollout = _Rollout(number, send)
             context = copy_context()
             context.run(_NUMBER.set, number)
             task = asyncio.create_task(rollout.run(solve, value), context=context)

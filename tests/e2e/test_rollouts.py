@@ -154,7 +154,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
     write_module(
         tmp_path,
         """
-        import asyncio, ctypes, os, sys, time
+        import asyncio, ctypes, functools, os, sys, time
 
         async def solve(row, generate):
             answer = await generate([{"role": "user", "content": row["text"]}])
@@ -182,6 +182,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
                 case 17:
                     if os.fork() == 0: time.sleep(1000)
                     os._exit(5)
+                case 18: return functools.reduce(lambda inner, _: {"a": inner}, range(700), 1)
             await asyncio.sleep(0)
             return {"text": answer.text}
         """,
@@ -212,6 +213,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         "and in no other",
         16: f"{name}: ended its process (exit code 1)",
         17: f"{name}: ended its process (exit code 5)",
+        18: "prompt.rollout: RecursionError: maximum recursion depth exceeded while pickling an object",
     }
     asked = json.loads(rows[1]["conversation"])
     assert asked["prompt"] == [{"role": "user", "content": "row 1"}]
@@ -224,7 +226,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
     again = batchrun(tmp_path / "job.yaml", "--retry-failed")
     assert again.exit_code == 0, again.stderr
     assert rows_in(job) == list(range(40))
-    assert server.prompts.count("again") == 16
+    assert server.prompts.count("again") == 17
 
 
 def test_a_process_that_starts_slowly(tmp_path: Path, server: FakeSGLang) -> None:
