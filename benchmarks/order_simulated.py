@@ -13,7 +13,6 @@ import argparse
 import itertools
 import random
 import sys
-import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -270,7 +269,6 @@ ORDERS: dict[str, Callable[[list[Row]], list[Row]]] = {"runner": planned, "input
 
 def run(case: Case) -> dict[str, Any]:
     """Let a whole run pass in virtual time."""
-    began = time.perf_counter()
     rows = input_of(case.workload, case.rows)
     config = SchedulerConfig(case.max_running, case.kv_tokens)
     made = Run(ORDERS[case.arm](rows), config, case.speeds, reorders=case.arm == "runner")
@@ -282,7 +280,7 @@ def run(case: Case) -> dict[str, Any]:
         "hit_rate": round(1 - made.uncached_tokens / prompt_tokens, 4),
         "hit_rate_at_most": round(1 - least / prompt_tokens, 4), "virtual_s": round(made.now, 1),
         "retractions": sum(replica.scheduler.retractions for replica in made.replicas.values()),
-        "rows_of_replicas": [*made.ended.values()], "took_s": round(time.perf_counter() - began, 1),
+        "rows_of_replicas": [*made.ended.values()],
     }  # fmt: skip
 
 

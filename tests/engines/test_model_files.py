@@ -15,13 +15,11 @@ from tests.conftest import batchrun, job_of, write_job
 from tests.support.launchable import hungry
 from tests.support.sglang_logs import LogWriter, changes, judged
 
-GIB = 2**30
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
     "num_key_value_heads": 8, "tie_word_embeddings": False, "vocab_size": 128256,
 }  # fmt: skip
 H100, L4 = Gpu("NVIDIA H100 80GB HBM3", 81559 << 20), Gpu("NVIDIA L4", 23034 << 20)
-LLAMA_70B = {**LLAMA_8B, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64}
 
 
 @pytest.fixture(autouse=True)
