@@ -145,6 +145,9 @@ def main() -> None:
     parser.add_argument("--tool-s", type=float, default=1.0)
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument(
+        "--pool", type=int, default=SERVER_ARGS["max-total-tokens"], help="tokens of a server"
+    )
     parser.add_argument("--job", help="run this job and print its figures (for the script itself)")
     options = parser.parse_args()
     if options.job:
@@ -157,7 +160,12 @@ def main() -> None:
         model = folder / "model"
         make_tiny_llama(model, Path("data/smollm2-135m-instruct"))
         write_rows(folder, options.rows, options.turns, options.tool_s)
-        args = {**SERVER_ARGS, "log-requests": True, "log-requests-level": 3}
+        args = {
+            **SERVER_ARGS,
+            "max-total-tokens": options.pool,
+            "log-requests": True,
+            "log-requests-level": 3,
+        }
         key = "benchmark-of-rollouts"
         os.environ[KEY_VARIABLE] = key
         servers = [
@@ -179,9 +187,9 @@ def main() -> None:
             found = {"kills": kills, "asked_again": again, "rows": len(after), "equal_rows": same}
     share = rollouts["tokens_a_pass"] / single["tokens_a_pass"]
     line = (
-        f"{options.rows} rows of {options.turns} turns, {options.replicas} replicas: {share:.2f} of the "
-        f"output tokens a forward pass of single requests (goal {GOAL}), {cached:.1%} of the repeated prompt "
-        f"tokens from the cache (goal {CACHED_GOAL:.0%})"
+        f"{options.rows} rows of {options.turns} turns, {options.replicas} replicas of {options.pool:,} "
+        f"tokens: {share:.2f} of the output tokens a forward pass of single requests (goal {GOAL}), "
+        f"{cached:.1%} of the repeated prompt tokens from the cache (goal {CACHED_GOAL:.0%})"
     )
     if found:
         line += (
