@@ -333,9 +333,7 @@ def real_jobs(log: Path, names: Sequence[str], scale: float) -> dict[str, Any]:
         for name, made in own_engines(place).items():
             if (not names or name in names) and name not in done:
                 engine = made[1]["engine"]
-                keep(
-                    real(name, made, place / name, engine, place / name / "run" / "engine-server.log", scale)
-                )
+                keep(real(name, made, place / name, engine, place / name / "run", scale))
         for name, made in TINY.items():
             if (not names or name in names) and name not in done:
                 if not shared.exists():
