@@ -208,8 +208,8 @@ def columns_of(kind: Any) -> Columns:
 def row_value(value: Any, known: Annotations) -> dict[str, Any]:
     """Return what a function returned as a value for each column; a missing one is None.
 
-    Without columns, which only a rollout may lack, it is a dict as the function returned it. Raises
-    ValueError, whose text follows the function's name, for one that does not fit, or a key that is no column.
+    Without columns, which only a rollout may lack, it is a dict as JSON has it. Raises ValueError, whose text
+    follows the function's name, or TypeError, for one that does not fit, or a key that is no column.
     """
     from batchrunner.job.arrow_types import fit  # noqa: PLC0415 - it loads pyarrow
 
@@ -219,7 +219,8 @@ def row_value(value: Any, known: Annotations) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"returned {_a(value)}: return a dict")  # noqa: TRY004
     if not known.columns:
-        return given
+        made: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))
+        return made
     names = [name for name, _ in known.columns]
     unknown = [key for key in given if key not in names]
     if unknown:

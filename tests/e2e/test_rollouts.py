@@ -183,6 +183,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
                     if os.fork() == 0: time.sleep(1000)
                     os._exit(5)
                 case 18: return functools.reduce(lambda inner, _: {"a": inner}, range(700), 1)
+                case 19: return {"pairs": {(1, 2): 3}}
             await asyncio.sleep(0)
             return {"text": answer.text}
         """,
@@ -214,6 +215,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         16: f"{name}: ended its process (exit code 1)",
         17: f"{name}: ended its process (exit code 5)",
         18: "prompt.rollout: RecursionError: maximum recursion depth exceeded while pickling an object",
+        19: f"{name}: Only dicts with str-like or number-like keys are supported",
     }
     asked = json.loads(rows[1]["conversation"])
     assert asked["prompt"] == [{"role": "user", "content": "row 1"}]
@@ -226,7 +228,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
     again = batchrun(tmp_path / "job.yaml", "--retry-failed")
     assert again.exit_code == 0, again.stderr
     assert rows_in(job) == list(range(40))
-    assert server.prompts.count("again") == 17
+    assert server.prompts.count("again") == 18
 
 
 def test_a_process_that_starts_slowly(tmp_path: Path, server: FakeSGLang) -> None:
