@@ -74,7 +74,7 @@ def queue_deep(s: Situation, _: Flags) -> Finding | None:
     if not s.load.frequent("deep"):
         return None
     how = "send requests evenly, not in bursts" if s.load.frequent("empty") else "send fewer requests at once"
-    how = "`window: auto` and `queue: [100, 2000]` in the job" if s.client else how
+    how = "`window: auto` in the job" if s.client else how
     return Finding(
         f"#queue-req is above {GUIDES.queue_deep:.0f} {s.often('deep')}",
         change=f"{how}: keep {GUIDES.queue_low:.0f}-{GUIDES.queue_deep:.0f} waiting",

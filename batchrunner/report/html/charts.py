@@ -136,9 +136,10 @@ def time_ticks(length_s: float) -> list[AxisTick]:
 
 def number(value: float) -> str:
     """Write a number with about three digits and a unit letter: 0.85, 12, 1,500, 12.3k, 31M."""
+    rounded = float(f"{value:.3g}")
     for least, size, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if abs(value) >= least:
-            return f"{value / size:.3g}{letter}"
+        if abs(rounded) >= least:
+            return f"{rounded / size:.3g}{letter}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"  # noqa: PLR2004
 
 
