@@ -33,7 +33,7 @@ from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import find_sorted_copy, prepare_order
-from batchrunner.job.engine import ServerEngine
+from batchrunner.job.engine import ServerEngine, SimulatedEngine
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.output.counts import RowCounts
@@ -361,7 +361,8 @@ class Run:
         else:
             drop_copies(run_dir, is_done=True)
             write_limits(run_dir, prepared.job)
-        report = replace(report, exit_code=exit_code, reason=reason)
+        simulated = isinstance(prepared.job.engine, SimulatedEngine)
+        report = replace(report, exit_code=exit_code, reason=reason, simulated=simulated)
         if not prepared.joins:
             found = report.as_dict()
             last = read_json(run_dir.report_json)  # it says more than these zeros
