@@ -137,7 +137,7 @@ def job_of_batch(requests: str, run: str, *, engine: Sequence[str], overrides: S
             raise JobError(f"--set {override}: no part of a batch", hint="leave it out")
     first, *others = engine
     base = first if not others and first.endswith((".yaml", ".yml")) else "batch"
-    given = [first, *others] if others else first
+    given = engine if others else first
     tree: dict[str, Any] = {"engine": given} if base == "batch" else read_job_file(base)
     for part in ("output", "limits"):
         if not isinstance(tree.setdefault(part, {}), dict):

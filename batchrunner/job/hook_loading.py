@@ -219,8 +219,7 @@ def row_value(value: Any, known: Annotations) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"returned {_a(value)}: return a dict")  # noqa: TRY004
     if not known.columns:
-        made: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(given))
-        return made
+        return msgspec.json.decode(msgspec.json.encode(given), type=dict)
     names = [name for name, _ in known.columns]
     unknown = [key for key in given if key not in names]
     if unknown:
