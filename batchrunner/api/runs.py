@@ -117,6 +117,7 @@ def run(
 
     Raises BatchrunError. A report with exit code 3 (too many failed rows) or 1 (a deadline) is returned.
     """
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     loaded = load_job(job, overrides=overrides, engine=_spec_of(engine), rollout=rollout)
     displays = make_displays(progress=progress, on_progress=on_progress)
     return run_blocking(loaded, engine, fresh=fresh, retry_failed=retry_failed, join=join, displays=displays)

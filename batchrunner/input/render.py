@@ -264,6 +264,8 @@ def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
                 _refuse_bytes(dataset, name, f"prompt.{field}")
         templates.append((role, template))
     columns = {name for _, template in templates for name in template.columns}
+    if not columns:
+        _refuse_single_braces(str(given), dataset)
     printed = frozenset(name for _, template in templates for name in template.printed)
     kind: PromptKind = "messages" if prompt.text is None else "text"
     make: Callable[[Row], Any] = partial(_messages, templates)
@@ -272,6 +274,14 @@ def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
     if prompt.fields:
         make, columns = _with_fields(prompt.fields.columns, dataset, make, columns)
     return PromptSource(kind, make, sorted(columns), printed)
+
+
+def _refuse_single_braces(templates: str, dataset: ColumnSource) -> None:
+    """Raise JobError for `{text}` in templates that read no column: each row would get the same prompt."""
+    for name in dataset.schema.names:
+        if f"{{{name}}}" in templates:
+            shown = f"{{{{ {template_of_column(name)} }}}}"
+            raise JobError(f"prompt: {{{name}}} is no column in a template", hint=f"write {shown}")
 
 
 def _with_fields(

@@ -24,8 +24,8 @@ CHUNK_ROWS = 1024
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 """Modes of Pillow's images that a PNG file can hold."""
 _WANTED = (
-    "rows: give texts, mappings, a table or data frame (pyarrow, pandas, polars, duckdb, datasets), "
-    "or the path of files"
+    "rows: give a list of texts or mappings, a table or data frame (pyarrow, pandas, polars, duckdb, "
+    "datasets), or the path of files"
 )
 
 

@@ -59,7 +59,8 @@ def batches_of_file(
     if source.peek(len(BOM)).startswith(BOM):
         source.read(len(BOM))
     if is_batch:
-        hint, path = f"this writes a job for a file of data: batchrun init {path}", Path(path).name
+        hint = f"batchrun init {path} writes a job for a file of data, batchrun JOB.yaml runs a job"
+        path = Path(path).name
         requests = request_lines(_lines(source, path))
         return _object_batches(requests, path, dict.fromkeys(BATCH_COLUMNS, "string"), "request", hint)
     if form.kind == "JSON Lines":

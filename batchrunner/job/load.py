@@ -81,8 +81,8 @@ def parse_engine(source: EngineLike | None) -> EngineSpec:
     if not isinstance(tree, dict):
         raise JobError(
             "engine",
-            hint="give an open engine, the `engine` part of a job, a model, an address, a list of "
-            f"addresses or 'simulated' (got {source!r:.60})",
+            hint="give an open engine (`with open_engine(…) as engine`), the `engine` part of a job, a model,"
+            f" an address, a list of addresses or 'simulated' (got {source!r:.60})",
         )
     spec: EngineSpec = validated(EngineSpec, tree, "engine")
     return spec

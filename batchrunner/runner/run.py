@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyroaring import BitMap64
 
+from batchrunner.core.console import counted
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import (
     EXIT_STOPPED,
@@ -465,7 +466,7 @@ class Run:
             ends_at = began + (job.limits.deadline or math.inf)
             sending.adaptation = adaptation_of(engine, run_dir, ends_at)
         window = sum(load_control.concurrency.windows.values())
-        todo = f"{rows.unread:,} rows to do, {rows_done:,} done before"
+        todo = f"{counted(rows.unread, 'row')} to do, {rows_done:,} done before"
         log.info("%s; window %s (%s)", todo, f"{window:,}", why)
         log.info("%s", self.order)
         events.write("order", **asdict(self.order))

@@ -39,6 +39,7 @@ def test_a_job_may_be_a_path_a_mapping_or_a_job(tmp_path: Path) -> None:
     sources = (write_job(job, tmp_path), str(tmp_path / "job.yaml"), job, batchrunner.Job(**job))
     reports = [batchrunner.run(source, fresh=True) for source in sources]
     assert [(report.rows_ok, report.exit_code) for report in reports] == [(10, 0)] * 4
+    assert batchrunner.run(job, overrides="input.limit=3", fresh=True).rows_ok == 3  # one needs no list
 
 
 @pytest.mark.parametrize(
@@ -314,7 +315,7 @@ def test_an_engine_that_another_process_shares(
         ({"kind": "attached"}, "attached"),
         ("/no/such-model", "no/such-model"),
         ("Qwen/Qwen3 8B", "engine: model: no model is named so: give a folder (./NAME), a name on the Hub"),
-        (7, "engine: give an open engine"),
+        (7, "engine: give an open engine (`with open_engine(…) as engine`)"),
     ],
 )
 def test_wrong_engines_are_explained(engine: Any, told: str) -> None:

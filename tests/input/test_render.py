@@ -232,6 +232,7 @@ def test_bad_conversations(tmp_path: Path, server: FakeSGLang, more: dict[str, A
         ({"messages": []}, "prompt.messages"),
         ({"messages": [{"role": "critic", "content": "a"}]}, "prompt.messages"),
         ({"messages": said(("user", "{{ txt }}"))}, "prompt.messages.0.content: unknown column 'txt'"),
+        ({"user": "Row {id}."}, "prompt: {id} is no column in a template: write {{ id }}"),
         ({"messages": said(("assistant", "a"))}, "no message that the assistant could answer"),
         ({"messages": said(("user", "a")), "continue": True}, "`continue` has no effect beside"),
         ({"messages": "id"}, "must hold lists of {role, content} or {from, value}"),
