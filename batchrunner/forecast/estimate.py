@@ -364,12 +364,13 @@ async def _answer(
 ) -> float:
     """Have more rows answered; return the seconds that this took beside the sending. Raises BatchrunError.
 
-    Half of them are in flight at once: as in the job, prompts come while others decode.
+    Half of them are in flight at once: as in the job, prompts come while others decode. Where nothing decodes,
+    all are: passes as full as those of the job tell what such a pass costs.
     """
     job, run_dir = prepared.job, prepared.run_dir
     chosen = BitMap64([row.row for row in choose(rows, wanted - sample.asked)])
     log.info("a sample of %s is answered", counted(len(chosen), "row"))
-    window = max(1, len(chosen) // 2)
+    window = max(1, len(chosen) // 2) if job.forward is None else len(chosen)
     window = window if job.window == "auto" else min(job.window, window)
     noted, began = SampledEngine(engine), time.monotonic()
     report = await execute(
