@@ -364,8 +364,8 @@ async def _answer(
 ) -> float:
     """Have more rows answered; return the seconds that this took beside the sending. Raises BatchrunError.
 
-    Half of them are in flight at once: as in the job, prompts come while others decode. Where nothing decodes,
-    all are: passes as full as those of the job tell what such a pass costs.
+    Half of them are in flight at once: as in the job, prompts come while others decode. Where nothing
+    decodes, all are: passes as full as those of the job tell what such a pass costs.
     """
     job, run_dir = prepared.job, prepared.run_dir
     chosen = BitMap64([row.row for row in choose(rows, wanted - sample.asked)])
