@@ -237,9 +237,10 @@ def test_a_process_that_starts_slowly(tmp_path: Path, server: FakeSGLang) -> Non
         tmp_path,
         """
         import pathlib, time
-        if pathlib.Path("loaded").exists():
+        loaded = pathlib.Path(__file__).with_name("loaded")
+        if loaded.exists():
             time.sleep(3)
-        pathlib.Path("loaded").touch()
+        loaded.touch()
         async def solve(row, generate):
             return {"text": (await generate(row["text"])).text}
         """,
@@ -413,14 +414,15 @@ def test_a_blocked_loop_costs_no_answer(tmp_path: Path, server: FakeSGLang) -> N
         tmp_path,
         """
         import asyncio, os, pathlib, time
+        killed = pathlib.Path(__file__).with_name("killed")
         async def solve(row, generate):
             texts = []
             for turn in range(3):
                 texts.append((await generate(f"row {row['id']} turn {turn}")).text)
                 if row["id"] % 7 == 3 and turn == 1:
                     time.sleep(100)
-                if row["id"] == 5 and turn == 1 and not pathlib.Path("killed").exists():
-                    pathlib.Path("killed").touch()
+                if row["id"] == 5 and turn == 1 and not killed.exists():
+                    killed.touch()
                     os.kill(os.getpid(), 9)
                 await asyncio.sleep(0.05)
             return {"texts": texts}

@@ -238,9 +238,9 @@ class HttpEngine(Engine):
             raise BundleRefusedError(str(failure)) from None
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
-        """Ask the first replica; see `Engine.tokens_of`."""
+        """Ask the first replica that gets rows; see `Engine.tokens_of`."""
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
-        endpoint = self.endpoints[self.replicas[0]]
+        endpoint = min(self.endpoints.values(), key=lambda each: each.closed is not None)
         answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, replies.whole)
         if answer.status in _NO_SUCH_PATH:
             return None

@@ -25,6 +25,8 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_PORT_RANGE = (32768, 60999)
 _LOWEST_PORT, _HIGHEST_PORT = 10_240, 21_999
 """Range of ports to listen on. From 22,000 on SGLang draws ports for its processes, and binds them later."""
+_FEWEST_PORTS = 1000
+"""Ports below that of connections that are enough for servers."""
 _PORT_TRIES = 50
 
 
@@ -49,12 +51,14 @@ def raise_file_limit() -> int:
 
 
 def free_port() -> int:
-    """Return a free loopback port to listen on, below the range of local ports of connections.
+    """Return a free loopback port to listen on, below the range of local ports of connections if possible.
 
     A server that restarts on its port must find it free. With ten thousand connections open, one of them is
     likely to have taken a port of their own range meanwhile.
     """
-    above = max(_LOWEST_PORT + 1, min(_port_range()[0], _HIGHEST_PORT + 1))
+    above = min(_port_range()[0], _HIGHEST_PORT + 1)
+    if above < _LOWEST_PORT + _FEWEST_PORTS:  # connections have nearly all ports
+        above = _HIGHEST_PORT + 1
     for _ in range(_PORT_TRIES):
         port = random.randrange(_LOWEST_PORT, above)  # noqa: S311 - not a secret
         with contextlib.suppress(OSError), socket.socket() as probe:  # OSError: it is in use

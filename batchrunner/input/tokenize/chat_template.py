@@ -65,9 +65,9 @@ def load_chat_template(directory: Path) -> ChatTemplate:
         source = (directory / "chat_template.jinja").read_text(encoding="utf-8")
     except (OSError, ValueError):
         source = config.get("chat_template")
-    if isinstance(source, list):
+    if source and isinstance(source, list):
         source = source[0]["template"]
-    if source is None:
+    if not source:
         raise CannotTokenizeError(f"{directory}: no chat template")
     tokens = {**read_json(directory / "special_tokens_map.json"), **config}
     return ChatTemplate(source, _special_tokens(tokens))

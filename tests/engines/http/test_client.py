@@ -76,6 +76,11 @@ def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         lines.feed(b"x" * 90)
 
 
+def test_ports_where_connections_may_have_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchrunner.engines.http.connections._port_range", lambda: (1024, 65535))
+    assert len({free_port() for _ in range(20)}) > 1
+
+
 def test_a_held_port_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tasks of a node that draw the same port do not both start a server on it."""
     one, other = free_port(), free_port()
