@@ -113,6 +113,17 @@ def test_a_bad_row_fails_alone(tmp_path: Path, server: FakeSGLang, fate: Behavio
         assert row["attempts"] == 1
 
 
+def test_rows_that_are_not_sent(tmp_path: Path, server: FakeSGLang) -> None:
+    """Prompts of which an engine would die fail alone: the others of their bundle are sent once, together."""
+    job = bundled_job(tmp_path, server, limits={"max_failed_rows": ROWS})
+    bad = range(0, ROWS, 2)
+    ids = [[-1 - row] if row in bad else [row] for row in range(ROWS)]
+    write_rows(tmp_path / "input.parquet", ROWS, ids=ids)
+    run_job(job, tmp_path)
+    check_answers(job, *bad)
+    assert report_of(job)["bundles"]["rows_resent"] == 0
+
+
 @pytest.mark.parametrize("fate", ["abort", "broken 500", "busy 503"])
 def test_a_row_that_is_cut_off(tmp_path: Path, server: FakeSGLang, fate: Behaviour) -> None:
     """One row is cut off: it is sent again, and only it."""

@@ -225,11 +225,19 @@ class HttpEngine(Engine):
 
     async def generate_many(self, requests: Sequence[Request], route: str, ended: RowEnded) -> None:
         """Send several requests in one; see `Engine.generate_many`."""
-        send = self._send_bundle if requests[0].task is None else self._send_list
-        try:
-            for request in requests:
+        places = []
+        for place, request in enumerate(requests):
+            try:
                 wire.refuse_deadly(request, self._vocabulary)
-            await send(self.endpoints[route], requests, ended)
+                places.append(place)
+            except RowRefusedError as refusal:
+                ended(place, refusal)
+        if not places:
+            return
+        sent = [requests[place] for place in places]
+        send = self._send_bundle if sent[0].task is None else self._send_list
+        try:
+            await send(self.endpoints[route], sent, lambda index, result: ended(places[index], result))
         except EngineBusyError:
             raise
         except RequestError as failure:  # of one row, which is found alone
