@@ -234,10 +234,13 @@ class HttpEngine(Engine):
                 ended(place, refusal)
         if not places:
             return
-        sent = [requests[place] for place in places]
-        send = self._send_bundle if sent[0].task is None else self._send_list
+        send = self._send_bundle if requests[0].task is None else self._send_list
         try:
-            await send(self.endpoints[route], sent, lambda index, result: ended(places[index], result))
+            await send(
+                self.endpoints[route],
+                [requests[place] for place in places],
+                lambda index, result: ended(places[index], result),
+            )
         except EngineBusyError:
             raise
         except RequestError as failure:  # of one row, which is found alone
@@ -246,9 +249,9 @@ class HttpEngine(Engine):
             raise BundleRefusedError(str(failure)) from None
 
     async def tokens_of(self, request: Request, *, special: bool = True) -> list[int] | None:
-        """Ask the first replica that gets rows; see `Engine.tokens_of`."""
+        """Ask the first replica; see `Engine.tokens_of`."""
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
-        endpoint = min(self.endpoints.values(), key=lambda each: each.closed is not None)
+        endpoint = next(iter(self.endpoints.values()))
         answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, replies.whole)
         if answer.status in _NO_SUCH_PATH:
             return None

@@ -25,8 +25,6 @@ _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_PORT_RANGE = (32768, 60999)
 _LOWEST_PORT, _HIGHEST_PORT = 10_240, 21_999
 """Range of ports to listen on. From 22,000 on SGLang draws ports for its processes, and binds them later."""
-_FEWEST_PORTS = 1000
-"""Ports below that of connections that are enough for servers."""
 _PORT_TRIES = 50
 
 
@@ -56,15 +54,14 @@ def free_port() -> int:
     A server that restarts on its port must find it free. With ten thousand connections open, one of them is
     likely to have taken a port of their own range meanwhile.
     """
-    above = min(_port_range()[0], _HIGHEST_PORT + 1)
-    if above < _LOWEST_PORT + _FEWEST_PORTS:  # connections have nearly all ports
-        above = _HIGHEST_PORT + 1
+    first = _port_range()[0]
+    above = first if _LOWEST_PORT < first < _HIGHEST_PORT else _HIGHEST_PORT
     for _ in range(_PORT_TRIES):
         port = random.randrange(_LOWEST_PORT, above)  # noqa: S311 - not a secret
         with contextlib.suppress(OSError), socket.socket() as probe:  # OSError: it is in use
             probe.bind(("127.0.0.1", port))
             return port
-    raise OSError(errno.EADDRINUSE, "no port is free")
+    raise OSError("no port is free")
 
 
 class HeldPort:
