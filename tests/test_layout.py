@@ -103,7 +103,7 @@ MOST_TOKENS = {
     "core": 9_500,
     "job": 18_500,
     "output": 24_100,
-    "input": 35_000,
+    "input": 35_100,
     "engines": 46_700,
     "advise": 12_000,
     "report": 9_000,

@@ -12,6 +12,9 @@ from batchrunner.input.dataset import Dataset, rows_of
 from batchrunner.input.order import stretches
 from batchrunner.input.templates import field_line
 
+LOOKED_AHEAD = 5
+"""Columns of which any two are tried together: sixty columns take 6 s so, and minutes with all of them."""
+
 
 def decide_fields(dataset: Dataset, columns: Sequence[str]) -> list[str]:
     """Return these columns in the order in which sampled rows share most; raises InputError.
@@ -35,7 +38,8 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
     """Return the columns with these values and lengths in an order in which rows share nearly most.
 
     Rows share a column with earlier ones as far as there are more rows than combinations of its values and
-    those before it. Next comes the column with which rows share most, together with the best one behind it.
+    those before it. Next comes the column with which rows share most, together with the best one behind it,
+    of the few that rows share most by themselves.
     """
     chosen: list[str] = []
     left, before = [*values], [0] * len(next(iter(values.values())))
@@ -45,11 +49,12 @@ def choose_order(values: Mapping[str, Sequence[Hashable]], lengths: Mapping[str,
 
     def gain(name: str) -> float:
         with_it = [*zip(before, values[name], strict=True)]
-        behind = (shared(other, with_it) for other in left if other != name)
+        behind = (shared(other, with_it) for other in ahead if other != name)
         return shared(name, before) + max(behind, default=0.0)
 
     while left:
-        best = max(left, key=gain)
+        ahead = sorted(left, key=lambda name: shared(name, before), reverse=True)[:LOOKED_AHEAD]
+        best = max(ahead, key=gain)
         before = [hash(pair) for pair in zip(before, values[best], strict=True)]
         left.remove(best)
         chosen.append(best)
