@@ -25,19 +25,23 @@ from typing import Any
 
 from batchrunner.core.hook_worker import ROLLOUT, failure_text, load
 
-STEP = struct.Struct("=dq")
-"""In shared memory: the monotonic time of the last step, and the rollout whose code runs, 0 for none.
-
-It is read while it is written: the time is written before the number, and read after it.
-"""
+STEP_BYTES = 16
+"""Of the shared memory that tells whose code runs: the monotonic time of the last step, and its rollout."""
+_SINCE, _RUNS = 0, 1
 _LENGTH = struct.Struct("=I")
 
 
-def step_in(memory: mmap.mmap) -> tuple[int, float]:
-    """Return the rollout whose code runs, 0 for none, and since when."""
-    _, number = STEP.unpack_from(memory)
-    since, _ = STEP.unpack_from(memory)
-    return number, since
+def step_memory(descriptor: int) -> memoryview[float]:
+    """Return the shared memory as two numbers: each is read and written whole, unlike by `struct`."""
+    return memoryview(mmap.mmap(descriptor, STEP_BYTES)).cast("d")
+
+
+def step_in(memory: memoryview[float]) -> tuple[int, float]:
+    """Return the rollout whose code runs, 0 for none, and since when.
+
+    It is read while it is written: the time is written before the rollout, and read after it.
+    """
+    return int(memory[_RUNS]), memory[_SINCE]
 
 
 def frame(*values: Any) -> bytes:
@@ -118,7 +122,7 @@ def main(descriptor: int, steps: int) -> None:
         if loaded := load(channel):
             _, facts, functions = loaded
             solve = functions[[found.where for found in facts].index(ROLLOUT)]
-            _Loop(mmap.mmap(steps, STEP.size)).run_until_complete(_serve(solve, os.dup(descriptor)))
+            _Loop(step_memory(steps)).run_until_complete(_serve(solve, os.dup(descriptor)))
     except (EOFError, ConnectionError):
         pass
     except BaseException:  # noqa: BLE001 - such as a function that has stopped the loop
@@ -130,7 +134,7 @@ def main(descriptor: int, steps: int) -> None:
 class _Loop(asyncio.SelectorEventLoop):
     """An event loop that writes into shared memory whose code runs."""
 
-    def __init__(self, steps: mmap.mmap) -> None:
+    def __init__(self, steps: memoryview[float]) -> None:
         self._steps = steps
         super().__init__()
 
@@ -141,14 +145,14 @@ class _Loop(asyncio.SelectorEventLoop):
         return super().call_soon(self._call, callback, args, context=context)
 
     def _call(self, callback: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        now = time.monotonic()
-        STEP.pack_into(self._steps, 0, now, _NUMBER.get())
+        self._steps[_SINCE] = time.monotonic()
+        self._steps[_RUNS] = _NUMBER.get()
         try:
             callback(*args)
         except (SystemExit, KeyboardInterrupt):
             pass  # it would end the loop, and with it all rows; the task has it too
         finally:
-            STEP.pack_into(self._steps, 0, now, 0)
+            self._steps[_RUNS] = 0
 
 
 _NUMBER: ContextVar[int] = ContextVar("number", default=0)

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import mmap
 import os
 import socket
 import tempfile
@@ -26,7 +25,7 @@ from xxhash import xxh3_128_digest
 from batchrunner.core.errors import JobError, RowRefusedError
 from batchrunner.core.hook_pool import HookPool, HookProcess, ProcessEndedError
 from batchrunner.core.hook_worker import ROLLOUT, WorkerSetup
-from batchrunner.core.rollout_worker import STEP, RolloutAnswer, frame, read_frame, step_in
+from batchrunner.core.rollout_worker import STEP_BYTES, RolloutAnswer, frame, read_frame, step_in, step_memory
 from batchrunner.core.types import LEFT_OUT, Outcome, Request, Tools
 from batchrunner.dispatch.queue import Backlog, PendingRow, ResultSink, RowSource, Slots
 from batchrunner.dispatch.tokenize import RowTokenizer
@@ -88,8 +87,8 @@ class RolloutProcess(HookProcess):
     def __init__(self, setup: WorkerSetup, *, is_shared: bool) -> None:
         """Start it; it loads the function meanwhile."""
         with tempfile.TemporaryFile() as memory:
-            memory.truncate(STEP.size)
-            self._step = mmap.mmap(memory.fileno(), STEP.size)
+            memory.truncate(STEP_BYTES)
+            self._step = step_memory(memory.fileno())
             super().__init__(setup, "rollout_worker", memory.fileno())
         self.rollouts: dict[int, Rollout] = {}
         """Those that run in it, by the numbers that it knows them by."""

@@ -1,21 +1,20 @@
 """The process in which rollouts run."""
 
-import mmap
 import subprocess
 import sys
 import tempfile
 import time
 
-from batchrunner.core.rollout_worker import STEP, step_in
+from batchrunner.core.rollout_worker import STEP_BYTES, step_in, step_memory
 
 LOOP = """
-import asyncio, mmap, sys
+import asyncio, sys
 from batchrunner.core import rollout_worker as worker
 async def steps():
     worker._NUMBER.set(7)
     for _ in range(60_000):
         await asyncio.sleep(0)
-memory = mmap.mmap(int(sys.argv[1]), worker.STEP.size)
+memory = worker.step_memory(int(sys.argv[1]))
 with asyncio.Runner(loop_factory=lambda: worker._Loop(memory)) as runner:
     runner.run(steps())
 """
@@ -24,8 +23,8 @@ with asyncio.Runner(loop_factory=lambda: worker._Loop(memory)) as runner:
 def test_a_step_is_read_while_it_is_written() -> None:
     """Whoever reads that code runs reads since when too: else a process is killed that is not blocked."""
     with tempfile.TemporaryFile() as file:
-        file.truncate(STEP.size)
-        step = mmap.mmap(file.fileno(), STEP.size)
+        file.truncate(STEP_BYTES)
+        step = step_memory(file.fileno())
         seen = set[int]()
         began = time.monotonic()
         command = [sys.executable, "-c", LOOP, str(file.fileno())]
