@@ -26,7 +26,7 @@ from typing import Any
 from batchrunner.core.hook_worker import ROLLOUT, failure_text, load
 
 STEP_BYTES = 16
-"""Of the shared memory that tells whose code runs: the monotonic time of the last step, and its rollout."""
+"""Size of the shared memory that tells whose code runs: the time of the last step, and its rollout."""
 _SINCE, _RUNS = 0, 1
 _LENGTH = struct.Struct("=I")
 

@@ -41,7 +41,7 @@ def test_a_broken_file() -> None:
     """The first bad file is the row's error; sound and videos are sent as they are."""
     told = prepare((_file(sound(), "audio"), _file(b"no"), _file(b"other")))
     assert told == "prompt.images: column 'file': is no image that can be read (2 bytes)"
-    assert prepare((_file(sound(), "audio"), _file(video(), "video"))) == [((sound(),), 13), ((video(),), 1)]
+    assert prepare((_file(sound(), "audio"), _file(video(), "video"))) == [((sound(),), 25), ((video(),), 1)]
 
 
 RED, WHITE = (255, 0, 0), (255, 255, 255)
