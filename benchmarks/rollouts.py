@@ -20,8 +20,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+import time
+from collections import defaultdict
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +41,7 @@ SEED = 5
 FIRST, TOLD, OUTPUT = 96, 24, 24
 """Tokens of a row's first prompt, of what a tool says, and of an answer."""
 GOAL, CACHED_GOAL = 0.90, 0.90
-KILL_S = (2.0, 12.0)
+KILL_S = (2.0, 5.0)
 """Seconds from the start of the command to a kill."""
 HOOKS = """
 import asyncio
@@ -54,7 +56,7 @@ async def solve(row, generate):
     return {{"outputs": outputs, "cached": cached}}
 """
 PASS = re.compile(r"(?:Decode|Prefill) batch")
-FINISHED = re.compile(r"Finish: obj=.*?input_ids=\[([\d, ]+)\].*")
+FINISHED = re.compile(r"\[(\d+-\d+-\d+ \d+:\d+:\d+)[^\]]*\] Finish: obj=.*?input_ids=\[([\d, ]+)\].*")
 
 
 def write_rows(folder: Path, rows: int, turns: int, tool_s: float) -> None:
@@ -113,29 +115,33 @@ def results(run: Path) -> dict[int, Any]:
 
 
 def killed(file: Path, servers: list[Server], kills: int) -> tuple[int, int]:
-    """Run with kills; return how many there were, and the finished generations that were asked for again."""
+    """Run with kills; return how many there were, and the finished generations that were asked for again.
+
+    The log has whole seconds: what finished in the second of a kill may have finished after it.
+    """
     begins = [len(server.log.read_text()) for server in servers]
-    chance, done = random.Random(SEED), 0
+    chance, kills_at = random.Random(SEED), list[str]()
     while True:
         running = subprocess.Popen(
             [sys.executable, "-m", "batchrunner", "run", str(file)], stderr=subprocess.DEVNULL
         )
         try:
-            code = running.wait(chance.uniform(*KILL_S) if done < kills else None)
+            code = running.wait(chance.uniform(*KILL_S) if len(kills_at) < kills else None)
         except subprocess.TimeoutExpired:
             running.kill()
+            kills_at.append(time.strftime("%Y-%m-%d %H:%M:%S"))
             running.wait()
-            done += 1
             continue
         if code:
             raise SystemExit(f"{file}: exit code {code}")
         break
-    finished = Counter[str]()
+    finished = defaultdict[str, list[str]](list)
     for server, begin in zip(servers, begins, strict=True):
         for line in FINISHED.finditer(server.log.read_text()[begin:]):
             if "'abort'" not in line[0]:
-                finished[line[1]] += 1
-    return done, sum(count - 1 for count in finished.values())
+                finished[line[2]].append(line[1])
+    pairs = [pair for times in finished.values() for pair in pairwise(sorted(times))]
+    return len(kills_at), sum(any(one < kill <= two for kill in kills_at) for one, two in pairs)
 
 
 def main() -> None:
