@@ -23,7 +23,6 @@ import tempfile
 import time
 from collections import defaultdict
 from contextlib import ExitStack
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,8 +40,11 @@ SEED = 5
 FIRST, TOLD, OUTPUT = 96, 24, 24
 """Tokens of a row's first prompt, of what a tool says, and of an answer."""
 GOAL, CACHED_GOAL = 0.90, 0.90
-KILL_S = (2.0, 5.0)
-"""Seconds from the start of the command to a kill."""
+KILL_S = (3.0, 9.0)
+"""Seconds from the start of the command to a kill; the first answers come after about four."""
+ARRIVAL_S, START_S = 1.0, 0.5
+"""Seconds in which an answer that the server has sent is to arrive and to be written; seconds that a run
+takes at least before it sends: what the server receives earlier is from the run that was killed."""
 HOOKS = """
 import asyncio
 async def solve(row, generate):
@@ -56,7 +58,10 @@ async def solve(row, generate):
     return {{"outputs": outputs, "cached": cached}}
 """
 PASS = re.compile(r"(?:Decode|Prefill) batch")
-FINISHED = re.compile(r"\[(\d+-\d+-\d+ \d+:\d+:\d+)[^\]]*\] Finish: obj=.*?input_ids=\[([\d, ]+)\].*")
+FINISHED = re.compile(
+    r"Finish: obj=.*?input_ids=\[([\d, ]+)\].*"
+    r"'request_received_ts': ([\d.]+).*'response_sent_to_client_ts': ([\d.]+)"
+)
 
 
 def write_rows(folder: Path, rows: int, turns: int, tool_s: float) -> None:
@@ -114,13 +119,14 @@ def results(run: Path) -> dict[int, Any]:
     return found
 
 
-def killed(file: Path, servers: list[Server], kills: int) -> tuple[int, int]:
-    """Run with kills; return how many there were, and the finished generations that were asked for again.
+def killed(file: Path, servers: list[Server], kills: int) -> dict[str, int]:
+    """Run with kills; count these, the answers sent before one that were asked for again, and the late ones.
 
-    The log has whole seconds: what finished in the second of a kill may have finished after it.
+    Late is what the server had sent within the last second before the kill. What a killed run had asked and
+    the server finishes after the kill has reached nobody, and counts as neither.
     """
     begins = [len(server.log.read_text()) for server in servers]
-    chance, kills_at = random.Random(SEED), list[str]()
+    chance, kills_at = random.Random(SEED), list[float]()
     while True:
         running = subprocess.Popen(
             [sys.executable, "-m", "batchrunner", "run", str(file)], stderr=subprocess.DEVNULL
@@ -128,20 +134,26 @@ def killed(file: Path, servers: list[Server], kills: int) -> tuple[int, int]:
         try:
             code = running.wait(chance.uniform(*KILL_S) if len(kills_at) < kills else None)
         except subprocess.TimeoutExpired:
+            kills_at.append(time.time())
             running.kill()
-            kills_at.append(time.strftime("%Y-%m-%d %H:%M:%S"))
             running.wait()
             continue
         if code:
             raise SystemExit(f"{file}: exit code {code}")
         break
-    finished = defaultdict[str, list[str]](list)
+    answers = defaultdict[str, list[tuple[float, float]]](list)
     for server, begin in zip(servers, begins, strict=True):
         for line in FINISHED.finditer(server.log.read_text()[begin:]):
             if "'abort'" not in line[0]:
-                finished[line[2]].append(line[1])
-    pairs = [pair for times in finished.values() for pair in pairwise(sorted(times))]
-    return len(kills_at), sum(any(one < kill <= two for kill in kills_at) for one, two in pairs)
+                answers[line[1]].append((float(line[2]), float(line[3])))
+    before = list[float]()
+    """Seconds from an answer that is asked for again to the kill of the run that had asked."""
+    for times in answers.values():
+        for received, sent in sorted(times)[:-1]:
+            kill = min(kill for kill in kills_at if kill + START_S > received)
+            before += [kill - sent] if sent < kill else []
+    late = sum(each <= ARRIVAL_S for each in before)
+    return {"kills": len(kills_at), "asked_again": len(before) - late, "late": late}
 
 
 def main() -> None:
@@ -187,10 +199,10 @@ def main() -> None:
         cached = sum(row["cached"] for row in undisturbed.values()) / repeated
         found = {}
         if options.kills:
-            kills, again = killed(write_job(folder, "rollouts", servers, "killed"), servers, options.kills)
+            found = killed(write_job(folder, "rollouts", servers, "killed"), servers, options.kills)
             after = results(folder / "killed")
             same = sum(undisturbed[row]["outputs"] == made["outputs"] for row, made in after.items())
-            found = {"kills": kills, "asked_again": again, "rows": len(after), "equal_rows": same}
+            found |= {"rows": len(after), "equal_rows": same}
     share = rollouts["tokens_a_pass"] / single["tokens_a_pass"]
     line = (
         f"{options.rows} rows of {options.turns} turns, {options.replicas} replicas of {options.pool:,} "
@@ -199,8 +211,9 @@ def main() -> None:
     )
     if found:
         line += (
-            f"; {kills} kills: {again} finished generations asked for again, {len(after)} rows, {same} equal"
-        )
+            "; {kills} kills: {asked_again} finished generations asked for again, and {late} that were sent "
+            "within a second before the kill; {rows} rows, {equal_rows} equal"
+        ).format(**found)
     figures = {
         "single": single, "rollouts": rollouts, "share": share, "cached_share": cached, **found,
     }  # fmt: skip
