@@ -1,15 +1,17 @@
 """Changes the flags of launched servers while a run goes on, one step at a time, by the signs of advice.
 
-A sign that lasts for a window of steady work names a step. It is worth a restart if its gain, times the time
-left, is more than three times what the restart costs. Then one server is started again with it, and its
-output tokens a second are compared: with those before, and with what the other servers do meanwhile. Where
-rows get longer or shorter, all tokens a second have to tell the same. What gains is kept, and the other
-servers follow one by one; what loses is taken back where that pays. Both are remembered. There is no clock
-here: a sample of the run is a step in time.
+Signs that last for a window of steady work name a step: all together, as a start costs the same for one flag
+and for several. A step is worth a restart if its gain, times the time left, is more than three times what the
+restart costs. Then one server is started again with it, and its output tokens a second are compared: with
+those before, and with what the other servers do meanwhile. Where rows get longer or shorter, all tokens a
+second have to tell the same. What gains is kept, and the other servers follow one by one; what loses is taken
+back where that pays, and its signs are tried alone. All is remembered. There is no clock here: a sample of the
+run is a step in time.
 """
 
 import logging
 import math
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -60,7 +62,7 @@ class Step(NamedTuple):
     """A change of flags or variables."""
 
     name: str
-    """The rule that calls for it, and what they were before."""
+    """The rules that call for it, and what they were before."""
     args: Mapping[str, Any]
     why: str
 
@@ -136,10 +138,11 @@ class Adaptation:
         return float(self._sample["in_flight"] / max(self._sample["rows_per_s"], 1e-9))
 
     def _next_step(self, server: SGLangServer, watch: ServerWatch) -> Step | None:
-        """Return the first step that a sign calls for, and that pays."""
+        """Return what all signs call for, or the first of them that pays alone; None where nothing does."""
         situation = watch.situation
         facts = situation.facts
         flags = of_arguments(facts.version, facts.arguments)
+        steps = list[tuple[Step, float]]()
         for advice in apply_all(situation, flags):
             args = {**advice.args, **advice.env}
             if advice.rule == "running-capped" and server.may_change(CARE) and _may_be_bolder(situation):
@@ -147,10 +150,15 @@ class Adaptation:
             old = {name: situation.server.now(name) for name in args}
             name = f"{advice.rule}, {command_line(old)}"
             gain = self._memory.gains.get(name, EXPECTED * _doublings(old, args))
-            may_change = advice.rule in STEPS and all(map(server.may_change, args))
-            if args and may_change and self._pays(server, gain):
-                return Step(name, args, advice.sign)
-        return None
+            if args and gain > 0 and advice.rule in STEPS and all(map(server.may_change, args)):
+                steps.append((Step(name, args, advice.sign), gain))
+        if not steps:
+            return None
+        each = [step for step, _ in steps]
+        args = dict(ChainMap(*(dict(step.args) for step in each)))
+        together = Step("; ".join(step.name for step in each), args, "; ".join(step.why for step in each))
+        gain = self._memory.gains.get(together.name, sum(gain for _, gain in steps))
+        return next((step for step, gain in [(together, gain), *steps] if self._pays(server, gain)), None)
 
     def _pays(self, server: SGLangServer, gain: float) -> bool:
         """Tell whether a gain is worth a restart now: the rows in flight end, and the server starts."""

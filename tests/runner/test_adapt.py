@@ -13,7 +13,7 @@ from batchrunner.advise.situation import Situation
 from batchrunner.core.engine_info import Incident
 from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.reader import Facts
-from batchrunner.engines.logs.series import LoadSample, Series
+from batchrunner.engines.logs.series import LoadSample, Prefills, Series
 from batchrunner.engines.recovery import FlagMemory
 from batchrunner.runner.adapt import EXPECTED, WORTH, Adaptation
 
@@ -42,6 +42,7 @@ class Server:
     """Prompt tokens for each output token."""
     fills: bool = True
     """Whether it has steady work."""
+    chunk: int = 8192
 
     @property
     def places(self) -> int:
@@ -80,8 +81,12 @@ class Server:
         for at in range(40):
             load.add("one", LoadSample(float(at), min(most, 16), 99, min(most, 16) / 16, most))
         care = self.adapted.get("schedule-conservativeness", self.care)
-        arguments = {"max_running_requests": most, "schedule_conservativeness": care}
-        return Situation(load, Series(), Facts(arguments=arguments, ready=ServerReady(9000, 8192, most, 99)))
+        chunk = int(self.adapted.get("chunked-prefill-size", self.chunk))
+        arguments = {
+            "max_running_requests": most, "schedule_conservativeness": care, "chunked_prefill_size": chunk,
+        }  # fmt: skip
+        log = Series(prefills=Prefills(passes=99, filled_waiting=99 * (chunk < 2048)))
+        return Situation(load, log, Facts(arguments=arguments, ready=ServerReady(9000, chunk, most, 99)))
 
 
 @dataclass
@@ -146,6 +151,17 @@ def test_more_places_come_with_a_bolder_scheduler(named: str, care: float, tmp_p
     run(adaptation(tmp_path, server), 100, 1e6)
     assert server.starts == [16]
     assert server.adapted.get("schedule-conservativeness", server.care) == care
+
+
+def test_two_signs_are_one_restart(tmp_path: Path) -> None:
+    """Chunks and places together pay with less time left than either alone; if both lose, each is tried."""
+    server = Server(GAINS, chunk=128)
+    run(adaptation(tmp_path, server), 100, NEEDED_S * 0.4)
+    assert server.starts == [16]
+    assert server.adapted == {"chunked-prefill-size": 2048, "max-running-requests": 16}
+    loser = Server(LOSES, chunk=128)
+    run(adaptation(tmp_path / "new", loser), 150, 1e6)
+    assert loser.starts == [16, 4, 4, 16, 4]
 
 
 def test_replicas_are_compared_with_each_other(tmp_path: Path) -> None:
