@@ -19,23 +19,21 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 
+from batchrunner.core.console import tell
 from batchrunner.engines.simulation.scheduler import SchedulerConfig
-from benchmarks.engine import KEY_VARIABLE, SERVER_ARGS, Server, job_for, serve, write_input
-from benchmarks.measure import save
+from benchmarks.engine import KEY, SERVER_ARGS, Server, job_for, serve, write_input
+from benchmarks.measure import post_all, save
 from tests.support.shared_engine import SharedEngine, p99
 from tests.support.tiny_model import make_tiny_llama
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 GOALS = {"on": (1.10, 0.80), "off": (1.6, 0.6)}
 """Most of p99 beside users alone, and least of the idle capacity, with priorities and without."""
@@ -177,11 +175,11 @@ class Watched:
         return Counts.read(lines)
 
 
-async def use(urls: Sequence[str], key: str, seconds: float, seed: int, pass_s: float) -> None:
+async def use(urls: Sequence[str], seconds: float, seed: int, pass_s: float) -> None:
     """Be the users of servers: each comes when it comes, whether others were answered or not."""
     luck, began, number = random.Random(seed), time.monotonic(), 0
     burst_s, pause_s = BURST_PASSES * pass_s, PAUSE_PASSES * pass_s
-    headers = {"Authorization": f"Bearer {key}"}
+    headers = {"Authorization": f"Bearer {KEY}"}
     async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def ask(url: str, body: dict[str, Any]) -> None:
@@ -211,14 +209,8 @@ def seconds_of_a_pass(server: Server) -> float:
         "input_ids": [[100 + row, *range(200, 250)] for row in range(6)],
         "sampling_params": {"max_new_tokens": 200, "ignore_eos": True},
     }
-    began = time.monotonic()
-    request = urllib.request.Request(
-        server.url + "/generate", data=json.dumps(body).encode(),
-        headers={"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"},
-    )  # fmt: skip
-    with urllib.request.urlopen(request, timeout=300) as response:
-        response.read()
-    return (time.monotonic() - began) / 200
+    wall_s, _ = asyncio.run(post_all(server.url + "/generate", [json.dumps(body).encode()], 1, KEY))
+    return wall_s / 200
 
 
 @contextlib.contextmanager
@@ -242,24 +234,23 @@ def case(folder: Path, args: dict[str, Any], seconds: float, *, replicas: int) -
     watched.environment()
     model = make_tiny_llama(folder / "tiny", Path("data/smollm2-135m-instruct"))
     write_input(folder / "input.parquet", 6000)
-    key = os.environ[KEY_VARIABLE] = "benchmark"
     with contextlib.ExitStack() as stack:
         servers: list[Server] = [
-            stack.enter_context(serve(model, folder, args, key=key, name=f"server{number}"))
+            stack.enter_context(serve(model, folder, args, name=f"server{number}"))
             for number in range(replicas)
         ]
         urls = [server.url for server in servers]
         job = job_for(folder / "input.parquet", folder / "run", urls[0])
         job["engine"]["urls"] = urls
-        asyncio.run(use(urls[:1], key, 10, 0, 0.05))  # the first requests meet cold code paths
+        asyncio.run(use(urls[:1], 10, 0, 0.05))  # the first requests meet cold code paths
         watched.since_last()
         pass_s = seconds_of_a_pass(servers[0])
-        asyncio.run(use(urls[:1], key, seconds, 1, pass_s))
+        asyncio.run(use(urls[:1], seconds, 1, pass_s))
         alone = watched.since_last().as_dict()
         with batch(job, folder, "--background"):
             time.sleep(seconds / 4)
             watched.since_last()
-            asyncio.run(use(urls[:1], key, seconds, 1, pass_s))
+            asyncio.run(use(urls[:1], seconds, 1, pass_s))
             beside = watched.since_last().as_dict()
         report = json.loads((folder / "run" / "report.json").read_text())
         watched.since_last()
@@ -274,7 +265,7 @@ def case(folder: Path, args: dict[str, Any], seconds: float, *, replicas: int) -
         "gap_ratio": round(beside["gap_p99"] / alone["gap_p99"], 3),
         "idle_used": round(ours / (full - beside["users_running"]), 3),
     }  # fmt: skip
-    print(json.dumps(found), file=sys.stderr, flush=True)
+    tell(json.dumps(found))
     return found
 
 

@@ -1,19 +1,15 @@
 """nginx with SGLang's answers, which it gives at once: for benchmarks of our own side."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import orjson
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 BUNDLES = (16, 64)
 """Rows in a request; below `/rows16` and `/rows64` each is answered with so many events, but

@@ -14,33 +14,29 @@ Without a GPU, `--model` with a
 small model tries the steps out; its figures say nothing, and are printed instead of saved.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
 import random
 import shutil
-import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 import batchrunner
 from batchrunner.advise.advise import advise
+from batchrunner.core.console import tell
 from batchrunner.engines.device import card_name, has_gpu
 from batchrunner.engines.logs.series import GUIDES
 from batchrunner.tune.tuner import tune
 from benchmarks.engine import LONGEST_TOKENS, PROMPT_TOKENS, lognormal
 from benchmarks.measure import RESULTS, save
 from tests.support.tiny_model import TOKENIZER_FILES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 SEED = 17
 OUTPUT_TOKENS = (222, 210)
@@ -112,7 +108,7 @@ class Lab:
             "load": report.load, "incidents": report.incidents,
             "advice": [said.as_dict() for said in judged.advice], "lines": judged.lines(),
         }  # fmt: skip
-        print(json.dumps(found, default=str), file=sys.stderr, flush=True)
+        tell(json.dumps(found, default=str))
         return found
 
     def default(self) -> Figures:
@@ -135,7 +131,7 @@ class Lab:
         job = self.folder / "job.yaml"
         job.write_text(json.dumps(self.job("tuned", {})))
         found = tune(str(job), overrides=[], budget_s=self.budget_s)
-        print("\n".join(found.lines()), file=sys.stderr, flush=True)
+        tell(*found.lines())
         args = {name: value for name, value in found.args.items() if name not in self.needed}
         return {"tune": {**found.as_dict(), "job": "job.yaml"}, "run": self.run("tuned", args)}
 

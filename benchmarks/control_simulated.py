@@ -6,30 +6,26 @@ against real servers. 1, 8 and 64 replicas; several workloads; gauges told 0.1 t
 lost. Each is compared with fixed windows per replica. No figure here is a measurement of a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from batchrunner.core.engine_info import Corner, EngineInfo, QueueBand, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.types import Completion
-from batchrunner.dispatch.concurrency.law import GOOD_USAGE, TYPICAL_PROMPT_TOKENS, tokens_a_row
+from batchrunner.dispatch.concurrency.law import TYPICAL_PROMPT_TOKENS, tokens_a_row
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Slots
 from batchrunner.engines.simulation.replica import H100_8B, CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from benchmarks.engine import lognormal
 from benchmarks.measure import save
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SEED = 5
 GOAL = 0.98
@@ -39,8 +35,6 @@ POLL_S = 0.25
 LOST_POLLS = 0.05
 ROWS_SEEN = 256
 """Rows whose prompts are known before the run, as from the sample that the order is decided by."""
-SETTLED_S = 10.0
-"""Seconds after which the age of gauges counts: before, late ones are those of the beginning."""
 MAX_RUNNING, KV_TOKENS = 4096, 440_000
 """Limits on an 80 GB card: SGLang's own, and the tokens that 8B parameters in bf16 leave room for at 0.83."""
 WINDOWS = (256, 1024, 4096, 1_000_000)
@@ -109,7 +103,7 @@ def run(case: Case) -> dict[str, Any]:
         prompt_tokens=sum(row[0] for row in first) / len(first),
     )  # fmt: skip
     fleet.run()
-    return {**fleet.totals(), "took_s": round(time.perf_counter() - began, 1), **fleet.seen.as_dict()}
+    return {**fleet.totals(), "took_s": round(time.perf_counter() - began, 1)}
 
 
 class Fleet:
@@ -154,9 +148,8 @@ class Fleet:
         self._sent = 0
         self._next_poll = 0.0
         self.now, self.ended, self.tokens = 0.0, 0, 0
-        self.drained_at: float | None = None
-        self.oldest_gauge_s = 0.0
-        self.seen = _Seen()
+        self.looks = self.empty = 0
+        """Looks at replicas that had begun, and those of them whose queue was empty."""
 
     def run(self) -> None:
         """Let all rows come to their end."""
@@ -170,8 +163,7 @@ class Fleet:
         return {
             "tokens_per_s": round(self.tokens / self.now, 1),
             "virtual_s": round(self.now, 1),
-            "tail_share": round(1 - (self.drained_at or self.now) / self.now, 4),
-            "oldest_gauge_s": round(self.oldest_gauge_s, 2),
+            "empty_queue_share": round(self.empty / self.looks, 4) if self.looks else None,
             "passes": sum(s.prefill_passes + s.decode_passes for s in schedulers),
             "retractions": sum(s.retractions for s in schedulers),
         }
@@ -197,8 +189,6 @@ class Fleet:
             self.replicas[route].scheduler.submit(self._waiting)
             self._waiting = next(self._samples, None)
             self._sent += 1
-        if self._waiting is None and self.drained_at is None:
-            self.drained_at = self.now
 
     def _poll(self) -> None:
         signals = []
@@ -210,14 +200,17 @@ class Fleet:
             if self._luck.random() >= LOST_POLLS:
                 signals.append(past[0])
         unsent = self._count - self._sent
-        if unsent and self.now > SETTLED_S:
-            ages = (self.now - signal.taken_at for signal in signals if signal.taken_at is not None)
-            self.oldest_gauge_s = max(self.oldest_gauge_s, max(ages, default=0.0))
         self._admission.observe(signals, self._gate.by_route, self.now, unsent=unsent)
         for route, window in self._admission.windows.items():
             self._gate.resize(route, window)
         if unsent:
-            self.seen.look(self.now, self.replicas, self._admission)
+            queues = [
+                replica.scheduler.queue
+                for route, replica in self.replicas.items()
+                if self._admission.known[route].controller.state != "start"
+            ]
+            self.looks += len(queues)
+            self.empty += queues.count(0)
 
 
 def answer_of(sample: SimulatedRequest) -> Completion:
@@ -225,68 +218,6 @@ def answer_of(sample: SimulatedRequest) -> Completion:
     return Completion(
         [], [], [sample.outputs], sample.prompt_tokens, sample.cached_tokens, sample.retractions
     )
-
-
-class _Seen:
-    """What the queues really were, not what was told of them."""
-
-    def __init__(self) -> None:
-        self.looks = self.inside = self.empty = 0
-        self.over: dict[str, float] = {}
-        self.longest_over_s = 0.0
-        self.most = 0
-        self.running: dict[str, list[int]] = {}
-        self.begun: set[str] = set()
-        self.dry_since: dict[tuple[str, str], float] = {}
-        self.longest = {"empty": 0.0, "starved": 0.0}
-
-    def look(self, now: float, replicas: dict[str, Replica], admission: ConcurrencyLimits) -> None:
-        for route, replica in replicas.items():
-            queue = replica.scheduler.queue
-            if queue > 2000:
-                self.over.setdefault(route, now)
-                self.longest_over_s = max(self.longest_over_s, now - self.over[route] + POLL_S)
-            else:
-                self.over.pop(route, None)
-            controller = admission.known[route].controller
-            self._look_at_dry(now, route, queue, replica, controller.state, controller.corner)
-            if controller.state == "start":
-                continue
-            self.looks += 1
-            self.inside += 100 <= queue <= 2000
-            self.empty += queue == 0
-            self.most = max(self.most, queue)
-            total = self.running.setdefault(route, [0, 0])
-            total[0] += replica.scheduler.running
-            total[1] += 1
-
-    def _look_at_dry(
-        self, now: float, route: str, queue: int, replica: Replica, state: str, corner: str | None
-    ) -> None:
-        """Measure how long queues are empty, and how long though the KV pool has, and will have, room."""
-        if state != "start":
-            self.begun.add(route)
-        if route not in self.begun:
-            return
-        has_room = replica.scheduler.pool.used_tokens < GOOD_USAGE * KV_TOKENS and corner != Corner.FILLING
-        for name, dry in {"empty": queue == 0, "starved": queue == 0 and has_room}.items():
-            if dry:
-                since = self.dry_since.setdefault((name, route), now)
-                self.longest[name] = max(self.longest[name], now - since + POLL_S)
-            else:
-                self.dry_since.pop((name, route), None)
-
-    def as_dict(self) -> dict[str, Any]:
-        means = [total / count for total, count in self.running.values()]
-        return {
-            "in_band_share": round(self.inside / self.looks, 4) if self.looks else None,
-            "empty_queue_share": round(self.empty / self.looks, 4) if self.looks else None,
-            "longest_empty_s": round(self.longest["empty"], 2),
-            "longest_starved_s": round(self.longest["starved"], 2),
-            "most_queued": self.most,
-            "longest_over_2000_s": round(self.longest_over_s, 2),
-            "running_spread": round((max(means) - min(means)) / max(means), 4) if len(means) > 1 else None,
-        }
 
 
 def grid(rows: int, replicas: list[int], late: list[float]) -> list[Case]:
@@ -321,13 +252,10 @@ def report(found: list[tuple[Case, dict[str, Any]]], took_s: float) -> None:
     long = [row for row in controlled if not row["brief"]]
     worst = min(row["ratio_to_best_fixed"] for row in long)
     brief = min((row["ratio_to_best_fixed"] for row in controlled if row["brief"]), default=None)
-    starved = max(row["longest_starved_s"] - row["late_s"] for row in long)
     line = (
         f"control in virtual time: {len(long)} cases, {sum(row['rows'] for row in table):,} rows in "
-        f"{took_s:.0f} s; worst {worst:.3f} x the best fixed window (goal {GOAL}), {brief} on runs of 15 to "
-        f"120 s; queues starved {starved:.1f} s at most beside the gauges' delay; longest over 2000 queued "
-        f"{max(row['longest_over_2000_s'] for row in long)} s; replicas within "
-        f"{max(row['running_spread'] or 0 for row in long):.1%} of each other"
+        f"{took_s:.0f} s; worst {worst:.3f} x the best fixed window (goal {GOAL}), {brief} "
+        f"on runs of 15 to 120 s"
     )
     figures = {
         "simulated": "no figure here is a measurement of a GPU",

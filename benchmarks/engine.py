@@ -10,43 +10,36 @@ Seconds are noisy on a shared machine. The scheduler's own counts are not: forwa
 tokens (a log line for each, `--decode-log-interval 1`), and the mean number of requests that decode together.
 """
 
-from __future__ import annotations
-
 import argparse
-import asyncio
 import json
 import math
 import os
 import random
 import re
-import secrets
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import aiohttp
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import uvloop
-from yarl import URL
 
+from batchrunner.core.console import tell
 from batchrunner.engines.device import cpu_environment, server_args
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.launched.server import LAUNCHER, to_argv
 from batchrunner.runner.foreground import run_in_foreground
-from benchmarks.measure import in_fresh_process, interval, save
+from benchmarks.measure import in_fresh_process, in_turns, interval, post_all, save
 from tests.support.tiny_model import make_tiny_llama
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 SEED = 3
 GOAL = 0.97
@@ -62,18 +55,33 @@ SERVER_ARGS = {
 }  # fmt: skip
 SERVER_ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 """One thread for a model this small: torch's spinning threads would take the clients' core."""
-KEY_VARIABLE = "SGLANG_API_KEY"
+KEY_VARIABLE, KEY = "SGLANG_API_KEY", "benchmark"
+
+
+class Log:
+    """What a scheduler writes of its passes from now on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = path.stat().st_size
+
+    def text(self) -> str:
+        with self._path.open("rb") as log:
+            log.seek(self._at)
+            return log.read().decode(errors="replace")
+
+    def work(self) -> dict[str, Any]:
+        return work_of(self.text())
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
     url: str
-    key: str
     log: Path
 
     def ask(self, method: str, path: str) -> bytes:
         request = urllib.request.Request(
-            self.url + path, method=method, headers={"Authorization": f"Bearer {self.key}"}
+            self.url + path, method=method, headers={"Authorization": f"Bearer {KEY}"}
         )
         with urllib.request.urlopen(request, timeout=30) as response:
             content: bytes = response.read()
@@ -82,16 +90,14 @@ class Server:
 
 @contextmanager
 def serve(
-    model: Path,
-    folder: Path,
-    args: Mapping[str, Any] = SERVER_ARGS,
-    *,
-    key: str | None = None,
-    name: str = "server",
+    model: Path, folder: Path, args: Mapping[str, Any] = SERVER_ARGS, *, name: str = "server"
 ) -> Iterator[Server]:
-    """Run SGLang on a free loopback port until the block ends; it cannot outlive this process."""
-    port = free_port()
-    key, log = key or secrets.token_hex(16), folder / f"{name}.log"
+    """Run SGLang on a free loopback port until the block ends; it cannot outlive this process.
+
+    Its key is in the environment of this process and of those that it starts.
+    """
+    port, log = free_port(), folder / f"{name}.log"
+    os.environ[KEY_VARIABLE] = KEY
     argv = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
     argv += to_argv(server_args(dict(args), cpu=True))
     environment = dict(os.environ)
@@ -101,13 +107,11 @@ def serve(
         stderr=subprocess.DEVNULL, env=environment,
     )  # fmt: skip
     assert launcher.stdin is not None
-    config = {
-        "module": "sglang.launch_server", "argv": argv, "key": key, "log": str(log),
-    }  # fmt: skip
+    config = {"module": "sglang.launch_server", "argv": argv, "key": KEY, "log": str(log)}
     try:
         launcher.stdin.write(orjson.dumps(config) + b"\n")
         launcher.stdin.flush()
-        server = Server(f"http://127.0.0.1:{port}", key, log)
+        server = Server(f"http://127.0.0.1:{port}", log)
         _wait_until_ready(server, launcher)
         yield server
     finally:
@@ -189,61 +193,58 @@ def bare(job_file: str, window: int) -> dict[str, Any]:
         })
         for row in rows
     ]  # fmt: skip
-    wall_s = uvloop.run(_post_all(URL(job["engine"]["urls"][0] + "/generate"), bodies, window))
+    url = job["engine"]["urls"][0] + "/generate"
+    wall_s, _ = uvloop.run(post_all(url, bodies, window, os.environ[KEY_VARIABLE]))
     return {"wall_s": wall_s, "tokens": sum(row["tokens"] for row in rows), "window": window}
 
 
-async def _post_all(url: URL, bodies: list[bytes], window: int) -> float:
-    waiting = iter(bodies)
-
-    async def work(session: aiohttp.ClientSession) -> None:
-        for body in waiting:
-            async with session.post(url, data=body) as response:
-                assert response.status == 200
-                await response.read()
-
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=3600),
-        headers={"Content-Type": "application/json", "Authorization": f"Bearer {os.environ[KEY_VARIABLE]}"},
-    ) as session:
-        began = time.perf_counter()
-        await asyncio.gather(*(work(session) for _ in range(window)))
-        return time.perf_counter() - began
-
-
-def measured(server: Server, job_file: Path, side: str, window: int | None = None) -> dict[str, Any]:
+def measured(server: Server, job_file: Path, side: str, window: int = 0) -> dict[str, Any]:
     """Run one side once and add what the scheduler says of it."""
     flush(server)
-    busy_us, at = _prefill_busy_us(server), server.log.stat().st_size
-    arguments = ["--side", side, "--job", str(job_file), *(["--window", str(window)] if window else [])]
+    log = Log(server.log)
+    arguments = ["--side", side, "--job", str(job_file), "--window", str(window)]
     found = in_fresh_process("benchmarks.engine", *arguments)
-    with server.log.open("rb") as log:
-        log.seek(at)
-        work = work_of(log.read().decode(errors="replace"))
-    work["prefill_busy_s"] = round((_prefill_busy_us(server) - busy_us) / 1e6, 2)
+    work = log.work()
     found |= {"side": side, "tokens_per_s": round(found["tokens"] / found["wall_s"], 1), "work": work}
-    window_used = found["window"]
-    print(f"  {side} {window_used}: {found['tokens_per_s']:,.0f} tok/s {work}", file=sys.stderr, flush=True)
+    tell(f"  {side} {found['window']}: {found['tokens_per_s']:,.0f} tok/s {work}")
     return found
 
 
-def _prefill_busy_us(server: Server) -> int:
-    loads = orjson.loads(server.ask("GET", "/v1/loads?include=core"))["loads"]
-    return sum(load["total_prefill_busy_us"] for load in loads)
-
-
 def work_of(log: str) -> dict[str, Any]:
-    """Count the scheduler's passes: each wrote a line."""
-    running = [int(n) for n in re.findall(r"Decode batch, #running-req: (\d+)", log)]
-    prefilled = [int(n) for n in re.findall(r"Prefill batch,.*?#new-token: (\d+)", log)]
-    retracted = [int(n) for n in re.findall(r"#retracted_reqs: (\d+)", log)]
+    """Sum up the passes that a piece of the server's log tells of: each wrote a line."""
+    passes = re.findall(r"(Prefill|Decode) batch.*?#running-req: (\d+).*?#queue-req: (\d+)", log)
+    decodes = [int(running) for kind, running, _ in passes if kind == "Decode"]
+    return work_in(
+        decode_passes=len(decodes),
+        prefill_passes=len(passes) - len(decodes),
+        running=sum(decodes),
+        queue=sum(int(queue) for _, _, queue in passes),
+        prefilled=sum(map(int, re.findall(r"Prefill batch.*?#new-token: (\d+)", log))),
+        cached=sum(map(int, re.findall(r"Prefill batch.*?#cached-token: (\d+)", log))),
+        retracted=sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log))),
+    )
+
+
+def work_in(
+    *,
+    decode_passes: int,
+    prefill_passes: int,
+    running: int,
+    queue: int,
+    prefilled: int,
+    cached: int,
+    retracted: int,
+) -> dict[str, Any]:
+    """Return a scheduler's work; `running` and `queue` are sums over the decode passes, and over all."""
     return {
-        "decode_passes": len(running),
-        "running_mean": round(sum(running) / max(len(running), 1), 1),
-        "prefill_passes": len(prefilled),
-        "prefilled_tokens": sum(prefilled),
-        "retracted": sum(retracted),
+        "passes": decode_passes + prefill_passes,
+        "decode_passes": decode_passes,
+        "prefill_passes": prefill_passes,
+        "running_mean": round(running / max(decode_passes, 1), 2),
+        "queue_mean": round(queue / max(decode_passes + prefill_passes, 1), 2),
+        "cached_share": round(cached / max(prefilled + cached, 1), 4),
+        "prefilled_tokens": prefilled,
+        "retracted": retracted,
     }
 
 
@@ -253,17 +254,18 @@ def measure(model: Path | None, tokenizer: Path, rows: int, pairs: int) -> dict[
         made = make_tiny_llama(model or folder / "tiny", tokenizer)
         write_input(folder / "input.parquet", rows)
         with serve(made, folder) as server:
-            os.environ[KEY_VARIABLE] = server.key
             job_file = folder / "job.yaml"
             job_file.write_text(json.dumps(job_for(folder / "input.parquet", folder / "run", server.url)))
             warm = measured(server, job_file, "bare", 256)  # the first run meets cold code paths
             sweep = [measured(server, job_file, "bare", window) for window in WINDOWS]
             best = max(sweep, key=lambda run: run["tokens_per_s"])["window"]
-            found = []
-            for turn in range(pairs):
-                sides = [("runner", None), ("bare", best)]
-                pair = [measured(server, job_file, *side) for side in (sides if turn % 2 else sides[::-1])]
-                found.append({run["side"]: run for run in pair})
+            found = in_turns(
+                {
+                    "runner": lambda: measured(server, job_file, "runner"),
+                    "bare": lambda: measured(server, job_file, "bare", best),
+                },
+                pairs,
+            )
     return {"rows": rows, "best_window": best, "warm_up": warm, "sweep": sweep, "pairs": found}
 
 
@@ -298,7 +300,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
     parser.add_argument("--side", choices=("runner", "bare"), help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
-    parser.add_argument("--window", type=int, default=256, help=argparse.SUPPRESS)
+    parser.add_argument("--window", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
         print(json.dumps(runner(args.job) if args.side == "runner" else bare(args.job, args.window)))

@@ -1,49 +1,23 @@
 """Counts the instructions of commands in user space: unlike seconds they do not hang on other programs."""
 
-from __future__ import annotations
-
+import contextlib
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 import time
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-Tool = Literal["perf", "callgrind"]
 TIMEOUT_S = 1800.0
-COUNTED_BY = "BENCH_COUNTED_BY"
-"""Variable that tells a command which tool it runs under."""
+CALLGRIND = "BENCH_CALLGRIND"
+"""Variable that a command has under that tool."""
 
 
-class Counted(NamedTuple):
-    """What a command cost, and what it printed."""
-
-    instructions: int
-    output: str
-
-
-def tool_here() -> Tool | None:
-    """Return what can count here: perf where the processor's counters can be read, which many virtual
-    machines have not; else callgrind, where it is installed.
-    """
-    try:
-        if _perf(["true"]).instructions > 0:
-            return "perf"
-    except (OSError, ValueError, subprocess.CalledProcessError):
-        pass
-    return "callgrind" if shutil.which("callgrind_control") else None
-
-
-@contextmanager
+@contextlib.contextmanager
 def counted() -> Iterator[None]:
     """In a command: what callgrind is to count. The imports before it would take it most of the time."""
-    by_callgrind = os.environ.get(COUNTED_BY) == "callgrind"
+    by_callgrind = CALLGRIND in os.environ
     if by_callgrind:
         _tell_callgrind("--instr=on")
     yield
@@ -58,32 +32,34 @@ def _tell_callgrind(what: str) -> None:
     assert telling.returncode == 0
 
 
-def count(command: Sequence[str], tool: Tool) -> Counted:
-    """Run a command that ends well, and count its instructions: with callgrind those of its `counted` block.
+def count(command: Sequence[str]) -> int:
+    """Run a command that ends well, and count its instructions.
 
-    That takes 50 times as long.
+    By perf where the processor's counters can be read, which many virtual machines have not; else by
+    callgrind, which takes 50 times as long, and counts those of the command's `counted` block.
     """
-    return _perf(command) if tool == "perf" else _callgrind(command)
+    with contextlib.suppress(OSError, ValueError, subprocess.CalledProcessError):
+        if _by_perf(["true"]):
+            return _by_perf(command)
+    return _by_callgrind(command)
 
 
-def _perf(command: Sequence[str]) -> Counted:
+def _by_perf(command: Sequence[str]) -> int:
     with tempfile.NamedTemporaryFile("r") as out:
-        perf = ["perf", "stat", "-x", ",", "-e", "instructions:u", "-o", out.name, "--"]
-        done = _run([*perf, *command])
+        _run(["perf", "stat", "-x", ",", "-e", "instructions:u", "-o", out.name, "--", *command])
         lines = [line for line in out.read().splitlines() if "instructions" in line]
-    return Counted(int(lines[0].partition(",")[0]), done)
+    return int(lines[0].partition(",")[0])
 
 
-def _callgrind(command: Sequence[str]) -> Counted:
+def _by_callgrind(command: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "log")
         valgrind = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--vgdb-poll=500"]
         files = [f"--callgrind-out-file={scratch}/out.%p", f"--log-file={log}"]
-        done = _run([*valgrind, *files, *command], {**os.environ, COUNTED_BY: "callgrind"})
+        _run([*valgrind, *files, *command], {**os.environ, CALLGRIND: "1"})
         counted = re.findall(r"Collected : (\d+)", log.read_text())
-    return Counted(int(counted[-1]), done)
+    return int(counted[-1])
 
 
-def _run(command: Sequence[str], environ: dict[str, str] | None = None) -> str:
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S, env=environ)
-    return done.stdout
+def _run(command: Sequence[str], environ: dict[str, str] | None = None) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT_S, env=environ)

@@ -6,8 +6,6 @@ engine is simulated and answers at once: rows go through as fast as the runner c
 high-water mark (VmHWM), imports included. `--rows 100000 10000000` measures ten million.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io
@@ -22,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchrunner.cli import app
-from benchmarks.measure import in_fresh_process, save
+from benchmarks.measure import in_fresh_process, peak_mb, save
 
 SEED = 7
 GOAL_MB, GOAL_S = 50.0, 10.0
@@ -71,13 +69,6 @@ def timed(arguments: list[str]) -> dict[str, Any]:
         "cpu_s": round(time.process_time() - cpu_s, 2),
         "peak_mb": peak_mb(),
     }
-
-
-def peak_mb() -> float:
-    """The process's own high-water mark; ru_maxrss would begin at that of the process that started it."""
-    status = Path("/proc/self/status").read_text()
-    kilobytes = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
-    return round(int(kilobytes) / 1024, 1)
 
 
 def measure(rows: int) -> dict[str, dict[str, Any]]:

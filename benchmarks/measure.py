@@ -1,23 +1,22 @@
-"""What the benchmarks share: how they repeat, what they say of the machine, where the figures go."""
+"""What the benchmarks share: the bare client, how they repeat, and where the figures go."""
 
-from __future__ import annotations
-
+import asyncio
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from math import comb
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+import aiohttp
 
 RESULTS = Path(__file__).parent / "results"
 SIDE_TIMEOUT_S = 600.0
@@ -51,6 +50,50 @@ def interval(values: Sequence[float]) -> Interval:
 def _confidence(n: int, cut: int) -> float:
     """Hold the median between the values of rank cut and n - 1 - cut: 1 - 2 P(Binomial(n, 1/2) <= cut)."""
     return 1 - 2 * sum(comb(n, k) for k in range(cut + 1)) / float(2**n)
+
+
+async def post_all(
+    url: str, bodies: Sequence[bytes], window: int, key: str = ""
+) -> tuple[float, list[bytes]]:
+    """Post all bodies, so many at a time, by as plain a loop as one would write.
+
+    Return the seconds from the first request to the last answer, and the answers.
+    """
+    waiting = iter(enumerate(bodies))
+    answers = [b""] * len(bodies)
+
+    async def work(session: aiohttp.ClientSession) -> None:
+        for at, body in waiting:
+            async with session.post(url, data=body) as response:
+                assert response.status == 200
+                answers[at] = await response.read()
+
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=3600),
+        headers={"Content-Type": "application/json", "Authorization": f"Bearer {key}"},
+    ) as session:
+        began = time.perf_counter()
+        await asyncio.gather(*(work(session) for _ in range(window)))
+        wall_s = time.perf_counter() - began
+    return wall_s, answers
+
+
+def in_turns(sides: Mapping[str, Callable[[], Any]], rounds: int) -> list[dict[str, Any]]:
+    """Run all sides so many times, each round beginning with another one."""
+    names = list(sides)
+    found = []
+    for turn in range(rounds):
+        first = turn % len(names)
+        found.append({name: sides[name]() for name in names[first:] + names[:first]})
+    return found
+
+
+def peak_mb(pid: int | str = "self") -> float:
+    """Return a process's high-water mark; ru_maxrss would begin at that of the process that started it."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    kilobytes = next(line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
+    return round(int(kilobytes) / 1024, 1)
 
 
 def in_fresh_process(module: str, *arguments: str) -> dict[str, Any]:

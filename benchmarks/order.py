@@ -11,37 +11,35 @@ at least the last token) and forward passes. Output tokens are those that the en
 its answer from its twin counts for none.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import random
 import re
-import sys
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchrunner.output.events import read_events
+from batchrunner.core.console import tell
 from benchmarks.engine import (
     KEY_VARIABLE,
     SERVER_ARGS,
     SERVER_ENVIRONMENT,
+    Log,
     Server,
     flush,
     lognormal,
     runner,
     serve,
 )
-from benchmarks.measure import RESULTS, Interval, in_fresh_process, interval, save
-from benchmarks.peer import LAST_ROWS, SAMPLING, Log, Peer, peer
+from benchmarks.measure import RESULTS, Interval, in_fresh_process, in_turns, interval, save
+from benchmarks.peer import SAMPLING, Peer, peer
 from benchmarks.prompts import (
     Row,
     Words,
@@ -55,11 +53,8 @@ from benchmarks.prompts import (
 )
 from tests.support.tiny_model import make_tiny_llama
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
 SEED = 7
-LEAST_GOAL, FASTER_GOAL, HARM_GOAL, SLOWER_GOAL, TAIL_GOAL = 1.05, 1.35, 1.01, 0.95, 0.07
+LEAST_GOAL, FASTER_GOAL, HARM_GOAL, SLOWER_GOAL = 1.05, 1.35, 1.01, 0.95
 MODELS: dict[str, dict[str, int]] = {
     "tiny": {"hidden": 64, "layers": 2},
     "small": {"hidden": 256, "layers": 2},
@@ -79,7 +74,7 @@ class Workload:
     """Rows in the order of the file, and what is hoped for."""
 
     rows: list[Row]
-    goal: Literal["faster", "no harm", "tail"]
+    goal: Literal["faster", "no harm"]
     model: Literal["tiny", "small", "large"] = "tiny"
     same_length: bool = False
     """All outputs have the same length, which the job states; else a column does."""
@@ -106,7 +101,7 @@ def workloads() -> dict[str, Workload]:
         # one beginning is in the cache after the first row, whoever sends the others: nothing can be spared
         "few-shot": Workload(few_shot(made, 3000, 800, 24, 4), "no harm"),
         "unrelated": Workload(unrelated(chat), "no harm"),
-        "heavy tail": Workload(unrelated(tail), "tail"),
+        "heavy tail": Workload(unrelated(tail), "no harm"),
         "duplicates": Workload(shuffled(alone + made.sample(alone, 300)), "no harm", same_length=True),
     }
 
@@ -121,8 +116,6 @@ def write_input(path: Path, workload: Workload, words: Words) -> dict[str, int]:
     pq.write_table(pa.table(table), path)
     return {
         "rows": len(prompts), "prompt_tokens": sum(map(len, prompts)), "least_tokens": nodes(prompts),
-        "output_tokens": sum(row.outputs for row in workload.rows),
-        "longest_output": max(row.outputs for row in workload.rows),
     }  # fmt: skip
 
 
@@ -149,13 +142,6 @@ def by_runner(server: Server, folder: Path, workload: Workload, order: str) -> d
     found = in_fresh_process("benchmarks.order", "--side", str(job_file))
     after = _counters(server)
     found |= {name: round(after[name] - before[name]) for name in before}
-    samples = [event for event in read_events(folder / "run" / "events.jsonl") if event["event"] == "sample"]
-    late = [s["elapsed_s"] for s in samples if s["rows_done"] < (1 - LAST_ROWS) * len(workload.rows)]
-    latencies = pq.read_table(folder / "run" / "parts", columns=["latency_s"])["latency_s"]
-    found |= {
-        "last_rows_s": found["wall_s"] - max(late, default=0.0),
-        "slowest_row_s": pc.max(latencies).as_py(),
-    }
     return found | {"work": log.work()}
 
 
@@ -171,24 +157,17 @@ def _counters(server: Server) -> dict[str, float]:
 
 def summed(name: str, known: dict[str, int], found: dict[str, Any]) -> dict[str, Any]:
     """Say of one run what counts."""
-    work, least = found["work"], known["least_tokens"]
-    passes = work["decode_passes"] + work["prefill_passes"]
+    passes, least = found["work"]["passes"], known["least_tokens"]
     result = {
         **found, "passes": passes, "prefilled_tokens": found["prompt_tokens"] - found["cached_tokens"],
         "tokens_per_s": round(found["tokens"] / found["wall_s"], 1),
         "rows_per_s": round(known["rows"] / found["wall_s"], 1),
-        "requests": found.get("requests", known["rows"]),
-        "hit_rate": round(found["cached_tokens"] / found["prompt_tokens"], 4),
-        "last_rows_share": round(found["last_rows_s"] / found["wall_s"], 4),
-        "load": found.get("load", {}),
     }  # fmt: skip
     result["ratio_to_least"] = round(result["prefilled_tokens"] / least, 4)
-    print(
-        f"  {name}: {result['ratio_to_least']} x the least of {least:,} prefilled, hit rate "
-        f"{result['hit_rate']}, {passes} passes, {result['tokens_per_s']:,.0f} tok/s, "
-        f"{result['wall_s']:.1f} s, last rows {result['last_rows_share']:.1%}",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+    tell(
+        f"  {name}: {result['ratio_to_least']} x the least of {least:,} prefilled, "
+        f"{passes} passes, {result['tokens_per_s']:,.0f} tok/s, {result['wall_s']:.1f} s"
+    )
     return result
 
 
@@ -204,26 +183,21 @@ def measure(found: dict[str, Any], tokenizer: Path, names: list[str], rounds: in
             model = make_tiny_llama(folder / kind, tokenizer, **size)
             with peer(model, folder) as engine, serve(model, folder) as server:
                 for name, workload in chosen.items():
-                    print(name, file=sys.stderr, flush=True)
-                    found[name] = in_turns(engine, server, folder, workload, words, rounds)
+                    tell(name)
+                    found[name] = side_by_side(engine, server, folder, workload, words, rounds)
 
 
-def in_turns(
+def side_by_side(
     engine: Peer, server: Server, folder: Path, workload: Workload, words: Words, rounds: int
 ) -> dict[str, Any]:
     """Run the three sides so many times, each round beginning with another one, and plain sorting once."""
-    os.environ[KEY_VARIABLE] = server.key
     known = write_input(folder / "input.parquet", workload, words)
     sides: dict[str, Callable[[], dict[str, Any]]] = {
-        "engine_generate": lambda: engine.generate(folder / "input.parquet"),
-        "input": lambda: by_runner(server, folder, workload, "input"),
-        "ours": lambda: by_runner(server, folder, workload, "auto"),
+        "engine_generate": lambda: summed("engine", known, engine.generate(folder / "input.parquet")),
+        "input": lambda: summed("input", known, by_runner(server, folder, workload, "input")),
+        "ours": lambda: summed("ours", known, by_runner(server, folder, workload, "auto")),
     }
-    names = list(sides)
-    measured = []
-    for turn in range(rounds):
-        order = names[turn % 3 :] + names[: turn % 3]
-        measured.append({name: summed(name, known, sides[name]()) for name in order})
+    measured = in_turns(sides, rounds)
     in_order = summed("sorted", known, engine.generate(folder / "input.parquet", in_order=True))
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"), "load_average": os.getloadavg(),
@@ -235,23 +209,16 @@ def verdict(found: dict[str, Any]) -> dict[str, Any]:
     """Compare the runner with the peer and with its own input order."""
     rounds = found["rounds"]
 
-    def of(key: str) -> Interval:
-        return interval([turn["ours"][key] for turn in rounds])
-
     def ratio(key: str, side: str) -> Interval:
         return interval([turn["ours"][key] / turn[side][key] for turn in rounds])
 
-    slowest = interval([turn["ours"]["slowest_row_s"] / turn["ours"]["wall_s"] for turn in rounds])
-    least_passes = max(found["longest_output"], found["output_tokens"] / SERVER_ARGS["max-running-requests"])
     judged = {
-        "ratio_to_least": of("ratio_to_least"), "hit_rate": of("hit_rate"),
+        "ratio_to_least": interval([turn["ours"]["ratio_to_least"] for turn in rounds]),
         "tokens_per_s_to_engine_generate": ratio("tokens_per_s", "engine_generate"),
         "rows_per_s_to_engine_generate": ratio("rows_per_s", "engine_generate"),
         "rows_per_s_to_input": ratio("rows_per_s", "input"),
         "passes_to_input": ratio("passes", "input"),
         "prefilled_to_input": ratio("prefilled_tokens", "input"),
-        "passes_to_least": interval([turn["ours"]["passes"] / least_passes for turn in rounds]),
-        "last_rows_share": of("last_rows_share"), "slowest_row_share": slowest,
     }  # fmt: skip
     return judged | {"met": met(found["goal"], judged)}
 
@@ -261,15 +228,11 @@ def met(goal: str, judged: Mapping[str, Interval]) -> dict[str, bool]:
     goals = {"least": judged["ratio_to_least"].median <= LEAST_GOAL}
     if goal == "faster":
         return goals | {"faster": judged["tokens_per_s_to_engine_generate"].median >= FASTER_GOAL}
-    goals |= {
+    return goals | {
         "passes": judged["passes_to_input"].median <= HARM_GOAL,
         "prefilled": judged["prefilled_to_input"].median <= HARM_GOAL,
         "time": judged["rows_per_s_to_input"].low >= SLOWER_GOAL,
     }
-    if goal == "tail":  # no order ends a run before its longest row
-        by_itself = judged["slowest_row_share"].median >= 1 - TAIL_GOAL
-        goals["tail"] = judged["last_rows_share"].median <= TAIL_GOAL or by_itself
-    return goals
 
 
 def report(found: dict[str, Any]) -> None:
@@ -284,8 +247,7 @@ def report(found: dict[str, Any]) -> None:
         print(
             f"{name}: prefilled {judged['ratio_to_least']} x the least, {judged['prefilled_to_input']} x "
             f"input order; output tok/s {judged['tokens_per_s_to_engine_generate']} x Engine.generate; "
-            f"passes {judged['passes_to_input']} x input order; last rows "
-            f"{judged['last_rows_share'].median:.1%} of the time; missed: {', '.join(missed) or 'nothing'}"
+            f"passes {judged['passes_to_input']} x input order; missed: {', '.join(missed) or 'nothing'}"
         )
     well = [name for name, judged in verdicts.items() if all(judged["met"].values())]
     line = f"order: {len(well)} of {len(verdicts)} workloads meet their goals ({', '.join(well) or 'none'})"
@@ -293,7 +255,6 @@ def report(found: dict[str, Any]) -> None:
         "goals": {
             "ratio_to_least_at_most": LEAST_GOAL, "faster_at_least": FASTER_GOAL,
             "passes_and_prefilled_to_input_at_most": HARM_GOAL, "time_low_at_least": SLOWER_GOAL,
-            "last_rows_share_at_most": TAIL_GOAL,
         },
         "models": MODELS, "server_args": SERVER_ARGS, "server_environment": SERVER_ENVIRONMENT,
         "verdicts": verdicts, "workloads": found,

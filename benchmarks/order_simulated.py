@@ -7,25 +7,24 @@ sorted by prompt; `--speeds 1 0.5` has two replicas, of which one is half as fas
 computed is known exactly. No figure here is a measurement of a GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import random
-import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import isqrt
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 from pyroaring import BitMap64
 
+from batchrunner.core.console import tell
 from batchrunner.core.engine_info import EngineInfo, QueueBand
-from batchrunner.core.types import Request, RowRef
+from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.dispatch.concurrency.law import tokens_a_row
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import DispatchQueue, PendingRow, Slots
@@ -49,11 +48,6 @@ from benchmarks.prompts import (
     skewed,
     unrelated,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from batchrunner.core.types import Outcome
 
 SEED = 5
 GOAL = 1.05
@@ -318,12 +312,11 @@ def main() -> None:
     with ProcessPoolExecutor(args.processes) as pool:
         for case, result in zip(cases, pool.map(run, cases), strict=True):
             found.append((case, result))
-            print(
+            tell(
                 f"  {case.workload}, {case.kv_tokens // 1000}k, {case.arm}: {result['ratio_to_least']} x the "
                 f"least, hit rate {result['hit_rate']} of {result['hit_rate_at_most']}, "
-                f"{result['virtual_s']:,} s, {result['retractions']} retracted",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                f"{result['virtual_s']:,} s, {result['retractions']} retracted"
+            )
     report(found)
 
 

@@ -1,43 +1,23 @@
 """The peer: `sglang.Engine.generate` on all rows, in a process of its own that is kept for many calls."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 
 from batchrunner.engines.device import cpu_environment, server_args
-from benchmarks.engine import SERVER_ARGS, SERVER_ENVIRONMENT, work_of
+from benchmarks.engine import SERVER_ARGS, SERVER_ENVIRONMENT, Log
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-LAST_ROWS = 0.05
-"""The share of the rows that are a run's last ones."""
 SAMPLING = {"ignore_eos": True, "temperature": 0, "skip_special_tokens": False}
 """A random model puts out special tokens too: without the last an answer of them alone is empty, which the
 runner takes for a failed row."""
-
-
-class Log:
-    """What a scheduler writes of its passes from now on."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._at = path.stat().st_size
-
-    def work(self) -> dict[str, Any]:
-        """Count them."""
-        with self._path.open("rb") as log:
-            log.seek(self._at)
-            return work_of(log.read().decode(errors="replace"))
 
 
 class Peer:
@@ -92,14 +72,12 @@ def engine_generate(model: str) -> None:
             rows.sort(key=lambda row: row["text"])
         sampling = [{"max_new_tokens": row["tokens"], **SAMPLING} for row in rows]
         engine.flush_cache()
-        began_at, began = time.time(), time.perf_counter()
+        began = time.perf_counter()
         answers = engine.generate(prompt=[row["text"] for row in rows], sampling_params=sampling)
         wall_s = time.perf_counter() - began
         metas = [answer["meta_info"] for answer in answers]
-        ended = sorted(meta["request_finished_ts"] - began_at for meta in metas)
         found = {
-            "wall_s": wall_s, "last_rows_s": wall_s - ended[int((1 - LAST_ROWS) * len(rows)) - 1],
-            "slowest_row_s": max(meta["e2e_latency"] for meta in metas),
+            "wall_s": wall_s,
             "tokens": sum(meta["completion_tokens"] for meta in metas),
             "prompt_tokens": sum(meta["prompt_tokens"] for meta in metas),
             "cached_tokens": sum(meta["cached_tokens"] for meta in metas),

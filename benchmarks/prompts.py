@@ -4,17 +4,13 @@ Parts of one name are the same tokens, of two names differ from the first token 
 all that a simulated scheduler needs to know; `Words` makes text of it for a real one.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
+from pathlib import Path
+from typing import NamedTuple
 
 Parts = tuple[tuple[str, int], ...]
 """(name, tokens) from the start of a prompt to its end."""

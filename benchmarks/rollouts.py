@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import subprocess
@@ -184,10 +183,8 @@ def main() -> None:
             "log-requests": True,
             "log-requests-level": 3,
         }
-        key = "benchmark-of-rollouts"
-        os.environ[KEY_VARIABLE] = key
         servers = [
-            stack.enter_context(serve(model, folder, args, key=key, name=f"server{number}"))
+            stack.enter_context(serve(model, folder, args, name=f"server{number}"))
             for number in range(options.replicas)
         ]
         single = measured(write_job(folder, "single", servers, "single"), servers)

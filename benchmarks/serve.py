@@ -10,8 +10,6 @@ the time, and the engine's queue while rows are left to send.
 The engine is simulated, the client is that of OpenAI.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -28,7 +26,8 @@ from typing import Any
 
 import openai
 
-from benchmarks.measure import save
+from batchrunner.core.console import tell
+from benchmarks.measure import peak_mb, save
 
 CHAT = "/v1/chat/completions"
 KILLED = ("engine.step_s=0.02", "engine.max_running=32")
@@ -97,7 +96,7 @@ def kills(count: int, made: random.Random, state: Path) -> dict[str, Any]:
             calling.start()
             time.sleep(made.uniform(0.05, 3.0))
         calling.join()
-        print(f"kill {number + 1}: {len(files)} files, {len(batches)} batches", file=sys.stderr, flush=True)
+        tell(f"kill {number + 1}: {len(files)} files, {len(batches)} batches")
     wrong: list[str] = []
     with serving(state, KILLED) as (_, client):
         wrong += [file for file, content in files.items() if client.files.content(file).content != content]
@@ -111,8 +110,8 @@ def kills(count: int, made: random.Random, state: Path) -> dict[str, Any]:
     return {"kills": count, "files": len(files), "batches": len(batches), "wrong": wrong, "left": left}
 
 
-def queue_of(state: Path) -> list[tuple[int, float]]:
-    """Return the newest queue and token usage in the event log of each run that has rows to send."""
+def queues_of(state: Path) -> list[int]:
+    """Return the newest queue in the event log of each run that has rows to send."""
     found = []
     for log in (state / "batches").glob("*/events.jsonl"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -121,7 +120,7 @@ def queue_of(state: Path) -> list[tuple[int, float]]:
             )
             event = json.loads(last)
             if event["unsent"] > 500:
-                found.append((event["signals"][0]["queue"], event["signals"][0]["token_usage"]))
+                found.append(event["signals"][0]["queue"])
     return found
 
 
@@ -137,18 +136,17 @@ def load(batches: int, state: Path) -> dict[str, Any]:
             for file in uploaded
         ]
         while any(client.batches.retrieve(name).status != "completed" for name in names):
-            queues += [queue for queue, _ in queue_of(state)[:1]]
+            queues += queues_of(state)[:1]
             time.sleep(0.5)
         took_s = time.monotonic() - began
-        status = Path(f"/proc/{process.pid}/status").read_text()
-        peak = next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1]
+        peak = peak_mb(process.pid)
         ends = [client.batches.retrieve(name) for name in names]
     settled = queues[4:]
     return {
         "batches": batches,
         "lines": sum(batch.request_counts.completed for batch in ends),
         "took_s": round(took_s, 1),
-        "peak_mb": round(int(peak) / 1024),
+        "peak_mb": round(peak),
         "queue_in_band_share": round(
             sum(100 <= queue <= 2000 for queue in settled) / max(1, len(settled)), 2
         ),

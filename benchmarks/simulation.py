@@ -6,11 +6,8 @@ of seconds. How long each output became is the model's whim where rows may stop 
 told, and so is how the first window of rows arrived; who waited, ran, was cached or sent back it finds out.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
-import os
 import random
 import re
 import sys
@@ -18,24 +15,20 @@ import tempfile
 import time
 from bisect import insort
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import aiohttp
 import orjson
 
+from batchrunner.core.console import tell
 from batchrunner.engines.simulation.scheduler import CLIP_TOKENS, Scheduler, SchedulerConfig, SimulatedRequest
-from benchmarks.engine import KEY_VARIABLE, VOCABULARY, flush, serve
-from benchmarks.measure import save
+from benchmarks.engine import KEY, VOCABULARY, Log, Server, flush, serve, work_in, work_of
+from benchmarks.measure import post_all, save
 from tests.support.tiny_model import make_tiny_llama
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from benchmarks.engine import Server
 
 SEED = 11
 GOAL = 0.10
@@ -165,43 +158,6 @@ def settings() -> Iterator[Setting]:
     )  # fmt: skip
 
 
-def work_of(log: str) -> dict[str, Any]:
-    """Sum up the passes that a piece of the server's log tells of."""
-    passes = re.findall(r"(Prefill|Decode) batch.*?#running-req: (\d+).*?#queue-req: (\d+)", log)
-    decodes = [int(running) for kind, running, _ in passes if kind == "Decode"]
-    return summary(
-        decode_passes=len(decodes),
-        prefill_passes=len(passes) - len(decodes),
-        running=sum(decodes),
-        queue=sum(int(queue) for _, _, queue in passes),
-        prefilled=sum(map(int, re.findall(r"Prefill batch.*?#new-token: (\d+)", log))),
-        cached=sum(map(int, re.findall(r"Prefill batch.*?#cached-token: (\d+)", log))),
-        retracted=sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log))),
-    )
-
-
-def summary(
-    *,
-    decode_passes: int,
-    prefill_passes: int,
-    running: int,
-    queue: int,
-    prefilled: int,
-    cached: int,
-    retracted: int,
-) -> dict[str, Any]:
-    return {
-        "passes": decode_passes + prefill_passes,
-        "decode_passes": decode_passes,
-        "prefill_passes": prefill_passes,
-        "running_mean": round(running / max(decode_passes, 1), 2),
-        "queue_mean": round(queue / max(decode_passes + prefill_passes, 1), 2),
-        "cached_share": round(cached / max(prefilled + cached, 1), 4),
-        "prefilled_tokens": prefilled,
-        "retracted": retracted,
-    }
-
-
 def arrivals(log: str, window: int) -> list[int]:
     """Return how many rows had arrived at each pass, until all of the first window had.
 
@@ -217,44 +173,25 @@ def arrivals(log: str, window: int) -> list[int]:
     return found
 
 
-async def post_all(server: Server, workload: Workload) -> list[int]:
-    """Send the rows, `window` at a time; return how many tokens each put out."""
-    outputs = [0] * len(workload.rows)
-    waiting = iter(enumerate(workload.rows))
-    stop_ids = random.Random(SEED).sample(range(*VOCABULARY), max(STOP_TOKENS))
-
-    async def work(session: aiohttp.ClientSession) -> None:
-        for at, row in waiting:
-            sampling: dict[str, Any] = {"max_new_tokens": row.asked}
-            if row.stop_tokens is None:
-                sampling |= {"temperature": 0, "ignore_eos": True}
-            else:
-                sampling |= {"temperature": 1, "stop_token_ids": stop_ids[: row.stop_tokens]}
-            body = orjson.dumps({"input_ids": row.ids, "sampling_params": sampling})
-            async with session.post(server.url + "/generate", data=body) as response:
-                assert response.status == 200, await response.text()
-                outputs[at] = orjson.loads(await response.read())["meta_info"]["completion_tokens"]
-
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
-        timeout=aiohttp.ClientTimeout(total=300),
-        headers={"Content-Type": "application/json", "Authorization": f"Bearer {server.key}"},
-    ) as session:
-        await asyncio.gather(*(work(session) for _ in range(workload.window)))
-    return outputs
+def body_of(row: Row) -> bytes:
+    """Return the request of a row."""
+    sampling: dict[str, Any] = {"max_new_tokens": row.asked}
+    if row.stop_tokens is None:
+        sampling |= {"temperature": 0, "ignore_eos": True}
+    else:
+        stop_ids = random.Random(SEED).sample(range(*VOCABULARY), max(STOP_TOKENS))
+        sampling |= {"temperature": 1, "stop_token_ids": stop_ids[: row.stop_tokens]}
+    return orjson.dumps({"input_ids": row.ids, "sampling_params": sampling})
 
 
 def really(server: Server, workload: Workload) -> tuple[dict[str, Any], list[int], list[int]]:
     """Serve the rows; return the work, the outputs' lengths and the arrivals of the first window."""
     flush(server)
-    at = server.log.stat().st_size
-    began = time.perf_counter()
-    outputs = asyncio.run(post_all(server, workload))
-    wall_s = time.perf_counter() - began
+    log, bodies = Log(server.log), list(map(body_of, workload.rows))
+    wall_s, answers = asyncio.run(post_all(server.url + "/generate", bodies, workload.window, KEY))
+    outputs = [orjson.loads(answer)["meta_info"]["completion_tokens"] for answer in answers]
     time.sleep(0.5)  # the last line of the log
-    with server.log.open("rb") as log:
-        log.seek(at)
-        text = log.read().decode(errors="replace")
+    text = log.text()
     kept_full = round(window_used(text, workload), 3)
     work = {**work_of(text), "window_used": kept_full, "wall_s": round(wall_s, 1)}
     return work, outputs, arrivals(text, workload.window)
@@ -320,7 +257,7 @@ def simulated(
         queue += result.queue * result.steps
         running += result.running * result.steps if result.kind == "decode" else 0
         client.send(len(result.finished), passes + ANSWER_PASSES)
-    found = summary(
+    found = work_in(
         decode_passes=scheduler.decode_passes,
         prefill_passes=scheduler.prefill_passes,
         running=running,
@@ -344,7 +281,6 @@ def measure(model: Path | None, tokenizer: Path, only: str) -> list[dict[str, An
             place = folder / str(number)
             place.mkdir()
             with serve(made, place, setting.args) as server:
-                os.environ[KEY_VARIABLE] = server.key
                 really(server, Workload("warm-up", 100, chosen[0].rows[:100]))  # cold code paths
                 for workload in chosen:
                     for _ in range(TRIES):
@@ -354,7 +290,7 @@ def measure(model: Path | None, tokenizer: Path, only: str) -> list[dict[str, An
                     simulation = simulated(setting.config, workload, outputs, ramp)
                     found.append(compared(setting, workload, real, simulation))
                 text = server.log.read_text(errors="replace")
-                print(*re.findall(r"max_total_num_tokens=.*", text)[:1], file=sys.stderr)
+                tell(*re.findall(r"max_total_num_tokens=.*", text)[:1])
     return found
 
 
@@ -372,9 +308,7 @@ def compared(
             "prefilled_tokens",
         )
     }
-    print(
-        f"{workload.name}\n   real {real}\n  model {simulation}\n  apart {apart}", file=sys.stderr, flush=True
-    )
+    tell(workload.name, f"   real {real}", f"  model {simulation}", f"  apart {apart}")
     return {
         "workload": workload.name, "rows": len(workload.rows), "window": workload.window,
         "server_args": setting.args, "real": real, "simulated": simulation, "apart": apart,

@@ -26,8 +26,6 @@ rows are missing.
 The engine is simulated, for the number of kills.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random
@@ -40,6 +38,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchrunner.core.console import tell
 from benchmarks.measure import save
 from benchmarks.torture_round import (
     DURABLE_S,
@@ -88,7 +87,7 @@ def simulated_rounds(scratch: Path, source: Path, kills: int, seed: int, totals:
         one = Round(folder, job, expected, totals, made, calls)
         one.go_together(kills=12) if number % 2 else one.go(kills=12)
         number += 1
-        print(f"round {number}: {totals.kills} kills", file=sys.stderr, flush=True)
+        tell(f"round {number}: {totals.kills} kills")
 
 
 def changed_rounds(scratch: Path, rounds: int, seed: int, totals: Totals) -> None:
@@ -123,7 +122,7 @@ def changed_rounds(scratch: Path, rounds: int, seed: int, totals: Totals) -> Non
         totals.rows += len(expected)
         totals.lost += len(expected - {row["row"] for row in rows})
         totals.doubled += len(rows) - len({row["row"] for row in rows})
-    print(f"{rounds} rounds with changed input", file=sys.stderr, flush=True)
+    tell(f"{rounds} rounds with changed input")
 
 
 def _texts(path: Path, first: int) -> Path:
@@ -154,13 +153,10 @@ def main() -> None:
     parser.add_argument("--checks", type=int, default=6, help="rounds with answers that are rejected")
     parser.add_argument("--swaps", type=int, default=6, help="rounds in which another model comes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--told", help=argparse.SUPPRESS)
-    parser.add_argument("--at", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--join", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args.child, args.told, args.at[0], args.at[1], int(args.at[2]), join=args.join)
+        child(**args.child)
         return
     totals, began = Totals(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torture-") as scratch:

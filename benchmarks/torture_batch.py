@@ -9,10 +9,9 @@ second round three starts share the lines (`--join`).
 The engine is simulated.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
+import os
 import random
 import signal
 import subprocess
@@ -22,9 +21,18 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from batchrunner.core.console import tell
 from batchrunner.runner.batch import run_batch
 from benchmarks.measure import save
-from benchmarks.torture_round import CALLS, LONGEST_START_S, MOMENTS, TOGETHER, count_calls, die_at
+from benchmarks.torture_round import (
+    CALLS,
+    LONGEST_START_S,
+    MOMENTS,
+    TOGETHER,
+    child_of,
+    count_calls,
+    die_at,
+)
 
 LINES = 300
 SETTINGS = ["engine.step_s=0.01", "engine.max_running=16", "output.durable=0.2", "output.part_rows=40"]
@@ -43,15 +51,16 @@ class BatchTotals:
     by_moment: dict[str, int] = field(default_factory=dict)
 
 
-def child(folder: Path, call: str, moment: str, number: int, *, join: bool) -> None:
+def child(folder: str, call: str, moment: str, number: int, *, join: bool) -> None:
     """Do the batch as the command does, and die at the chosen call."""
+    place = Path(folder)
     if call in CALLS:
-        die_at(call, moment, number)
+        die_at(os, call, moment, number)
     elif call == "count":
-        count_calls(folder / "calls.json")
+        count_calls(place / "calls.json")
     done = run_batch(
-        str(folder.parent / "requests.jsonl"), str(folder / "results.jsonl"), str(folder / "errors.jsonl"),
-        {"model": "simulated", "urls": [], "base": None, "overrides": SETTINGS},
+        str(place.parent / "requests.jsonl"), str(place / "results.jsonl"), str(place / "errors.jsonl"),
+        {"engine": ["simulated"], "overrides": SETTINGS},
         fresh=False, retry_failed=False, join=join, quiet=True, as_json=False,
     )  # fmt: skip
     sys.exit(done.report.exit_code)
@@ -104,7 +113,7 @@ class BatchRound:
             return process, "at a random moment"
         call, moment = self._made.choice(sorted(self._calls)), self._made.choice(MOMENTS)
         number = self._made.randint(1, max(1, self._calls[call]))
-        command = _command(self._folder, call, moment, str(number), join=join)
+        command = _command(self._folder, call, moment, number, join=join)
         return subprocess.Popen(command), f"{'joined: ' * join}{call} {moment}"
 
     def _look(self) -> None:
@@ -117,22 +126,19 @@ class BatchRound:
 
 
 def _command(
-    folder: Path, call: str = "none", moment: str = "-", number: str = "0", *, join: bool
+    folder: Path, call: str = "none", moment: str = "-", number: int = 0, *, join: bool
 ) -> list[str]:
-    command = [sys.executable, "-m", "benchmarks.torture_batch", "--child", str(folder), "--at"]
-    return [*command, call, moment, number, *(["--join"] if join else [])]
+    return child_of("torture_batch", folder=str(folder), call=call, moment=moment, number=number, join=join)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--at", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--join", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args.child, args.at[0], args.at[1], int(args.at[2]), join=args.join)
+        child(**args.child)
         return
     totals, began, made = BatchTotals(), time.monotonic(), random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="torture-batch-") as scratch:
@@ -144,7 +150,7 @@ def main() -> None:
             folder = Path(scratch) / f"round-{totals.rounds}"
             one = BatchRound(folder, made, totals, calm)
             one.go(12, starts=TOGETHER if totals.rounds % 2 else 1)
-            print(f"round {totals.rounds}: {totals.kills} kills", file=sys.stderr, flush=True)
+            tell(f"round {totals.rounds}: {totals.kills} kills")
     line = (
         f"torture_batch: {totals.kills} kills in {totals.rounds} rounds of {LINES} lines, "
         f"{totals.torn} results that were not whole, {totals.different} rounds with other results"

@@ -1,7 +1,5 @@
 """One round of torture: a job whose starts are killed until one reaches its end, and what is left of it."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import math
@@ -12,21 +10,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow.parquet as pq
 
+from batchrunner.core.types import Outcome
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.writer import ResultWriter
 from batchrunner.runner.foreground import run_in_foreground
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from batchrunner.core.types import Outcome
 
 CALLS = ("fsync", "pwrite", "replace", "rename", "link", "unlink", "open", "ftruncate", "mkdir", "rmdir")
 MOMENTS = ("before", "torn", "after")
@@ -66,6 +61,14 @@ class Totals:
     """Changes after which a start ended with a wrong exit code, or with a row of another content."""
     by_moment: Counter[str] = field(default_factory=Counter)
 
+    def judge(self, expected: Mapping[int, str | None], found: Sequence[tuple[int, str | None]]) -> None:
+        """Count the rows that are lost, doubled or different, of those in the parts of a run."""
+        rows = dict(found).keys()
+        self.rows += len(expected)
+        self.lost += len(expected.keys() - rows)
+        self.doubled += len(found) - len(rows)
+        self.different += sum(output != expected.get(row) for row, output in found)
+
     def killed(self, moment: str) -> None:
         self.kills += 1
         self.by_moment[moment] += 1
@@ -75,7 +78,7 @@ def child(job_file: str, told: str, call: str, moment: str, number: int, *, join
     """Run the job as the command does, and die at the chosen call."""
     _tell_of_every_row(told)
     if call in CALLS:
-        die_at(call, moment, number)
+        die_at(os, call, moment, number)
     elif call == "count":
         count_calls(Path(told).with_name("calls.json"))
     report = run_in_foreground(
@@ -95,8 +98,14 @@ def _tell_of_every_row(told: str) -> None:
     ResultWriter.put = tell_and_put  # type: ignore[method-assign]
 
 
-def die_at(call: str, moment: str, number: int) -> None:
-    real: Callable[..., Any] = getattr(os, call)
+def child_of(module: str, **how: Any) -> list[str]:
+    """Return the command of a start, which calls the module's `child`."""
+    return [sys.executable, "-m", f"benchmarks.{module}", "--child", json.dumps(how)]
+
+
+def die_at(module: Any, call: str, moment: str, number: int) -> None:
+    """Let this process die at a call of a module's function, the so manieth."""
+    real: Callable[..., Any] = getattr(module, call)
     seen = 0
 
     def deadly(*args: Any, **options: Any) -> Any:
@@ -112,7 +121,7 @@ def die_at(call: str, moment: str, number: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    setattr(os, call, deadly)
+    setattr(module, call, deadly)
 
 
 def count_calls(path: Path) -> None:
@@ -196,11 +205,11 @@ class Round:
         number = self.made.randint(1, max(1, self.calls[call] // 2))
         if not at_a_call:
             call, moment = "none", "at a random moment"
-        command = [sys.executable, "-m", "benchmarks.torture", "--child", str(job_file)]
-        command += ["--told", str(self.folder / "told"), "--at", call, moment, str(number)]
-        return command + [
-            "--join"
-        ] * join, f"{'joined: ' * join}{moment if call == 'none' else f'{call} {moment}'}"
+        command = child_of(
+            "torture", job_file=str(job_file), told=str(self.folder / "told"), call=call, moment=moment,
+            number=number, join=join,
+        )  # fmt: skip
+        return command, f"{'joined: ' * join}{moment if call == 'none' else f'{call} {moment}'}"
 
     def go_together(self, kills: int) -> None:
         """Let several starts join the run; kill so many of them, and let another one come for each."""
@@ -259,13 +268,9 @@ class Round:
 
     def _judge(self) -> None:
         table = pq.read_table(Path(self.job["output"]["path"]) / "parts")
-        rows, outputs = table["row"].to_pylist(), table["output"].to_pylist()
+        rows = table["row"].to_pylist()
         needed = dict(zip(rows, table["attempts"].to_pylist(), strict=True))
-        found = dict(zip(rows, outputs, strict=True))
-        self.totals.rows += len(self.expected)
-        self.totals.lost += len(self.expected.keys() - found.keys())
-        self.totals.doubled += len(rows) - len(found)
-        self.totals.different += sum(found.get(row) != output for row, output in self.expected.items())
+        self.totals.judge(self.expected, list(zip(rows, table["output"].to_pylist(), strict=True)))
         self.totals.miscounted += sum(needed.get(row) != tries for row, tries in self.attempts.items())
         told = self._told()
         self.totals.redone += len(told) - len({row for row, *_ in told})
@@ -286,8 +291,10 @@ def undisturbed(folder: Path, source: Path, engine: dict[str, Any]) -> tuple[dic
     folder.mkdir()
     job = job_for(folder, source, engine)
     (folder / "job.yaml").write_text(json.dumps(job))
-    command = [sys.executable, "-m", "benchmarks.torture", "--child", str(folder / "job.yaml")]
-    command += ["--told", str(folder / "told"), "--at", "count", "-", "0"]
+    command = child_of(
+        "torture", job_file=str(folder / "job.yaml"), told=str(folder / "told"), call="count", moment="-",
+        number=0, join=False,
+    )  # fmt: skip
     subprocess.run(command, check=True, timeout=LONGEST_START_S)
     table = pq.read_table(folder / "run" / "parts")
     outputs = dict(zip(table["row"].to_pylist(), table["output"].to_pylist(), strict=True))

@@ -3,8 +3,6 @@
 Rows in bundles with faults of any kind, answers that are rejected, and other models.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import random
@@ -17,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchrunner.core.console import tell
 from batchrunner.dispatch.checks import SEED_STEP
 from benchmarks.torture_round import LONGEST_START_S, Round, Totals, job_for, undisturbed
 from tests.support.answers import Said
@@ -87,7 +86,7 @@ def bundle_rounds(scratch: Path, rounds: int, seed: int, totals: Totals) -> None
                 _kill(folder, source, engine, made, calls, totals, failed, together=bool(number % 3))
                 totals.shared += server.requests < len(server.sent)
         told = f"{totals.kills} kills, in {totals.shared} of them rows shared requests"
-        print(f"round with bundles {number + 1} of {rounds}: {told}", file=sys.stderr, flush=True)
+        tell(f"round with bundles {number + 1} of {rounds}: {told}")
 
 
 def _kill(
@@ -150,7 +149,7 @@ def check_rounds(scratch: Path, rounds: int, seed: int, totals: Totals) -> None:
             one.go_together(kills=6) if number % 2 else one.go(kills=6)
             totals.checked += 1
         told = f"{totals.kills} kills, {totals.miscounted} rows with other attempts"
-        print(f"round with checks {number + 1} of {rounds}: {told}", file=sys.stderr, flush=True)
+        tell(f"round with checks {number + 1} of {rounds}: {told}")
 
 
 def swap_rounds(scratch: Path, rounds: int, seed: int, totals: Totals) -> None:
@@ -177,9 +176,5 @@ def swap_rounds(scratch: Path, rounds: int, seed: int, totals: Totals) -> None:
         found = list(zip(table["row"].to_pylist(), table["output"].to_pylist(), strict=True))
         totals.swaps += 1
         totals.unnoticed += status != 1 or last.returncode != 0
-        totals.rows += ROWS
-        totals.lost += ROWS - len(dict(found))
-        totals.doubled += len(found) - len(dict(found))
-        totals.different += sum(output != f"answer 0 to [{row}]" for row, output in found)
-        print(f"swap {number + 1} of {rounds}: exit {status}, {asked} rows sent to the other model",
-              file=sys.stderr, flush=True)  # fmt: skip
+        totals.judge({row: f"answer 0 to [{row}]" for row in range(ROWS)}, found)
+        tell(f"swap {number + 1} of {rounds}: exit {status}, {asked} rows sent to the other model")

@@ -9,8 +9,6 @@ others take over from them meanwhile. At the end of a round every row must be in
 output of an undisturbed run.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json
@@ -23,23 +21,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import obstore
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchrunner.core.console import tell
 from batchrunner.core.errors import EXIT_WRONG
+from batchrunner.runner.foreground import run_in_foreground
 from benchmarks.measure import save
+from benchmarks.torture_round import TOGETHER, Totals, child_of, die_at
 from tests.support.other_machine import be_another_machine
 from tests.support.store_server import VARIABLES, StoreBucket, new_bucket, store_server
 
 REQUESTS = ("put", "get", "list", "delete")
 ROWS = 200
-TOGETHER = 3
 MACHINES = ("a", "b", "c")
 LONGEST_S = 900.0
 """A start that takes longer hangs."""
@@ -53,44 +51,20 @@ def child(job_file: str, machine: str, request: str, moment: str, number: int, *
     """Run the job as the command does on a machine, and die at the chosen request."""
     be_another_machine(machine)
     if request in REQUESTS:
-        _die_at(request, moment, number)
-    from batchrunner.runner.foreground import run_in_foreground  # noqa: PLC0415 - after the machine is set
-
+        die_at(obstore, request, moment, number)
     report = run_in_foreground(
         job_file, [], fresh=False, retry_failed=False, join=join, quiet=True, as_json=False
     )
     sys.exit(report.exit_code)
 
 
-def _die_at(request: str, moment: str, number: int) -> None:
-    real, seen = getattr(obstore, request), 0
-
-    def deadly(*args: Any, **options: Any) -> Any:
-        nonlocal seen
-        seen += 1
-        if seen < number:
-            return real(*args, **options)
-        if moment == "after":
-            real(*args, **options)
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise AssertionError
-
-    setattr(obstore, request, deadly)
-
-
 @dataclass
-class Totals:
+class StoreTotals(Totals):
     """What happened in all rounds."""
 
-    kills: int = 0
     pauses: int = 0
     lost_disks: int = 0
     rounds: int = 0
-    rows: int = 0
-    lost: int = 0
-    doubled: int = 0
-    different: int = 0
-    by_moment: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -106,7 +80,7 @@ class StoreRound:
     """One job in a bucket of its own, from its first start to its end."""
 
     def __init__(
-        self, folder: Path, bucket: StoreBucket, source: Path, totals: Totals, made: random.Random
+        self, folder: Path, bucket: StoreBucket, source: Path, totals: StoreTotals, made: random.Random
     ) -> None:
         """Write the job into the folder."""
         self._folder, self._bucket, self._totals, self._made = folder, bucket, totals, made
@@ -150,16 +124,6 @@ class StoreRound:
         if last:
             raise SystemExit(f"exit {last} in {self._folder}")
 
-    def judge(self, expected: dict[int, str]) -> None:
-        """Count what is lost, doubled or different."""
-        found = self.rows()
-        rows = [row for row, _ in found]
-        self._totals.rounds += 1
-        self._totals.rows += len(expected)
-        self._totals.lost += len(expected.keys() - {*rows})
-        self._totals.doubled += len(rows) - len({*rows})
-        self._totals.different += sum(expected[row] != output for row, output in found)
-
     def rows(self) -> list[tuple[int, str]]:
         """Return row and output of all parts."""
         found: list[tuple[int, str]] = []
@@ -184,8 +148,7 @@ class StoreRound:
 
     def _note(self, start: _Start, others: list[_Start]) -> None:
         """Count a start that was killed, and lose its machine or not, with all that it does."""
-        self._totals.kills += 1
-        self._totals.by_moment[start.where] += 1
+        self._totals.killed(start.where)
         if self._made.random() < 1 / 3:
             for each in others:
                 if each.machine == start.machine:
@@ -204,14 +167,10 @@ class StoreRound:
         elif kill:
             strikes_at = time.monotonic() + self._made.uniform(2.0, 12.0)
         where = f"{'joined: ' * join}{moment if request == 'none' else f'{moment} {request}'}"
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.torture_store",
-            "--child",
-            str(self._folder / "job.yaml"),
-        ]
-        command += ["--machine", machine, "--at", request, moment, str(number), *["--join"] * join]
+        command = child_of(
+            "torture_store", job_file=str(self._folder / "job.yaml"), machine=machine, request=request,
+            moment=moment, number=number, join=join,
+        )  # fmt: skip
         with (self._folder / "stderr").open("ab") as said:
             process = subprocess.Popen(command, env=self._environ, stderr=said)
         return _Start(process, machine, where, strikes_at)
@@ -222,31 +181,31 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=150)
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no round after that")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--machine", help=argparse.SUPPRESS)
-    parser.add_argument("--at", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--join", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        child(args.child, args.machine, args.at[0], args.at[1], int(args.at[2]), join=args.join)
+        child(**args.child)
         return
-    totals, began, made, number = Totals(), time.monotonic(), random.Random(args.seed), 0
+    totals, began, made = StoreTotals(), time.monotonic(), random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="torture-store-") as scratch, store_server() as address:
         source = Path(scratch) / "input.parquet"
         ids = list(range(ROWS))
         pq.write_table(pa.table({"id": ids, "text": [f"row {i}" for i in ids]}), source, row_group_size=50)
-        calm = StoreRound(Path(scratch) / "calm", new_bucket(address), source, Totals(), random.Random(0))
+        calm = StoreRound(
+            Path(scratch) / "calm", new_bucket(address), source, StoreTotals(), random.Random(0)
+        )
         calm.go(0, together=1)
         expected = dict(calm.rows())
         while totals.kills < args.kills and time.monotonic() - began < 60 * args.minutes:
+            number = totals.rounds
             one = StoreRound(Path(scratch) / f"round-{number}", new_bucket(address), source, totals, made)
             one.go(kills=8, together=TOGETHER if number % 2 else 1)
-            one.judge(expected)
-            number += 1
+            totals.judge(expected, one.rows())
+            totals.rounds += 1
             told = (
                 f"{totals.kills} kills, {totals.pauses} pauses, {totals.lost} lost, {totals.doubled} doubled"
             )
-            print(f"round {number}: {told}", file=sys.stderr, flush=True)
+            tell(f"round {number}: {told}")
     line = (
         f"torture in a store: {totals.kills} kills and {totals.pauses} pauses in {totals.rounds} rounds, "
         f"{totals.lost_disks} disks lost, {totals.rows:,} rows, {totals.lost} lost, "

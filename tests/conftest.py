@@ -1,7 +1,5 @@
 """What the tests share: a small input, a job on it, the command, and a look at what came out."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

@@ -6,8 +6,6 @@ validated all the same. A block of YAML or Python that begins with a comment suc
 under that name.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -1,7 +1,5 @@
 """The command: what it prints, and to where."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The pages for people: their links, the files and targets that they name, and the help of `make`."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

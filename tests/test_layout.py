@@ -1,7 +1,5 @@
 """Rules of the house that a machine can check: one-way imports, light imports, names, docstrings, help."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

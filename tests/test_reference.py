@@ -1,7 +1,5 @@
 """The pages of reference: they are what the code makes, and nothing that a user can meet is missing."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

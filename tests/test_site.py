@@ -1,7 +1,5 @@
 """The documentation site: its strict build, and that it needs no network."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What the signs of a server mean, and what to change: from logs of every generation, each failure."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Advice on our own runs, whatever became of them, and on live servers, ours or not."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Advice on live servers, ours or not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Each failure in a log of SGLang has its remedy, and no two remedies contradict each other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

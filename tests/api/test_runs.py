@@ -1,7 +1,5 @@
 """`run` and `arun`: the same runs as the command's, from scripts, notebooks and pipelines."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """`stream` sends rows as they come and gives each as it ends, in bounded memory, with nothing left behind."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import queue

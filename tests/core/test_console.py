@@ -1,7 +1,5 @@
 """Whatever data has in it, what is printed is lines that a terminal shows and does not obey."""
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from pathlib import Path

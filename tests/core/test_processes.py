@@ -1,7 +1,5 @@
 """Pools of threads."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import Future
 

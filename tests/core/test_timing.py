@@ -1,7 +1,5 @@
 """When a failed try is repeated: who is tried again, how often, and after what pause."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

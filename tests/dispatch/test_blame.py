@@ -1,7 +1,5 @@
 """Rows that are always refused are given up; those that are refused by chance, or in an outage, are not."""
 
-from __future__ import annotations
-
 import heapq
 import math
 import random

@@ -1,7 +1,5 @@
 """The size of a bundle follows the rows that end together."""
 
-from __future__ import annotations
-
 import pytest
 
 from batchrunner.dispatch.bundles import (

@@ -1,7 +1,5 @@
 """Runs that use an engine at once share its windows."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The time that is left is smooth however rows end, and a run that stops says so."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows with a common prefix stay on one route, unless it is behind."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Rows in a window: none is lost, leaders go first, equal ones once, the longest before the end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A start is refused whose input, model or parts changed, and a run ends whose input changes meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import gzip
 import shutil

@@ -1,7 +1,5 @@
 """Servers that somebody else runs go away and come back, with another model at times: no row is blamed."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

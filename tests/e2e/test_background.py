@@ -1,7 +1,5 @@
 """A run takes what the users of a server leave, and gives it back when they come."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Wrong input, jobs, engines and paths are one clear line and exit code 2; a bad record fails its row."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import os

@@ -1,7 +1,5 @@
 """`batchrun batch`: whole requests in, whole answers out, in OpenAI's batch format."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -1,7 +1,5 @@
 """Rows that share a request: each has the answer, the attempts and the fate that it would have alone."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checked answers: parsed JSON, conditions, rows asked again, answers that were cut, and their counts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

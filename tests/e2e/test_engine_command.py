@@ -1,7 +1,5 @@
 """`batchrun engine` starts a server by hand, as a run would, for jobs that attach to it."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

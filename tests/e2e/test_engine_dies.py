@@ -1,7 +1,5 @@
 """An engine that dies or hangs is started again, after a want of memory with safer arguments."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

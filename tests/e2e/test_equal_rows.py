@@ -1,7 +1,5 @@
 """What reaches the engine of rows that are alike, and what each of them gets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`batchrun estimate`: a sample is answered and kept, and what it tells of the rest is true."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Flags of launched servers change while the run goes on: what gains stays, and no row is lost by it."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The workers of a real Model Gateway, `smg`: rows go to those that it lists, directly."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 import subprocess

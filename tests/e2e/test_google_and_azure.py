@@ -1,7 +1,5 @@
 """Runs on Google Cloud Storage and Azure: what differs from S3 is in the stand-ins."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

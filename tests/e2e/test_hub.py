@@ -1,7 +1,5 @@
 """Input from the Hugging Face Hub, here a stand-in on this machine."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import secrets

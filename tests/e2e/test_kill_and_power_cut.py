@@ -1,7 +1,5 @@
 """What is finished stays, whatever dies; exit code 0 means that all rows are done, none of them twice."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

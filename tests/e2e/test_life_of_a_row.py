@@ -1,7 +1,5 @@
 """The page on the life of a row names the files through which each row passes, and no others."""
 
-from __future__ import annotations
-
 import re
 import sys
 import threading

@@ -1,7 +1,5 @@
 """The loop as a whole: windows follow the load of real HTTP servers, and no fault of theirs costs a row."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

@@ -3,8 +3,6 @@
 The server is a stand-in, and so are the videos: their boxes are those of MP4 files.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`engine.cache_dir`: the model is copied to the machine's disk once, and loaded from there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

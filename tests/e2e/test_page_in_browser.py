@@ -1,7 +1,5 @@
 """A run's page in a real browser: it renders without a complaint, on a phone too, light and dark."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

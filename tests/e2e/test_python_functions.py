@@ -1,7 +1,5 @@
 """Runs whose prompts, columns of answers, or judges are Python functions of the job."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

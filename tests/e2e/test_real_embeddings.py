@@ -1,8 +1,6 @@
 """Vectors, pairs and classes of the real SGLang on the CPU, beside what transformers computes."""
 
 # ruff: noqa: PLC0415 - torch takes seconds to import: only tests that need the engine pay
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 name; under CI they fail instead, so that a missing install cannot hide.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Iterator

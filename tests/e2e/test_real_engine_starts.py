@@ -1,7 +1,5 @@
 """The real engine as a run starts it: deaths, a killed runner, another interpreter, a trial, a GPU."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

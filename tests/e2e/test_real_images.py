@@ -1,8 +1,6 @@
 """A real vision model on a real SGLang: its answers are those of transformers, and follow the images."""
 
 # ruff: noqa: PLC0415 - torch takes seconds to import: only tests that need the engine pay
-from __future__ import annotations
-
 import io
 import random
 from collections.abc import Iterator

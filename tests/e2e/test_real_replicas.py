@@ -1,7 +1,5 @@
 """Real replicas, which the run starts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """A tiny random model on one real SGLang: adapters by row, scores, and tokens made here or there."""
 
 # ruff: noqa: PLC0415 - torch takes seconds to import: only tests that need the engine pay
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

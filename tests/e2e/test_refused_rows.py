@@ -1,7 +1,5 @@
 """A row that is refused is itself why only while others are answered; a replica may be wrong, too."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stopped in whatever way and started again: nothing is lost, nothing is done twice."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import operator

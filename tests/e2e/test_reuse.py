@@ -1,7 +1,5 @@
 """A new run takes the answers of equal requests from an earlier one (`output.reuse`)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

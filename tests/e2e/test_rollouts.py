@@ -1,7 +1,5 @@
 """Runs whose rows ask several times, by an asynchronous function of the job."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

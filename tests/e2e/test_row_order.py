@@ -1,7 +1,5 @@
 """The order in which rows are sent: as they stand, sorted by how they begin, or the longest first."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from itertools import groupby

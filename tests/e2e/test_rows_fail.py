@@ -1,7 +1,5 @@
 """Each way in which an engine fails a row, and what becomes of the row, of the others and of the run."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

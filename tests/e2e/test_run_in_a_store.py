@@ -1,7 +1,5 @@
 """A run in an object store: commands on URIs, lost machines, tasks that share it, a store that fails."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

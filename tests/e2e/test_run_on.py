@@ -3,8 +3,6 @@
 Programs that are not the project's have environments of their own below data/, which the first test makes.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A disk that is full, and a low limit on open files."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """Nobody reads a key or a password in what a run says and stores, whatever a server echoes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

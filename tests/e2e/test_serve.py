@@ -1,7 +1,5 @@
 """`batchrun serve`: OpenAI's own client, unmodified, on a server of Files and Batches; and kills of it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

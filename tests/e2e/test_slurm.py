@@ -1,7 +1,5 @@
 """Arrays on a real Slurm: whatever happens to a task, exactly the input's rows come out, once."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

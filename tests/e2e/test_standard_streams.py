@@ -1,7 +1,5 @@
 """Standard input, output and error may be closed, full, or read by nobody: exit codes hold."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ctrl-C, SIGTERM, SIGKILL and time limits: a run drains or stops, and nothing is lost."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

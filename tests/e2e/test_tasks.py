@@ -1,7 +1,5 @@
 """Tasks without decoding: each row has its own numbers, whatever happens on the way."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct

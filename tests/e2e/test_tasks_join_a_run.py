@@ -1,7 +1,5 @@
 """Tasks that join a run take its rows lease by lease: whatever becomes of them, every row is done once."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import signal

@@ -1,7 +1,5 @@
 """Prompts become tokens in the client where the server makes the same ones, and else in the server."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

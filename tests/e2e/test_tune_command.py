@@ -1,7 +1,5 @@
 """`batchrun tune` from start to end."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

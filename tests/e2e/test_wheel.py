@@ -1,7 +1,5 @@
 """The wheel that a user installs: built, installed in an environment of its own, and run there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Whole answers: reasoning, tool calls, token ids and probabilities, several outputs of a row."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of flags: the next value that a sign calls for, on a server that has what the flag needs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Advice names a flag as the server at hand spells it, or not at all."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Memory of cards and machines, and what a model takes of it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

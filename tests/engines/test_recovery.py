@@ -1,7 +1,5 @@
 """What an engine died of, or that it hangs, and the safer arguments of its next start."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

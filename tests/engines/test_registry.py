@@ -1,7 +1,5 @@
 """Which engine a job means, and its model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The simulated engine: its batch keeps its limits, its answers are reproducible and always marked."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows of files: which files a path names, their ordinals, columns and values, and the leases of rows."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

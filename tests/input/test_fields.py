@@ -1,7 +1,5 @@
 """The block of `{{ fields }}`: what it shows, and the order in which rows share most."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

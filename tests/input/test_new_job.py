@@ -1,7 +1,5 @@
 """`batchrun init`: a commented job for a data file, which is good as it stands."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Input on an object store: found, read by ranges, checked by e_tag; what is wrong is said in one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

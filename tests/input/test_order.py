@@ -1,7 +1,5 @@
 """How prompts begin, whether sorting them is worth its price, and the sorted copy."""
 
-from __future__ import annotations
-
 import random
 from itertools import groupby, pairwise, takewhile
 from math import exp

@@ -1,7 +1,5 @@
 """What reaches the engine of a row: its prompt, its conversation and its sampling values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

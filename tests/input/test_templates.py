@@ -1,7 +1,5 @@
 """Templates and filters of any kind: columns of any name, nulls, bytes, and a template that never ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`engine.model`: what a model can be named, and what is refused before anything starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Columns of a function by its annotation, and what a function may return for them."""
 
-from __future__ import annotations
-
 import dataclasses
 import datetime as dt
 import decimal

@@ -1,7 +1,5 @@
 """Job files, environment and overrides: which wins, and what wrong ones are told."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Job files: what is accepted, what overrides what, and errors that a person can act on."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

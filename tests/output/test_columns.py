@@ -1,7 +1,5 @@
 """The columns of results and their types, carried ones too."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

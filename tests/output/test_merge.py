@@ -1,7 +1,5 @@
 """Merging writes every result once, in the order of the input."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

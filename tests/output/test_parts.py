@@ -1,7 +1,5 @@
 """Parts and journals: whole at any moment, none replaced, counted as far as they are whole."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -1,7 +1,5 @@
 """The run directory: what is in it, what is not, and that it is kept apart from the input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One writer, on a disk and in a store: the living are left alone, the dead replaced, by no other's clock."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import itertools

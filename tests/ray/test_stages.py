@@ -1,9 +1,10 @@
 """Stages of Ray Data on a cluster of three nodes: every row once, whatever fails; an engine is kept busy."""
 
-from __future__ import annotations
-
+import asyncio
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -11,23 +12,12 @@ import ray
 
 import batchrunner
 import batchrunner.ray
-from batchrunner.core.errors import InputError, JobError
-from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-
-if TYPE_CHECKING:
-    from tests.support.ray_cluster import RayNodes
-import asyncio
-from contextlib import contextmanager
-
-from batchrunner.core.errors import BatchrunError
+from batchrunner.core.errors import BatchrunError, InputError, JobError
 from batchrunner.job.call import LibraryCall
 from batchrunner.job.load import parse_engine
 from batchrunner.ray.stages import EngineWorker, StageCall, gpus_asked
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.ray_cluster import RayNodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 TEXT = {"text": "text"}

@@ -1,7 +1,5 @@
 """`batchrun ray` does a job on a cluster: every row once, also when a node dies; a wrong call is one line."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -10,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,7 @@ import pytest
 
 from batchrunner.core.errors import OutputError
 from batchrunner.runner.status import status
-from tests.conftest import batchrun, job_of, rows_in, started, write_job
+from tests.conftest import batchrun, eventually, job_of, rows_in, started, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import two_halves
 from tests.support.ray_cluster import RayNodes
@@ -42,21 +39,35 @@ def on_ray(job: Path, *options: object, **environ: str) -> subprocess.CompletedP
     )  # fmt: skip
 
 
-def pid_with_rows_in_flight(run: Path, rows_done: int) -> int:
-    """Return the process ID of a worker that has rows in flight when just so many rows are done."""
-    all_done_at: float | None = None
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OutputError):  # no worker has begun
-            state = status(run)
-            if state["rows_on_disk"] == rows_done:
-                all_done_at = all_done_at or time.time()
-                for task in state["tasks"]:
-                    sample = task["last_sample"]
-                    if sample and sample["time"] > all_done_at and sample["in_flight"]:
-                        return int(task["running"].split("pid ")[1].split()[0])
-        time.sleep(0.1)
-    raise AssertionError(f"no worker has rows in flight beside {rows_done} that are done")
+def tasks_of(run: Path) -> list[dict[str, Any]]:
+    """Return the state of the tasks that live; none before a worker has begun."""
+    with contextlib.suppress(OutputError):
+        return [task for task in status(run)["tasks"] if task["running"]]
+    return []
+
+
+def at_work(run: Path, count: int) -> set[int]:
+    """Return the process IDs of the tasks that have rows in flight, once there are so many."""
+    pids: set[int] = set()
+
+    def are_there() -> bool:
+        samples = {task["running"]: task["last_sample"] for task in tasks_of(run)}
+        pids.clear()
+        pids.update(
+            int(running.split("pid ")[1].split()[0])
+            for running, sample in samples.items()
+            if sample and sample["in_flight"]
+        )
+        return len(pids) == count
+
+    eventually(are_there)
+    return pids
+
+
+def are_stopping(run: Path) -> bool:
+    """Return whether tasks live, and all of them have heard that they are to stop."""
+    samples = [task["last_sample"] for task in tasks_of(run)]
+    return bool(samples) and all(sample and sample["stopping"] for sample in samples)
 
 
 def test_a_node_that_dies_is_replaced_and_ctrl_c_can_be_resumed(
@@ -66,15 +77,15 @@ def test_a_node_that_dies_is_replaced_and_ctrl_c_can_be_resumed(
 
     A worker that waits for room does not hold up the end.
     """
-    server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) >= 100 else "answer"
-    job = job_of(tmp_path, server, rows=400)
-    path = write_job(job, tmp_path)
+    server.script = lambda sent: "hold" if sent.row >= 100 else "answer"
+    job = job_of(tmp_path, server, rows=400, window=20)  # too few at once for all rows to be sent
+    path, run = write_job(job, tmp_path), tmp_path / "run"
     with started("ray", path, "--workers", 2, "--address", nodes.address) as command:
-        nodes.kill_the_node_of(WORKER, pid_with_rows_in_flight(tmp_path / "run", rows_done=100))
+        nodes.kill_the_node_of(WORKER, at_work(run, 2).pop())
         command.wait_for_line("a worker died, another one takes its place")
-        server.wait_for(110)
         command.process.send_signal(signal.SIGINT)
         command.wait_for_line("interrupted: waiting for the rows in flight")
+        eventually(lambda: are_stopping(run))
         server.answer_held()
         assert command.end() == 130
     assert any("interrupted: " in line and "of 400 rows ok" in line for line in command.lines)
@@ -97,9 +108,9 @@ def test_a_cluster_grows_and_shrinks(nodes: RayNodes, server: FakeSGLang, tmp_pa
     with started(
         "ray", write_job(job, tmp_path), "--workers", 3, "--cpus", 2, "--address", nodes.address
     ) as run:
-        first = tasks_at_work(tmp_path / "run", 2)
+        first = at_work(tmp_path / "run", 2)
         nodes.add()
-        newcomer = (tasks_at_work(tmp_path / "run", 3) - first).pop()
+        newcomer = (at_work(tmp_path / "run", 3) - first).pop()
         nodes.take_away_the_node_of(WORKER, newcomer)
         run.wait_for_line("a worker died, another one takes its place")
         server.script = lambda _: "answer"
@@ -108,28 +119,11 @@ def test_a_cluster_grows_and_shrinks(nodes: RayNodes, server: FakeSGLang, tmp_pa
     assert rows_in(job) == list(range(4000))
 
 
-def tasks_at_work(run: Path, count: int) -> set[int]:
-    """Return the process IDs of the tasks that have rows in flight, once there are so many."""
-    deadline = time.monotonic() + PATIENCE_S
-    pids: set[int] = set()
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OutputError):  # no worker has begun
-            pids = {
-                int(task["running"].split("pid ")[1].split()[0])
-                for task in status(run)["tasks"]
-                if task["running"] and task["last_sample"] and task["last_sample"]["in_flight"]
-            }
-        if len(pids) == count:
-            return pids
-        time.sleep(0.1)
-    raise AssertionError(f"{len(pids)} of {count} workers have rows in flight")
-
-
 def test_an_engine_on_two_nodes(nodes: RayNodes, tmp_path: Path) -> None:
     """A node with a part of the engine dies: another node takes its place, and all parts start again."""
     job = job_of(tmp_path, two_halves(tmp_path, device="cpu"), rows=40, window=2)
     with started("ray", write_job(job, tmp_path), "--workers", 1, "--address", nodes.address) as run:
-        tasks_at_work(tmp_path / "run", 1)
+        at_work(tmp_path / "run", 1)
         nodes.kill_the_node_of("Rank")
         run.wait_for_line("the engine is back")
         (tmp_path / "go").touch()

@@ -1,7 +1,5 @@
 """report.json says how a run ended."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

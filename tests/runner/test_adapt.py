@@ -1,7 +1,5 @@
 """When a server is started again with other flags, in virtual time."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Whatever becomes of tasks in one process, every row is done once."""
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Ranges of rows that tasks lease: what is free, and who gets it."""
 
-from __future__ import annotations
-
 from batchrunner.runner.leases import next_lease
 
 

@@ -1,7 +1,5 @@
 """What a run shows: a bar, lines, calls of a program."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """The script of a Slurm array: what it contains, and what bash makes of it."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

@@ -1,7 +1,5 @@
 """`batchrun status` tells how far a run is, `batchrun check` what it would do."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """The fenced blocks of the pages for people, and a reader who follows them and sees what they print."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import gc

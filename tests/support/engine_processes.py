@@ -1,7 +1,5 @@
 """The processes of a real engine that a run has started, however they rename themselves."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import subprocess

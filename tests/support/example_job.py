@@ -1,7 +1,5 @@
 """The job of the README, and what is said of wrong ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -4,8 +4,6 @@ Its replies have the shapes of replies that were recorded from a real server. It
 own, so that the runner under test may be blocking, asynchronous or another process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import threading

@@ -1,7 +1,5 @@
 """Modules of Python functions, as a job's author writes them beside the job file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from textwrap import dedent
 

@@ -1,7 +1,5 @@
 """Programs that `engine.kind: server` launches in SGLang's place: a test says how they answer or die."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Files of images, documents, audio and video for tests."""
 
-from __future__ import annotations
-
 import io
 import math
 import struct

@@ -7,8 +7,6 @@ BATCHRUNNER_TEST_GONE_AFTER_S has the seconds: many where all machines live, and
 for a while. BATCHRUNNER_TEST_CLOCK_OFF_S has the seconds that the machine's clock is ahead.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

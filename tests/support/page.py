@@ -1,7 +1,5 @@
 """Read report.html as a browser would, and in a browser: headless Chromium, over its DevTools protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import contextlib

@@ -1,7 +1,5 @@
 """Requests whose prompts share long prefixes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A Ray cluster of three nodes on this machine: two with two cores, and a head that only directs."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Reads whatever bytes a server may send, and checks that no error comes but a RequestError."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

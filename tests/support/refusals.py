@@ -1,7 +1,5 @@
 """Refusals of the command: one line each, with exit code 2."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Tasks of a run in this process, runs of which some rows are done, and what a run has on disk."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The tests of a group share an engine, a cluster or an import that takes 10 s. Th
 `--dist loadgroup` would say the same, but pytest-xdist 3.8 ignores them under pytest 9.2.
 """
 
-from __future__ import annotations
-
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 

@@ -1,7 +1,5 @@
 """A server of aiohttp in a thread with an event loop of its own, so that what is under test may block."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

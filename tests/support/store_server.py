@@ -1,7 +1,5 @@
 """A store that speaks S3 (moto, in a process of its own), and a proxy before it that fails on demand."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import io

@@ -1,8 +1,6 @@
 """A random Llama, made in a second, that a real SGLang serves thousands of tokens a second with."""
 
 # ruff: noqa: PLC0415 - torch takes seconds to import: only tests that need the engine pay
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A tokenizer directory made in no time: byte-level BPE as most models have it, and a chat template."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

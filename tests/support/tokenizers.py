@@ -1,7 +1,5 @@
 """Requests as tokens of a small tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

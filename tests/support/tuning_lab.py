@@ -1,7 +1,5 @@
 """Searches and trials in virtual time: the simulated scheduler in the engine's place, and a client."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import random

@@ -1,7 +1,5 @@
 """The rows of the trials are like the whole input."""
 
-from __future__ import annotations
-
 import contextlib
 from itertools import groupby
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which flags are tried, and when."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What is launched for a trial, and what its log tells."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The finished trials that a search resumes from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from batchrunner.engines.logs.lines import ServerReady

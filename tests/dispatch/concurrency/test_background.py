@@ -1,7 +1,5 @@
 """The background law on servers with users in bursts, in virtual time: users notice little, time is used."""
 
-from __future__ import annotations
-
 import pytest
 
 from batchrunner.core.engine_info import QueueBand

@@ -1,7 +1,5 @@
 """The law on schedulers in virtual time: they are kept full, and the words for what they lack are right."""
 
-from __future__ import annotations
-
 import heapq
 import random
 from collections import deque

@@ -1,7 +1,5 @@
 """What is left is shared out: by speed, all of it, and not to a route that has fallen silent."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

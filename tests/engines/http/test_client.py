@@ -1,7 +1,5 @@
 """What is posted to a server, and its answers: whatever comes is read, or is a failed attempt."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What a server says of itself and of its load, whatever it offers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

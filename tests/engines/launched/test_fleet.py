@@ -1,7 +1,5 @@
 """Launched servers: their GPUs, ports and arguments; none outlives its owner, and no key is seen."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What SGLang 0.5.23 writes while it starts."""
 
-from __future__ import annotations
-
 import pytest
 
 from batchrunner.engines.logs.lines import step_in

@@ -1,7 +1,5 @@
 """Logs are read whatever their release, encoding, ranks, restarts and damage."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 

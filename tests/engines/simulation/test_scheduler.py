@@ -1,7 +1,5 @@
 """The simulated scheduler, and its clock: every sample ends exactly once."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any

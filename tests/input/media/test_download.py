@@ -1,7 +1,5 @@
 """Downloads lead to public addresses only, whatever a URL, a name or a redirect says."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Iterator

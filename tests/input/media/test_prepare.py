@@ -1,7 +1,5 @@
 """A row's files: images and pages as every model takes them, their tokens, and what is wrong with them."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from typing import Any

@@ -1,7 +1,5 @@
 """Tokens made on the client: the same as SGLang's, or none; prompts that are too long are cut to fit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

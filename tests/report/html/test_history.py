@@ -1,7 +1,5 @@
 """The story of a run over time: thinned, put together and drawn."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

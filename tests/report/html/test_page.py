@@ -1,7 +1,5 @@
 """The page of a run shows what its files say, whatever they hold, and costs the run nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
