@@ -106,7 +106,7 @@ MOST_TOKENS = {
     "advise": 12_000,
     "report": 9_000,
     "dispatch": 30_500,
-    "runner": 26_500,
+    "runner": 26_700,
     "forecast": 6_200,
     "tune": 10_600,
     "api": 2_900,
