@@ -288,8 +288,13 @@ def report_of(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def events_of(job: Mapping[str, Any], what: str = "engine_") -> list[str]:
     """Return the names of a run's events that begin so, in order."""
-    names = [event["event"] for event in read_events(Path(job["output"]["path"]) / "events.jsonl")]
-    return [name for name in names if name.startswith(what)]
+    return [event["event"] for event in log_of(job) if event["event"].startswith(what)]
+
+
+def log_of(job: Mapping[str, Any], event: str | None = None) -> list[dict[str, Any]]:
+    """Return the events of a run, in order, or those of one name."""
+    events = read_events(Path(job["output"]["path"]) / "events.jsonl")
+    return [each for each in events if event in {None, each["event"]}]
 
 
 def eventually(
@@ -320,6 +325,14 @@ def batchrun(*args: object) -> Result:
         return CliRunner().invoke(app, [str(arg) for arg in args])
 
 
+def printed(*args: object, code: int = 0) -> dict[str, Any]:
+    """Return what the command prints with --json; it ends with this exit code."""
+    result = batchrun(*args, "--json")
+    assert result.exit_code == code, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
 def run_job(job: Mapping[str, Any], directory: Path, *options: object, code: int = 0) -> Result:
     """Run the command on a job, with its file in a directory; it ends with this exit code."""
     result = batchrun(write_job(job, directory), *options)
@@ -327,11 +340,19 @@ def run_job(job: Mapping[str, Any], directory: Path, *options: object, code: int
     return result
 
 
-def batchrun_merge(run: Path) -> Path:
-    """Merge a run with the command; return the directory of the merged files."""
+def merged_table(run: Path) -> pa.Table:
+    """Merge a run with the command; return its table."""
     result = batchrun("merge", run)
     assert result.exit_code == 0, result.stderr
-    return Path(result.stdout.strip())
+    return pq.read_table(result.stdout.strip())
+
+
+def ended(*command: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, and return what it said."""
+    done: subprocess.CompletedProcess[str] = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE_S, check=False, **options
+    )
+    return done
 
 
 class Started:

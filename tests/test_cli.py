@@ -5,13 +5,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jsonschema_rs
 import pytest
 import yaml
 
-from tests.conftest import ROOT, batchrun, job_of, report_of, results_of, rows_in, write_job
+from tests.conftest import ROOT, batchrun, ended, job_of, printed, report_of, results_of, rows_in, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S
 
@@ -73,11 +72,8 @@ def test_the_help_is_whole() -> None:
 
 def batchrun_with(stdin: str, *args: object, directory: Path) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, in a directory, with a text as standard input."""
-    command = [sys.executable, "-m", "batchrunner", *map(str, args)]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, input=stdin, capture_output=True, text=True, check=False, cwd=directory, env=environ
-    )
+    return ended(sys.executable, "-m", "batchrunner", *args, input=stdin, cwd=directory, env=environ)
 
 
 def test_a_job_from_standard_input(tmp_path: Path) -> None:
@@ -111,8 +107,7 @@ def test_limit(tmp_path: Path) -> None:
     """`--limit` is `--set input.limit`, and the last of both."""
     job = job_of(tmp_path, input={"limit": 2})
     file = write_job(job, tmp_path)
-    checked = batchrun("check", file, "--limit", 5, "--set", "input.limit=3", "--json")
-    assert json.loads(checked.stdout)["rows_total"] == 5
+    assert printed("check", file, "--limit", 5, "--set", "input.limit=3")["rows_total"] == 5
     assert batchrun("--limit", 3, file).exit_code == 0
     assert len(results_of(job)) == 3
     assert batchrun(file, "--limit", 0).exit_code == 2
@@ -168,15 +163,12 @@ def test_json_of_other_commands(tmp_path: Path) -> None:
     run, file = tmp_path / "run", write_job(job_of(tmp_path), tmp_path)
     assert batchrun(file).exit_code == 0
 
-    def told(*words: object) -> Any:
-        return json.loads(batchrun(*words, "--json").stdout)
-
     for target, words in [(run / "merged", ()), (tmp_path / "all.csv", (tmp_path / "all.csv",))]:
-        merged = told("merge", run, *words)
+        merged = printed("merge", run, *words)
         assert (merged["path"], merged["rows"], merged["rows_missing"]) == (str(target), 10, 0)
-    assert told("merge", run, tmp_path / "all.csv")["exit_code"] == 2
-    assert Path(told("report", run)["page"]).exists()
-    assert told("slurm", file, "--array", "0-1")["script"].startswith("#!/bin/bash")
+    assert printed("merge", run, tmp_path / "all.csv", code=2)["exit_code"] == 2
+    assert Path(printed("report", run)["page"]).exists()
+    assert printed("slurm", file, "--array", "0-1")["script"].startswith("#!/bin/bash")
     schema = json.loads(batchrun("schema").stdout)
     assert schema["title"] == "Job"
     engine = {**schema["properties"]["engine"], "$defs": schema["$defs"]}

@@ -1,12 +1,11 @@
 """The pages for people: their links, the files and targets that they name, and the help of `make`."""
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.support.server_thread import PATIENCE_S
+from tests.conftest import ended
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -80,9 +79,7 @@ def test_named_files_exist(page: Path) -> None:
 
 def targets() -> set[str]:
     """Return the targets of the Makefile that are no files, as make itself knows them."""
-    done = subprocess.run(
-        ["make", "-npq"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    done = ended("make", "-npq", cwd=ROOT)
     (phony,) = re.findall(r"^\.PHONY: (.+)$", done.stdout, re.MULTILINE)
     return set(phony.split())
 
@@ -98,9 +95,7 @@ def test_make_help_has_every_target() -> None:
     """Every target without a dot or a slash is phony, and has its line of help."""
     names = re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(names) == targets()
-    help_text = subprocess.run(
-        ["make", "help"], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
+    help_text = ended("make", "help", cwd=ROOT)
     assert set(re.findall(r"^  make (\S+) +\S", help_text.stdout, re.MULTILINE)) == targets()
 
 

@@ -2,8 +2,6 @@
 
 import ast
 import functools
-import re
-import subprocess
 import sys
 import tokenize
 from collections import Counter
@@ -13,10 +11,9 @@ from pathlib import Path
 import pytest
 
 import batchrunner
-from tests.conftest import ROOT, job_of, write_job
+from tests.conftest import ROOT, ended, job_of, write_job
 from tests.support.blocks import parsed
 from tests.support.scheduling import GROUPS, group_of
-from tests.support.server_thread import PATIENCE_S
 
 PACKAGE = Path(batchrunner.__file__).parent
 FOLDERS = (
@@ -128,27 +125,6 @@ def test_a_folder_keeps_to_its_budget(folder: str) -> None:
     assert count <= MOST_TOKENS[folder]
 
 
-def test_every_module_says_what_it_is_for() -> None:
-    """A file begins with a docstring; that of a folder, in its __init__.py, has 12 lines at most."""
-    for name, path in FILES.items():
-        text = ast.get_docstring(trees()[path]) or ""
-        assert text, name
-        assert path.name != "__init__.py" or len(text.splitlines()) <= 12, name
-
-
-def test_no_docstring_begins_with_of() -> None:
-    """A docstring begins with the thing that it documents."""
-    files = (
-        path
-        for folder in ("batchrunner", "tests", "benchmarks", "jobs")
-        for path in (ROOT / folder).rglob("*.py")
-    )
-    begins = re.compile(r'^ *"""Of ', re.MULTILINE)
-    assert [
-        str(path.relative_to(ROOT)) for path in files if begins.search(path.read_text(encoding="utf-8"))
-    ] == []
-
-
 def test_tests_mirror_the_package() -> None:
     """`tests/<folder>/test_<module>.py` tests that module; e2e has tests of whole runs, support helpers."""
     tests = ROOT / "tests"
@@ -161,9 +137,8 @@ def test_tests_mirror_the_package() -> None:
 def loaded_by(code: str) -> set[str]:
     """Return the modules that are loaded after some code in a fresh interpreter."""
     script = f"{code}\nimport sys; print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
+    done = ended(sys.executable, "-c", script)
+    assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split())
 
 

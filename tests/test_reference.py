@@ -5,7 +5,7 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -20,7 +20,7 @@ from docs.tools.reference.command_line import commands
 from docs.tools.reference.environment import READ, SET
 from docs.tools.reference.job_file import field_paths
 from docs.tools.reference.pages import FOLDER, pages
-from tests.conftest import ROOT, batchrun, job_of, report_of, write_job
+from tests.conftest import ROOT, batchrun, job_of, printed, report_of, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.test_layout import trees
 
@@ -122,14 +122,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = write_job({**job, "limits": {"max_failed_rows": 9}}, path)
     assert batchrun("run", file, "-q").exit_code == 0
     return file
-
-
-def printed(*args: object) -> dict[str, Any]:
-    """Return what a command prints with --json."""
-    done = batchrun(*args, "--json")
-    assert done.exit_code == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
 
 
 def test_the_events_of_a_run_are_explained(job: Path) -> None:

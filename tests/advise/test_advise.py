@@ -1,6 +1,5 @@
 """What the signs of a server mean, and what to change: from logs of every generation, each failure."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 from batchrunner.advise.advise import advise
 from batchrunner.engines.flags import CHECK_HELP, parse_help
 from batchrunner.engines.logs.series import GUIDES as THRESHOLDS
-from tests.conftest import ROOT, batchrun
+from tests.conftest import ROOT, batchrun, printed
 from tests.support.sglang_logs import GENERATIONS, GUIDES, RETRACTIONS, LogWriter, changes, judged, stamped
 
 LOGS = ROOT / "tests" / "support" / "logs"
@@ -120,7 +119,7 @@ def test_flags_are_those_of_the_version(
 def test_an_advice_is_whole(tmp_path: Path) -> None:
     """Each piece has its figures, share and span, the exact change, gain, cost and certainty."""
     path = LogWriter().started().decode(40, u=0.62).write(tmp_path)
-    found = json.loads(batchrun("advise", path, "--json").stdout)
+    found = printed("advise", path)
     assert (found["healthy"], found["flags_known"]) == (False, True)
     assert found["reading"]["median_queue"] == 317
     advice = found["advice"][0]

@@ -1,15 +1,13 @@
 """`run` and `arun`: the same runs as the command's, from scripts, notebooks and pipelines."""
 
 import asyncio
-import json
 import logging
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,9 +22,9 @@ from batchrunner.core.errors import (
     JobError,
     OutputError,
 )
-from tests.conftest import INSTANT, batchrun, job_of, rows_in, write_job
+from tests.conftest import INSTANT, batchrun, ended, job_of, log_of, rows_in, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
-from tests.support.server_thread import PATIENCE_S
+from tests.support.runs import held_from
 
 # --- run ---
 
@@ -41,18 +39,24 @@ def test_a_job_may_be_a_path_a_mapping_or_a_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("change", "error", "told"),
     [
-        ({"window": "wide"}, JobError),
-        ({"prompt": {"text": "{{ nothing }}"}}, JobError),
-        ({"input": {"path": "/no/such/file"}}, InputError),
-        ({"output": {"path": "/proc/run"}}, OutputError),
-        ({"engine": {"kind": "attach", "urls": ["http://127.0.0.1:9"]}}, EngineStartError),
+        ({"window": "wide"}, JobError, "window"),
+        ({"prompt": {"text": "{{ nothing }}"}}, JobError, "unknown column 'nothing'"),
+        ({"input": {"path": "/no/such/file"}}, InputError, "no such file"),
+        ({"output": {"path": "/proc/run"}}, OutputError, "output.path /proc/run: cannot be used"),
+        (
+            {"engine": "http://127.0.0.1:9"},
+            EngineStartError,
+            "no connection to http.*start the server, or correct engine.urls",
+        ),
     ],
 )
-def test_errors_are_types(tmp_path: Path, change: dict[str, Any], error: type[BatchrunError]) -> None:
+def test_errors_are_types(
+    tmp_path: Path, change: dict[str, Any], error: type[BatchrunError], told: str
+) -> None:
     """Each kind of mistake can be caught by its type, and all of them as BatchrunError with an exit code."""
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=told) as caught:
         batchrunner.run(job_of(tmp_path, **change))
     assert isinstance(caught.value, batchrunner.BatchrunError)
     assert caught.value.exit_code == 2
@@ -116,12 +120,6 @@ async def test_cancelling_a_table(server: FakeSGLang) -> None:
         assert (await batchrunner.agenerate(["c"], engine=engine)).num_rows == 1
 
 
-async def test_run_in_a_running_loop(tmp_path: Path, server: FakeSGLang) -> None:
-    """A notebook, where a loop is always running, can use the blocking calls as they are."""
-    assert batchrunner.run(job_of(tmp_path, server)).rows_ok == 10
-    assert batchrunner.generate([{"a": 1}], prompt="{{ a }}", engine=server.url).num_rows == 1
-
-
 async def test_starts_that_share_a_run(tmp_path: Path, server: FakeSGLang) -> None:
     """Workers of a pipeline that say `join` do one run between them, in one process too.
 
@@ -141,10 +139,6 @@ async def test_starts_that_share_a_run(tmp_path: Path, server: FakeSGLang) -> No
     with pytest.raises(JobError, match="--fresh would discard"):
         await batchrunner.arun(job, join=True, fresh=True)
     assert rows_in(job) == list(range(4000))
-
-
-def held_from(row: int) -> Callable[[Sent], Behaviour]:
-    return lambda sent: "hold" if int(sent.prompt.split()[1]) >= row else "answer"
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -217,9 +211,8 @@ def test_a_script_ends(tmp_path: Path) -> None:
     """A script that only calls `run` ends by itself, without a word on standard error."""
     job = write_job(job_of(tmp_path), tmp_path)
     code = f"import batchrunner; print(batchrunner.run({str(job)!r}).rows_ok)"
-    command = [sys.executable, "-W", "error", "-c", code]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "10\n", "")
+    done = ended(sys.executable, "-W", "error", "-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "10\n", "")
 
 
 # --- engines ---
@@ -252,17 +245,9 @@ async def test_runs_at_once_share_the_engine(tmp_path: Path) -> None:
         assert (await batchrunner.arun(short, engine=engine)).rows_ok == 80
         assert not running.done()
         assert (await running).rows_ok == 600
-    windows = [
-        [sample["window"] for sample in samples_of(tmp_path / name / "run")] for name in ("long", "short")
-    ]
+    windows = [[sample["window"] for sample in log_of(job, "sample")] for job in (long, short)]
     assert (min(windows[0]), max(windows[0])) == (20, 40)  # all of it while it is alone
     assert max(windows[1][1:]) <= 20
-
-
-def samples_of(run: Path) -> list[dict[str, Any]]:
-    """Return the samples in the event log of a run."""
-    events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
-    return [event for event in events if event["event"] == "sample"]
 
 
 def test_an_open_engine_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

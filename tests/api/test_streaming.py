@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import queue
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -15,18 +14,17 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import BatchrunError, EngineStartError
-from tests.conftest import INSTANT, ROOT
+from tests.conftest import INSTANT, ROOT, ended, eventually
 from tests.support.answers import vector_for
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.server_thread import PATIENCE_S
 
 TEXT = {"text": "text"}
 """A prompt without a chat template: the server sees the texts as they are."""
 
 
-async def all_of(*args: Any, **options: Any) -> list[dict[str, Any]]:
-    """Return all rows of a stream, in the order in which they came."""
-    return [row async for row in batchrunner.stream(*args, **options)]
+async def all_of(rows: Any, **options: Any) -> list[dict[str, Any]]:
+    """Return all rows of a stream, in the order of the input."""
+    return sorted([row async for row in batchrunner.stream(rows, **options)], key=lambda row: row["row"])
 
 
 def test_a_plain_loop(server: FakeSGLang, scratch: Path) -> None:
@@ -46,13 +44,6 @@ async def collect(values: list[Any], column: str, *args: Any, **options: Any) ->
     """Collect the values of a column as they come, of a stream that may fail."""
     async for row in batchrunner.stream(*args, **options):
         values.append(row[column])  # noqa: PERF401 - those before a failure too
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    """Wait until something holds."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds():  # noqa: ASYNC110 - what it waits for happens in other threads
-            await asyncio.sleep(0.01)
 
 
 async def later(rows: Iterable[Any]) -> AsyncIterator[Any]:
@@ -83,7 +74,7 @@ async def test_a_row_has_the_columns_of_a_result(server: FakeSGLang, scratch: Pa
     assert list(scratch.iterdir()) == []
     table = batchrunner.generate(["a", "b"], prompt=TEXT, engine=INSTANT, columns=["text"])
     assert [list(row) for row in rows] == [table.column_names] * 2
-    assert sorted((row["row"], row["text"], row["output"]) for row in rows) == [
+    assert [(row["row"], row["text"], row["output"]) for row in rows] == [
         (0, "a", "answer 0 to a"),
         (1, "b", "answer 0 to b"),
     ]
@@ -151,7 +142,7 @@ async def test_columns_and_types_may_change(way: Way) -> None:
     """A program's rows need not have one type; a column that is missing is null."""
     rows = [{"text": "a", "x": 1}, {"text": "b", "x": "one"}, {"text": "c"}, {"x": 2.5, "text": "d"}]
     came = await all_of(way(iter(rows)), prompt=TEXT, engine=INSTANT, columns=["x"])
-    assert {row["row"]: row["x"] for row in came} == {0: 1, 1: "one", 2: None, 3: 2.5}
+    assert [row["x"] for row in came] == [1, "one", None, 2.5]
     assert [row["error"] for row in came] == [None] * 4
 
 
@@ -161,9 +152,7 @@ async def test_a_bad_row_ends_no_stream() -> None:
         "good", {"text": 10**30}, {"text": 7}, {"text": None}, {"other": "x"}, None, {},
         {"text": "\ud800"}, "good",
     ]  # fmt: skip
-    came = sorted(
-        await all_of(rows, prompt=TEXT, engine=INSTANT, columns=["text"]), key=lambda row: row["row"]
-    )
+    came = await all_of(rows, prompt=TEXT, engine=INSTANT, columns=["text"])
     assert [row["row"] for row in came] == list(range(9))
     assert [row["row"] for row in came if row["error"] is None] == [0, 8]
     assert "column 'text'" in came[1]["error"]
@@ -180,7 +169,7 @@ async def test_a_program_may_use_its_mapping_again() -> None:
             yield row
 
     came = await all_of(rows(), prompt="{{ i }}", engine=INSTANT, columns=["i"])
-    assert sorted((row["row"], row["i"]) for row in came) == [(i, i) for i in range(100)]
+    assert [(row["row"], row["i"]) for row in came] == [(i, i) for i in range(100)]
 
 
 async def test_nothing_gives_nothing() -> None:
@@ -258,11 +247,12 @@ async def test_leaving_the_loop_ends_everything(
     before = set(threading.enumerate())
     producer = Producer()
     await leave(server, way(producer), how)
-    await eventually(lambda: not list(scratch.iterdir()))
-    await eventually(producer.closed.is_set)
-    await eventually(
-        lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("batchrunner")]
-    )
+    for holds in (
+        lambda: not list(scratch.iterdir()),
+        producer.closed.is_set,
+        lambda: not [t for t in set(threading.enumerate()) - before if t.name.startswith("batchrunner")],
+    ):
+        await asyncio.to_thread(eventually, holds)
     await asyncio.to_thread(server.wait_until_left)
     sent = len(server.sent)
     server.answer_held()
@@ -351,16 +341,11 @@ EVERY = {"row", "prompt_tokens", "cached_tokens", "latency_s", "attempts", "erro
 TEXTS = [f"text {n}" for n in range(6)]
 
 
-async def rows_of(rows: Any, **options: Any) -> list[dict[str, Any]]:
-    """Return the rows of a stream, in the order of the input."""
-    return sorted([row async for row in batchrunner.stream(rows, **options)], key=lambda row: row["row"])
-
-
 async def test_vectors_are_lists() -> None:
     """Those of a server, also in 16 bits."""
     with FakeSGLang(arguments={"is_generation": False}) as server:
         call: dict[str, Any] = {"task": "embed", "task_options": {"dtype": "float16"}, "engine": server.url}
-        found = await rows_of([*TEXTS, ""], **call)
+        found = await all_of([*TEXTS, ""], **call)
         assert len(server.sent) == len(TEXTS)
     assert [row["embedding"] for row in found] == [*map(vector_for, TEXTS), None]
     assert {*found[0]} == {*found[-1]} == {*EVERY, "embedding"}
@@ -369,20 +354,20 @@ async def test_vectors_are_lists() -> None:
 
 async def test_options_of_each_task() -> None:
     """The arguments that only a task has, and rows with further columns."""
-    scores = await rows_of(
+    scores = await all_of(
         TEXTS, task="score", task_options={"labels": [" yes", " no"], "softmax": True}, engine=INSTANT
     )
     assert all(sum(row["scores"]) == pytest.approx(1) for row in scores)
-    choices = await rows_of(TEXTS, task="score", task_options={"choices": [" a", " b"]}, engine=INSTANT)
+    choices = await all_of(TEXTS, task="score", task_options={"choices": [" a", " b"]}, engine=INSTANT)
     assert {*choices[0]} == {*EVERY, "scores", "scores_per_token", "scores_per_byte"}
     documents = [{"q": text, "d": [text, "x"]} for text in TEXTS]
-    ranked = await rows_of(
+    ranked = await all_of(
         documents, task="rerank", task_options={"documents": "d"}, prompt="{{ q }}", engine=INSTANT
     )
     assert [len(row["scores"]) for row in ranked] == [2] * 6
-    classes = await rows_of(TEXTS, task="classify", task_options={"softmax": True}, engine=INSTANT)
+    classes = await all_of(TEXTS, task="classify", task_options={"softmax": True}, engine=INSTANT)
     assert {row["label"] for row in classes} <= {"LABEL_0", "LABEL_1", "LABEL_2"}
-    rewards = await rows_of(TEXTS, task="reward", engine=INSTANT)
+    rewards = await all_of(TEXTS, task="reward", engine=INSTANT)
     assert all(isinstance(row["score"], float) for row in rewards)
 
 
@@ -398,9 +383,9 @@ async def test_options_of_each_task() -> None:
 async def test_rows_that_all_failed_have_the_same_keys(call: dict[str, Any]) -> None:
     """What a row does not have is None."""
     call = {"prompt": {"text": "text"}, "engine": INSTANT, **call}
-    good, *_ = await rows_of(["x"], **call)
+    good, *_ = await all_of(["x"], **call)
     limits = {"max_failed_rows": "100%", "abort_failed_share": 1}
-    rows = await rows_of([""] * 3, **call, limits=limits)
+    rows = await all_of([""] * 3, **call, limits=limits)
     assert all(row["error"] for row in rows)
     assert [list(row) for row in rows] == [list(good)] * 3
 
@@ -436,9 +421,7 @@ asyncio.run(main())
 
 def test_a_long_stream_takes_no_more_memory_than_a_short_one() -> None:
     """After the first 4,000 rows of 2.5 kB, the other 36,000 add nothing to the process."""
-    ended = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(ROWS)], check=True, capture_output=True, text=True, cwd=ROOT
-    )
-    rows, growth_mib = map(int, ended.stdout.split())
+    done = ended(sys.executable, "-c", PROGRAM, ROWS, cwd=ROOT)
+    rows, growth_mib = map(int, done.stdout.split())
     assert rows == ROWS
     assert growth_mib < MOST_GROWTH_MIB  # the rows have 100 MB together

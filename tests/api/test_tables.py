@@ -113,14 +113,19 @@ def test_chunks_of_other_types() -> None:
     def rows() -> Iterator[dict[str, Any]]:
         for number in range(3000):
             row: dict[str, Any] = {"i": number if number < 2000 else number + 0.5, "null_first": None}
+            row["odd"] = {"b": [None]} if number == 2999 else 1
             yield row | ({"late": str(number), "null_first": "x"} if number >= 2500 else {})
 
-    columns = ["i", "late", "null_first"]
+    columns = ["i", "late", "null_first", "odd"]
     streamed, listed = (
         batchrunner.generate(given, prompt={"text": "{{ i }}"}, engine=INSTANT, columns=columns)
         for given in (rows(), list(rows()))
     )
     assert streamed.select(columns).equals(listed.select(columns))
+    assert streamed.column("odd").to_pylist()[-2:] == [
+        "1",
+        '{"b":[null]}',
+    ]  # without a common type: JSON text
 
 
 @pytest.mark.parametrize(
@@ -160,27 +165,15 @@ def test_an_iterator_is_not_kept_in_memory() -> None:
     assert next(rows, None) is None
 
 
-def test_values_without_a_common_type_are_json_text() -> None:
-    """Wherever they are among the rows."""
-    rows = iter([{"a": 1}] * 2048 + [{"a": "x"}, {"a": {"b": [None]}}])
-    found = (
-        batchrunner.generate(rows, prompt="{{ a }}", engine=INSTANT, columns=["a"]).column("a").to_pylist()
-    )
-    assert found == ["1"] * 2048 + ["x", '{"b":[null]}']
-
-
-def test_generate_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pipeline that calls it a thousand times does not fill the disk."""
+def test_generate_is_never_half_a_table(
+    server: FakeSGLang, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the run stops early there is an error and not a shorter table; no file is left behind."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert batchrunner.generate([{"a": 1}], prompt="{{ a }}", engine=INSTANT).num_rows == 1
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_generate_is_never_half_a_table(server: FakeSGLang) -> None:
-    """Where the run stops early there is an error and not a shorter table."""
     server.script = lambda _: "too long"
     with pytest.raises(BatchrunError, match="were not sent"):
         batchrunner.generate([{"a": i} for i in range(2000)], prompt="{{ a }}", engine=server.url)
+    assert list(tmp_path.iterdir()) == []
 
 
 NOTHING = pa.table({"id": pa.array([], pa.int64()), "text": pa.array([], pa.string())})

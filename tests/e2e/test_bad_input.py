@@ -4,8 +4,6 @@ import gzip
 import json
 import os
 import shutil
-import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,9 @@ from batchrunner.core import errors
 from batchrunner.core.errors import InputError, JobError, StorageError
 from batchrunner.job.spec import Job
 from batchrunner.runner.prepare import prepare
-from tests.conftest import INSTANT, ROOT, batchrun, job_of, results_of, rows_in, write_job, write_rows
+from tests.conftest import INSTANT, ROOT, batchrun, ended, job_of, results_of, rows_in, write_job, write_rows
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import refusal, told
-from tests.support.server_thread import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -73,11 +70,6 @@ def test_a_file_whose_name_is_no_text(tmp_path: Path, path: str) -> None:
     shutil.copy(good, bad)
     job = job_of(tmp_path, input={"path": f"{tmp_path}/{path}"})
     told(refusal(job, tmp_path), repr(os.fsencode(bad)), "not valid UTF-8")
-
-
-def test_no_rows(tmp_path: Path) -> None:
-    """A file without a row is an error and not a run that is done at once."""
-    told(refusal(job_of(tmp_path, rows=0), tmp_path), tmp_path / "input.parquet", "no rows")
 
 
 def test_reading_the_filter_can_be_stopped(tmp_path: Path) -> None:
@@ -357,14 +349,7 @@ def test_what_nobody_foresaw(tmp_path: Path, event: str, kind: str, code: int) -
         "batchrunner.cli.main()\n"
     )
     environ = {"TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-        env=environ,
-    )
+    done = ended(sys.executable, "-c", script, env=environ)
     found = json.loads(done.stdout)
     assert done.returncode == found["exit_code"] == code
     assert found["error"]["type"] == kind
@@ -372,15 +357,6 @@ def test_what_nobody_foresaw(tmp_path: Path, event: str, kind: str, code: int) -
     assert line.startswith(f"batchrun: {found['error']['message']}")
     assert "run the same command again" in found["error"]["hint"]
     assert len(list(tmp_path.glob("batchrun-error-*"))) == (code == 1)
-
-
-def test_nothing_listens(tmp_path: Path) -> None:
-    """An address where nothing listens is named with what to do."""
-    with socket.socket() as idle:
-        idle.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{idle.getsockname()[1]}"
-        message = refusal(job_of(tmp_path, {"kind": "attach", "urls": [url]}), tmp_path)
-    told(message, url, "no connection", "start the server, or correct engine.urls")
 
 
 def test_not_sglang(tmp_path: Path) -> None:
@@ -404,12 +380,6 @@ def test_output_is_a_file(tmp_path: Path, below: str) -> None:
     (tmp_path / "out").write_text("precious")
     job = job_of(tmp_path, output={"path": f"{tmp_path}/out{below}"})
     told(refusal(job, tmp_path), tmp_path / "out", "is a file: give a directory")
-
-
-def test_output_where_nothing_can_be_made(tmp_path: Path) -> None:
-    """An output path where even root cannot make a directory is refused, and not for a full disk."""
-    message = refusal(job_of(tmp_path, output={"path": "/proc/run"}), tmp_path)
-    told(message, "output.path /proc/run", "cannot be used")
 
 
 @pytest.mark.parametrize("section", ["input", "output"])

@@ -16,6 +16,7 @@ from tests.conftest import (
     eventually,
     job_of,
     parts_of,
+    printed,
     report_of,
     results_of,
     run_job,
@@ -342,7 +343,7 @@ def test_a_run_that_was_killed(tmp_path: Path, server: FakeSGLang) -> None:
     assert report_of(job)["rows_resumed"] == 50
     told = "90 rows asked again 90 times: 60 then had a good answer, 30 failed; 120 of the output tokens"
     assert told in result.stderr
-    merged = json.loads(batchrun("merge", run, "--json").stdout)
+    merged = printed("merge", run)
     kept = sum(column_of(job, "completion_tokens"))
     # of first answers; failed rows keep their second one
     assert merged["report"]["output_tokens"] == status_of(run)["output_tokens"] == kept + 90

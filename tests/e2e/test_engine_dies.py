@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from batchrunner.engines.launched.server import MOST_QUICK_DEATHS
 from batchrunner.engines.recovery import MOST_CHANGES
 from tests.conftest import (
     batchrun,
+    ended,
     events_of,
     eventually,
     job_of,
@@ -33,7 +33,6 @@ from tests.conftest import (
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.launchable import HUNGRY, OOM, hungry, launchable
 from tests.support.runs import failed_rows, rows_once
-from tests.support.server_thread import PATIENCE_S
 
 FRAGILE = """
 class Handler(Server):
@@ -277,12 +276,10 @@ def test_an_engine_killed_by_the_kernel_comes_back_smaller(tmp_path: Path) -> No
         "device": "cpu",
     }
     job = job_of(tmp_path, engine, rows=100)
-    command = [sys.executable, "-m", "batchrunner", str(write_job(job, tmp_path))]
+    command = [sys.executable, "-m", "batchrunner", write_job(job, tmp_path)]
     inside = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"']
     with memory_cgroup(450 << 20) as group:
-        done = subprocess.run(
-            [*inside, str(group), *command], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
+        done = ended(*inside, group, *command)
     assert done.returncode == 0, done.stderr
     rows_once(job, 100)
     assert "killed by the kernel for want of memory: max-total-tokens 20000 -> 10000" in done.stderr

@@ -9,10 +9,19 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import BatchrunError, JobError
 from batchrunner.forecast import estimate
-from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import open_run
 from batchrunner.output.task_lock import hold_task
-from tests.conftest import INSTANT, batchrun, job_of, report_of, results_of, write_job, write_rows
+from tests.conftest import (
+    INSTANT,
+    batchrun,
+    job_of,
+    log_of,
+    printed,
+    report_of,
+    results_of,
+    write_job,
+    write_rows,
+)
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import with_slots
 
@@ -21,31 +30,24 @@ LOOSE = 1.4
 SIMULATED = {"kind": "simulated", "step_s": 0.004, "max_running": 32, "max_total_tokens": 40_000}
 
 
-def estimated(path: Path, *options: object) -> dict[str, Any]:
-    result = batchrun("estimate", path, "--json", *options)
-    assert result.exit_code == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout)
-    return found
-
-
 def test_the_sample_tells_the_rest_and_is_not_sent_again(tmp_path: Path) -> None:
     """The time is that of the run that follows; each row is answered once; a second estimate asks nothing."""
     words = [f"{number} " + "word " * (number * 7 % 60) for number in range(1000)]
     write_rows(tmp_path / "input.parquet", 1000, text=words)
     job = job_of(tmp_path, SIMULATED, sampling={"max_new_tokens": 200, "temperature": 0.5})
     path = write_job(job, tmp_path)
-    first = estimated(path, "--price", "3")
+    first = printed("estimate", path, "--price", "3")
     sampled = results_of(job)
     assert 30 <= len(sampled) == first["rows_sampled"] <= 60
     assert first["rows_to_do"] == 1000 - len(sampled)
     rows = sorted(row["row"] for row in sampled)
     assert rows[0] < 100  # all over the input
     assert rows[-1] > 900
-    again = estimated(path, "--price", "3")
+    again = printed("estimate", path, "--price", "3")
     assert len(results_of(job)) == len(sampled)
     assert again["seconds"]["median"] == pytest.approx(first["seconds"]["median"], rel=0.05)
     assert again["cost"]["high"] == pytest.approx(3 * again["gpu_hours"]["high"], rel=0.02)
-    eight = estimated(path, "--replicas", "4", "--workers", "2")
+    eight = printed("estimate", path, "--replicas", "4", "--workers", "2")
     assert eight["seconds"]["median"] < first["seconds"]["median"] / 4
     told = batchrun("estimate", path)
     assert "limited by: decode" in told.stdout
@@ -54,10 +56,8 @@ def test_the_sample_tells_the_rest_and_is_not_sent_again(tmp_path: Path) -> None
 
     assert batchrun(path).exit_code == 0
     report = report_of(job)
-    early = [
-        each for each in read_events(Path(job["output"]["path"]) / "events.jsonl") if "in_flight" in each
-    ]
-    assert any(each["time_left_s"] and each["rows_done"] < len(sampled) + 32 for each in early)
+    samples = log_of(job, "sample")
+    assert any(each["time_left_s"] and each["rows_done"] < len(sampled) + 32 for each in samples)
     assert report["rows_ok"] == len({row["row"] for row in results_of(job)}) == 1000
     assert first["seconds"]["low"] / LOOSE < report["wall_s"] < first["seconds"]["high"] * LOOSE
     left = [row["completion_tokens"] for row in results_of(job) if row["row"] not in rows]
@@ -110,12 +110,12 @@ def test_a_range_without_an_engine(tmp_path: Path) -> None:
         weights.truncate(16_000_000_000)  # a hole in a file, which takes no disk
     job = job_of(tmp_path, {"kind": "server", "model": str(model)}, sampling={"max_new_tokens": 100})
     path = write_job(job, tmp_path)
-    found = estimated(path, "--cold", "H100", "--price", "2")
+    found = printed("estimate", path, "--cold", "H100", "--price", "2")
     assert found["rows_sampled"] == 0
     assert found["seconds"]["low"] < found["seconds"]["median"] < found["seconds"]["high"]
     assert found["tokens"]["output"] == {"median": 300.0, "low": 100.0, "high": 1000.0}
     assert "a range by data sheets" in batchrun("estimate", path, "--cold", "H100").stdout
-    four = estimated(path, "--cold", "H100", "--set", "engine.tp=2", "--replicas", "2")
+    four = printed("estimate", path, "--cold", "H100", "--set", "engine.tp=2", "--replicas", "2")
     assert four["seconds"]["median"] < found["seconds"]["median"]
     assert four["gpu_hours"]["median"] == pytest.approx(4 / 3600 * four["seconds"]["median"], rel=0.05)
     unknown = batchrun("estimate", path, "--cold", "H1000")

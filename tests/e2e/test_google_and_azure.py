@@ -2,7 +2,6 @@
 
 import base64
 import hashlib
-import json
 from collections.abc import Iterator
 from email.utils import formatdate
 from pathlib import Path
@@ -13,15 +12,14 @@ from xml.sax.saxutils import escape
 import pytest
 from aiohttp import web
 
-from tests.conftest import batchrun, eventually, job_of, started, write_job, write_rows
+from tests.conftest import batchrun, eventually, job_of, printed, started, write_job, write_rows
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.refusals import refusal, told
-from tests.support.runs import machine
+from tests.support.runs import machine, status_of
 from tests.support.server_thread import ServerThread
 from tests.support.store_server import rows_in_parts
 
 BUCKET = "bucket"
-CHANGED = "2026-11-01T00:00:00.000Z"
 
 
 def generation(content: bytes) -> int:
@@ -35,6 +33,8 @@ class CloudStore(ServerThread):
     scheme = ""
     missing = changed = ""
     """Codes of errors."""
+    listed = entry = ""
+    """The list of objects, and each in it: its key, generation and size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,11 @@ class CloudStore(ServerThread):
         raise AssertionError("a subclass knows")
 
     def _list(self, request: web.Request) -> web.Response:
-        raise AssertionError("a subclass knows")
+        entries = "".join(
+            self.entry.format(escape(key), generation(self.objects[key]), len(self.objects[key]))
+            for key in self.keys(request.query.get("prefix", ""))
+        )
+        return web.Response(text=self.listed.format(entries), content_type="application/xml")
 
     def _batch(self, request: web.Request, body: bytes) -> web.Response:
         raise AssertionError("only Azure has this")
@@ -125,6 +129,11 @@ class GoogleStore(CloudStore):
 
     scheme = "gs"
     missing, changed = "NoSuchKey", "PreconditionFailed"
+    listed = "<ListBucketResult><IsTruncated>false</IsTruncated>{}</ListBucketResult>"
+    entry = (
+        "<Contents><Key>{0}</Key><Generation>{1}</Generation><LastModified>2026-11-01T00:00:00.000Z</LastModified>"
+        '<ETag>"{1}"</ETag><Size>{2}</Size></Contents>'
+    )
 
     @property
     def storage(self) -> dict[str, Any]:
@@ -135,18 +144,6 @@ class GoogleStore(CloudStore):
         mine = 0 if old is None else generation(old)
         return None if wanted in {None, str(mine)} else self._refuse(412, self.changed)
 
-    def _list(self, request: web.Request) -> web.Response:
-        entries = "".join(
-            f"<Contents><Key>{escape(key)}</Key><Generation>{generation(self.objects[key])}</Generation>"
-            f'<LastModified>{CHANGED}</LastModified><ETag>"{generation(self.objects[key])}"</ETag>'
-            f"<Size>{len(self.objects[key])}</Size></Contents>"
-            for key in self.keys(request.query.get("prefix", ""))
-        )
-        return web.Response(
-            text=f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>",
-            content_type="application/xml",
-        )
-
 
 ACCOUNT = "account"
 
@@ -156,6 +153,12 @@ class AzureStore(CloudStore):
 
     scheme = "az"
     missing, changed = "BlobNotFound", "ConditionNotMet"
+    listed = "<EnumerationResults><Blobs>{}</Blobs><NextMarker /></EnumerationResults>"
+    entry = (
+        "<Blob><Name>{0}</Name><Properties><Last-Modified>Sun, 01 Nov 2026 00:00:00 GMT</Last-Modified>"
+        "<Etag>{1}</Etag><Content-Length>{2}</Content-Length>"
+        "<Content-Type>application/octet-stream</Content-Type><BlobType>BlockBlob</BlobType></Properties></Blob>"
+    )
 
     @property
     def storage(self) -> dict[str, Any]:
@@ -168,19 +171,6 @@ class AzureStore(CloudStore):
         wanted = request.headers.get("If-Match")
         is_same = wanted is None or (old is not None and wanted == f'"{generation(old)}"')
         return None if is_same else self._refuse(412, self.changed)
-
-    def _list(self, request: web.Request) -> web.Response:
-        entries = "".join(
-            f"<Blob><Name>{escape(key)}</Name><Properties><Last-Modified>{formatdate(usegmt=True)}"
-            f"</Last-Modified><Etag>{generation(self.objects[key])}</Etag>"
-            f"<Content-Length>{len(self.objects[key])}</Content-Length>"
-            "<Content-Type>application/octet-stream</Content-Type><BlobType>BlockBlob</BlobType></Properties></Blob>"
-            for key in self.keys(request.query.get("prefix", ""))
-        )
-        return web.Response(
-            text=f"<EnumerationResults><Blobs>{entries}</Blobs><NextMarker /></EnumerationResults>",
-            content_type="application/xml",
-        )
 
     def _batch(self, request: web.Request, body: bytes) -> web.Response:
         """Delete what the parts of the body name."""
@@ -229,10 +219,10 @@ def test_a_run(tmp_path: Path, store: CloudStore) -> None:
             run.kill()
         server.answer_held()
         server.script = lambda _: "answer"
-        assert json.loads(batchrun(file, "--json").stdout)["rows_resumed"] > 0
+        assert printed(file)["rows_resumed"] > 0
         assert rows_in_parts(store) == list(range(40))
         uri = f"{store.uri}/run"
-        state = json.loads(batchrun("status", uri, "--json").stdout)
+        state = status_of(uri)
         assert (state["rows_on_disk"], state["finished"]) == (40, True)
         for _ in range(2):
             merged = batchrun("merge", uri)

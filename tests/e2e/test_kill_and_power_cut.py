@@ -19,6 +19,7 @@ from tests.conftest import (
     INSTANT,
     batchrun,
     job_of,
+    printed,
     rows_in,
     run_job,
     started,
@@ -159,7 +160,7 @@ def test_rows_are_added_while_a_task_works(
         write_rows(source / "b.parquet", 100, first=400)
     rows = 500 if change == "a file" else 400
     more = {**job, "engine": server.url, "input": {**job["input"], "limit": rows}}
-    report = json.loads(run_job(more, tmp_path, "--join", "--json").stdout)
+    report = printed(write_job(more, tmp_path), "--join")
     assert (report["rows_ok"], report["rows_left"]) == (rows - 300, 300)
     assert rows_in(job) == list(range(300, rows))
     kill(first)

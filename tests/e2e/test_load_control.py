@@ -3,21 +3,16 @@
 import threading
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 
 import batchrunner
 from batchrunner.core.timing import TIMING
-from batchrunner.output.events import read_events
-from tests.conftest import eventually, job_of, report_of, write_rows
+from tests.conftest import eventually, job_of, log_of, report_of, write_rows
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.runs import rows_once
 from tests.support.server_thread import PATIENCE_S
-
-
-def events_of(job: dict[str, Any], event: str) -> list[dict[str, Any]]:
-    return [e for e in read_events(Path(job["output"]["path"]) / "events.jsonl") if e["event"] == event]
 
 
 def test_the_first_window_and_every_change_has_a_reason(tmp_path: Path) -> None:
@@ -25,7 +20,7 @@ def test_the_first_window_and_every_change_has_a_reason(tmp_path: Path) -> None:
     with FakeSGLang(max_running=32, delay_s=0.05) as server:
         job = job_of(tmp_path, server, rows=1000)
         batchrunner.run(job)
-        first, *later = events_of(job, "window")
+        first, *later = log_of(job, "window")
         assert (first["scheduler"], first["old"], first["new"]) == (server.url, 0, 44)
         assert "12-250 (scaled down: the scheduler runs 32 at once)" in first["reason"]
         assert all(change["reason"] and change["state"] for change in later)
@@ -39,7 +34,7 @@ def test_the_first_window_is_by_the_prompts(tmp_path: Path, order: str, window: 
     with FakeSGLang(max_running=1024) as server:  # its pool has 20,000 tokens
         job = job_of(tmp_path, server, order=order, prompt={"input_ids": "ids"}, sampling=sampling)
         batchrunner.run(job)
-    assert events_of(job, "window")[0]["new"] == window
+    assert log_of(job, "window")[0]["new"] == window
 
 
 class Steady:
@@ -75,22 +70,6 @@ def test_the_queue_is_held_and_reported(tmp_path: Path) -> None:
         assert 10 < load["mean_queue"] < 250
 
 
-def test_a_fixed_window_is_kept(tmp_path: Path) -> None:
-    """Who sets a window gets it, whatever the load says."""
-    with FakeSGLang(max_running=32) as server:
-
-        def seven_at_once(_: Sent) -> Behaviour:
-            if server.most_in_flight >= 7:
-                server.answer_held()
-            return "hold"
-
-        server.script = seven_at_once
-        job = job_of(tmp_path, server, rows=300, window=7)
-        report = batchrunner.run(job)
-        assert (report.window, server.most_in_flight) == (7, 7)
-        assert events_of(job, "window") == []
-
-
 @pytest.mark.parametrize("polls", ["gone", "hang"])
 def test_a_load_that_is_not_told_any_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, polls: Literal["gone", "hang"]
@@ -118,7 +97,7 @@ def test_a_load_that_is_not_told_any_more(
         batchrunner.run(job)
         waiter.join()
         rows_once(job, 1500)
-        (blind,) = (change for change in events_of(job, "window") if change["state"] == "blind")
+        (blind,) = (change for change in log_of(job, "window") if change["state"] == "blind")
         assert "no fresh load" in blind["reason"]
 
 
@@ -139,7 +118,7 @@ def test_refusals_narrow_the_window(tmp_path: Path) -> None:
         report = batchrunner.run(job)
         rows_once(job, 2000)
         assert report.retries >= 250  # some of those refused were controls
-        pressed = [change for change in events_of(job, "window") if change["state"] == "pressure"]
+        pressed = [change for change in log_of(job, "window") if change["state"] == "pressure"]
         assert pressed
         assert all(change["new"] < change["old"] for change in pressed)
         assert "503" in pressed[0]["reason"]
@@ -156,5 +135,5 @@ def test_a_clock_that_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         took_s = time.monotonic() - began
     rows_once(job, 800)
     assert 0 < report.wall_s <= took_s
-    elapsed = [sample["elapsed_s"] for sample in events_of(job, "sample")]
+    elapsed = [sample["elapsed_s"] for sample in log_of(job, "sample")]
     assert elapsed == sorted(elapsed)

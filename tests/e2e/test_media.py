@@ -5,7 +5,6 @@ The server is a stand-in, and so are the videos: their boxes are those of MP4 fi
 
 import base64
 import json
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from PIL import Image
 
 import batchrunner
 from batchrunner.dispatch import queue
-from tests.conftest import INSTANT, ROOT, job_of, results_of, run_job
+from tests.conftest import INSTANT, ROOT, ended, job_of, results_of, run_job
 from tests.support.fake_sglang import FakeSGLang, Sent
 from tests.support.media import document, opened, picture, sound, video
 from tests.support.refusals import refusal, told
@@ -267,10 +266,7 @@ def test_the_job_that_reads_pages(tmp_path: Path) -> None:
     (tmp_path / "in" / "a.pdf").write_bytes(document(3))
     (tmp_path / "in" / "broken.pdf").write_bytes(b"%PDF-1.7")
     table = tmp_path / "pages.parquet"
-    listed = subprocess.run(
-        [sys.executable, ROOT / "jobs" / "list_pages.py", tmp_path / "in", table],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    listed = ended(sys.executable, ROOT / "jobs" / "list_pages.py", tmp_path / "in", table)
     assert "4 pages of 2 documents" in listed.stdout
     assert "broken.pdf" in listed.stderr
     report = batchrunner.run(

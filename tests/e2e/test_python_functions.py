@@ -13,10 +13,10 @@ import batchrunner
 from tests.conftest import (
     INSTANT,
     batchrun,
-    batchrun_merge,
     column_of,
     eventually,
     job_of,
+    merged_table,
     report_of,
     results_of,
     run_job,
@@ -71,7 +71,7 @@ def test_columns_of_an_answer(tmp_path: Path, server: FakeSGLang) -> None:
     write_module(tmp_path, LABEL)
     job = job_of(tmp_path, server, rows=6, parse="hooks:label", input={"columns": ["id"]})
     run_job(job, tmp_path)
-    merged = pq.read_table(batchrun_merge(tmp_path / "run"))
+    merged = merged_table(tmp_path / "run")
     assert merged.schema.names[-4:] == ["error", "first", "length", "words"]
     assert merged.schema.field("length").type == pa.int64()
     assert merged.schema.field("words").type == pa.list_(pa.string())

@@ -1,6 +1,5 @@
 """Real replicas, which the run starts."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 
 import batchrunner
 from batchrunner.engines.launched.fleet import LaunchedFleet
-from tests.conftest import SMALL_MODEL, eventually, job_of, require_engine
+from tests.conftest import SMALL_MODEL, eventually, job_of, log_of, require_engine
 from tests.support.tiny_model import make_tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("default")]
@@ -67,9 +66,7 @@ def _prefills(engine: batchrunner.OpenEngine) -> dict[str, int]:
 
 def _polled(job: dict[str, Any]) -> set[str]:
     """Return the schedulers whose load was polled."""
-    lines = (Path(job["output"]["path"]) / "events.jsonl").read_text().splitlines()
-    samples = [json.loads(line) for line in lines if '"sample"' in line]
-    return {signal["scheduler"] for sample in samples for signal in sample["signals"]}
+    return {signal["scheduler"] for sample in log_of(job, "sample") for signal in sample["signals"]}
 
 
 def _check_reasoning(engine: batchrunner.OpenEngine) -> None:

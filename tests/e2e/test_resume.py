@@ -29,11 +29,13 @@ from tests.support.runs import is_control, rows_once, rows_sent, some_done
 
 
 def test_a_finished_run_sends_nothing(tmp_path: Path, server: FakeSGLang) -> None:
-    """Starting a run that is done is free, even when its engine is gone."""
+    """Starting a run that is done is free, even when its engine is gone, and keeps its report."""
     job = job_of(tmp_path, server)
     batchrunner.run(job)
+    before = report_of(job)
     report = batchrunner.run({**job, "engine": "http://127.0.0.1:9"})
     assert (report.exit_code, report.rows_ok, report.rows_resumed) == (0, 10, 10)
+    assert report_of(job) == before
     assert len(server.sent) == 10
 
 
@@ -118,15 +120,6 @@ def test_input_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rea
     assert result.stderr.splitlines()[-1].endswith("Input/output error: run the same command again")
     run_job(job, tmp_path)
     assert rows_in(job) == list(range(900))
-
-
-def test_fresh_starts_again(tmp_path: Path, server: FakeSGLang) -> None:
-    """`--fresh` discards what is there and takes any job."""
-    job = some_done(tmp_path, server)
-    run_job(job, tmp_path, "--fresh", "--set", "prompt={text: 'Say {{ text }}'}")
-    assert len(server.sent) == 10
-    assert (report_of(job)["rows_resumed"], report_of(job)["starts"]) == (0, 1)
-    assert all(row["output"].startswith("answer 0 to Say row") for row in results_of(job))
 
 
 @pytest.mark.parametrize("samples", [1, 2])

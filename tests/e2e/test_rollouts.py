@@ -18,9 +18,9 @@ from batchrunner.core.errors import BatchrunError
 from tests.conftest import (
     INSTANT,
     batchrun,
-    batchrun_merge,
     eventually,
     job_of,
+    merged_table,
     report_of,
     results_of,
     rows_in,
@@ -114,7 +114,7 @@ def test_rows_by_values(tmp_path: Path, server: FakeSGLang) -> None:
     job = job_of(tmp_path, server, rows=4, prompt=PROMPT)
     run_job(job, tmp_path)
     assert report_of(job)["rows_ok"] == 4
-    merged = pq.read_table(batchrun_merge(tmp_path / "run"))
+    merged = merged_table(tmp_path / "run")
     types = {name: merged.schema.field(name).type for name in ("score", "turns", "mixed", "tags", "of")}
     assert types == {
         "score": pa.float64(), "turns": pa.int64(), "mixed": pa.string(), "tags": pa.list_(pa.string()),

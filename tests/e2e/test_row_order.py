@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 import batchrunner
 from batchrunner.core.errors import OutputError
-from batchrunner.output.events import read_events
 from tests.conftest import (
     INSTANT,
     batchrun,
     eventually,
     examples,
     job_of,
+    log_of,
     results_of,
     rows_in,
     run_job,
@@ -57,12 +57,6 @@ def sorted_job(directory: Path, engine: Any = INSTANT, **changes: Any) -> dict[s
 def copies_in(run: Path) -> list[Path]:
     """Return what of sorted copies lies in a run."""
     return sorted(run.rglob("*order-*"))
-
-
-def chosen(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what the events of a run say of its order, start by start."""
-    events = read_events(Path(job["output"]["path"]) / "events.jsonl")
-    return [event for event in events if event["event"] == "order"]
 
 
 def test_rows_that_begin_alike_are_sent_together(tmp_path: Path, server: FakeSGLang) -> None:
@@ -138,7 +132,7 @@ def test_a_killed_start_is_gone_on_with(tmp_path: Path, server: FakeSGLang) -> N
     run_job(job, tmp_path)
     assert stretches(first + sent_texts(server)) == 10
     assert sorted(first + sent_texts(server)) == sorted(texts)
-    assert chosen(job)[1]["why"] == "sorted by an earlier attempt"
+    assert log_of(job, "order")[1]["why"] == "sorted by an earlier attempt"
     assert copies_in(run) == []
 
 
@@ -174,7 +168,7 @@ def test_a_copy_that_does_not_fit_is_replaced(tmp_path: Path, server: FakeSGLang
     write_texts(source / "b.parquet", shuffled(40, 5))
     batchrunner.run(job)
     rows_once(job, 100)
-    assert chosen(job)[-1]["why"] == "set by the job"
+    assert log_of(job, "order")[-1]["why"] == "set by the job"
     assert stretches(sent_texts(server)) == 5
     assert copies_in(tmp_path / "run") == []
 
@@ -190,7 +184,7 @@ def test_no_room_to_sort(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         batchrunner.run(sorted_job(tmp_path))
     job = sorted_job(tmp_path, order="auto")
     assert batchrunner.run(job).rows_ok == 200
-    (told,) = chosen(job)
+    (told,) = log_of(job, "order")
     assert told["order"] == "input"
     assert "would be better, but" in told["why"]
 
@@ -207,6 +201,6 @@ def test_auto_sorts_where_it_pays(tmp_path: Path, server: FakeSGLang) -> None:
     done = batchrun(file)
     assert re.search(reason, done.stderr)
     assert stretches(sent_texts(server)) == 400
-    (told,) = chosen(job)
+    (told,) = log_of(job, "order")
     assert (told["order"], told["rows_sampled"]) == ("prefix", 3000)
     assert told["sorted_share"] > told["input_share"] + 0.05

@@ -5,7 +5,6 @@ import io
 import json
 import shutil
 import signal
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ from tests.conftest import (
     INSTANT,
     ROOT,
     batchrun,
+    ended,
     eventually,
     job_of,
     run_job,
@@ -36,7 +36,7 @@ from tests.support.functions import write_module
 from tests.support.launchable import never_ready
 from tests.support.other_machine import CLOCK_OFF_S, GONE_AFTER_S
 from tests.support.refusals import refusal, told
-from tests.support.runs import machine
+from tests.support.runs import machine, status_of
 from tests.support.server_thread import PATIENCE_S
 from tests.support.store_server import Fault, Refusal, StoreBucket, StoreProxy, rows_in_parts
 
@@ -53,7 +53,7 @@ def test_a_run(tmp_path: Path, store_bucket: StoreBucket, cache: Path) -> None:
     assert {"run.json", "report.json", "events.jsonl", "tasks/main/owner"} <= keys
     assert not any("journal" in key for key in keys)
     shutil.rmtree(cache)
-    state = json.loads(batchrun("status", uri, "--json").stdout)
+    state = status_of(uri)
     assert (state["path"], state["rows_on_disk"], state["finished"]) == (uri, 20, True)
     assert batchrunner.run(job).rows_resumed == 20
     merged = batchrun("merge", uri)
@@ -73,8 +73,7 @@ def test_the_example(tmp_path: Path) -> None:
     job = write_job(
         {**job_of(tmp_path, input={"path": str(file)}), "prompt": {"user": "{{ text }}"}}, tmp_path
     )
-    command = [sys.executable, str(ROOT / "jobs" / "on_s3.py"), str(job), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = ended(sys.executable, ROOT / "jobs" / "on_s3.py", job, file)
     assert done.returncode == 0, done.stderr
     assert "s3://batchrunner/run/merged/merged-000000.parquet" in done.stdout
     assert "20 of 20 rows on disk" in done.stdout

@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import (
     batchrun,
+    ended,
     job_of,
     report_of,
     run_job,
@@ -28,8 +29,7 @@ def tiny_disk(size: str) -> Iterator[Path]:
     if not AS_ROOT:
         pytest.skip("only root may mount a small disk")
     place = Path(tempfile.mkdtemp(prefix="batchrunner-disk-"))
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)]
-    made = subprocess.run(mount, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+    made = ended("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", place)
     if made.returncode:
         place.rmdir()
         pytest.skip(f"no small disk can be mounted here: {made.stderr.strip()}")

@@ -24,6 +24,7 @@ from batchrunner.engines.http.connections import free_port
 from batchrunner.runner.status import status
 from tests.conftest import (
     SMALL_MODEL,
+    ended,
     eventually,
     job_of,
     require_engine,
@@ -305,8 +306,7 @@ def stories(
 def submit(slurm: SlurmCluster, job: dict[str, Any], directory: Path, *options: object) -> Submitted:
     """Submit a job's array."""
     small = (*(() if "--" in options else ("--",)), "--cpus-per-task=1", "--mem=100M")
-    command = [sys.executable, "-m", "batchrunner", "slurm", write_job(job, directory), *options, *small]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    done = ended(sys.executable, "-m", "batchrunner", "slurm", write_job(job, directory), *options, *small)
     assert done.returncode == 0, done.stderr
     return Submitted(slurm, job, slurm.call("sbatch", "--parsable", given=done.stdout))
 

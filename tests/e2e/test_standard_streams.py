@@ -6,17 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import job_of, results_of, rows_in, write_job
-from tests.support.server_thread import PATIENCE_S
+from tests.conftest import ended, job_of, results_of, rows_in, write_job
 
 COMMAND = f"{sys.executable} -m batchrunner"
 
 
 def shell(line: str, directory: Path) -> subprocess.CompletedProcess[str]:
     """Run a line of bash."""
-    return subprocess.run(
-        ["bash", "-c", line], cwd=directory, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    return ended("bash", "-c", line, cwd=directory)
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

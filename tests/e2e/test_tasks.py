@@ -3,7 +3,6 @@
 import json
 import math
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +16,10 @@ import batchrunner
 from tests.conftest import (
     INSTANT,
     batchrun,
-    batchrun_merge,
     column_of,
+    ended,
     job_of,
+    merged_table,
     parts_of,
     report_of,
     results_of,
@@ -154,7 +154,7 @@ def test_resumed_joined_merged(tmp_path: Path, task: str) -> None:
         assert not set(server.prompts) & {kind.sent(row) for row in range(10)}
     found = [row[kind.column] for row in results_of(job)]
     assert found == [kind.value(row) for row in range(ROWS)]
-    merged = pq.read_table(batchrun_merge(Path(job["output"]["path"])))
+    merged = merged_table(Path(job["output"]["path"]))
     assert merged.column(kind.column).to_pylist() == found
     for ending in ("jsonl", "csv"):
         assert batchrun("merge", job["output"]["path"], tmp_path / f"out.{ending}").exit_code == 0
@@ -200,8 +200,7 @@ def test_the_jobs_that_we_ship(tmp_path: Path, job: Path) -> None:
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["rows_ok"] == 8
     if job.stem == "embed":
-        command = [sys.executable, str(ROOT / "jobs" / "show_nearest.py"), str(tmp_path / "run")]
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        shown = ended(sys.executable, ROOT / "jobs" / "show_nearest.py", tmp_path / "run").stdout
         assert "8 vectors of 16 numbers" in shown
         assert "nearest to json (module):" in shown
 
@@ -317,16 +316,6 @@ def test_an_odd_list_reply(tmp_path: Path, embedder: FakeSGLang) -> None:
         assert (row["embedding"], row["attempts"]) == (vector_for(str(ids(row["row"]))), 1)
 
 
-def test_the_function_embed() -> None:
-    """The library makes vectors of texts, in order, of numbers that numpy reads without a copy."""
-    engine = {**INSTANT, "dimensions": 16}
-    table = batchrunner.embed(["a cat", "a dog", "a cat"], engine=engine, normalize=True)
-    vectors = table.column("embedding").combine_chunks()
-    matrix = vectors.flatten().to_numpy(zero_copy_only=True).reshape(3, 16)
-    assert (matrix[0] == matrix[2]).all()
-    assert abs((matrix * matrix).sum(axis=1) - 1).max() < 1e-5
-
-
 def test_an_engine_opened_for_another_task(embedder: FakeSGLang) -> None:
     """An open engine takes jobs of its task only."""
     with batchrunner.open_engine(embedder.url, task="embed") as engine:
@@ -439,13 +428,6 @@ def test_classes(tmp_path: Path, reranker: FakeSGLang, softmax: bool) -> None:
     for row in results_of(job):
         assert row["label"] == f"LABEL_{row['scores'].index(max(row['scores']))}"
         assert (sum(row["scores"]) == pytest.approx(1)) == softmax
-
-
-def test_the_function_rerank(reranker: FakeSGLang) -> None:
-    """The library scores the documents of each row."""
-    rows = [{"query": "q0", "documents": ["a", "b"]}]
-    table = batchrunner.rerank(rows, prompt="{{ query }}", documents="documents", engine=reranker.url)
-    assert table.column("scores").to_pylist() == [pytest.approx([pair("q0", "a"), pair("q0", "b")])]
 
 
 CHOICES = [" Rome", " Paris, I think", " é"]

@@ -17,7 +17,6 @@ from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
 from tests.conftest import eventually, job_of, rows_in, run_job, started, write_job, write_rows
 from tests.support.fake_sglang import FakeSGLang
-from tests.support.refusals import refusal
 from tests.support.runs import Task, held_from, rows_once, rows_sent, status_of, until_stored
 
 
@@ -131,11 +130,6 @@ def test_a_run_in_one_piece_is_joined(tmp_path: Path, server: FakeSGLang) -> Non
     run_job(job, tmp_path, "--join")
     assert rows_in(job) == list(range(60))
     assert len(server.sent) == 40
-
-
-def test_what_does_not_go_together(tmp_path: Path) -> None:
-    """One task of several may not discard what the others have done."""
-    assert "--fresh would discard" in refusal(job_of(tmp_path), tmp_path, "--join", "--fresh")
 
 
 def test_a_task_that_failed_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

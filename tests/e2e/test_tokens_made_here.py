@@ -9,8 +9,7 @@ import pytest
 
 import batchrunner
 from batchrunner.core.errors import EngineStartError, JobError, RowRefusedError
-from batchrunner.output.events import read_events
-from tests.conftest import column_of, job_of, write_rows
+from tests.conftest import column_of, job_of, log_of, write_rows
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.tiny_tokenizer import CHATML, END, START, make_tokenizer
 from tests.support.tokenizers import ids_of, messages, request
@@ -50,8 +49,7 @@ def sent_text(model: Path, body: dict[str, Any]) -> str:
 
 def where_of(job: dict[str, Any]) -> list[tuple[str, str | None]]:
     """Return where prompts were made tokens, and why not here."""
-    events = read_events(Path(job["output"]["path"]) / "events.jsonl")
-    return [(e["where"], e.get("why")) for e in events if e["event"] == "tokenize"]
+    return [(event["where"], event.get("why")) for event in log_of(job, "tokenize")]
 
 
 def test_rows_are_sent_as_tokens(server: FakeSGLang, model: Path, tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import pytest
 import yaml
 
 import batchrunner
-from tests.conftest import job_of, rows_in
-from tests.support.server_thread import PATIENCE_S
+from tests.conftest import ended, job_of, rows_in
 
 ROOT = Path(__file__).parent.parent.parent
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "batchrunner")
@@ -32,9 +31,7 @@ DATA = (
 def command(*args: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a program that sees nothing of this checkout, and return what it printed."""
     env = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "PYTHONHOME"}}
-    done = subprocess.run(
-        args, cwd=cwd, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+    done = ended(*args, cwd=cwd, env=env)
     assert done.returncode == 0, f"{args}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -76,7 +73,10 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
 
 
 def test_the_installed_command(installed: Path, tmp_path: Path) -> None:
-    """`batchrun` and `python -m batchrunner` are the same command, of the wheel and not of this checkout."""
+    """`batchrun` and `python -m batchrunner` are the same command, of the wheel and not of this checkout.
+
+    A job of simulated answers is done, and its page is written.
+    """
     where = command(
         installed / "python", "-c", "import batchrunner; print(batchrunner.__file__)", cwd=tmp_path
     )
@@ -84,10 +84,6 @@ def test_the_installed_command(installed: Path, tmp_path: Path) -> None:
     assert "Example: batchrun" in command(installed / "batchrun", "--help", cwd=tmp_path).stdout
     version = command(installed / "python", "-m", "batchrunner", "--version", cwd=tmp_path).stdout
     assert version.splitlines()[0] == f"batchrun {batchrunner.__version__}"
-
-
-def test_the_installed_command_runs_a_job(installed: Path, tmp_path: Path) -> None:
-    """A job of simulated answers is done, and its page is written."""
     job: dict[str, Any] = job_of(tmp_path, rows=10)
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     command(installed / "batchrun", "job.yaml", cwd=tmp_path)

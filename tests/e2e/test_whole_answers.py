@@ -11,11 +11,10 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import JobError
 from tests.conftest import (
-    batchrun,
-    batchrun_merge,
-    column_of,
     job_of,
+    merged_table,
     parts_of,
+    printed,
     results_of,
     run_job,
     write_rows,
@@ -149,16 +148,19 @@ def test_reasoning_in_texts_is_parted_on_demand(tmp_path: Path, server: FakeSGLa
     assert [(row["reasoning"], row["output"]) for row in results_of(job)] == [("hm", "yes")]
 
 
-def test_a_carried_column_called_reasoning_stays(tmp_path: Path, server: FakeSGLang) -> None:
+@pytest.mark.parametrize("name", ["reasoning", "tool_calls"])
+def test_a_carried_column_of_that_name_stays(tmp_path: Path, server: FakeSGLang, name: str) -> None:
     """Then no column comes by itself, and answers are not parted; asked for, the name is taken."""
-    server.script = lambda _: says("<think>a</think>b")
-    write_rows(tmp_path / "input.parquet", 1, reasoning=["mine"])
-    job = job_of(tmp_path, server, prompt=CHAT, input={"columns": ["reasoning"]})
+    server.script = lambda _: says("<think>a</think>b", tool_calls=[TOOL_CALL])
+    columns: dict[str, Any] = {name: ["mine"]}
+    write_rows(tmp_path / "input.parquet", 1, **columns)
+    job = job_of(tmp_path, server, prompt=TOOL_CHAT, input={"columns": [name]})
     batchrunner.run(job)
     (row,) = results_of(job)
-    assert (row["reasoning"], row["output"]) == ("mine", "<think>a</think>b")
-    with pytest.raises(JobError, match="a result has a column 'reasoning' of its own"):
-        batchrunner.run(job, overrides=["output.columns=[reasoning]"])
+    assert row[name] == "mine"
+    assert row["output"] == ("<think>a</think>b" if name == "reasoning" else "b")
+    with pytest.raises(JobError, match=f"a result has a column '{name}' of its own"):
+        batchrunner.run(job, overrides=[f"output.columns=[{name}]"])
 
 
 def test_starts_with_other_columns(tmp_path: Path, server: FakeSGLang) -> None:
@@ -167,7 +169,7 @@ def test_starts_with_other_columns(tmp_path: Path, server: FakeSGLang) -> None:
     for limit, columns in ((2, "[]"), (4, "[output_ids]"), (6, "[matched_stop]")):
         overrides = [f"input.limit={limit}", f"output.columns={columns}"]
         assert batchrunner.run(job, overrides=overrides).exit_code == 0
-    merged = pq.read_table(batchrun_merge(tmp_path / "run"))
+    merged = merged_table(tmp_path / "run")
     assert [bool(ids) for ids in merged["output_ids"].to_pylist()] == [False] * 2 + [True] * 2 + [False] * 2
     assert merged["matched_stop"].to_pylist() == [None] * 4 + ["2"] * 2
     assert merged["output_ids"].type == pa.list_(pa.int32())
@@ -187,7 +189,7 @@ def test_several_outputs(tmp_path: Path, server: FakeSGLang) -> None:
     assert found[0]["output"] == [f"answer {n} to row 0" for n in range(3)]
     status = status_of(tmp_path / "run")
     assert (status["rows_on_disk"], status["rows_failed"]) == (4, 1)
-    merged = json.loads(batchrun("merge", tmp_path / "run", "--json").stdout)
+    merged = printed("merge", tmp_path / "run")
     assert (merged["rows"], merged["report"]["output_tokens"]) == (4, 45)
     assert merged["report"]["finish_reasons"] == {"stop": 9}
     again = batchrunner.run(job)
@@ -278,19 +280,6 @@ def test_equal_prompts_with_unlike_tools_are_unlike_requests(tmp_path: Path, ser
     job = job_of(tmp_path, server, prompt=prompt, sampling={"temperature": 0})
     assert batchrunner.run(job).rows_deduplicated == 4
     assert sorted(sent.body["tools"] == TOOLS[:1] for sent in server.sent) == [False, True]
-
-
-def test_the_column_of_calls_in_later_starts(tmp_path: Path, server: FakeSGLang) -> None:
-    """It is merged from all starts; a carried column of that name keeps its place."""
-    server.script = lambda _: "tool call"
-    write_rows(tmp_path / "input.parquet", 2, tool_calls=["mine", "own"])
-    job = job_of(tmp_path, server, prompt=TOOL_CHAT)
-    for limit in (1, 2):
-        batchrunner.run(job, overrides=[f"input.limit={limit}"])
-    merged = pq.read_table(batchrun_merge(tmp_path / "run"))
-    assert merged["tool_calls"].to_pylist() == [CALLS] * 2
-    batchrunner.run(job, overrides=["input.columns=[tool_calls]"], fresh=True)
-    assert column_of(job, "tool_calls") == ["mine", "own"]
 
 
 def test_several_outputs_with_calls(tmp_path: Path, server: FakeSGLang) -> None:

@@ -1,6 +1,5 @@
 """`batchrun init`: a commented job for a data file, which is good as it stands."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tests.conftest import batchrun
+from tests.conftest import batchrun, printed
 
 TALK = [[{"role": "user", "content": "hello"}]]
 TURNS = [[{"from": "human", "value": "hello there"}]]
@@ -30,9 +29,7 @@ def prompts_of(columns: dict[str, Any], *, file: str = "data.parquet") -> list[A
     """Return the prompts that `check` shows of the job that `init` made, as it is."""
     pq.write_table(pa.table(columns), file)
     Path("new.yaml").write_text(batchrunner_init(file))
-    checked = batchrun("check", "new.yaml", "--json")
-    assert checked.exit_code == 0, checked.output
-    found = json.loads(checked.stdout)
+    found = printed("check", "new.yaml")
     assert found["rows_not_sendable"] == 0
     return [prompt["prompt"] for prompt in found["prompts"]]
 
@@ -87,7 +84,7 @@ def test_a_csv_of_another_kind(encoding: str, delimiter: str) -> None:
     assert job["input"] == {"path": "q.csv", "columns": ["SKU"], **read}
     assert '  # types: {"Datum": "date", "Preis": "float64", ' in text
     Path("new.yaml").write_text(text)
-    first, *_ = json.loads(batchrun("check", "new.yaml", "--json").stdout)["prompts"]
+    first, *_ = printed("check", "new.yaml")["prompts"]
     assert first["prompt"][-1]["content"] == f"Sehr gut,{delimiter}\n0"
 
 

@@ -10,8 +10,8 @@ import pytest
 import batchrunner
 from tests.conftest import (
     batchrun,
-    batchrun_merge,
     job_of,
+    merged_table,
     parts_of,
     report_of,
     results_of,
@@ -63,7 +63,7 @@ def test_carried_columns_keep_their_types(tmp_path: Path, name: str) -> None:
     batchrunner.run(job)
     expected = pq.read_table(tmp_path / "input.parquet").column(name)
     parts = pa.concat_tables(parts_of(tmp_path / "run")).sort_by("row").column(name)
-    merged = pq.read_table(batchrun_merge(tmp_path / "run")).column(name)
+    merged = merged_table(tmp_path / "run").column(name)
     assert parts.type == merged.type == expected.type
     assert parts.to_pylist() == merged.to_pylist() == expected.to_pylist()
 
@@ -94,7 +94,7 @@ def test_one_file_says_that_it_has_no_nulls(tmp_path: Path, column: str, names: 
     batchrunner.run(job)
     expected = [value for _, values in sorted(zip(names, both, strict=True)) for value in values]
     assert [row["of"] for row in results_of(job)] == expected
-    assert pq.read_table(batchrun_merge(tmp_path / "run")).column("of").to_pylist() == expected
+    assert merged_table(tmp_path / "run").column("of").to_pylist() == expected
 
 
 def test_rename(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_simulated_results_are_marked(tmp_path: Path) -> None:
     result = batchrun(write_job(job, tmp_path))
     assert all(row["output"].startswith("[simulated] ") for row in results_of(job))
     (part,) = parts_of(tmp_path / "run")
-    for table in (part, pq.read_table(batchrun_merge(tmp_path / "run"))):
+    for table in (part, merged_table(tmp_path / "run")):
         assert (table.schema.metadata or {})[b"simulated"] == b"true"
     assert report_of(job)["simulated"] is True
     assert "simulated" in result.stderr

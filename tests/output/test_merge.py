@@ -18,9 +18,9 @@ import batchrunner
 from tests.conftest import (
     INSTANT,
     batchrun,
-    batchrun_merge,
     examples,
     job_of,
+    merged_table,
     results_of,
     write_rows,
 )
@@ -38,7 +38,7 @@ def test_merge_is_in_input_order(
         job = job_of(tmp_path, server, rows=rows, output={"part_rows": part_rows}, window=3)
         job["input"] |= {"columns": ["id"], "filter": f"id % {wanted} == 0"}
         batchrunner.run(job)
-    merged = pq.read_table(batchrun_merge(tmp_path / "run"))
+    merged = merged_table(tmp_path / "run")
     assert merged.column("row").to_pylist() == [i for i in range(rows) if i % wanted == 0]
     assert merged.to_pylist() == results_of(job)
 
@@ -49,7 +49,8 @@ def test_merge_of_long_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     write_rows(tmp_path / "input.parquet", 40, page=["x" * 100_000] * 40)
     job = job_of(tmp_path, input={"columns": ["page"]}, output={"part_rows": 7})
     batchrunner.run(job)
-    merged = sorted(batchrun_merge(tmp_path / "run").iterdir())
+    assert batchrun("merge", tmp_path / "run").exit_code == 0
+    merged = sorted((tmp_path / "run" / "merged").iterdir())
     assert max(pq.read_table(file).nbytes for file in merged) <= 1 << 20
     assert [row for file in merged for row in pq.read_table(file)["row"].to_pylist()] == list(range(40))
 
@@ -138,7 +139,7 @@ def written(run: Path, name: str, *options: str) -> bytes:
 
 def test_tables(run: Path) -> None:
     """Parquet and Arrow have the merged table itself."""
-    merged = pq.read_table(batchrun_merge(run))
+    merged = merged_table(run)
     assert pq.read_table(pa.BufferReader(written(run, "a.parquet"))).equals(merged)
     assert pa.ipc.open_file(written(run, "a.arrow")).read_all().equals(merged)
     assert pa.ipc.open_stream(written(run, "a.arrows")).read_all().equals(merged)

@@ -10,13 +10,15 @@ import pytest
 import batchrunner
 from tests.conftest import (
     batchrun,
-    batchrun_merge,
     job_of,
+    log_of,
+    merged_table,
     write_job,
     write_rows,
 )
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import launchable
+from tests.support.runs import status_of
 
 
 def test_the_run_directory(tmp_path: Path, server: FakeSGLang) -> None:
@@ -27,8 +29,7 @@ def test_the_run_directory(tmp_path: Path, server: FakeSGLang) -> None:
     assert found["job"]["prompt"] == {"text": "text"}
     assert found["fingerprint"]["model"] == "fake/model"
     assert found["versions"]["engine"] == "0.5.23"
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
-    told = [event["event"] for event in events if event["event"] != "sample"]
+    told = [event["event"] for event in log_of(job) if event["event"] != "sample"]
     assert told == ["start", "window", "tokenize", "order", "end"]
 
 
@@ -60,9 +61,8 @@ def test_files_that_are_no_parts(tmp_path: Path) -> None:
     copy.write_bytes((parts / "part-main-000000.parquet").read_bytes())
     pq.write_table(pa.table({"a": [1]}), parts / "part-x.parquet")
     assert batchrunner.run(job).rows_resumed == 4
-    state = json.loads(batchrun("status", tmp_path / "run", "--json").stdout)
-    assert [task["task"] for task in state["tasks"]] == ["main"]
-    assert pq.read_table(batchrun_merge(tmp_path / "run")).num_rows == 10
+    assert [task["task"] for task in status_of(tmp_path / "run")["tasks"]] == ["main"]
+    assert merged_table(tmp_path / "run").num_rows == 10
     assert batchrunner.run(job, fresh=True).rows_resumed == 0
     assert sorted(path.name for path in parts.glob("*-[bx]*")) == [copy.name, "part-x.parquet"]
 

@@ -285,7 +285,7 @@ def test_a_run_that_was_taken_over_ends(tmp_path: Path, server: FakeSGLang, join
         if sent.prompt == "row 0":
             (owner,) = (tmp_path / "run" / "tasks").glob("*/owner")
             owner.write_text(json.dumps(dataclasses.asdict(on_host("elsewhere"))))
-        return "answer" if int(sent.prompt.split()[1]) < 5 else "hold"  # it ends before these do
+        return "answer" if sent.row < 5 else "hold"  # it ends before these do
 
     server.script = taken_over_at_once
     job = job_of(tmp_path, server, rows=20)

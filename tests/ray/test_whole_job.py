@@ -15,11 +15,10 @@ import pytest
 
 from batchrunner.core.errors import OutputError
 from batchrunner.runner.status import status
-from tests.conftest import batchrun, eventually, job_of, rows_in, started, write_job
+from tests.conftest import batchrun, ended, eventually, job_of, rows_in, started, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import two_halves
 from tests.support.ray_cluster import RayNodes
-from tests.support.server_thread import PATIENCE_S
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
 WORKER = "JobWorker"
@@ -27,16 +26,7 @@ WORKER = "JobWorker"
 
 def on_cluster(nodes: RayNodes, job: Path, *options: object) -> subprocess.CompletedProcess[str]:
     """Run the command on the cluster to its end."""
-    return on_ray(job, "--address", nodes.address, *options)
-
-
-def on_ray(job: Path, *options: object, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the command to its end."""
-    command = [sys.executable, "-m", "batchrunner", "ray", job, *options]
-    return subprocess.run(
-        list(map(str, command)), capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-        env={**os.environ, **environ},
-    )  # fmt: skip
+    return ended(sys.executable, "-m", "batchrunner", "ray", job, "--address", nodes.address, *options)
 
 
 def tasks_of(run: Path) -> list[dict[str, Any]]:
@@ -141,7 +131,7 @@ def test_what_the_cluster_cannot_give_is_one_line(nodes: RayNodes, tmp_path: Pat
     path = write_job(job_of(tmp_path, model), tmp_path)
     done = on_cluster(nodes, path, "--workers", 2)
     assert done.returncode == 2
-    assert last_line(done.stderr) == (
+    assert done.stderr.strip().splitlines()[-1] == (
         "batchrun: engine: it takes 2 GPUs, and no node of the Ray cluster has more than 0: "
         "set engine.tp to fewer, or add a node with as many"
     )
@@ -153,11 +143,6 @@ def test_what_the_cluster_cannot_give_is_one_line(nodes: RayNodes, tmp_path: Pat
     done = on_cluster(nodes, write_job(job_of(tmp_path), tmp_path), "--cpus", 64, "--json")
     assert done.returncode == 2
     assert "no node of the Ray cluster has more than 2 cores" in json.loads(done.stdout)["error"]["message"]
-
-
-def last_line(text: str) -> str:
-    """Return the last line of what a command said."""
-    return text.strip().splitlines()[-1]
 
 
 def refused(tmp_path: Path, *options: object) -> str:

@@ -17,6 +17,7 @@ from tests.conftest import (
 )
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.page import page_of
+from tests.support.runs import status_of
 
 
 def test_report(tmp_path: Path, server: FakeSGLang) -> None:
@@ -62,16 +63,6 @@ def test_who_does_the_rows_that_are_left(exit_code: int, left: str) -> None:
     assert report.lines()[0].endswith(left)
 
 
-def test_a_finished_run_keeps_its_report(tmp_path: Path) -> None:
-    """Starting a finished job again does nothing, and does not put zeros over its figures."""
-    job = job_of(tmp_path)
-    batchrunner.run(job)
-    before = report_of(job)
-    again = batchrunner.run(job)
-    assert (again.exit_code, again.rows_ok, again.rows_resumed) == (0, 10, 10)
-    assert report_of(job) == before
-
-
 @pytest.mark.parametrize("samples", [1, 3])
 def test_cut_answers_are_counted_wherever_rows_are(tmp_path: Path, server: FakeSGLang, samples: int) -> None:
     """An answer that was cut counts as ok, and is said to be cut; later starts know it too."""
@@ -80,7 +71,7 @@ def test_cut_answers_are_counted_wherever_rows_are(tmp_path: Path, server: FakeS
         job = job_of(tmp_path, engine, rows=10, sampling={"n": samples, "max_new_tokens": 1})
         cut = 10
     else:
-        server.script = lambda sent: "thought" if int(sent.prompt.split()[1]) < 4 else "answer"
+        server.script = lambda sent: "thought" if sent.row < 4 else "answer"
         job = job_of(tmp_path, server, rows=10, prompt={"user": "{{ text }}"})
         cut = 4
     batchrunner.run(job, overrides=["input.limit=5"])
@@ -90,7 +81,7 @@ def test_cut_answers_are_counted_wherever_rows_are(tmp_path: Path, server: FakeS
     assert result.stderr.count("cut at max_new_tokens") == (1 if samples == 1 else 2)  # rows, then outputs
     run = tmp_path / "run"
     assert f"{cut} cut at max_new_tokens" in batchrun("status", run).stdout
-    assert json.loads(batchrun("status", run, "--json").stdout)["rows_cut"] == cut
+    assert status_of(run)["rows_cut"] == cut
     assert f"({cut} cut at max_new_tokens)" in batchrun("merge", run).stderr
     assert f"Cut {cut} of these rows" in page_of(run).text
 

@@ -1,6 +1,5 @@
 """`batchrun status` tells how far a run is, `batchrun check` what it would do."""
 
-import json
 import re
 import socket
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.conftest import (
     batchrun,
     eventually,
     job_of,
+    printed,
     started,
     write_job,
 )
@@ -49,7 +49,7 @@ def steps(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("parts", [0, 1])
 def test_merge_of_a_run_at_work(tmp_path: Path, server: FakeSGLang, parts: int) -> None:
     """`merge` says how many rows are missing, and what to do; exit code 1."""
-    server.script = lambda sent: "hold" if int(sent.prompt.split()[1]) >= 30 else "answer"
+    server.script = lambda sent: "hold" if sent.row >= 30 else "answer"
     part_rows = 20 if parts else 10_000
     job = job_of(tmp_path, server, rows=40, output={"part_rows": part_rows, "durable": 0.1}, window=10)
     file = write_job(job, tmp_path)
@@ -77,8 +77,7 @@ def test_merge_of_a_run_at_work(tmp_path: Path, server: FakeSGLang, parts: int) 
 def test_check_sends_nothing(tmp_path: Path, server: FakeSGLang) -> None:
     """`check` shows three prompts, what is to do and what is done, and touches neither server nor disk."""
     job = job_of(tmp_path, server, prompt={"user": "Say {{ text }}"}, input={"limit": 5})
-    result = batchrun("check", write_job(job, tmp_path), "--json")
-    found = json.loads(result.stdout)
+    found = printed("check", write_job(job, tmp_path))
     assert (found["rows_total"], found["rows_done"], found["rows_to_do"]) == (5, 0, 5)
     assert [prompt["prompt"][0]["content"] for prompt in found["prompts"]] == [
         f"Say row {i}" for i in range(3)
@@ -86,7 +85,7 @@ def test_check_sends_nothing(tmp_path: Path, server: FakeSGLang) -> None:
     assert server.sent == []
     assert not (tmp_path / "run").exists()
     batchrunner.run(job)
-    later = json.loads(batchrun("check", write_job(job, tmp_path), "--json", "--set", "input.limit=7").stdout)
+    later = printed("check", write_job(job, tmp_path), "--set", "input.limit=7")
     assert (later["rows_total"], later["rows_done"], later["rows_to_do"]) == (7, 5, 2)
 
 
@@ -100,7 +99,7 @@ def test_check_counts_what_cannot_be_sent(tmp_path: Path) -> None:
     assert "3 of the first 10 rows cannot be sent; nothing was sent" in shown.stdout
     assert "cannot be sent: 2 rows: prompt: column 'text' is null (row 3)" in shown.stdout
     assert "cannot be sent: 1 row: prompt: column 'text' is empty (row 4)" in shown.stdout
-    found = json.loads(batchrun("check", file, "--json", "--set", "prompt.text={{ 6 // (n - 5) }}").stdout)
+    found = printed("check", file, "--set", "prompt.text={{ 6 // (n - 5) }}")
     assert (found["rows_looked_at"], found["rows_not_sendable"]) == (10, 1)
     assert found["not_sendable"][0]["example"].startswith("template: ZeroDivisionError: ")
     assert found["prompts"][2]["error"] is None

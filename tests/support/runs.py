@@ -69,7 +69,7 @@ def failed_rows(job: dict[str, Any]) -> list[int]:
     return [row["row"] for row in results_of(job) if row["error"] is not None]
 
 
-def status_of(run: Path) -> dict[str, Any]:
+def status_of(run: str | Path) -> dict[str, Any]:
     result = batchrun("status", run, "--json")
     found: dict[str, Any] = json.loads(result.stdout) if result.exit_code == 0 else {}
     return found

@@ -50,14 +50,18 @@ def test_shares_follow_the_speed() -> None:
     assert 430 < shares(routes, 1000, 120.0)["fast"] < 570
 
 
+def limits_of(*routes: str) -> ConcurrencyLimits:
+    info = EngineInfo(kind="attach", model="m", routes=routes)
+    return ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
+
+
 def signal(route: str, queue: int) -> SchedulerLoad:
     return SchedulerLoad(route, "loads", 256, queue, 0.5, 1000, 2000, 256, route, None)
 
 
 def test_the_first_wave_says_nothing_of_the_speed() -> None:
     """Rows of one length end together: the route that is a second ahead with them is no faster."""
-    info = EngineInfo(kind="attach", model="m", routes=("a", "b"))
-    admission = ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
+    admission = limits_of("a", "b")
     admission.begin([signal("a", 0), signal("b", 0)], 0.0, unsent=960)
     windows = admission.windows
     for _ in range(50):
@@ -85,8 +89,7 @@ def test_part_of_a_short_input_waits_for_the_faster_route() -> None:
 
 def test_a_long_queue_gets_none_of_the_last_rows() -> None:
     """At the end of the input the replica that was given most waits until the others have caught up."""
-    info = EngineInfo(kind="attach", model="m", routes=("a", "b"))
-    admission = ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
+    admission = limits_of("a", "b")
     first = [signal("a", 0), signal("b", 0)]
     admission.begin(first, 0.0, unsent=100_000)
     windows = admission.windows
@@ -102,8 +105,7 @@ def test_a_long_queue_gets_none_of_the_last_rows() -> None:
 
 def test_a_retraction_counts_for_its_rank() -> None:
     """One of four DP ranks retracts requests: only its load tells it, and it alone counts."""
-    info = EngineInfo(kind="attach", model="m", routes=("r",))
-    admission = ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
+    admission = limits_of("r")
     workers = [replace(signal("r", 100), scheduler=f"w{n}", retracted=0) for n in range(4)]
     admission.begin(workers, 0.0, unsent=10**6)
     answer = Completion([], [], [8], 8, 0, retractions=1)

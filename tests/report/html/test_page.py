@@ -97,7 +97,7 @@ def test_not_a_run(tmp_path: Path, what: str) -> None:
 
 def test_a_run_that_goes_on_and_is_killed(tmp_path: Path) -> None:
     """A page can be had of a run at any moment: while it goes on, after a kill, and after its end."""
-    with FakeSGLang(lambda sent: "answer" if int(sent.prompt.split()[1]) < 50 else "hold") as server:
+    with FakeSGLang(lambda sent: "answer" if sent.row < 50 else "hold") as server:
         file = write_job(job_of(tmp_path, server, rows=60), tmp_path)
         with started(file) as run:
             eventually(lambda: list((tmp_path / "run" / "tasks" / "main").glob("journal-*")))
