@@ -5,8 +5,8 @@ and for several. A step is worth a restart if its gain, times the time left, is 
 restart costs. Then one server is started again with it, and its output tokens a second are compared: with
 those before, and with what the other servers do meanwhile. Where rows get longer or shorter, all tokens a
 second have to tell the same. What gains is kept, and the other servers follow one by one; what loses is taken
-back where that pays, and its signs are tried alone. All is remembered. There is no clock here: a sample of the
-run is a step in time.
+back where that pays, and its signs are tried alone. All is remembered. There is no clock here: a sample of
+the run is a step in time.
 """
 
 import logging
