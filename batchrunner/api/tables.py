@@ -76,10 +76,8 @@ def _no_results(job: Job, dataset: Dataset) -> pa.Table:
     """Return the results of an input without rows, which pipelines have; the job is checked."""
     functions = open_functions(job)
     with closing(functions) if functions else nullcontext():
-        renderer = Renderer(
-            dataset, job.input, job.prompt, job.sampling, functions=functions, task=job.forward
-        )
         plan = plan_answers(job, functions)
+        renderer = Renderer(job, dataset, plan, functions)
         AnswerConditions(job, plan, dataset.schema.names)  # raises what is wrong with the checks
     return schema_of_run(renderer.carried_schema, plan).empty_table()
 

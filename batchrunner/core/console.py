@@ -62,15 +62,10 @@ def tell_failure(failure: BatchrunError, *, as_json: bool, of: BaseException | N
     """
     if as_json:
         report = failure.report.as_dict() if failure.report else {}
-        show({**report, **as_object(of or failure, failure.message, failure.hint, failure.exit_code)})
+        error = {"type": type(of or failure).__name__, "message": failure.message, "hint": failure.hint}
+        show({**report, "error": error, "exit_code": failure.exit_code})
     tell(f"batchrun: {failure}")
     return failure.exit_code
-
-
-def as_object(failure: BaseException, message: str, hint: str, exit_code: int) -> dict[str, Any]:
-    """Return an error as `--json` prints it."""
-    error = {"type": type(failure).__name__, "message": message, "hint": hint}
-    return {"error": error, "exit_code": exit_code}
 
 
 _COUNT = 3

@@ -169,15 +169,10 @@ def _leave_stop_signals_to_the_run() -> None:
     def in_child() -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_DFL)  # multiprocessing ends its processes with SIGTERM
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited
-    os.register_at_fork(
-        before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS),
-        after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS),
-        after_in_child=in_child,
-    )
+    os.register_at_fork(after_in_child=in_child)
 
 
 def _limit_memory(more_bytes: int) -> None:

@@ -170,7 +170,7 @@ class Dataset:
             if name not in known:
                 raise unknown_column(InputError, "input.types", name, known)
         if not any(file.format.kind == "CSV" for file in texts):
-            for name in {"delimiter", "encoding", "decimal"} & source.model_fields_set:
+            for name in {"delimiter", "encoding"} & source.model_fields_set:
                 raise InputError(f"input.{name}: is for CSV, and the input has no such file")
         self.schema = pa.schema(
             [*self.files[0].schema, *(pa.field(*item) for item in self.partition_types.items())]

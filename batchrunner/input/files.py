@@ -444,7 +444,7 @@ class SourceFile:
         One of several processes makes it, where the file system has locks. Raises InputError or StorageError,
         and what reading raises.
         """
-        texts = spec.types, spec.delimiter, spec.encoding, spec.decimal
+        texts = spec.types, spec.delimiter, spec.encoding
         about = repr((self.path, self._seen, texts, is_batch))
         copy = copies / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.parquet"
         if copy.exists():

@@ -2,7 +2,6 @@
 
 import codecs
 import contextlib
-import io
 import json
 import re
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
-from pyarrow import csv
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, JobError
@@ -37,8 +35,6 @@ SAMPLED_ROWS, SAMPLED_BYTES = 1000, 16 << 20
 """What is looked at of the data."""
 ENCODINGS = ("utf-8", "utf-16", "cp1252", "latin-1")
 """Encodings of CSV files, in the order in which they are tried; the last one is never wrong."""
-GUESSED = {"int64", "float64", "date", "bool"}
-"""Types of columns of CSV files that a job is proposed to give them."""
 ENGINES = {
     "server": """engine:
   kind: server                    # starts an SGLang server here, and ends it with the run
@@ -61,7 +57,7 @@ def new_job(path: str, engine: str) -> str:
         raise JobError(
             f"--engine {engine}", hint="give server or simulated; change the job for the other kinds"
         )
-    options, types = _of_csv(path)
+    options = _of_csv(path)
     dataset = Dataset(InputSpec.model_validate({"path": path, **options}))
     if not dataset.total_rows:
         raise InputError(f"{path}: no rows in {len(dataset.files)} file(s)")
@@ -85,7 +81,6 @@ def new_job(path: str, engine: str) -> str:
         f"#\n# Columns of the data, {dataset.total_rows:,} rows:\n{columns}\n"
         f"input:\n  path: {_quoted(path)}\n"
         + "".join(f"  {option}: {_quoted(value)}\n" for option, value in options.items())
-        + (f"  # types: {json.dumps(types, ensure_ascii=False)}   # all else is text\n" if types else "")
         + f"  columns: [{', '.join(map(_quoted, carried))}]"
         "   # copied into the results: those that tell rows apart\n"
         "  # limit: 100                    # for a trial: the first rows only\n\n"
@@ -105,37 +100,21 @@ def _tells_apart(column: "pa.ChunkedArray[Any]") -> bool:
     return is_unique and column.nbytes < MOST_ID_BYTES * len(column)
 
 
-def _of_csv(path: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return how a CSV file is read, and the types of its columns that are no texts."""
+def _of_csv(path: str) -> dict[str, str]:
+    """Return how a CSV file is read, by its beginning and its header; nothing for another file."""
     fs, files = find_files([user_paths(path)])
     form = format_of(files[0])
     if form.kind != "CSV":
-        return {}, {}
+        return {}
     content = b""
     with contextlib.suppress(*read_errors(fs)):  # which reading the whole file tells
         content = fs.open_input_stream(files[0], compression=form.compression).read(SAMPLED_BYTES)
     for encoding in ENCODINGS:
         with contextlib.suppress(UnicodeError):
-            text = codecs.getincrementaldecoder(encoding)().decode(content).encode()
+            header = codecs.getincrementaldecoder(encoding)().decode(content).partition("\n")[0]
             break
-
-    def columns(delimiter: str, decimal: str = ".") -> dict[str, str]:
-        """Return the types of the columns if the file is read so."""
-        parsing = csv.ParseOptions(
-            delimiter=delimiter, newlines_in_values=True, invalid_row_handler=lambda _: "skip"
-        )
-        numbers = csv.ConvertOptions(decimal_point=decimal)
-        try:
-            reader = csv.open_csv(io.BytesIO(text), parse_options=parsing, convert_options=numbers)
-        except pa.ArrowInvalid:
-            return {}
-        return {field.name: type_name(field.type) for field in reader.schema}
-
     usual = "\t" if form.ending == ".tsv" else ","
-    delimiter = max(f"{usual},;\t|", key=lambda mark: len(columns(mark)))
-    decimal = max(".,", key=lambda mark: [*columns(delimiter, mark).values()].count("float64"))
-    types = {name: kind for name, kind in columns(delimiter, decimal).items() if kind in GUESSED}
-    return {"delimiter": delimiter, "encoding": encoding, "decimal": decimal}, types
+    return {"delimiter": max(f"{usual},;\t|", key=header.count), "encoding": encoding}
 
 
 def _prompt(usable: Mapping[str, pa.DataType], sample: pa.Table) -> tuple[str, str]:

@@ -15,8 +15,6 @@ from batchrunner.core.errors import InputError, JobError, RowRefusedError
 from batchrunner.core.hook_worker import ROLLOUT
 from batchrunner.core.media import PromptFile
 from batchrunner.core.types import (
-    AskedColumns,
-    ForwardTask,
     Outcome,
     PromptKind,
     Request,
@@ -44,10 +42,11 @@ from batchrunner.input.templates import (
     template_of_column,
     with_fields,
 )
+from batchrunner.job.answers import AnswerPlan
 from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec
-from batchrunner.job.spec import InputSpec
+from batchrunner.job.spec import Job
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -65,24 +64,14 @@ class Renderer:
     """
 
     def __init__(
-        self,
-        dataset: ColumnSource,
-        source: InputSpec,
-        prompt: PromptSpec,
-        sampling: SamplingSpec,
-        *,
-        asks: AskedColumns | None = None,
-        functions: HookPool | None = None,
-        expression: str | None = None,
-        task: ForwardTask | None = None,
+        self, job: Job, dataset: ColumnSource, answers: AnswerPlan, functions: HookPool | None
     ) -> None:
         """Compile the templates and check the columns.
 
-        `asks` is what its answer is asked for besides the text; `functions` are the job's Python functions,
-        for a job with `prompt.python`; `expression` is the condition of good answers, whose columns go along
-        with each request; `task` is one without decoding, whose requests have no sampling parameters. Raises
-        JobError for a bad template, InputError for a missing column or one of a wrong type.
+        `functions` are the job's Python functions. Raises JobError for a bad template, InputError for a
+        missing column or one of a wrong type.
         """
+        source, prompt, sampling = job.input, job.prompt, job.sampling
         self._python: PythonPrompts | None = None
         self._media: MediaPrompts | None = None
         if prompt.python and functions:
@@ -105,14 +94,14 @@ class Renderer:
             self._media = MediaPrompts(prompt, dataset, made.prompt_of, made.printed)
             used |= {*self._media.columns}
         self._sampling, self._per_row = _split_sampling(sampling, dataset)
-        if task is not None:
+        if answers.task is not None:
             self._sampling, self._per_row = {}, {}
         used |= {*self._per_row.values()}
         self._by_row: dict[str, ByColumn] = {}
         """Fields of requests, besides prompt and sampling, that differ from row to row."""
         self._shared: dict[str, Any] = {
-            "chat_template_kwargs": prompt.chat_template_kwargs, "continues": prompt.continues, "asks": asks,
-            "task": task,
+            "chat_template_kwargs": prompt.chat_template_kwargs, "continues": prompt.continues,
+            "asks": answers.asks, "task": answers.task,
         }  # fmt: skip
         for field, value in {
             "lora_path": _lora_path(sampling),
@@ -128,6 +117,7 @@ class Renderer:
         if source.filter is not None:
             self.predicate = Predicate(source.filter, where="input.filter", available=dataset.schema.names)
             used |= {*self.predicate.columns}
+        expression = job.accept.expression
         self._for_check = AnswerExpression(expression, dataset.schema.names).columns if expression else []
         used |= {*self._for_check}
         self._request_kind: PromptKind = self.kind or "messages"  # until the prompt is filled in

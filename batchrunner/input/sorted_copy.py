@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import pyarrow as pa
@@ -25,7 +25,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, OutputError, ResumeError
 from batchrunner.core.types import Request, rows_of_column
-from batchrunner.input.dataset import DatasetReader, RowBatch, batch_rows
+from batchrunner.input.dataset import RowBatch, batch_rows
 from batchrunner.input.files import READ_BUFFER_BYTES
 from batchrunner.input.job_input import JobInput, lease_rows
 from batchrunner.input.order import OrderDecision, decide_order, prompt_bytes, sort_key
@@ -293,20 +293,6 @@ def prepare_order(
         return None, decision
     log.info("sorted in %.0f s (%d MiB)", time.monotonic() - began, path.stat().st_size >> 20)
     return path, decision
-
-
-RowReader: TypeAlias = DatasetReader | SortedCopy
-"""What reads rows in the order in which they are sent, a bounded batch at a time.
-
-A position is the index of a row in that order, counted from 0; in input order it is the ordinal.
-"""
-
-
-def open_order(job_input: JobInput, path: Path | None) -> RowReader:
-    """Open a sorted copy, or the input where `path` is None; raises InputError where the copy is missing."""
-    if path is None:
-        return DatasetReader(job_input.dataset, job_input.renderer.columns)
-    return SortedCopy(path)
 
 
 def find_sorted_copy(

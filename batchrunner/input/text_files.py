@@ -34,7 +34,6 @@ MOST_SHOWN = 40
 """Most characters of a bad value in a message."""
 _UNDECODED = re.compile("[\udc80-\udcff]")
 """What stands for a byte that the encoding does not have."""
-_POINTS_AND_COMMAS = str.maketrans(".,", ",.")
 BOM = b"\xef\xbb\xbf"
 """Mark at the beginning of a UTF-8 file, which some editors write; it is no part of the text."""
 ARROW_MAGIC, ARROW_HEAD_BYTES = b"ARROW1", 8
@@ -81,9 +80,7 @@ def _lines(source: IO[AnyStr], path: str) -> Iterator[AnyStr]:
         yield line
 
 
-def _batch_of(
-    path: str, chunk: Sequence[Record], kinds: Mapping[str, pa.DataType | None], decimal: str = "."
-) -> pa.RecordBatch:
+def _batch_of(path: str, chunk: Sequence[Record], kinds: Mapping[str, pa.DataType | None]) -> pa.RecordBatch:
     """Return records as a batch with PROBLEM; a column without a type gets that of its values."""
     problems = [problem for _, _, problem, _ in chunk]
     arrays = []
@@ -92,7 +89,7 @@ def _batch_of(
         if kind is None:
             arrays.append(array_of(values))
             continue
-        array, misfits = _typed(values, kind, decimal)
+        array, misfits = _typed(values, kind)
         arrays.append(array)
         for at, why in misfits.items():
             problems[at] = problems[at] or f"column {name!r}: {why}"
@@ -103,7 +100,7 @@ def _batch_of(
     return pa.RecordBatch.from_arrays([*arrays, arrow_array(told, pa.string())], names=[*kinds, PROBLEM])
 
 
-def _typed(values: Sequence[Any], kind: pa.DataType, decimal: str) -> tuple[pa.Array, dict[int, str]]:
+def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
     """Return values as a column of a type, with null for those that do not fit, and what is wrong with these.
 
     An empty text is null, except in a column of texts.
@@ -112,8 +109,6 @@ def _typed(values: Sequence[Any], kind: pa.DataType, decimal: str) -> tuple[pa.A
     if pa.types.is_string(kind):
         return arrow_array(texts, kind), {}
     texts = [(text and text.strip()) or None for text in texts]
-    if decimal == "," and pa.types.is_floating(kind):
-        texts = [text and text.translate(_POINTS_AND_COMMAS) for text in texts]
     misfits: dict[int, str] = {}
     try:
         return arrow_array(texts, pa.string()).cast(kind), misfits
@@ -139,7 +134,7 @@ def _csv_batches(records: Iterator[_Cells], path: str, spec: InputSpec) -> Itera
     kinds = {name: PLAIN_TYPES[spec.types.get(name, "string")] for name in header}
     yield _batch_of(path, [], kinds)
     for chunk in in_chunks(_of_width(records, header), BATCH_ROWS, itemgetter(-1)):
-        yield _batch_of(path, chunk, kinds, spec.decimal)
+        yield _batch_of(path, chunk, kinds)
 
 
 def _of_width(records: Iterable[_Cells], names: list[str]) -> Iterator[Record]:

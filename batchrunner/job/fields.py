@@ -59,7 +59,7 @@ def user_paths(value: Any) -> Any:
     return user_path(value) if isinstance(value, str) else value
 
 
-UserPath: TypeAlias = Annotated[str, AfterValidator(user_path)]
+UserPath: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(user_path)]
 """A path in which `~` and `$HOME` stand for a home directory."""
 _SHARE_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
 Duration: TypeAlias = Annotated[

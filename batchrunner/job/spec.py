@@ -148,8 +148,6 @@ class InputSpec(Spec):
     """Separator of CSV files. Default: a comma, in `.tsv` a tab."""
     encoding: Annotated[str, AfterValidator(_known_encoding)] = "utf-8"
     """Encoding of CSV files, by Python's name. Excel in Western Europe writes `cp1252`."""
-    decimal: Literal[".", ","] = "."
-    """Decimal sign of float columns in CSV files."""
     rename: dict[str, str] = {}
     """New names for copied columns: `{old: new}`."""
     filter: str | None = None

@@ -29,7 +29,7 @@ _SECRET = re.compile(r"key|token(?!iz|s)|secret|password", re.IGNORECASE)
 _LONGEST_VALUE = 60
 """Characters of a value in an error message."""
 
-_OF_INPUT = ("filter", "columns", "rename", "types", "delimiter", "encoding", "decimal")
+_OF_INPUT = ("filter", "columns", "rename", "types", "delimiter", "encoding")
 
 
 def fingerprint(job: Job, files: Sequence[Mapping[str, Any]], model: str) -> dict[str, Any]:

@@ -185,19 +185,11 @@ class BlockStream:
             if functions is not None:
                 stack.enter_context(closing(functions))
             rows = ProgramRows(job, columns, self._buffer, functions=functions)
-            self._plan = plan_answers(job, functions)
+            self._plan = rows.plan
             self._schema = schema_of_run(pa.schema([]), self._plan)
             call.check_names(columns, self._plan)
             self._outlet = BlockOutlet()
-            work = functools.partial(
-                send_stream,
-                job,
-                rows,
-                self._outlet,
-                (),
-                scratch,
-                functions=functions,
-            )
+            work = functools.partial(send_stream, rows, self._outlet, (), scratch)
             self._running = loop.start_stream(work)
             self._stack = stack.pop_all()
 

@@ -47,9 +47,9 @@ class Control:
             self.reason, self.exit_code = reason, exit_code
         self._notify()
 
-    def stop(self, reason: str, exit_code: int = EXIT_TERMINATED) -> None:
+    def stop(self, reason: str) -> None:
         """End at once; the next attempt sends the rows in flight again."""
-        self.drain(reason, exit_code)
+        self.drain(reason, EXIT_TERMINATED)
         self.at_once = True
         self._notify()
 

@@ -51,15 +51,7 @@ class LeasedRows(TaskRows):
 
     is_shared = True
 
-    def __init__(
-        self,
-        prepared: PreparedJob,
-        leases: Leases,
-        counts: RowCounts,
-        events: EventLog,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, prepared: PreparedJob, leases: Leases, counts: RowCounts, events: EventLog) -> None:
         """Hold no lease yet; `counts` tells how many of the rows taken have ended."""
         super().__init__(prepared)
         self._leases = leases
@@ -72,7 +64,6 @@ class LeasedRows(TaskRows):
         self._lives: dict[str, bool | None] = {}
         """Whether these tasks lived then; None where that was not known."""
         self._counts = counts
-        self._clock = clock
         self._refreshed_at = -REFRESH_S
         self._first: Lease | None = None
         self._last: int | None = None
@@ -158,9 +149,9 @@ class LeasedRows(TaskRows):
                     lease, is_over = self._look_for_lease()
             except (OutputError, StorageError) as failure:  # the disk may come back
                 if failed_at is None:
-                    failed_at = self._clock()
+                    failed_at = time.monotonic()
                     log.warning("%s: waiting for the disk", failure)
-                if self._clock() - failed_at > self._prepared.job.limits.disk_wait:
+                if time.monotonic() - failed_at > self._prepared.job.limits.disk_wait:
                     raise
             else:
                 failed_at = None
@@ -185,7 +176,7 @@ class LeasedRows(TaskRows):
 
     def _try_take(self) -> Lease | None:
         """Take a lease that is free as far as is known."""
-        if self._clock() - self._refreshed_at > REFRESH_S:
+        if time.monotonic() - self._refreshed_at > REFRESH_S:
             self._refresh()
         if self._has_its_share():
             return None
@@ -221,7 +212,7 @@ class LeasedRows(TaskRows):
         self._leases.refresh()
         self._look_at_others(self._leases)
         self._rows_free = self._leases.rows_free()
-        self._refreshed_at = self._clock()
+        self._refreshed_at = time.monotonic()
 
     def _look_at_others(self, leases: Leases) -> None:
         """Find out which other tasks hold leases, and whether they live."""

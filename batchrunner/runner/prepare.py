@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import InputError, OutputError, ResumeError
+from batchrunner.core.errors import BatchrunError, InputError, OutputError, ResumeError
 from batchrunner.core.types import EMBEDDINGS_PATH
 from batchrunner.engines.http.connections import raise_file_limit
-from batchrunner.input.dataset import ColumnSource, Dataset, rows_of
+from batchrunner.input.dataset import Dataset, rows_of
 from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
@@ -32,6 +32,7 @@ from batchrunner.job.python_functions import open_functions
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.output.columns import schema_of_run
+from batchrunner.output.liveness import holders_of
 from batchrunner.output.run_dir import MAIN_TASK, TUNE, RunDir, look_at_run, open_run
 from batchrunner.output.run_json import (
     DISCARD,
@@ -144,7 +145,7 @@ def prepare(
         dataset = _open_dataset(job, run_dir, run, run_dir.copies if keeps_copies else None)
         functions = open_functions(job)
         answers = plan_answers(job, functions)
-        renderer = renderer_of(job, dataset, answers, functions)
+        renderer = Renderer(job, dataset, answers, functions)
         known = None if fresh else _fingerprint_of(run_dir)
         if known is not None:
             dataset.recognize(known["files"])
@@ -161,20 +162,6 @@ def prepare(
             functions.close()
         raise
     return PreparedJob(job, dataset, renderer, run_dir, answers, functions)
-
-
-def renderer_of(job: Job, columns: ColumnSource, answers: AnswerPlan, functions: HookPool | None) -> Renderer:
-    """Return what renders rows of these columns; raises JobError or InputError."""
-    return Renderer(
-        columns,
-        job.input,
-        job.prompt,
-        job.sampling,
-        asks=answers.asks,
-        functions=functions,
-        expression=job.accept.expression,
-        task=answers.task,
-    )
 
 
 def _with_field_order(
@@ -200,7 +187,7 @@ def _with_field_order(
         log.info("prompt.fields: %s", ", ".join(columns))
     prompt = job.prompt.model_copy(update={"fields": fields.model_copy(update={"columns": columns})})
     job = job.model_copy(update={"prompt": prompt})
-    return job, renderer_of(job, dataset, answers, None)
+    return job, Renderer(job, dataset, answers, None)
 
 
 def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
@@ -216,11 +203,16 @@ def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
 
 
 def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
-    """Delete the Parquet copies of the input where the run is done, or has not begun."""
-    if is_done or not run_dir.run_json.exists():
-        shutil.rmtree(run_dir.copies, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other files are in it, or it is not there
+    """Delete the Parquet copies of the input where the run is done, or where no task has begun it."""
+    with contextlib.suppress(OSError, BatchrunError):  # the directory is not empty; the store is away
+        if is_done or not (run_dir.run_json.exists() or _is_held(run_dir)):
+            shutil.rmtree(run_dir.copies, ignore_errors=True)
             run_dir.path.rmdir()
+
+
+def _is_held(run_dir: RunDir) -> bool:
+    """Tell whether a process is at work as one of the run's tasks; its engine may be starting."""
+    return any(holders_of([(task, None) for task in run_dir.all_tasks()], watch=False))
 
 
 def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> Dataset:

@@ -11,8 +11,8 @@ from pyroaring import BitMap64
 from batchrunner.core.errors import InputError, InputLostError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Lease, Outcome, Request
-from batchrunner.input.dataset import RowBatch
-from batchrunner.input.sorted_copy import RowReader, open_order
+from batchrunner.input.dataset import DatasetReader, RowBatch
+from batchrunner.input.sorted_copy import SortedCopy
 from batchrunner.runner.prepare import PreparedJob
 
 log = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ class TaskRows(ABC):
         self._stopped = threading.Event()
         self._to_read = 0
         """Rows of the leases that were taken, still to be read."""
-        self._reader: RowReader | None = None
+        self._reader: DatasetReader | SortedCopy | None = None
         self._read_copy: Path | None = None
         """The sorted copy that the reader reads; None for the input itself."""
         self.kind = prepared.renderer.kind
@@ -104,8 +104,10 @@ class TaskRows(ABC):
             yield batch
             left -= BitMap64(batch.rows)
 
-    def _open(self) -> RowReader:
-        return open_order(self._prepared, self._read_copy)
+    def _open(self) -> DatasetReader | SortedCopy:
+        if self._read_copy is not None:
+            return SortedCopy(self._read_copy)
+        return DatasetReader(self._prepared.dataset, self._prepared.renderer.columns)
 
     def _close(self) -> None:
         if self._reader is not None:

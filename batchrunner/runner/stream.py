@@ -46,7 +46,6 @@ from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.runner.control import Control
 from batchrunner.runner.open_engine import EngineLoop, open_portal
-from batchrunner.runner.prepare import renderer_of
 from batchrunner.runner.progress import Display
 from batchrunner.runner.run import check_engine, open_engine_of
 from batchrunner.runner.sending import Outlet, Sending, open_control
@@ -275,7 +274,9 @@ class ProgramRows:
         self._columns = normalized(columns)
         self.names: Sequence[str] = self._columns.names
         """Names of the columns of the first rows."""
-        self._job, self._functions = job, functions
+        self.job, self.functions = job, functions
+        self.plan = plan_answers(job, functions)
+        """What outcomes become."""
         self._buffer, self._first = buffer, first or []
         self._renderers: dict[pa.Schema, Renderer] = {}
         self._renderer = self._renderer_of(self._columns)
@@ -340,9 +341,8 @@ class ProgramRows:
         if schema not in self._renderers:
             if len(self._renderers) >= MOST_RENDERERS:
                 self._renderers.clear()
-            answers = plan_answers(self._job, self._functions)
             columns = ProgramColumns(schema)
-            self._renderers[schema] = renderer_of(self._job, columns, answers, self._functions)
+            self._renderers[schema] = Renderer(self.job, columns, self.plan, self.functions)
         return self._renderers[schema]
 
 
@@ -407,7 +407,6 @@ class ProgramOutlet(Outlet, Protocol):
 
 
 async def send_stream(
-    job: Job,
     rows: ProgramRows,
     outlet: ProgramOutlet,
     displays: Sequence[Display],
@@ -415,15 +414,14 @@ async def send_stream(
     *,
     engine: Engine | None = None,
     info: EngineInfo | None = None,
-    functions: HookPool | None = None,
 ) -> None:
     """Send all rows and give their outcomes to `outlet`, which ends with them.
 
-    `engine` is an open engine, with its `info`; without one the job's own is opened and closed. `functions`
-    are the job's Python functions. Cancelled, it cancels the requests in flight. Raises BatchrunError where
-    the engine cannot be opened or is lost, or where a limit of the job ended the stream.
+    `engine` is an open engine, with its `info`; without one the job's own is opened and closed. Cancelled, it
+    cancels the requests in flight. Raises BatchrunError where the engine cannot be opened or is lost, or
+    where a limit of the job ended the stream.
     """
-    control, counts, events = Control(), RowCounts(), EventLog(log_directory / "events.jsonl")
+    job, control, counts, events = rows.job, Control(), RowCounts(), EventLog(log_directory / "events.jsonl")
     try:
         async with contextlib.AsyncExitStack() as stack:
             for display in displays:
@@ -436,8 +434,8 @@ async def send_stream(
             began = time.monotonic()
             load_control, _ = await open_control(job, engine, info, events, unsent=rows.unread, now=began)
             sending = Sending(
-                job, rows, engine, load_control, plan_answers(job, functions), outlet, counts, events,
-                control, displays, began, functions,
+                job, rows, engine, load_control, rows.plan, outlet, counts, events, control, displays, began,
+                rows.functions,
             )  # fmt: skip
             try:
                 await sending.send()
@@ -448,10 +446,6 @@ async def send_stream(
     finally:
         rows.stop()
         outlet.end()
-
-
-Source: TypeAlias = tuple[Job, ProgramRows, "HookPool | None"]
-"""A stream's job, its rows, and the job's Python functions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,14 +464,11 @@ class StreamCall:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batchrunner-")))
             buffer = RowBuffer()
             await stack.enter_async_context(reading(self.data, buffer))
-            source = await asyncio.to_thread(self._source, buffer, scratch, stack)
-            if source is not None:
-                job, rows, functions = source
-                handover = Handover(plan_answers(job, functions))
+            rows = await asyncio.to_thread(self._read_first, buffer, scratch, stack)
+            if rows is not None:
+                handover = Handover(rows.plan)
                 loop = await self._open_loop(stack)
-                work = functools.partial(
-                    send_stream, job, rows, handover, self.displays, scratch, functions=functions
-                )
+                work = functools.partial(send_stream, rows, handover, self.displays, scratch)
                 running = loop.start_stream(work)
                 stack.push_async_callback(loop.end_stream, running)
                 while taken := await loop.ask(handover.take):
@@ -495,14 +486,20 @@ class StreamCall:
         stack.push_async_callback(asyncio.to_thread, opening.__exit__, None, None, None)
         return EngineLoop(portal)
 
-    def _source(self, buffer: RowBuffer, scratch: Path, stack: contextlib.AsyncExitStack) -> Source | None:
-        """Return the job and its rows; None without rows. Blocks until the first rows tell the columns."""
-        first = take_batches(buffer, 0)
-        known = next((piece for piece in first if not isinstance(piece, str)), None)
-        if known is None:
-            if first:
+    def _read_first(
+        self, buffer: RowBuffer, scratch: Path, stack: contextlib.AsyncExitStack
+    ) -> ProgramRows | None:
+        """Return the rows; None where there are none. Blocks until the first ones tell the columns."""
+        first: list[pa.RecordBatch | str] = []
+        known = None
+        while known is None:  # rows that cannot be sent have no columns
+            taken = take_batches(buffer, len(first))
+            if not taken and first:
                 raise InputError(str(first[0]))
-            return None
+            if not taken:
+                return None
+            first += taken
+            known = next((piece for piece in taken if not isinstance(piece, str)), None)
         job = self.call.job(known.schema, [str(scratch)], scratch)
         if not any(map(len, first)):  # a table's columns came before its first rows
             first = take_batches(buffer, 0)
@@ -511,4 +508,4 @@ class StreamCall:
             stack.callback(functions.close)
         total = rows_known(self.data)
         rows = ProgramRows(job, known.schema, buffer, first=first, total=total, functions=functions)
-        return (job, rows, functions) if first else None
+        return rows if first else None

@@ -4,7 +4,6 @@ A block keeps neighbouring rows together: rows with a common prefix meet in the 
 few blocks are spread over the whole input: a trial that is stopped early has rows from its end too.
 """
 
-import contextlib
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pyroaring import BitMap64
 
 from batchrunner.core.console import counted
 from batchrunner.input.order import decide_order
-from batchrunner.input.sorted_copy import open_order, prepare_order, remove_sorted_copies
+from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
 from batchrunner.output.files import whole_file, writing
 from batchrunner.runner.prepare import PreparedJob
 
@@ -88,12 +87,12 @@ def _blocks(prepared: PreparedJob, rows: BitMap64, blocks: int, directory: Path)
         rows = BitMap64().union(*(rows[begin : begin + BLOCK_ROWS] for begin in begins))
         places = range(len(rows))
     begin = 0
-    with contextlib.closing(open_order(prepared, path)) as order:
-        for batch in order.read(rows):
-            end = begin + batch.data.num_rows
-            here = places[bisect_left(places, begin) : bisect_left(places, end)]
-            yield batch.data.take(pa.array([place - begin for place in here], pa.int64()))
-            begin = end
+    batches = SortedCopy(path).read(rows) if path else prepared.dataset.read(rows, prepared.renderer.columns)
+    for batch in batches:
+        end = begin + batch.data.num_rows
+        here = places[bisect_left(places, begin) : bisect_left(places, end)]
+        yield batch.data.take(pa.array([place - begin for place in here], pa.int64()))
+        begin = end
     remove_sorted_copies(directory)
 
 

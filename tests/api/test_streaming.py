@@ -159,6 +159,14 @@ async def test_a_bad_row_ends_no_stream() -> None:
     assert "must hold texts (got int64)" in came[2]["error"]
     assert came[1]["text"] is None
 
+    async def slow() -> AsyncIterator[Any]:
+        yield {"text": 10**30}
+        await asyncio.sleep(0.1)
+        yield "good"
+
+    came = await all_of(slow(), prompt=TEXT, engine=INSTANT)
+    assert {row["row"]: row["error"] is None for row in came} == {0: False, 1: True}
+
 
 async def test_a_program_may_use_its_mapping_again() -> None:
     """The row is what the mapping held when it was given."""

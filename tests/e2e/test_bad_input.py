@@ -241,7 +241,7 @@ def test_a_bad_record(tmp_path: Path, name: str, record: bytes, problem: str) ->
         ),
         ("a.csv", {"encoding": "utf-16"}, "line 1 is not UTF-16: write input.encoding"),
         ("a.csv", {"delimiter": "\\t"}, "input.delimiter: give one character, such as"),
-        ("a.jsonl", {"decimal": ","}, "input.decimal: is for CSV, and the input has no such file"),
+        ("a.jsonl", {"delimiter": ";"}, "input.delimiter: is for CSV, and the input has no such file"),
         ("a.csv", {"types": {"txt": "int64"}}, "input.types: unknown column 'txt'; did you mean 'text'?"),
         ("a.csv", {"types": {"id": "integer"}}, "input.types.id: "),
     ],

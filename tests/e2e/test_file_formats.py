@@ -13,10 +13,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from pyroaring import BitMap64
 
 import batchrunner
-from batchrunner.core.errors import InputError, ResumeError
+from batchrunner.core.errors import InputError, JobError, ResumeError, TaskHeldError
 from batchrunner.input import text_files
+from batchrunner.job.load import load_job
+from batchrunner.output.task_lock import hold_task
+from batchrunner.runner.prepare import prepare
 from tests.conftest import INSTANT, column_of, job_of, results_of, write_rows
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
@@ -147,6 +151,20 @@ def test_a_change_of_one_byte_in_a_large_file(tmp_path: Path) -> None:
         batchrunner.run(job)
 
 
+def test_a_second_start_leaves_the_copy_of_the_input(tmp_path: Path) -> None:
+    """A run whose engine is starting reads it later; what no run has begun leaves nothing."""
+    path = tmp_path / "a.csv"
+    path.write_bytes(as_csv(range(2)))
+    job = load_job(job_of(tmp_path, INSTANT, input={"path": str(path)}))
+    first = prepare(job, keeps_copies=True)
+    with hold_task(first.run_dir), pytest.raises(TaskHeldError):
+        batchrunner.run(job)
+    assert [len(batch) for batch in first.batches(BitMap64([0, 1]))] == [2]
+    with pytest.raises(JobError):
+        batchrunner.run(job, overrides=["prompt.text={{ no }}"])
+    assert not first.run_dir.copies.exists()
+
+
 def test_one_directory_of_one_kind(tmp_path: Path) -> None:
     """A directory is read where its files are of one kind, with Parquet files before all others."""
     source = tmp_path / "in"
@@ -179,25 +197,23 @@ def test_files_of_several_formats_that_are_named(tmp_path: Path) -> None:
 
 def of_excel(encoding: str, delimiter: str) -> bytes:
     """Return a CSV file as Excel writes it in half of the world."""
-    lines = ["Nr;Preis;Notiz", 'R-1;1,50;"schön\ngut"', "R-2;;übel", "R-3;1.234;é", ""]
+    lines = ["Nr;Preis;Notiz", 'R-1;1.50;"schön\ngut"', "R-2;;übel", "R-3;1-2;é", ""]
     return "\r\n".join(lines).replace(";", delimiter).encode(encoding)
 
 
 @pytest.mark.parametrize(("encoding", "delimiter"), [("cp1252", ";"), ("utf-16", "\t"), ("utf-8-sig", "|")])
 def test_csv_of_excel(tmp_path: Path, encoding: str, delimiter: str) -> None:
-    """Delimiter, encoding and decimal commas are the job's; a point is then no decimal point."""
+    """Delimiter and encoding are the job's."""
     path = tmp_path / "a.csv"
     path.write_bytes(of_excel(encoding, delimiter))
     source = {"path": str(path), "columns": ["Nr", "Preis", "Notiz"], "types": {"Preis": "float64"}}
-    source |= {"encoding": encoding, "delimiter": delimiter, "decimal": ","}
+    source |= {"encoding": encoding, "delimiter": delimiter}
     job = job_of(tmp_path, INSTANT, input=source, prompt={"text": "Notiz"})
     batchrunner.run(job)
     one, two, three = results_of(job)
     assert (one["Nr"], one["Preis"], one["Notiz"]) == ("R-1", 1.5, "schön\ngut")
     assert (two["Preis"], two["Notiz"], two["error"]) == (None, "übel", None)
-    assert three["error"].endswith("line 5: column 'Preis': '1.234' is not float64")
-    with pytest.raises(ResumeError, match="decimal"):
-        batchrunner.run(job, overrides=["input.decimal=."])
+    assert three["error"].endswith("line 5: column 'Preis': '1-2' is not float64")
 
 
 UNUSUAL = {

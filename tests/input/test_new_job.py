@@ -68,21 +68,20 @@ def test_what_the_job_says() -> None:
     job = yaml.safe_load(text)
     assert job["engine"]["kind"] == "server"
     assert "model" in job["engine"]
-    read = {"delimiter": ",", "encoding": "utf-8", "decimal": "."}
+    read = {"delimiter": ",", "encoding": "utf-8"}
     assert job["input"] == {"path": "in/q.csv", "columns": ["user_id"], **read}
 
 
 @pytest.mark.parametrize(("encoding", "delimiter"), [("cp1252", ";"), ("utf-16", "\t"), ("utf-8", ",")])
 def test_a_csv_of_another_kind(encoding: str, delimiter: str) -> None:
-    """Delimiter, encoding and decimal comma are found out, and with them the job is good as it stands."""
+    """Delimiter and encoding are found out, and with them the job is good as it stands."""
     rows = [["Datum", "SKU", "Preis", "PLZ", "Rückmeldung"]]
     rows += [["2024-01-02", f"a{n}", f'"{n},5"', f"0{n}", f'"Sehr gut,{delimiter}\n{n}"'] for n in range(20)]
     Path("q.csv").write_bytes("\n".join(map(delimiter.join, rows)).encode(encoding))
     text = batchrunner_init("q.csv")
     job = yaml.safe_load(text)
-    read = {"delimiter": delimiter, "encoding": encoding, "decimal": ","}
+    read = {"delimiter": delimiter, "encoding": encoding}
     assert job["input"] == {"path": "q.csv", "columns": ["SKU"], **read}
-    assert '  # types: {"Datum": "date", "Preis": "float64", ' in text
     Path("new.yaml").write_text(text)
     first, *_ = printed("check", "new.yaml")["prompts"]
     assert first["prompt"][-1]["content"] == f"Sehr gut,{delimiter}\n0"

@@ -20,8 +20,6 @@ MOST_FILES, MOST_SENT_BYTES = 1000, 60 << 20
 """Most files of one row, and the bytes of them as they are sent."""
 PIXELS_A_TOKEN = 28 * 28
 """Pixels of an image for each token, as of the Qwen-VL and InternVL families; others are near it."""
-USUAL_TOKENS = 1024
-"""Tokens that a file is expected to take whose size is not known before it is opened."""
 MOST_TOKENS = 16_384
 """Most tokens that a file is expected to take: more than the processors of models let through."""
 BYTES_A_TOKEN = {"audio": 640, "video": 500}
@@ -44,32 +42,19 @@ def prepare(files: tuple[PromptFile, ...]) -> list[tuple[tuple[bytes, ...], int]
                     return f"{file.rules.field}: the row has more than {most}"
         except BadFileError as failure:
             return f"{file.rules.field}: {file.label}: {failure}"
-        found.append((tuple(ready), sum(tokens_of_file(each, file.kind.name) for each in ready)))
+        found.append((tuple(ready), sum(_tokens_of(each, file.kind.name) for each in ready)))
     return found
 
 
-def tokens_of(pixels: float, most_pixels: int | None = None) -> int:
-    """Return the tokens of an image with so many pixels, which has `most_pixels` when it is sent."""
-    sent = pixels if most_pixels is None else min(pixels, most_pixels)
-    return _between(sent / PIXELS_A_TOKEN)
-
-
-def tokens_of_file(content: bytes, kind: KindName = "image", most_pixels: int | None = None) -> int:
-    """Return the tokens of a file by its first bytes and its size, or those of most files of its kind."""
-    if not content:
-        return tokens_of(USUAL_TOKENS * PIXELS_A_TOKEN, most_pixels)
+def _tokens_of(content: bytes, kind: KindName) -> int:
+    """Return about how many tokens a file takes, as it is sent."""
     if kind in BYTES_A_TOKEN:
-        return _between(len(content) / BYTES_A_TOKEN[kind])
-    try:
+        tokens = len(content) / BYTES_A_TOKEN[kind]
+    else:
         from PIL import Image  # noqa: PLC0415 - an extra, and heavy
 
         with Image.open(io.BytesIO(content)) as image:
-            return tokens_of(image.width * image.height, most_pixels)
-    except Exception:  # noqa: BLE001 - what is wrong with a file is said when it is prepared
-        return tokens_of_file(b"", kind, most_pixels)
-
-
-def _between(tokens: float) -> int:
+            tokens = image.width * image.height / PIXELS_A_TOKEN
     return max(1, min(MOST_TOKENS, round(tokens)))
 
 

@@ -16,13 +16,11 @@ import pyarrow.types as pt
 from batchrunner.core.errors import InputError, JobError, RowRefusedError
 from batchrunner.core.media import KIND_OF_FIELD, KINDS, MediaRules, PromptFile, page_ranges
 from batchrunner.input.dataset import ColumnSource, is_bytes, is_list
-from batchrunner.input.media.prepare import tokens_of, tokens_of_file
 from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.prompt import ImagesSpec, MediaSpec, PdfSpec, PromptSpec
 
-PAGE_INCHES = 8.5 * 11
-MOST_PAGES = 8
-"""Most pages of a document whose tokens are counted before it is opened."""
+USUAL_TOKENS = 1024
+"""Tokens that a file is expected to take before it is opened."""
 _LONGEST_NAME = 120
 _USER = "user"
 
@@ -78,9 +76,7 @@ class FileColumn:
             raise RowRefusedError(f"{rules.field}: {label} is empty")
         key = blake2b(content or f"{rules.folder}\0{place}".encode("utf-8", "surrogatepass"), digest_size=16)
         key.update(pages.encode())
-        return PromptFile(
-            key.digest(), self._tokens(content, pages, rules), label, content, place, pages, rules
-        )
+        return PromptFile(key.digest(), USUAL_TOKENS, label, content, place, pages, rules)
 
     def _pages(self, given: Any) -> str:
         """Return the pages of a document as a text; empty for other files."""
@@ -94,13 +90,6 @@ class FileColumn:
         except ValueError as failure:
             raise RowRefusedError(f"prompt.pdf: {failure}") from None
         return str(pages)
-
-    def _tokens(self, content: bytes, pages: str, rules: MediaRules) -> int:
-        """Return about how many tokens a file takes, or the pages of a document together."""
-        if rules.dpi is None:
-            return tokens_of_file(content, rules.kind, rules.max_pixels)
-        count = min(sum(map(len, page_ranges(pages))), MOST_PAGES)
-        return count * tokens_of(PAGE_INCHES * rules.dpi**2, rules.max_pixels)
 
 
 def _rules(spec: MediaSpec | PdfSpec, field: str, folder: str | None) -> MediaRules:
