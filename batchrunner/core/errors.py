@@ -47,7 +47,7 @@ class BatchrunError(Exception):
     report: Any = None
     """Report of the rows done until then; None where the run had not begun."""
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str = "", *, hint: str | None = None) -> None:
         """`hint` is what to do, or what the user may have meant; the text has it where `message` has not."""
         message = hidden(message)
         super().__init__(message if hint is None or hint in message else f"{message}: {hint}")
