@@ -170,9 +170,11 @@ def _locate(given: str, storage: StorageSpec) -> tuple[pafs.FileSystem, str]:
 
 def _local_files(given: str, path: Path) -> tuple[dict[str, str], bool]:
     """Return files by their real paths, as one may have several, and whether it is a directory."""
-    if path.is_dir():
-        return dict(_local_files_below(path)), True
-    if path.exists():
+    is_directory = path.is_dir()
+    if is_directory:
+        found = (file for file in path.rglob("*") if known_format(file.name))
+        files = [file for file in found if not (_hidden(file.relative_to(path)) or file.is_dir())]
+    elif path.exists():
         files = [path]
         if is_special(path):
             raise InputError(
@@ -183,22 +185,7 @@ def _local_files(given: str, path: Path) -> tuple[dict[str, str], bool]:
     else:
         begins = None if path.is_absolute() else f"relative paths begin in {Path.cwd()}"
         raise InputError(f"{given}: no such file or directory", hint=begins)
-    return {str(file.parent.resolve() / file.name): str(file) for file in files}, False
-
-
-def _local_files_below(directory: Path) -> Iterator[tuple[str, str]]:
-    """Yield files by their real paths; a directory that may not be looked into has none."""
-
-    def refuse(failure: OSError) -> None:
-        if not isinstance(failure, PermissionError):
-            raise failure
-
-    for parent, _, names in os.walk(directory, onerror=refuse):
-        place = Path(parent)
-        real = place.resolve()
-        for name in names:
-            if not _hidden(place.relative_to(directory) / name):
-                yield str(real / name), str(place / name)
+    return {str(file.parent.resolve() / file.name): str(file) for file in files}, is_directory
 
 
 def _of_one_kind(given: str, files: Mapping[str, str]) -> dict[str, str]:
@@ -482,11 +469,6 @@ class SourceFile:
             hint = "if its page on the Hub asks for it, ask for access there, and set HF_TOKEN"
         elif not known_format(self.path):
             hint = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
-        elif self.format.kind == "Parquet" and isinstance(failure, pa.ArrowInvalid):
-            head = self._fs.open_input_stream(self.path).read(1024)
-            known, ending = ("JSON Lines", ".jsonl") if head[:1] == b"{" else ("CSV", ".csv")
-            if head and b"\0" not in head:
-                hint = f"if it is {known}, let its name end in {ending}"
         elif self.format.kind == "JSON Lines" and isinstance(failure, pa.ArrowInvalid):
             hint = "give the column a type in input.types: string keeps its values as they are"
         told = f"{place}: not a readable {self.format.kind} file: {first_line(failure)}"

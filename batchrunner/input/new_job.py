@@ -5,10 +5,8 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.types as pt
 from pyroaring import BitMap64
 
@@ -29,8 +27,6 @@ TEXT_NAMES = (
 )  # fmt: skip
 """Names of columns that commonly hold what is asked, the likeliest first."""
 ID_NAME = re.compile(r"(.*[ _-])?(?i:id|uuid|guid|key|sku|no|code|isbn|.*nr)|.*[a-z](Id|ID)")
-MOST_ID_BYTES = 64
-"""Most bytes, on average, of what tells rows apart."""
 SAMPLED_ROWS, SAMPLED_BYTES = 1000, 16 << 20
 """What is looked at of the data."""
 ENCODINGS = ("utf-8", "utf-16", "cp1252", "latin-1")
@@ -64,15 +60,12 @@ def new_job(path: str, engine: str) -> str:
     usable = usable_columns(dataset)
     if not usable:
         raise InputError(f"{path}: no column that a job can use")
-    short = [name for name, kind in usable.items() if is_text(kind) or pt.is_integer(kind)]
+    texts = [name for name, kind in usable.items() if is_text(kind)]
     rows = BitMap64(range(min(SAMPLED_ROWS, dataset.total_rows)))
-    sample = pa.Table.from_batches(batch.data for batch in dataset.read(rows, short))
+    sample = pa.Table.from_batches(batch.data for batch in dataset.read(rows, texts))
     name, prompt = _prompt(usable, sample)
     others = [other for other in usable if other not in {name, *RESULT_COLUMNS}]
     carried = [other for other in others if ID_NAME.fullmatch(other) and not pt.is_nested(usable[other])]
-    unique = [other for other in others if other in short and _tells_apart(sample.column(other))]
-    if not {*unique} & {*carried}:
-        carried += unique[:1]
     columns = "".join(f"#   {_quoted(f.name)}: {type_name(f.type)}\n" for f in dataset.schema)
     return (
         "# A job for batchrunner, made by `batchrun init`. Save it as job.yaml, change what you like, then:\n"
@@ -92,12 +85,6 @@ def new_job(path: str, engine: str) -> str:
         f"{ENGINES[engine]}"
         "\nlimits:\n  max_failed_rows: 1%             # with more the exit code is 3\n"
     )
-
-
-def _tells_apart(column: "pa.ChunkedArray[Any]") -> bool:
-    """Tell whether a column identifies rows: no value is missing or there twice, and they are short."""
-    is_unique = bool(pc.count_distinct(column).as_py() == len(column))
-    return is_unique and column.nbytes < MOST_ID_BYTES * len(column)
 
 
 def _of_csv(path: str) -> dict[str, str]:

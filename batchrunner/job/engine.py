@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from batchrunner.job.fields import Duration, ModelName, Spec, UserPath, user_paths
+from batchrunner.job.fields import Duration, ModelName, Off, Spec, UserPath, user_paths
 
 
 def _checked_url(url: str) -> str:
@@ -82,14 +82,9 @@ class ServerEngine(Spec):
     """GPUs of a replica (SGLang's `--tp-size`). Default: what `args` say, or 1."""
     heal: bool = True
     """Restart a server that ran out of memory with safer arguments, and begin later runs with them."""
-    adapt: Literal["auto", "off"] = "auto"
+    adapt: Literal["auto"] | Off = "auto"
     """Change flags that the job does not name while the run goes on, where the time left is worth a restart.
     Later runs of such a job begin with the best."""
-
-    @field_validator("adapt", mode="before")
-    @classmethod
-    def _off(cls, adapt: object) -> object:
-        return "off" if adapt is False else adapt  # YAML reads off as false
 
     @field_validator("args")
     @classmethod

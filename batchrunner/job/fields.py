@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import orjson
 from pydantic import (
@@ -61,6 +61,8 @@ def user_paths(value: Any) -> Any:
 
 UserPath: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(user_path)]
 """A path in which `~` and `$HOME` stand for a home directory."""
+Off: TypeAlias = Annotated[Literal["off"], BeforeValidator(lambda given: "off" if given is False else given)]
+"""The word `off`, which YAML reads as false."""
 _SHARE_TEXT = {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*%\s*$"}
 Duration: TypeAlias = Annotated[
     float,

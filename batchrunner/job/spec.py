@@ -11,7 +11,7 @@ from collections.abc import Collection
 from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.types import ForwardTask
@@ -19,6 +19,7 @@ from batchrunner.job.engine import EngineSpec
 from batchrunner.job.fields import (
     CountOrShare,
     Duration,
+    Off,
     PythonFunction,
     Share,
     Spec,
@@ -243,7 +244,7 @@ class Job(Spec):
     """Send equal rows once, at temperature 0, and give all the answer."""
     window: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Requests in flight over all replicas. `auto` follows the load of each."""
-    bundle: Literal["auto", "off"] | Annotated[int, Field(ge=1, le=64)] = "auto"
+    bundle: Literal["auto"] | Off | Annotated[int, Field(ge=1, le=64)] = "auto"
     """Rows in one request, each answered when it ends. `auto`: 1 to 64, as many as end together. `off`:
     one."""
     tokenize: Literal["auto", "client", "server"] = "auto"
@@ -263,11 +264,6 @@ class Job(Spec):
         given = {place.rpartition(".")[2]: attrgetter(place)(self) for place in kind.takes}
         values = {name: given[name] for name in known & given.keys() if given[name] is not None}
         return kind(**values | {"labels": tuple(self.labels)} if self.labels else values)
-
-    @field_validator("bundle", mode="before")
-    @classmethod
-    def _off(cls, bundle: object) -> object:
-        return "off" if bundle is False else bundle  # YAML reads off as false
 
     @model_validator(mode="after")
     def _fields_go_together(self) -> Job:

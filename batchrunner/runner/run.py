@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -117,7 +117,9 @@ async def execute(
         stack.callback(leave, prepared)
         for display in displays:
             stack.enter_context(contextlib.closing(display))
-        stack.enter_context(_rare_garbage_collection())
+        if 0 < (threshold := gc.get_threshold())[0] < GC_THRESHOLD:  # a second run here leaves it
+            gc.set_threshold(GC_THRESHOLD, *threshold[1:])
+            stack.callback(gc.set_threshold, *threshold)
         lock = await unless_away(
             lambda: control.run(lambda: stack.enter_context(hold_task(run_dir, control.sleep))), job, control
         )
@@ -173,20 +175,6 @@ def leave(prepared: PreparedJob) -> None:
     prepared.close()
     if prepared.joins and not any(prepared.run_dir.task_directory.glob("journal-*")):
         prepared.run_dir.store.discard_copy(prepared.run_dir.task)
-
-
-@contextlib.contextmanager
-def _rare_garbage_collection() -> Iterator[None]:
-    """Collect garbage cycles less often; a second run in the same process leaves the setting as it is."""
-    before = gc.get_threshold()
-    if not 0 < before[0] < GC_THRESHOLD:
-        yield
-        return
-    gc.set_threshold(GC_THRESHOLD, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 OF_RUN = ("exit_code", "reason", "rows_total", "rows_ok", "rows_failed", "rows_cut", "rows_left")

@@ -278,7 +278,7 @@ class ProgramRows:
         self.plan = plan_answers(job, functions)
         """What outcomes become."""
         self._buffer, self._first = buffer, first or []
-        self._renderers: dict[pa.Schema, Renderer] = {}
+        self._renderer_of = functools.lru_cache(MOST_RENDERERS)(self._make_renderer)
         self._renderer = self._renderer_of(self._columns)
         self.kind = self._renderer.kind
         """The kind of the prompts; None where a Python function makes them."""
@@ -337,13 +337,8 @@ class ProgramRows:
         batch = pa.RecordBatch.from_pydict(columns)
         return fitted(batch, normalized(batch.schema))
 
-    def _renderer_of(self, schema: pa.Schema) -> Renderer:
-        if schema not in self._renderers:
-            if len(self._renderers) >= MOST_RENDERERS:
-                self._renderers.clear()
-            columns = ProgramColumns(schema)
-            self._renderers[schema] = Renderer(self.job, columns, self.plan, self.functions)
-        return self._renderers[schema]
+    def _make_renderer(self, schema: pa.Schema) -> Renderer:
+        return Renderer(self.job, ProgramColumns(schema), self.plan, self.functions)
 
 
 class Handover:

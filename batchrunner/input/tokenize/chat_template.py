@@ -110,16 +110,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def _tojson(value: Any, ensure_ascii: bool = False, **named: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **named)
 
 
 def _raise(message: str) -> None:
