@@ -103,13 +103,6 @@ class FieldsSpec(Spec):
     that the engine's cache holds more of each prompt. The first start decides, and the run keeps the order.
     `written`: the order of `columns`."""
 
-    @model_validator(mode="after")
-    def _each_once(self) -> FieldsSpec:
-        twice = [name for name in self.columns if self.columns.count(name) > 1]
-        if twice:
-            raise ValueError(f"`columns` has {twice[0]!r} twice")
-        return self
-
 
 class PromptSpec(Spec):
     """A row as a prompt: `user` (and `system`), `messages`, `text`, `input_ids`, `python` or `rollout`."""

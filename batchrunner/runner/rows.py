@@ -126,9 +126,7 @@ class FixedRows(TaskRows):
         `copy` is the sorted copy of the input in whose order they are sent; None for input order.
         """
         super().__init__(prepared)
-        self._copy = copy
         self._lease: Lease | None = Lease(0, 0, rows, None, copy)
-        self._uncommitted = rows
         self.total = total
         """Number of rows, those that earlier attempts ended included."""
         self._to_read = len(rows)
@@ -145,11 +143,8 @@ class FixedRows(TaskRows):
         return lease
 
     def committed(self, rows: BitMap64) -> None:
-        """Record rows that are in a part now."""
-        self._uncommitted = self._uncommitted - rows
+        """Do nothing: no other task waits for these rows."""
 
     def give_back(self) -> None:
-        """Leave the sorted copy to a later attempt, unless all rows are done."""
+        """Take no more rows."""
         self.stop()
-        if self._copy and not self._uncommitted:
-            self._copy.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ from batchrunner.core.timing import TIMING
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import make_engine, model_of
 from batchrunner.input.order import OrderDecision
-from batchrunner.input.sorted_copy import find_sorted_copy, prepare_order
+from batchrunner.input.sorted_copy import find_sorted_copy, prepare_order, remove_sorted_copies
 from batchrunner.job.engine import ServerEngine, SimulatedEngine
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
@@ -169,7 +169,9 @@ def leave(prepared: PreparedJob) -> None:
     """Close what is open, and delete what no later start needs: copies of the input, and of a joined run."""
     is_done = read_json(prepared.run_dir.report_json).get("rows_left") == 0
     drop_copies(prepared.run_dir, is_done=is_done)
-    if is_done:  # turns that a dead task left
+    if is_done:
+        remove_sorted_copies(prepared.run_dir.task_directory)
+        # turns that a dead task left
         for path in prepared.run_dir.tasks.glob(f"*/{SEGMENT}*"):
             path.unlink(missing_ok=True)
     prepared.close()

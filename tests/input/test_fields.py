@@ -158,7 +158,6 @@ def test_where_it_stands(where: str, tmp_path: Path, server: FakeSGLang) -> None
         ({"text": "{{ name }}"}, "prompt.fields: no template shows them: write {{ fields }} into the prompt"),
         ({"input_ids": "n"}, "`fields` has no effect beside `input_ids`"),
         ({"fields": ["name", "nmae"]}, "prompt.fields: unknown column 'nmae'; did you mean 'name'?"),
-        ({"fields": ["name", "name"]}, "`columns` has 'name' twice"),
         ({"fields": ["raw"]}, "prompt.fields: column 'raw' holds bytes (binary), which are no text"),
     ],
 )
