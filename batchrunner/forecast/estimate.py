@@ -21,7 +21,8 @@ from batchrunner.core.types import Completion, Outcome, Request, RequestBody
 from batchrunner.dispatch.concurrency.law import BYTES_A_TOKEN, UNKNOWN_ENGINE_WINDOW
 from batchrunner.dispatch.tokenize import make_encoder
 from batchrunner.engines.base import HeardEngine
-from batchrunner.engines.flags import CLIP, name_in
+from batchrunner.engines.flags import CLIP
+from batchrunner.engines.http.server_info import limit_of
 from batchrunner.engines.model_files import cards_of, model_directory
 from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.engines.simulation.scheduler import CLIP_TOKENS, SchedulerConfig
@@ -37,6 +38,7 @@ from batchrunner.forecast.job_time import (
     tokens_of,
 )
 from batchrunner.input.order import decide_order, prompt_bytes
+from batchrunner.job.engine import RunningServers
 from batchrunner.job.load import load_job
 from batchrunner.output.files import write_json
 from batchrunner.output.resume import read_done
@@ -58,12 +60,9 @@ log = logging.getLogger(__name__)
 
 SHARE, FEWEST = 0.02, 30
 """Rows of the sample at most, as a share of all, and at least."""
-FIRST_ROWS = 128
-"""Rows after which it is first looked whether more are needed."""
-NARROW = 0.1
-"""Width of the interval of the time, as a share of it, with which the sample is large enough."""
-READ_WHOLE, BLOCK_ROWS, READ_SHARE = 50_000, 500, 0.01
-"""Rows of an input that is read whole, and of the blocks that are read of a larger one, with their share."""
+BLOCKS, BLOCK_ROWS, READ_SHARE = 100, 500, 0.01
+"""What is read of an input with more rows than so many blocks have: as many, larger where that is less than
+this share."""
 CLIENT_S = 0.00025
 """Seconds of the client's core that a row takes to send and to store, beside reading and tokenizing it."""
 DEFAULT_NEW_TOKENS = 128
@@ -84,22 +83,22 @@ class KeptSample(msgspec.Struct):
 
     engine: str
     """Digest of the job's engine without what a forecast may change: it may have secrets."""
+    most: int
+    """Rows that it was to have at most."""
     sampled: Setting
     start_s: float
     """Seconds of a start beside the sending."""
     info: EngineInfo
-    attempts: list[Attempt] = []
-    asked: int = 0
-    """Rows of the sample, answered or not: equal ones share an answer."""
-    refused: int = 0
-    """Those that failed without an answer."""
+    attempts: list[Attempt]
+    refused: int
+    """Rows that failed without an answer."""
     row_s: float | None = None
     """Seconds of a row in the run that follows, for the time that is left."""
 
     @property
-    def rows(self) -> set[int]:
-        """Rows that were answered."""
-        return {attempt.row.row for attempt in self.attempts}
+    def rows(self) -> BitMap64:
+        """Rows that were answered; equal ones share an answer."""
+        return BitMap64([attempt.row.row for attempt in self.attempts])
 
 
 class Survey(NamedTuple):
@@ -136,7 +135,7 @@ class Estimate:
     limited_by: str
     """prefill, decode, pool or client."""
     why: tuple[str, ...]
-    """Causes of the interval, the largest first; that it is only a range where no engine was asked."""
+    """Causes of the interval, the largest first; that rows of the sample failed; that it is only a range."""
     rows_to_do: int
     rows_sampled: int
     """Rows that were answered; 0 where no engine was asked."""
@@ -170,18 +169,20 @@ def _shown(figure: Interval, form: Callable[[float], str]) -> str:
 class SampledEngine(HeardEngine):
     """Notes when which answer came, and what it took."""
 
+    rows: dict[int, JobRow]
+    """Rows of the sample, as they were read."""
     attempts: list[Attempt] = field(default_factory=list)
 
     def heard(self, request: Request, completion: Completion, route: str, began: float) -> None:
         """Note an answer."""
-        row = _row_of(request, request)
-        prompt = completion.prompt_tokens or row.prompt
-        row = row._replace(prompt=prompt, cached=completion.cached_tokens or 0)
+        row = self.rows[request.ref.row]
+        prompt, cached = completion.prompt_tokens or row.prompt, completion.cached_tokens or 0
         outputs = tuple(tokens or 1 for tokens in completion.completion_tokens) or (1,)
+        row = row._replace(prompt=prompt, cached=cached)
         self.attempts.append(Attempt(row, began, time.monotonic(), outputs, route))
 
 
-def _row_of(request: Request, sent: Request, cached: float = 0.0) -> JobRow:
+def _row_of(request: Request, sent: Request, cached: float) -> JobRow:
     """Return what is known of a row, of whose prompt that share will be in the cache."""
     tokens = (
         len(sent.prompt) if sent.kind == "input_ids" else max(len(prompt_bytes(sent)) / BYTES_A_TOKEN, 1.0)
@@ -197,11 +198,11 @@ def _row_of(request: Request, sent: Request, cached: float = 0.0) -> JobRow:
 
 def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: BitMap64) -> Survey:
     """Read the rows to do, or 1 % of many in blocks, and those of the sample; raises InputError."""
-    began, job, rows = time.monotonic(), prepared.job, todo
-    if len(todo) > READ_WHOLE:
-        blocks = max(READ_WHOLE, round(READ_SHARE * len(todo))) // BLOCK_ROWS
-        begins = [(len(todo) - BLOCK_ROWS) * at // (blocks - 1) for at in range(blocks)]
-        rows = BitMap64().union(*(todo[begin : begin + BLOCK_ROWS] for begin in begins))
+    job, rows = prepared.job, todo
+    if len(todo) > BLOCKS * BLOCK_ROWS:
+        size = max(BLOCK_ROWS, round(READ_SHARE * len(todo) / BLOCKS))
+        begins = ((len(todo) - size) * at // (BLOCKS - 1) for at in range(BLOCKS))
+        rows = BitMap64().union(*(todo[begin : begin + size] for begin in begins))
     rows = rows | sampled
     encoder = None
     with contextlib.suppress(CannotTokenizeError):  # then they are guessed
@@ -211,7 +212,7 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
     is_sorted = (order.order if job.order == "auto" else job.order) == "prefix"
     cached = (order.sorted_share if is_sorted else order.input_share) if info.caches_prefixes else 0.0
     found: list[JobRow] = []
-    failed = 0
+    failed, began = 0, time.monotonic()
     for batch in prepared.batches(rows):
         made = [item for item in batch if isinstance(item, Request)]
         failed += sum(item.error is not None for item in batch if isinstance(item, Outcome))
@@ -220,10 +221,10 @@ def survey(prepared: PreparedJob, todo: BitMap64, info: EngineInfo, sampled: Bit
                 failed += 1
             else:
                 found.append(_row_of(request, sent, cached or 0.0))
+    row_s = (time.monotonic() - began) / len(rows)
     if not found:
         raise JobError("no row can be sent: there is nothing to estimate (batchrun check says why)")
     equal = order.sorted_equal if is_sorted else order.input_equal
-    row_s = (time.monotonic() - began) / len(rows)
     return Survey(found, rows, failed, equal if prepared.dedupes else 0.0, row_s)
 
 
@@ -237,21 +238,17 @@ def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
         "clip_tokens": int(env.get(CLIP, CLIP_TOKENS)),
         "radix_cache": info.caches_prefixes,
     }
-    named = {name: args.get(name_in(args, flag)) for flag, name in SCHEDULER_FLAGS.items()}
-    if named["chunked_prefill_tokens"] is None:
-        named["chunked_prefill_tokens"] = info.prefill_tokens
-    known |= {name: value for name, value in named.items() if value is not None}
-    if known.get("chunked_prefill_tokens") == -1:
-        known["chunked_prefill_tokens"] = None
+    known |= {name: args[flag] for flag, name in SCHEDULER_FLAGS.items() if args.get(flag) is not None}
+    known["chunked_prefill_tokens"] = limit_of(known.get("chunked_prefill_tokens", info.prefill_tokens))
     return SchedulerConfig(**known)
 
 
 def _measured(job: Job) -> str:
     """Return a digest of what of the job's engine must be measured again where it changes."""
     spec = job.engine.model_dump(mode="json", exclude={"replicas", "start_timeout", "cache_dir"})
-    args = spec.get("args", {})
-    scheduling = {name_in(args, flag) for flag in SCHEDULER_FLAGS}
-    spec["args"] = {name: value for name, value in args.items() if name not in scheduling}
+    spec["args"] = {
+        name: value for name, value in spec.get("args", {}).items() if name not in SCHEDULER_FLAGS
+    }
     return sha256(repr(spec).encode()).hexdigest()
 
 
@@ -294,11 +291,9 @@ async def _estimate(
 ) -> Estimate:
     job, run_dir = prepared.job, prepared.run_dir
     check_resumes(prepared, model_of(job.engine))
-    path, sampled, named = run_dir.path / ESTIMATE, 0, getattr(job.engine, "replicas", None)
-    copies = replicas or (named if isinstance(named, int) else None)
-    selected = prepared.selected()
+    selected, path = prepared.selected(), run_dir.path / ESTIMATE
     most = min(most, max(FEWEST, round(SHARE * len(selected))))
-    sample = None if cold is not None else _kept(path, job, min(FIRST_ROWS, most))
+    sample = None if cold is not None else _kept(path, job, most)
     if sample is None and cold is None:
         with hold_task(run_dir):  # no engine starts beside that of a run that goes on
             pass
@@ -307,97 +302,84 @@ async def _estimate(
     left = selected - read_done(run_dir).rows
     if not left:
         raise JobError(f"{run_dir.name}: all rows are done: there is nothing to estimate")
+    named = getattr(job.engine, "replicas", None)
+    copies = replicas or (named if isinstance(named, int) else None)
+    tasks = 1 if isinstance(job.engine, RunningServers) else workers  # else they share the servers
+    tp, sampled = getattr(job.engine, "tp", None), 0
     if cold is not None:
         model = launched_model(job.engine) or ""
         directory = str(model_directory(model))
         tokenizing = TokenizerInfo(directory, directory)
         found = survey(prepared, left, EngineInfo("cold", model, tokenizing=tokenizing), BitMap64())
-        each, copies = _cards(job, getattr(job.engine, "tp", None)), copies or 1
-        told = cold_forecast(model, cold, found.rows, found.sent_of(left), each, copies * workers)
+        copies = (copies or 1) * tasks
+        told = cold_forecast(model, cold, found.rows, found.sent_of(left), _cards(job, tp), copies)
     else:
-        async with contextlib.AsyncExitStack() as stack:
-            engine: Engine | None = None
-            if sample is None:
-                began, logs = time.monotonic(), run_dir.log_directory
-                engine, info = await open_engine_of(job, prepared.model_task, logs, Control(), stack)
-                schedulers = max(len(await engine.loads()), len(info.routes))
-                setting = Setting(_config(job, info, schedulers), schedulers)
-                opened_s = time.monotonic() - began
-                sample = KeptSample(_measured(job), setting, opened_s, info)
-            found = survey(prepared, left, sample.info, BitMap64(sample.rows))
-            copies = copies or len(sample.info.routes)
-            for wanted in sorted({min(FIRST_ROWS, most), most}):
-                if engine is not None:
-                    rows = [row for row in found.rows if row.row in left]
-                    beside_s = await _answer(prepared, rows, wanted, engine, sample)
-                    sample.start_s = opened_s + beside_s
-                    left = selected - read_done(run_dir).rows
-                told = _told(job, found, sample, left, copies, workers)
-                if engine is None or told.seconds.high - told.seconds.low <= NARROW * told.seconds.median:
-                    break
+        if sample is None:
+            sample, found = await _take_sample(prepared, left, most)
+            left = selected - read_done(run_dir).rows
+        else:
+            found = survey(prepared, left, sample.info, sample.rows)
+        copies = (copies or len(sample.info.routes)) * tasks
+        told = _told(job, found, sample, left, copies, workers)
         if replicas is None and workers == 1:
             sample.row_s = told.seconds.median / max(len(left), 1)
         write_json(path, msgspec.to_builtins(sample))
-        sampled, each = len(sample.rows), _cards(job, sample.info.tp)
-    hours = told.seconds.times(each * copies * workers / 3600)
+        sampled, tp = len(sample.rows), sample.info.tp
+    hours = told.seconds.times(_cards(job, tp) * copies / 3600)
     cost = None if price is None else hours.times(price)
     counts = (len(left), sampled, len(found.read), found.not_sendable)
     tokens = told.tokens if job.forward is None else told.tokens | {"output": Interval(0, 0, 0)}
     return Estimate(told.seconds, hours, cost, tokens, told.passes, told.limited_by, told.why, *counts)
 
 
-def _cards(job: Job, tp: object) -> int:
+def _cards(job: Job, tp: int | None) -> int:
     """Return the cards of a replica; its weights are split over `tp`, where the job's flags do not say."""
-    return cards_of({"tp-size": tp if isinstance(tp, int) else 1} | getattr(job.engine, "args", {}))
+    return cards_of({"tp-size": tp or 1} | getattr(job.engine, "args", {}))
 
 
-def _kept(path: Path, job: Job, fewest: int) -> KeptSample | None:
-    """Return the sample of an earlier estimate, where it was of the same engine, and of enough rows."""
+def _kept(path: Path, job: Job, most: int) -> KeptSample | None:
+    """Return the sample of an earlier estimate, where it was of the same engine, and as large."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         kept = msgspec.json.decode(path.read_bytes(), type=KeptSample)
-        return kept if kept.engine == _measured(job) and kept.asked >= fewest else None
+        return kept if kept.engine == _measured(job) and kept.most >= most else None
     return None
 
 
-async def _answer(
-    prepared: PreparedJob, rows: Sequence[JobRow], wanted: int, engine: Engine, sample: KeptSample
-) -> float:
-    """Have more rows answered; return the seconds that this took beside the sending. Raises BatchrunError.
+async def _take_sample(prepared: PreparedJob, left: BitMap64, most: int) -> tuple[KeptSample, Survey]:
+    """Have a sample of the rows that are left answered; return it, and all rows. Raises BatchrunError.
 
     Half of them are in flight at once: as in the job, prompts come while others decode. Where nothing
     decodes, all are: passes as full as those of the job tell what such a pass costs.
     """
-    job, run_dir = prepared.job, prepared.run_dir
-    chosen = BitMap64([row.row for row in choose(rows, wanted - sample.asked)])
-    log.info("a sample of %s is answered", counted(len(chosen), "row"))
-    window = max(1, len(chosen) // 2) if job.forward is None else len(chosen)
-    window = window if job.window == "auto" else min(job.window, window)
-    noted, began = SampledEngine(engine), time.monotonic()
-    report = await execute(
-        job.model_copy(update={"window": window}),
-        engine=cast("Engine", noted),
-        info=sample.info,
-        only=chosen,
-    )
-    begin = min((each.began for each in noted.attempts), default=began)
-    end = max((each.ended for each in noted.attempts), default=began)
-    beside_s = time.monotonic() - began - (end - begin)
-    shift = max((each.ended for each in sample.attempts), default=0.0) - begin
-    for each in noted.attempts:  # by a clock that stops between two parts of the sample
-        sample.attempts.append(each._replace(began=each.began + shift, ended=each.ended + shift))
-    sample.asked += len(chosen)
-    good = read_done(run_dir, without_failed=True).rows | BitMap64(sample.rows)
-    sample.refused += len(chosen & read_done(run_dir).rows - good)
-    if len(sample.rows) <= 1 and (sample.refused or not sample.attempts):
+    job, run_dir, began = prepared.job, prepared.run_dir, time.monotonic()
+    async with contextlib.AsyncExitStack() as stack:
+        logs = run_dir.log_directory
+        engine, info = await open_engine_of(job, prepared.model_task, logs, Control(), stack)
+        schedulers = max(len(await engine.loads()), len(info.routes))
+        start_s = time.monotonic() - began
+        found = survey(prepared, left, info, BitMap64())
+        rows = {row.row: row for row in choose(found.rows, most)}
+        chosen = BitMap64(rows)
+        log.info("a sample of %s is answered", counted(len(rows), "row"))
+        window = max(1, len(rows) // 2) if job.forward is None else len(rows)
+        window = window if job.window == "auto" else min(job.window, window)
+        noted, began = SampledEngine(engine, rows), time.monotonic()
+        smaller = job.model_copy(update={"window": window})
+        report = await execute(smaller, engine=cast("Engine", noted), info=info, only=chosen)
+        start_s += time.monotonic() - began  # less the sending
+    setting = Setting(_config(job, info, schedulers), schedulers)
+    sample = KeptSample(_measured(job), most, setting, start_s, info, noted.attempts, 0)
+    good = read_done(run_dir, without_failed=True).rows | sample.rows
+    sample.refused = len(chosen & read_done(run_dir).rows - good)
+    if not sample.rows or (sample.refused and len(sample.rows) == 1):
         why = report.failures[0]["example"] if report.failures else report.reason
-        answered = f"{len(sample.rows)} of {counted(len(chosen), 'row')} of the sample answered"
+        answered = f"{len(sample.rows)} of {counted(len(rows), 'row')} of the sample answered"
         raise BatchrunError(f"{answered}, too few to tell the rest: {why}")
-    return beside_s
+    sample.start_s -= max(each.ended for each in noted.attempts) - min(each.began for each in noted.attempts)
+    return sample, found
 
 
-def _told(
-    job: Job, found: Survey, sample: KeptSample, left: BitMap64, replicas: int, workers: int
-) -> Forecast:
+def _told(job: Job, found: Survey, sample: KeptSample, left: BitMap64, copies: int, workers: int) -> Forecast:
     """Return what the rows that are left take."""
     rows = [row for row in found.rows if row.row in left]
     if not rows:
@@ -408,16 +390,17 @@ def _told(
     factor = sum(real[row] for row in guessed) / sum(guessed.values()) if guessed else 1.0
     rows = [row._replace(prompt=row.prompt * factor, cached=row.cached * factor) for row in rows]
     sampled, info = sample.sampled, sample.info
-    schedulers = sampled.schedulers // len(info.routes) * replicas * workers
+    schedulers = sampled.schedulers // len(info.routes) * copies
     window = None if job.window == "auto" else max(1, job.window * workers // schedulers)
     setting = Setting(_config(job, info, sampled.schedulers), schedulers, window)
-    client_s = (found.row_s + CLIENT_S) / workers
-    return forecast(
+    told = forecast(
         sample.attempts,
         sampled,
         setting,
         rows,
         found.sent_of(left, len(real) / (len(real) + sample.refused)),
         start_s=sample.start_s,
-        client_s=client_s,
+        client_s=(found.row_s + CLIENT_S) / workers,
     )
+    failed = f"{sample.refused:,} of {len(real) + sample.refused:,} rows of the sample failed"
+    return told._replace(why=(*told.why, failed)) if sample.refused else told

@@ -16,8 +16,8 @@ from operator import attrgetter
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from batchrunner.engines.simulation.replica import CostModel, PassWork, fit_spans
-from batchrunner.engines.simulation.scheduler import Scheduler, SchedulerConfig, SimulatedRequest
+from batchrunner.engines.simulation.replica import PassWork, fit_spans
+from batchrunner.engines.simulation.scheduler import DECAY_STEPS, Scheduler, SchedulerConfig, SimulatedRequest
 
 MOST_SIMULATED = 10_000
 """Rows of a scheduler that are simulated at most."""
@@ -36,8 +36,6 @@ TAIL = 1.645
 """Deviations from the middle to either end of a 90 % interval."""
 LEAST_S = 1e-6
 """Seconds that rows take at least: an engine of tests may answer at once."""
-BY_LENGTH = attrgetter("asked", "prompt")
-"""What is known of a row that may tell how long its output is."""
 
 
 class JobRow(NamedTuple):
@@ -103,28 +101,28 @@ Drawn = Sequence[tuple[JobRow, Sequence[int]]]
 """Rows, each with the output tokens of its samples."""
 
 
+def by_length(row: JobRow) -> tuple[float, ...]:
+    """Sort key: what may tell how long a row's output is; equal ones are mixed from all over the input."""
+    return row.asked, row.prompt, row.row * GOLDEN % 1
+
+
 def choose(rows: Iterable[JobRow], count: int) -> list[JobRow]:
     """Return so many rows of all lengths, and from all over the input."""
-    ordered = sorted(rows, key=BY_LENGTH)
+    ordered = sorted(rows, key=by_length)
     count = min(count, len(ordered))
-    chosen = []
-    for at in range(count):
-        alike = ordered[len(ordered) * at // count : len(ordered) * (at + 1) // count]
-        alike.sort(key=attrgetter("row"))
-        chosen.append(alike[int(len(alike) * (at * GOLDEN % 1))])
-    return chosen
+    return [ordered[len(ordered) * (2 * at + 1) // (2 * count)] for at in range(count)]
 
 
 def simulate(
     config: SchedulerConfig, rows: Drawn, is_due: Callable[[Scheduler, int, int], bool]
-) -> tuple[list[PassWork], float]:
+) -> tuple[list[PassWork], int, float]:
     """Return the work of one scheduler until each of its rows ended, in the order of their ends.
 
     The next row is sent when `is_due`, by the rows that were sent and that ended. The cache has the prompt of
-    all samples of a row but the first. With the work comes the share of the decode passes in which rows
-    waited for the pool.
+    all samples of a row but the first. With the work comes how many rows had ended when the last one was no
+    longer waiting, and the share of the decode passes in which rows waited for the pool.
     """
-    scheduler, work, sent, left, waits = Scheduler(config), PassWork(), 0, Counter[int](), 0
+    scheduler, work, sent, left, waits, full = Scheduler(config), PassWork(), 0, Counter[int](), 0, 0
     marks = [work]
     while True:
         while sent < len(rows) and is_due(scheduler, sent, len(marks) - 1):
@@ -133,14 +131,16 @@ def simulate(
             for number, tokens in enumerate(outputs):
                 had = prompt - 1 if number else min(round(row.cached), prompt - 1)
                 prefix = (("shared", had),) if had > 0 else ()
-                asked = max(row.asked, 1)
+                asked = max(row.asked, tokens)  # a row may ask again for more
                 with contextlib.suppress(ValueError):  # longer than the pool: it is not sent
                     scheduler.submit(SimulatedRequest(prompt, tokens, asked, row.fixed, prefix, sent))
                     left[sent] += 1
             sent += 1
+        if scheduler.queue or sent < len(rows):
+            full = len(marks) - 1
         step = scheduler.step()
         if step is None:
-            return marks, waits / max(work.passes - work.prefills, 1)
+            return marks, full, waits / max(work.passes - work.prefills, 1)
         work = work.plus(step, 0)
         if step.kind == "decode" and step.queue and step.running < config.max_running - 1:
             waits += step.steps
@@ -150,12 +150,32 @@ def simulate(
                 marks.append(work)
 
 
+def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, float]:
+    """Return the work of a scheduler that has so many rows, of which those drawn are some, all over the job.
+
+    With it comes the share of the decode passes in which rows waited for the pool.
+    """
+    most = setting.config.max_running  # rows that wait: as many as a pass without decoding may take
+
+    def is_due(scheduler: Scheduler, sent: int, ended: int) -> bool:
+        return sent - ended < setting.window if setting.window else scheduler.queue < most
+
+    marks, full, waits = simulate(setting.config, drawn, is_due)
+    work, more = marks[-1], count / len(drawn) - 1
+    # rows beyond those drawn run in an engine that has filled up, and does not empty
+    third = len(marks) // 3
+    begin, end = min(bisect_right(marks, PassWork(DECAY_STEPS)), third), max(full, 2 * third)
+    steady = _plus(marks[end], marks[begin], -1)
+    passes = work.samples * steady.passes / max(steady.samples, 1)
+    return _plus(work, work._replace(passes=passes), more), waits
+
+
 def sample_spans(attempts: Sequence[Attempt], setting: Setting) -> list[tuple[PassWork, float]]:
     """Return what the passes of the sample had to do in some stretches of time, and how long these were."""
     routes = defaultdict[str, list[Attempt]](list)
     for attempt in sorted(attempts, key=attrgetter("began")):
         routes[attempt.route].append(attempt)
-    each = max(1, setting.schedulers // len(routes))  # those of a gateway take turns
+    each = max(1, setting.schedulers // len(routes))  # those of a server take turns
     parts = [own[at::each] for own in routes.values() for at in range(each)]
     return [span for part in parts for span in _scheduler_spans(part, setting.config)]
 
@@ -164,7 +184,7 @@ def _scheduler_spans(attempts: Sequence[Attempt], config: SchedulerConfig) -> li
     """Simulate the part of a sample that one scheduler had, each row sent once as many had ended as did."""
     ends = sorted(attempt.ended for attempt in attempts)
     needed = [bisect_right(ends, attempt.began) for attempt in attempts]
-    marks, _ = simulate(
+    marks, *_ = simulate(
         config,
         [(attempt.row, attempt.outputs) for attempt in attempts],
         lambda scheduler, sent, ended: needed[sent] <= ended or not scheduler.in_flight,
@@ -182,36 +202,30 @@ def _plus(work: PassWork, other: PassWork, factor: float) -> PassWork:
     return PassWork._make(a + factor * b for a, b in zip(work, other, strict=True))
 
 
-def cost_of(spans: Sequence[tuple[PassWork, float]]) -> CostModel:
-    """Fit what passes cost; of few stretches only the time of a pass."""
-    passes = sum(work.passes for work, _ in spans)
-    mean = CostModel(sum(seconds for _, seconds in spans) / max(passes, 1), 0.0, 0.0, 0.0)
-    return fit_spans(spans) or mean
-
-
 def draw(attempts: Sequence[Attempt], rows: Sequence[JobRow]) -> tuple[Drawn, float]:
-    """Return rows with outputs of rows of the sample that are like them.
+    """Return rows, in input order, with outputs of rows of the sample that are like them.
 
-    With it comes the standard deviation of the sample's mean output, as a share of it.
+    With it comes the standard deviation of the mean output of the sample's rows.
     """
     found: dict[int, tuple[JobRow, list[int]]] = {}
     for attempt in attempts:
         found.setdefault(attempt.row.row, (attempt.row, []))[1].extend(attempt.outputs)
-    known = sorted(found.values(), key=lambda each: (BY_LENGTH(each[0]), each[0].row * GOLDEN % 1))
-    order = sorted(range(len(rows)), key=lambda at: (BY_LENGTH(rows[at]), at * GOLDEN % 1))
-    drawn = {
-        at: (rows[at], _like(known[place * len(known) // len(rows)], rows[at]))
-        for place, at in enumerate(order)
-    }
+    known = sorted(found.values(), key=lambda each: by_length(each[0]))
+    drawn = [
+        (row, _like(known[place * len(known) // len(rows)], row))
+        for place, row in enumerate(sorted(rows, key=by_length))
+    ]
+    drawn.sort(key=lambda each: each[0].row)
     unlike = [(sum(_like(one, two[0])) - sum(two[1])) ** 2 / 2 for one, two in pairwise(known)]
-    mean = fmean(sum(outputs) for _, outputs in drawn.values())
-    return [drawn[at] for at in range(len(rows))], math.sqrt(fmean(unlike or [0]) / len(known)) / mean
+    return drawn, math.sqrt(fmean(unlike or [0]) / len(known))
 
 
 def _like(known: tuple[JobRow, Sequence[int]], row: JobRow) -> list[int]:
     """Return the outputs of a known row as those of another, in which what was cut is cut too."""
-    most = max(row.asked, 1)
-    return [most if tokens >= known[0].asked else min(tokens, most) for tokens in known[1]]
+    asked, outputs = known[0].asked, known[1]
+    return [
+        round(tokens * row.asked / asked) if tokens >= asked else min(tokens, row.asked) for tokens in outputs
+    ]
 
 
 def forecast(
@@ -230,42 +244,31 @@ def forecast(
     the client for a row.
     """
     spans = sample_spans(attempts, sampled)
-    cost, share = cost_of(spans), max(1, round(total / setting.schedulers))
+    cost, share = fit_spans(spans), max(1, round(total / setting.schedulers))
     count = min(share, MOST_SIMULATED)
     drawn, deviation = draw(attempts, [rows[at * len(rows) // count] for at in range(count)])
+    outputs = fmean(sum(tokens) for _, tokens in drawn)
     few = 1 + FEW / len(attempts)
-    deviation *= few * math.sqrt(1 + len(attempts) / total)
-
-    most = setting.config.max_running  # rows that wait: as many as a pass without decoding may take
-
-    def is_due(scheduler: Scheduler, *_: int) -> bool:
-        return scheduler.in_flight < setting.window if setting.window else scheduler.queue < most
-
-    marks, waits = simulate(setting.config, drawn, is_due)
+    deviation *= few * math.sqrt(1 + len(attempts) / total) / outputs
+    work, waits = whole_work(setting, drawn, share)
     factor = math.exp(deviation)
-    longer, _ = simulate(
-        setting.config, [(row, [math.ceil(factor * n) for n in each]) for row, each in drawn], is_due
-    )
-    third = len(marks) // 3
-    steady = _plus(marks[-third], marks[third], -1)
-    work = _plus(marks[-1], steady, (share - count) / max(third, 1))
+    longer = [(row, [math.ceil(factor * tokens) for tokens in each]) for row, each in drawn]
     seconds = max(cost.work_s(work), LEAST_S)
+    by_outputs = math.log(max(cost.work_s(whole_work(setting, longer, share)[0]) / seconds, 1.0))
     prefill_s = cost._replace(sample_s=0, kv_token_s=0).work_s(work._replace(passes=work.prefills))
-    by_length = math.log(max(cost.work_s(longer[-1]) / max(cost.work_s(marks[-1]), LEAST_S), 1.0))
     folds = [
-        cost_of([span for at, span in enumerate(spans) if at % FOLDS != fold]).work_s(work) / seconds
+        fit_spans([span for at, span in enumerate(spans) if at % FOLDS != fold]).work_s(work) / seconds
         for fold in range(FOLDS)
         if len(spans) > FOLDS
     ]
-    by_cost = stdev(folds) * (FOLDS - 1) / math.sqrt(FOLDS) if folds else UNKNOWN_COSTS
-    by_cost = math.hypot(few * by_cost, BETWEEN_RUNS)
+    by_cost = few * stdev(folds) * (FOLDS - 1) / math.sqrt(FOLDS) if folds else UNKNOWN_COSTS
+    by_cost = math.hypot(by_cost, BETWEEN_RUNS)
     limited_by = "prefill" if prefill_s > seconds / 2 else "pool" if waits > 1 / 2 else "decode"
     if client_s * total > seconds:
         seconds, limited_by = client_s * total, "client"
-    why = sorted([(by_length, "output lengths"), (by_cost, "pass times")], reverse=True)
-    outputs = fmean(sum(tokens) for _, tokens in drawn)
+    why = sorted([(by_outputs, "output lengths"), (by_cost, "pass times")], reverse=True)
     return Forecast(
-        _around(seconds, math.hypot(by_length, by_cost)).times(1, start_s),
+        _around(seconds, math.hypot(by_outputs, by_cost)).times(1, start_s),
         tokens_of(rows, total, _around(outputs, deviation)),
         round(work.passes),
         limited_by,

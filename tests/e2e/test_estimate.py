@@ -88,7 +88,7 @@ def test_few_rows_can_be_sent(tmp_path: Path) -> None:
 
 def test_a_part_of_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of the sample tell how many tokens the others have, also where these are read alone."""
-    monkeypatch.setattr(estimate, "READ_WHOLE", 100)
+    monkeypatch.setattr(estimate, "BLOCKS", 2)
     monkeypatch.setattr(estimate, "BLOCK_ROWS", 50)
     job = job_of(tmp_path, INSTANT, input={"limit": 300}, sampling={"max_new_tokens": 2})
     write_rows(tmp_path / "input.parquet", 600, text=["a, b; " * 30 + f"{at}" for at in range(600)])
@@ -133,6 +133,7 @@ def test_rows_that_are_not_to_do(tmp_path: Path) -> None:
     half = batchrunner.estimate(job)  # of the rows that are too long
     assert half.rows_sampled == 15
     assert half.tokens["output"].high < 20 * (120 - 15) * 0.7
+    assert "15 of 30 rows of the sample failed" in half.why
     assert batchrunner.estimate(job).rows_to_do == half.rows_to_do == 90
     assert len(results_of(job)) == 30
     batchrunner.run({**job, "limits": {"max_failed_rows": 120}})
