@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "report": 9_000,
     "dispatch": 30_500,
     "runner": 26_500,
-    "forecast": 6_200,
+    "forecast": 6_000,
     "tune": 10_600,
     "api": 2_900,
     "ray": 4_900,

@@ -166,7 +166,7 @@ def whole_work(setting: Setting, drawn: Drawn, count: float) -> tuple[PassWork, 
     third = len(marks) // 3
     begin, end = min(bisect_right(marks, PassWork(DECAY_STEPS)), third), max(full, 2 * third)
     steady = _plus(marks[end], marks[begin], -1)
-    passes = work.samples * steady.passes / max(steady.samples, 1)
+    passes = round(work.samples * steady.passes / max(steady.samples, 1))
     return _plus(work, work._replace(passes=passes), more), waits
 
 
