@@ -147,6 +147,9 @@ def failure_text(where: str, failure: BaseException, limit_s: float = 0.0) -> st
     if isinstance(failure, UnusableValueError):
         return f"{where}: {failure}"
     frames = traceback.extract_tb(failure.__traceback__)
+    while isinstance(failure, BaseExceptionGroup):  # of asyncio.TaskGroup: its first one says why
+        failure = failure.exceptions[0]
+        frames += traceback.extract_tb(failure.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_OWN)]
     file, line = (own[-1].filename, own[-1].lineno) if own else ("", None)
     if isinstance(failure, SyntaxError):

@@ -6,7 +6,7 @@ A bundle is only a way of sending. Each row has its slot, its attempt and its an
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -57,77 +57,6 @@ class BundleTotals:
         return {**found, "rows_per_request": round(rows / self.requests, 2) if self.requests else None}
 
 
-MOST_ROWS = 64
-"""Most rows of a bundle. SGLang's front process wakes all waiting rows of a request at each event, so its
-cost grows with the square of their number; from 16 rows on, more save little."""
-MOST_TOKENS = 1 << 15
-"""Prompt tokens from which on a bundle is full: the server reads its JSON while it does nothing else."""
-LEAST_ROWS_S = 25.0
-"""Rows that must end in a second for bundles: below, the front process has little to do."""
-FIRST_ROWS = 16
-"""Size before a period is over, where answers are short; else 1."""
-SHORT_TOKENS = 16
-"""Most tokens of a short answer."""
-PERIOD_S = 0.25
-"""Seconds over which the rows that end are counted."""
-SHARE = 4
-"""A bundle has 1/4 of a replica's rows in flight at most: a larger one would wait for rows just begun."""
-
-
-class BundleSize:
-    """The size for one route: the rows that end while a bundle may wait until it is full.
-
-    An engine ends many rows in one step and then none for a while. So the rows are counted in bursts, each as
-    long as a bundle may wait, and the size is that of the burst in which the average row ended.
-    """
-
-    def __init__(self, fill_s: float, fixed: int | None = None, *, short: bool = False) -> None:
-        """Let a bundle wait for `fill_s` seconds at most; `fixed` rows are the size in any case.
-
-        Tell whether answers are known to be `short`.
-        """
-        self.most_tokens = MOST_TOKENS
-        """Prompt tokens that a bundle holds at most, unless one row has more."""
-        self._fill_s = fill_s
-        self._fixed = fixed
-        self._rows = FIRST_ROWS if short else 1
-        self._since: float | None = None  # begin of the period
-        self._burst_began = 0.0
-        self._burst = 0
-        self._ended = 0  # rows of the bursts in this period that are over
-        self._squares = 0  # sum of the squares of these bursts
-
-    def taken(self, request: Request) -> None:
-        """Do nothing: how long the prompts are does not matter."""
-
-    def ended(self, now: float) -> None:
-        """Count a row that ended `now`, in seconds of the monotonic clock."""
-        if self._since is None:
-            self._since = self._burst_began = now
-        if now - self._burst_began > self._fill_s:
-            self._ended += self._burst
-            self._squares += self._burst * self._burst
-            self._burst_began, self._burst = now, 0
-            self._end_period(now, now - self._since)
-        self._burst += 1
-
-    def rows(self, outstanding: int) -> int:
-        """Return the size while so many rows are in flight or wait for their bundle; 0 and 1 are one row."""
-        if self._fixed is not None:
-            return self._fixed
-        return min(self._rows, outstanding // SHARE)
-
-    def _end_period(self, now: float, span_s: float) -> None:
-        if span_s >= PERIOD_S:
-            is_fast = self._ended >= LEAST_ROWS_S * span_s
-            self._rows = min(MOST_ROWS, self._squares // self._ended) if is_fast else 1
-            self._since, self._ended, self._squares = now, 0, 0
-
-
-MOST_LIST_ROWS = 256
-"""Most rows of a list. From 16 on more save little, and the reply with all their vectors comes whole."""
-LISTS = 4
-"""A list has 1/4 of the rows in flight at most: while one travels, the server has the others."""
 CHARACTERS_A_TOKEN = 4
 
 
@@ -188,27 +117,86 @@ class ForwardPasses:
         )
 
 
-class PassSize:
-    """The size for one route: a list has the tokens of a pass, or a quarter of the rows in flight."""
+MOST_ROWS = 64
+"""Most rows of a bundle. SGLang's front process wakes all waiting rows of a request at each event, so its
+cost grows with the square of their number; from 16 rows on, more save little."""
+MOST_LIST_ROWS = 256
+"""The same of a list, a bundle of rows without decoding, whose reply with all their vectors comes whole."""
+MOST_TOKENS = 1 << 15
+"""Prompt tokens from which on a bundle is full: the server reads its JSON while it does nothing else."""
+LEAST_ROWS_S = 25.0
+"""Rows that must end in a second for bundles: below, the front process has little to do."""
+FIRST_ROWS = 16
+"""Size before a period is over, where answers are short; else 1."""
+SHORT_TOKENS = 16
+"""Most tokens of a short answer."""
+PERIOD_S = 0.25
+"""Seconds over which the rows that end are counted."""
+SHARE = 4
+"""A bundle has 1/4 of a replica's rows in flight at most: a larger one would wait for rows just begun, and
+while a list travels, the server has the others."""
 
-    def __init__(self, passes: ForwardPasses) -> None:
-        self._passes = passes
 
-    @property
-    def most_tokens(self) -> int:
-        """Prompt tokens that a list holds at most, unless one row has more."""
-        return self._passes.tokens
+class BundleSize:
+    """The size for one route: the rows that end while a bundle may wait until it is full.
 
-    def rows(self, outstanding: int) -> int:
-        """Return the most rows of a list while so many are in flight or wait for theirs; 0 and 1 are one."""
-        return min(MOST_LIST_ROWS, outstanding // LISTS)
+    An engine ends many rows in one step and then none for a while. So the rows are counted in bursts, each as
+    long as a bundle may wait, and the size is that of the burst in which the average row ended.
+
+    Rows without decoding fill the passes of their engine: how fast they end does not matter.
+    """
+
+    def __init__(
+        self,
+        fill_s: float,
+        fixed: int | None = None,
+        *,
+        short: bool = False,
+        passes: ForwardPasses | None = None,
+    ) -> None:
+        """Let a bundle wait for `fill_s` seconds at most; `fixed` rows are the size in any case.
+
+        Tell whether answers are known to be `short`; without decoding, what the `passes` are.
+        """
+        self.most_tokens = MOST_TOKENS if passes is None else passes.tokens
+        """Prompt tokens that a bundle holds at most, unless one row has more."""
+        self._fill_s, self._fixed, self._passes = fill_s, fixed, passes
+        self._rows = MOST_LIST_ROWS if passes is not None else FIRST_ROWS if short else 1
+        self._since: float | None = None  # begin of the period
+        self._burst_began = 0.0
+        self._burst = 0
+        self._ended = 0  # rows of the bursts in this period that are over
+        self._squares = 0  # sum of the squares of these bursts
 
     def taken(self, request: Request) -> None:
-        """Count a row that is sent, with the tokens of its prompt."""
-        self._passes.sent(prompt_tokens(request))
+        """Count a row that is sent."""
+        if self._passes is not None:
+            self._passes.sent(prompt_tokens(request))
 
     def ended(self, now: float) -> None:
-        """Do nothing: how fast rows end does not matter."""
+        """Count a row that ended `now`, in seconds of the monotonic clock."""
+        if self._passes is not None:
+            return
+        if self._since is None:
+            self._since = self._burst_began = now
+        if now - self._burst_began > self._fill_s:
+            self._ended += self._burst
+            self._squares += self._burst * self._burst
+            self._burst_began, self._burst = now, 0
+            self._end_period(now, now - self._since)
+        self._burst += 1
+
+    def rows(self, outstanding: int) -> int:
+        """Return the size while so many rows are in flight or wait for their bundle; 0 and 1 are one row."""
+        if self._fixed is not None:
+            return self._fixed
+        return min(self._rows, outstanding // SHARE)
+
+    def _end_period(self, now: float, span_s: float) -> None:
+        if span_s >= PERIOD_S:
+            is_fast = self._ended >= LEAST_ROWS_S * span_s
+            self._rows = min(MOST_ROWS, self._squares // self._ended) if is_fast else 1
+            self._since, self._ended, self._squares = now, 0, 0
 
 
 MOST_REFUSALS = 32
@@ -223,26 +211,23 @@ class BundledRow(NamedTuple):
 
 
 class Bundle:
-    """Rows that are sent in one request."""
+    """Rows that are sent in one request, or wait until it is full."""
 
-    def __init__(self, rows: Sequence[BundledRow]) -> None:
-        self._rows = rows
+    def __init__(self, rows: Iterable[BundledRow] = ()) -> None:
+        self.rows = [*rows]
+        self.tokens = 0
+        """Prompt tokens of its rows, while it is filled."""
         self.answers = 0
         """Rows that were answered, or refused, each by itself."""
 
     @property
-    def requests(self) -> list[Request]:
-        """The requests, in order."""
-        return [row.request for row in self._rows]
-
-    @property
     def left(self) -> list[BundledRow]:
         """Rows that have no answer yet."""
-        return [row for row in self._rows if not row.answer.done()]
+        return [row for row in self.rows if not row.answer.done()]
 
     def ended(self, index: int, result: Completion | RequestError) -> None:
         """Give a row its answer; the first one counts."""
-        answer = self._rows[index].answer
+        answer = self.rows[index].answer
         if answer.done():
             return
         self.answers += 1
@@ -257,22 +242,13 @@ class Bundle:
             row.answer.set_exception(error)
 
 
-@dataclass(slots=True, eq=False)
-class _Filling:
-    """Rows that wait until their request is full."""
-
-    rows: list[BundledRow] = field(default_factory=list)
-    tokens: int = 0
-    """Prompt tokens of all rows."""
-
-
 @dataclass(slots=True)
 class BundleSender:
     """Sends the rows of one route."""
 
     _engine: Engine
     _route: str
-    _size: BundleSize | PassSize
+    _size: BundleSize
     _totals: BundleTotals
     _events: EventLog
     _one_by_one: str | None
@@ -282,7 +258,7 @@ class BundleSender:
     """Whether the engine has answered a bundle."""
     _refused: int = 0
     _outstanding: int = 0
-    _filling: _Filling | None = None
+    _filling: Bundle | None = None
     _sending: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def send(self, request: Request, *, alone: bool) -> Completion:
@@ -323,7 +299,7 @@ class BundleSender:
             self._send_filled(filling)
             filling = None
         if filling is None:
-            filling = self._filling = _Filling()
+            filling = self._filling = Bundle()
             loop.call_later(TIMING.bundle_fill, self._send_filled, filling)
         filling.rows.append(row)
         filling.tokens += tokens
@@ -332,11 +308,11 @@ class BundleSender:
         self._send_if_nothing_else_comes()
         return await row.answer
 
-    def _send_filled(self, filling: _Filling) -> None:
+    def _send_filled(self, filling: Bundle) -> None:
         """Send a bundle that was begun, if it is not sent yet."""
         if self._filling is filling:
             self._filling = None
-            self._start([row for row in filling.rows if not row.answer.done()])
+            self._start(filling.left)
 
     def _send_if_nothing_else_comes(self) -> None:
         """Send a bundle soon where all rows wait for it: those that are taken at once still join it."""
@@ -356,7 +332,7 @@ class BundleSender:
 
     async def _carry(self, bundle: Bundle) -> None:
         """Send a bundle once; rows that it leaves without an answer are sent in smaller ones, or fail."""
-        requests = bundle.requests
+        requests = [row.request for row in bundle.rows]
         self._totals.add(len(requests))
         why = "it answered none of their rows"
         try:
@@ -435,11 +411,7 @@ def bundle_senders(
     one_by_one = info.one_by_one if passes is None else None
 
     def sender(route: str) -> BundleSender:
-        size: BundleSize | PassSize
-        if passes is not None and fixed is None:
-            size = PassSize(passes)
-        else:
-            size = BundleSize(TIMING.bundle_fill, fixed, short=short)
+        size = BundleSize(TIMING.bundle_fill, fixed, short=short, passes=passes)
         return BundleSender(engine, route, size, totals, events, one_by_one)
 
     return BundleSenders(sender)

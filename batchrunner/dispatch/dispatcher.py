@@ -184,6 +184,8 @@ class Dispatcher:
                         await self._backlog.wait_for_rows()
                     else:
                         group.create_task(self._use_slot(self._backlog.take(route), route))
+                while self._slots.in_flight:  # what rollouts have asked is stored
+                    await self._backlog.wait_for_rows()
                 feeding.cancel()
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None

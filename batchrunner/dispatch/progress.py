@@ -122,11 +122,8 @@ def _engine_parts(sample: Mapping[str, Any]) -> list[str]:
     if sample["prompt_tokens_per_s"] > 0:
         parts.append(f"cache {min(1.0, sample['cached_tokens_per_s'] / sample['prompt_tokens_per_s']):.0%}")
     if rollouts := sample.get("rollouts"):
-        open_rows, waiting = (
-            f"{rollouts['open']:,} rows open",
-            f"{rollouts['waiting_for_tools']:,} wait for tools",
-        )
-        parts.append(f"{open_rows} ({waiting}), {rollouts['turns']:,} turns")
+        waiting = f"({rollouts['waiting_for_tools']:,} wait for tools)"
+        parts.append(f"{rollouts['open']:,} rows open {waiting}, {rollouts['turns']:,} turns")
     if sample["resting"]:
         parts.append(f"{sample['resting']:,} to retry")
     parts.append(f"{sample['in_flight']:,}/{sample['window']:,} in flight")

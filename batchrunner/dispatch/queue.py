@@ -483,11 +483,14 @@ class Backlog:
 
     @property
     def unsent(self) -> int:
-        """Rows that are still to be sent and not in flight; an estimate where leases are taken."""
+        """Rows that are still to be sent and not in flight; an estimate where leases are taken.
+
+        At least those in the queue: a rollout may ask for many answers at once.
+        """
         if self.is_stopping:
             return 0
         to_come = 0 if self._all_read else self._to_come()
-        return max(0, to_come + self._unended - self._slots.in_flight)
+        return max(self.ready, to_come + self._unended - self._slots.in_flight)
 
     @property
     def ready(self) -> int:
@@ -513,9 +516,9 @@ class Backlog:
         """Count rows that will be added or ended."""
         self._unended += rows
 
-    def add(self, row: PendingRow, *, first: bool = False) -> None:
-        """Put a row into the dispatch queue, behind all others or before them."""
-        self._queue.add(row, first=first)
+    def add(self, row: PendingRow) -> None:
+        """Put a row into the dispatch queue, behind all others."""
+        self._queue.add(row)
 
     def retry_after(self, row: PendingRow, pause_s: float) -> None:
         """Put a row back after a pause, unless the run is stopping."""
@@ -537,11 +540,13 @@ class Backlog:
         """Take the next row for a route; suspects of engine deaths come first."""
         if self.is_stopping or self._media_bytes >= MOST_MEDIA_BYTES:
             return None
-        suspects = self._poison.next()
-        row = self._queue.take(route) if suspects is None else self._poison.take(suspects)
-        if row is not None and row.ask is not None and row.ask.done():
-            self.came_back(row)
-            return self.take(route)
+        while True:
+            suspects = self._poison.next()
+            row = self._queue.take(route) if suspects is None else self._poison.take(suspects)
+            if row is None or row.ask is None or not row.ask.done():
+                break
+            if row.deaths:  # nobody waits for its answer any more
+                self._poison.came_back(row)
         if not self._queue.is_full:
             self._room.set()
         if row is not None and row.request.media:
@@ -606,7 +611,7 @@ class Backlog:
         if row.deaths:
             self._poison.add(row)
         else:
-            self.add(row, first=True)
+            self._queue.add(row, first=True)
         self._notify()
 
     def _notify(self) -> None:

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from xxhash import xxh3_128_digest
+from xxhash import xxh3_128_hexdigest
 
-from batchrunner.core.errors import JobError, RowRefusedError
+from batchrunner.core.errors import JobError, RowRefusedError, hidden
 from batchrunner.core.hook_pool import HookPool, HookProcess, ProcessEndedError
 from batchrunner.core.hook_worker import ROLLOUT, WorkerSetup
 from batchrunner.core.rollout_worker import STEP_BYTES, RolloutAnswer, frame, read_frame, step_in, step_memory
@@ -42,7 +42,7 @@ from batchrunner.job.output import (
     TURNS,
 )
 from batchrunner.job.prompt import tool_problem
-from batchrunner.job.sampling import GRAMMARS, SamplingSpec
+from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec
 from batchrunner.job.spec import Job
 from batchrunner.output.columns import NO_ANSWER
 from batchrunner.output.counts import ASKED_AGAIN
@@ -69,7 +69,7 @@ class Rollout:
     """The row's, whose prompt is the row."""
     answers: dict[TurnKey, asyncio.Future[Outcome]] = field(default_factory=dict)
     """What it has asked, also before its function was run again."""
-    asked: Counter[bytes] = field(default_factory=Counter)
+    asked: Counter[str] = field(default_factory=Counter)
     """How often its function has asked each request, since it was last run."""
     last: str = ""
     """What it asked last."""
@@ -96,12 +96,16 @@ class RolloutProcess(HookProcess):
         """Whether others may run in it too."""
         self.why: str | None = None
         """Why it was killed."""
+        self.is_loaded = asyncio.Event()
+        """Set once it has loaded the function."""
 
-    async def connect(self) -> None:
+    async def connect(self) -> asyncio.StreamReader:
         """Open the connection to it, once its function is loaded. Raises HookLostError."""
         await asyncio.to_thread(self.facts)
         connection = socket.socket(fileno=os.dup(self.channel.fileno()))
-        self.reader, self._writer = await asyncio.open_connection(sock=connection)
+        reader, self.writer = await asyncio.open_connection(sock=connection)
+        self.is_loaded.set()
+        return reader
 
     @property
     def step(self) -> tuple[int, float]:
@@ -114,58 +118,58 @@ class RolloutProcess(HookProcess):
 
     def send(self, *values: Any) -> None:
         """Send a frame, unless the process has ended."""
-        if not self._writer.is_closing():
-            self._writer.write(frame(*values))
+        if not self.writer.is_closing():
+            self.writer.write(frame(*values))
 
-    async def run(self, number: int, rollout: Rollout) -> tuple[list[dict[str, Any]], str | None]:
-        """Run a function from its beginning; return its rows, or its error. Raises ProcessEndedError."""
+    async def run(
+        self, number: int, rollout: Rollout, limit_s: float
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """Run a function from its beginning; return its rows, or its error.
+
+        Raises ProcessEndedError, and TimeoutError where the function takes longer than `limit_s`.
+        """
         rollout.asked.clear()
         rollout.returned = asyncio.get_running_loop().create_future()
         self.rollouts[number] = rollout
-        self.send(number, None, rollout.request.prompt[0])
         try:
-            return await rollout.returned
+            await self.is_loaded.wait()
+            self.send(number, None, rollout.request.prompt[0])
+            async with asyncio.timeout(limit_s):
+                return await rollout.returned
+        except TimeoutError:
+            self.send(number, None, None)  # it is at work still
+            raise
         finally:
             del self.rollouts[number]
-            self.send(number, None, None)  # it is at work still where the row took too long
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._writer.close()
 
 
+@dataclass(eq=False)
 class Rollouts:
     """The rollouts of a run: opens rows, sends what they ask, and makes outcomes of what they return."""
 
-    def __init__(
-        self,
-        job: Job,
-        source: RowSource,
-        functions: HookPool,
-        tokenizer: RowTokenizer,
-        backlog: Backlog,
-        slots: Slots,
-        results: ResultSink,
-        turns: TurnStore | None,
-    ) -> None:
-        """Without `turns` nothing is stored, as of a program's rows."""
-        self._limits, self._source, self._functions, self._tokenizer = (
-            job.limits,
-            source,
-            functions,
-            tokenizer,
-        )
-        self._backlog, self._slots, self._results, self._turns = backlog, slots, results, turns
-        self._label = f"{ROLLOUT}: {functions.facts[ROLLOUT].name}"
-        self._taken = {*RESULT_COLUMNS, *ROLLOUT_COLUMNS, *job.input.carried_names} - {TURNS}
+    _job: Job
+    _source: RowSource
+    _functions: HookPool
+    _tokenizer: RowTokenizer
+    _backlog: Backlog
+    _slots: Slots
+    _results: ResultSink
+    _store: TurnStore | None
+    """Where answers are stored; None where nothing is, as of a program's rows."""
+    turns: int = 0
+    """Requests of rollouts that were answered, without those that were stored."""
+
+    def __post_init__(self) -> None:
+        """Open no row yet."""
+        self._limits = self._job.limits
+        self._label = f"{ROLLOUT}: {self._functions.facts[ROLLOUT].name}"
+        self._taken = {*RESULT_COLUMNS, *ROLLOUT_COLUMNS, *self._job.input.carried_names} - {TURNS}
         self._open: set[Rollout] = set()
         self._starting: set[Rollout] = set()
         self._processes: list[RolloutProcess] = []
-        self._choosing, self._alone = asyncio.Lock(), asyncio.Semaphore(functions.most)
+        self._alone = asyncio.Semaphore(self._functions.most)
         self._numbers = count(1)
         self._bytes = 0
-        self.turns = 0
-        """Requests of rollouts that were answered, without those that were stored."""
 
     def state(self) -> dict[str, int]:
         """Return how many rows are open, how many of these wait for no answer, and the turns so far."""
@@ -212,18 +216,14 @@ class Rollouts:
         return MOST_OPEN if is_full else len(self._starting)
 
     async def _solve(self, rollout: Rollout) -> None:
-        """Run the function of a row, and store what it returned. Raises HookLostError and StorageError."""
+        """Run the function of a row, and store what it returned. Raises StorageError."""
         began = time.monotonic()
-        if self._turns is not None:
-            for key, outcome in self._turns.take(rollout.request.ref).items():
+        if self._store is not None:
+            for key, outcome in self._store.take(rollout.request.ref).items():
                 rollout.answers[key] = asyncio.get_running_loop().create_future()
                 rollout.answers[key].set_result(outcome)
-        rows, error = [], None
-        try:
-            rows = await self._rows_of(rollout)
-        except RowRefusedError as failure:
-            error = str(failure)
-        outcome = _outcome_of(rollout, rows, error, time.monotonic() - began)
+        rows, error = await self._result_of(rollout)
+        outcome = _outcome_of(rollout, rows, error and hidden(error), time.monotonic() - began)
         await self._forget(rollout, is_done=error is None)
         self._open.discard(rollout)
         self._starting.discard(rollout)
@@ -237,31 +237,29 @@ class Rollouts:
         rollout.answers.clear()
         self._bytes -= rollout.bytes
         rollout.bytes, rollout.first = 0, None
-        if not is_done and self._turns is not None:
-            await self._turns.drop(rollout.request.ref.row)
+        if not is_done and self._store is not None:
+            await self._store.drop(rollout.request.ref.row)
 
-    async def _rows_of(self, rollout: Rollout) -> list[dict[str, Any]]:
-        """Return the rows that a function makes; it is run again where its process ends or it asks otherwise.
+    async def _result_of(self, rollout: Rollout) -> tuple[list[dict[str, Any]], str | None]:
+        """Return the rows that a function makes, or its error.
 
-        A row that was why a process ended, or may have been twice, is run in a process of its own. Raises
-        RowRefusedError where it fails.
+        It is run again where its process ends or it asks otherwise. A row that was why a process ended, or
+        may have been twice, is run in a process of its own.
         """
         suspicion = 0
         while True:
             number, is_alone = next(self._numbers), suspicion > 1
             async with self._alone if is_alone else contextlib.nullcontext():
-                process = await (self._new_process(is_shared=False) if is_alone else self._shared_process())
-                limit_s = self._limits.rollout  # of the function: processes may take long to start
+                process = self._new_process(is_shared=False) if is_alone else self._shared_process()
                 try:
-                    async with asyncio.timeout(limit_s):
-                        rows, error = await process.run(number, rollout)
+                    rows, error = await process.run(number, rollout, self._limits.rollout)
                 except TimeoutError:
-                    why = f"took more than {limit_s:g} s (limits.rollout)"
-                    raise RowRefusedError(f"{self._label}: {why}") from None
+                    limit = f"{self._limits.rollout:g} s (limits.rollout)"
+                    return [], f"{self._label}: took more than {limit}"
                 except ProcessEndedError as failure:
                     running, _ = process.step
                     if is_alone or (process.why and running == number):
-                        raise RowRefusedError(f"{self._label}: {failure}") from None
+                        return [], f"{self._label}: {failure}"
                     suspicion += 2 if running == number else not running
                     continue
                 finally:
@@ -276,33 +274,29 @@ class Rollouts:
                 continue
             taken = next((name for row in rows for name in row if name in self._taken), None)
             if taken is not None:
-                error = f"{self._label}: a result has a column {taken!r} already: name yours otherwise"
-            if error is None:
-                return rows
-            raise RowRefusedError(error)
+                return [], f"{self._label}: a result has a column {taken!r} already: name yours otherwise"
+            return rows, error
 
-    async def _shared_process(self) -> RolloutProcess:
-        """Return the process with the fewest rollouts; a new one where all have many."""
-        async with self._choosing:
-            shared = [process for process in self._processes if process.is_shared]
-            process = min(shared, key=lambda each: len(each.rollouts), default=None)
-            is_busy = process is not None and len(process.rollouts) >= ROWS_A_PROCESS
-            if process is None or (is_busy and len(shared) < self._functions.most):
-                process = await self._new_process(is_shared=True)
-            return process
+    def _shared_process(self) -> RolloutProcess:
+        """Return a new process where all have many rollouts, else the loaded one with the fewest."""
+        shared = [process for process in self._processes if process.is_shared]
+        are_busy = all(len(process.rollouts) >= ROWS_A_PROCESS for process in shared)
+        if are_busy and len(shared) < self._functions.most:
+            return self._new_process(is_shared=True)
+        return min(shared, key=lambda each: (not each.is_loaded.is_set(), len(each.rollouts)))
 
-    async def _new_process(self, *, is_shared: bool) -> RolloutProcess:
+    def _new_process(self, *, is_shared: bool) -> RolloutProcess:
         process = RolloutProcess(self._functions.setup, is_shared=is_shared)
         self._processes.append(process)
-        await process.connect()
         self._group.create_task(self._listen(process))
         return process
 
     async def _listen(self, process: RolloutProcess) -> None:
         """Take what the rollouts of a process ask and return, until it ends."""
+        reader = await process.connect()
         try:
             while True:
-                number, asked, value = await read_frame(process.reader)
+                number, asked, value = await read_frame(reader)
                 rollout = process.rollouts.get(number)
                 if rollout is None or rollout.returned is None or rollout.returned.done():
                     continue
@@ -324,22 +318,22 @@ class Rollouts:
             await asyncio.to_thread(process.end)
             self._processes.remove(process)
         finally:
-            process.close()
+            process.writer.close()
 
     def _answer(self, process: RolloutProcess, number: int, rollout: Rollout, asked: int, text: str) -> None:
         """Have what a rollout asks answered: it has the answer already, or it is sent."""
         rollout.last = text
-        digest = xxh3_128_digest(text.encode())
+        digest = xxh3_128_hexdigest(text.encode())
         rollout.asked[digest] += 1
         key = digest, rollout.asked[digest]
-        if key not in rollout.answers:
-            rollout.answers[key] = self._group.create_task(self._ask(rollout, key, text))
+        answer = rollout.answers.pop(key, None) or self._group.create_task(self._ask(rollout, key, text))
+        rollout.answers[key] = answer  # in the order in which they are asked, also when they were stored
 
         def give(answer: asyncio.Future[Outcome]) -> None:
             if not answer.cancelled() and answer.exception() is None:
                 process.send(number, asked, _answer_of(answer.result()))
 
-        rollout.answers[key].add_done_callback(give)
+        answer.add_done_callback(give)
 
     async def _ask(self, rollout: Rollout, key: TurnKey, text: str) -> Outcome:
         """Send a request of a rollout, and store its answer. Raises StorageError."""
@@ -359,16 +353,16 @@ class Rollouts:
         self._backlog.add(row)
         self._backlog.wake_dispatcher()
         outcome = await row.ask
-        if outcome.completion is not None and outcome.error is None:
-            if self._turns is not None:
-                await self._turns.put(key, outcome)
+        if self._store is not None:
+            await self._store.put(key, outcome)
+        if outcome.completion is not None:
             size = len(outcome.completion.texts[0])
             rollout.bytes, self._bytes = rollout.bytes + size, self._bytes + size
         self.turns += 1
         return outcome
 
     async def _watch(self) -> None:
-        """Kill processes whose loop is blocked, and what others have left behind."""
+        """Kill processes whose loop is blocked, and what others have left behind; see who starts to ask."""
         limit_s = self._limits.python
         while True:
             await asyncio.sleep(LOOK_S)
@@ -378,8 +372,8 @@ class Rollouts:
                     process.why = f"took more than {limit_s:g} s between two awaits (limits.python)"
                 if process.why or process.has_ended():
                     process.kill()
-            if not self._choosing.locked():  # while a process starts they have asked nothing
-                self._starting.clear()
+                if process.is_loaded.is_set():
+                    self._starting.difference_update(process.rollouts.values())
             self._backlog.wake_feeder()
 
 
@@ -389,10 +383,16 @@ def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]
         kind, given = kind_of_prompt(prompt)
         spec = validated(SamplingSpec, sampling, "generate")
     except (ValueError, JobError) as failure:
-        raise RowRefusedError(f"generate: {str(failure).removeprefix('generate: ')}") from None
+        why = str(failure).removeprefix("generate: ").replace(", or should be {column: NAME}", "")
+        raise RowRefusedError(f"generate: {why}") from None
     problem = None if tools is None else tool_problem(tools)
-    if problem is not None or spec.n != 1:
-        raise RowRefusedError(f"generate: {problem or 'n: await several calls, by asyncio.gather'}")
+    for name, value in spec:
+        if isinstance(value, FromColumn):
+            problem = f"{name}: give the value, not its column"
+    if spec.n != 1:
+        problem = "n: await several calls, by asyncio.gather"
+    if problem is not None:
+        raise RowRefusedError(f"generate: {problem}")
     own = spec.model_dump(include={*sampling} - {"n", "lora_path", "tool_choice"}, exclude_none=True)
     if isinstance(own.get("json_schema"), dict):
         own["json_schema"] = json.dumps(own["json_schema"])

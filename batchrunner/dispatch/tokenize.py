@@ -165,8 +165,6 @@ async def engine_tokens(
     return found
 
 
-ROWS_AT_ONCE = 16
-"""Rows whose choices are tokenised together."""
 ASKED_AT_ONCE = 16
 """Texts whose tokens the engine is asked for at the same time, where it alone can tell them."""
 SIMULATED_TOKEN = 4
@@ -305,17 +303,13 @@ class RowTokenizer:
         """Return the requests with the token ids of their prompts and choices."""
         if self._info.simulated:
             return [_simulated(request) for request in requests]
-        found: list[Request | Outcome] = []
-        for start in range(0, len(requests), ROWS_AT_ONCE):
-            some = requests[start : start + ROWS_AT_ONCE]
-            texts = [
-                request._replace(prompt=request.prompt + item, items=())
-                for request in some
-                for item in ("", *request.items)
-            ]
-            done = iter(await asyncio.gather(*map(self._ids_of_text, await self._prompts(texts))))
-            found += [_parted(each, [next(done) for _ in ("", *each.items)]) for each in some]
-        return found
+        texts = [
+            request._replace(prompt=request.prompt + item, items=())
+            for request in requests
+            for item in ("", *request.items)
+        ]
+        done = iter(await asyncio.gather(*map(self._ids_of_text, await self._prompts(texts))))
+        return [_parted(each, [next(done) for _ in ("", *each.items)]) for each in requests]
 
     async def _ids_of_text(self, item: Request | Outcome) -> list[int] | str:
         """Return the token ids of a text, or why it has none."""

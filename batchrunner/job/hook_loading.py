@@ -211,8 +211,6 @@ def row_value(value: Any, known: Annotations) -> dict[str, Any]:
     Without columns, which only a rollout may lack, it is a dict as JSON has it. Raises ValueError, whose text
     follows the function's name, or TypeError, for one that does not fit, or a key that is no column.
     """
-    from batchrunner.job.arrow_types import fit  # noqa: PLC0415 - it loads pyarrow
-
     if value is None and known.may_be_none:
         value = {}
     given = plain(value._asdict() if hasattr(value, "_asdict") else value)
@@ -220,6 +218,8 @@ def row_value(value: Any, known: Annotations) -> dict[str, Any]:
         raise ValueError(f"returned {_a(value)}: return a dict")  # noqa: TRY004
     if not known.columns:
         return msgspec.json.decode(msgspec.json.encode(given), type=dict)
+    from batchrunner.job.arrow_types import fit  # noqa: PLC0415 - it loads pyarrow
+
     names = [name for name, _ in known.columns]
     unknown = [key for key in given if key not in names]
     if unknown:

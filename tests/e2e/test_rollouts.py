@@ -182,11 +182,15 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
                     os._exit(5)
                 case 18: return functools.reduce(lambda inner, _: {"a": inner}, range(700), 1)
                 case 19: return {"pairs": {(1, 2): 3}}
+                case 20: await generate("x", top_k={"column": "id"})
+                case 21:
+                    async with asyncio.TaskGroup() as group:
+                        group.create_task(generate("x", n=2))
             await asyncio.sleep(0)
             return {"text": answer.text}
         """,
     )
-    limits = {"python": 1, "rollout": 15, "turns": 5, "max_failed_rows": 20}
+    limits = {"python": 1, "rollout": 15, "turns": 5, "max_failed_rows": 22}
     job = job_of(tmp_path, server, rows=40, prompt=PROMPT, limits=limits)
     run_job(job, tmp_path)
     rows = results_of(job)
@@ -205,7 +209,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         10: f"{place}:17: batchrunner.GenerateError: generate: a list is no prompt: give messages, "
         "a text or token ids",
         11: f"{place}:18: batchrunner.GenerateError: generate: temperature: should be greater than or "
-        "equal to 0, or should be {column: NAME} (got -1)",
+        "equal to 0 (got -1)",
         13: f"{name}: took more than 15 s (limits.rollout)",
         14: f"{name}: ended its process (exit code 4)",
         15: f"{place}:25: batchrunner.GenerateError: generate is awaited in the loop that runs the function, "
@@ -214,6 +218,8 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
         17: f"{name}: ended its process (exit code 5)",
         18: "prompt.rollout: RecursionError: maximum recursion depth exceeded while pickling an object",
         19: f"{name}: Only dicts with str-like or number-like keys are supported",
+        20: f"{place}:32: batchrunner.GenerateError: generate: top_k: give the value, not its column",
+        21: f"{place}:34: batchrunner.GenerateError: generate: n: await several calls, by asyncio.gather",
     }
     asked = json.loads(rows[1]["conversation"])
     assert asked["prompt"] == [{"role": "user", "content": "row 1"}]
@@ -226,7 +232,7 @@ def test_only_the_row_fails(tmp_path: Path, server: FakeSGLang) -> None:
     again = batchrun(tmp_path / "job.yaml", "--retry-failed")
     assert again.exit_code == 0, again.stderr
     assert rows_in(job) == list(range(40))
-    assert server.prompts.count("again") == 18
+    assert server.prompts.count("again") == 20
 
 
 def test_a_process_that_starts_slowly(tmp_path: Path, server: FakeSGLang) -> None:
@@ -296,20 +302,31 @@ def test_a_good_answer_or_an_exception(tmp_path: Path, server: FakeSGLang, free:
 
 
 def test_nothing_is_asked_twice_after_a_kill(tmp_path: Path, server: FakeSGLang) -> None:
-    """What was answered before a SIGKILL, or a Ctrl-C, is not asked again; only what was in flight is."""
+    """What was answered before a SIGKILL, or a Ctrl-C, is not asked again; only what was in flight is.
+
+    Nor is what was answered with an error.
+    """
     write_module(
         tmp_path,
         """
         import asyncio
+        from batchrunner import GenerateError
         async def solve(row, generate):
             async def branch(name):
                 texts = []
                 for turn in range(4):
                     texts.append((await generate(f"row {row['id']} branch {name} turn {turn}")).text)
                 return texts
-            samples = await asyncio.gather(*(generate(f"row {row['id']} sample") for _ in range(3)))
+            async def judge():
+                try:
+                    await generate(f"row {row['id']} judge", schema={"type": "object"})
+                except GenerateError as failure:
+                    return str(failure)
+            *samples, judged = await asyncio.gather(
+                *(generate(f"row {row['id']} sample") for _ in range(3)), judge()
+            )
             both = await asyncio.gather(branch("a"), branch("b"))
-            return {"samples": [sample.text for sample in samples], "both": both}
+            return {"samples": [sample.text for sample in samples], "both": both, "judged": judged}
         """,
     )
     answered = Counter[str]()
@@ -319,7 +336,7 @@ def test_nothing_is_asked_twice_after_a_kill(tmp_path: Path, server: FakeSGLang)
         if sum(answered.values()) >= held:
             return "hold"
         answered[sent.prompt] += 1
-        return "answer"
+        return Said("no JSON") if "judge" in sent.prompt else "answer"
 
     server.script = script
     job = job_of(tmp_path, server, rows=20, window=8, prompt=PROMPT)
@@ -338,13 +355,58 @@ def test_nothing_is_asked_twice_after_a_kill(tmp_path: Path, server: FakeSGLang)
     run_job(job, tmp_path)
     expected = Counter[str]()
     for row in range(20):
-        expected[f"row {row} sample"] = 3
+        expected[f"row {row} sample"], expected[f"row {row} judge"] = 3, 1
         expected.update(f"row {row} branch {name} turn {turn}" for name in "ab" for turn in range(4))
     assert answered == expected
     rows = results_of(job)
     assert [row["row"] for row in rows] == list(range(20))
-    assert {(row["error"], row["turns"]) for row in rows} == {(None, 11)}
+    assert {(row["error"], row["turns"]) for row in rows} == {(None, 12)}
+    assert all("turn 3" in row["output"] for row in rows)  # what was asked last, whatever was stored before
     assert [*(tmp_path / "run" / "tasks").glob("*/turns-*")] == []
+
+
+def test_a_gentle_stop_stores_what_is_in_flight(tmp_path: Path, server: FakeSGLang) -> None:
+    """The answers that a Ctrl-C waits for are not asked for again by the next start."""
+    write_module(tmp_path, TURNS)
+    server.script = lambda sent: "hold" if "turn 1" in sent.prompt else "answer"
+    file = write_job(job_of(tmp_path, server, rows=4, prompt=PROMPT), tmp_path)
+    with started(file) as running:
+        eventually(lambda: sum("turn 1" in prompt for prompt in server.prompts) == 4)
+        running.process.send_signal(signal.SIGINT)
+        time.sleep(1)
+        server.script = lambda sent: "answer"
+        server.answer_held()
+        assert running.process.wait() == 130
+    assert batchrun(file).exit_code == 0
+    assert {*Counter(server.prompts).values()} == {1}
+
+
+def test_a_row_that_asks_for_much_at_once(tmp_path: Path) -> None:
+    """What nobody waits for any more is not sent; and the windows follow the load while requests wait."""
+    write_module(
+        tmp_path,
+        """
+        import asyncio
+        async def solve(row, generate):
+            async with asyncio.TaskGroup() as group:
+                for n in range(300 if row["id"] else 2000):
+                    group.create_task(generate(f"row {row['id']} piece {n}", max_new_tokens=5))
+                if row["id"] == 0:
+                    await generate("x", temperature=-1)
+        """,
+    )
+    limits = {"turns": 5000, "max_failed_rows": 1}
+    with FakeSGLang(delay_s=3) as server:
+        job = job_of(tmp_path, server, rows=2, window=2, prompt=PROMPT, limits=limits, input={"limit": 1})
+        run_job(job, tmp_path)
+        assert len(server.sent) < 100
+    (row,) = results_of(job)
+    assert row["error"].endswith("temperature: should be greater than or equal to 0 (got -1)")
+    pieces = {"path": str(tmp_path / "pieces")}
+    engine = INSTANT | {"step_s": 0.01, "max_running": 8}
+    job = job_of(tmp_path, engine, prompt=PROMPT, limits=limits, output=pieces)
+    run_job(job, tmp_path)
+    assert report_of(job)["load"]["tail_share"] < 0.5
 
 
 def test_a_failed_row_is_asked_anew(tmp_path: Path, server: FakeSGLang) -> None:
