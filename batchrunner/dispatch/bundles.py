@@ -253,7 +253,8 @@ class BundleSender:
     _events: EventLog
     _one_by_one: str | None
     """Why each row is a request of its own; None where there is no reason."""
-    _told: bool = False
+    _told: set[str] = field(default_factory=set)
+    """The reasons of this kind that were told."""
     _works: bool = False
     """Whether the engine has answered a bundle."""
     _refused: int = 0
@@ -286,8 +287,10 @@ class BundleSender:
 
     def _may_share(self, request: Request) -> bool:
         why = self._one_by_one or why_alone(request)
-        if why is not None and not self._told:
-            self._tell(why)
+        if why is not None and why not in self._told:
+            self._told.add(why)
+            log.info("rows are sent one by one: %s", why)
+            self._events.write("bundles_off", route=self._route, why=why)
         return why is None
 
     async def _share(self, request: Request, most: int) -> Completion | None:
@@ -356,8 +359,8 @@ class BundleSender:
         self._works = self._works or bundle.answers > 0
         left = bundle.left
         self._refused += bool(left) and not bundle.answers
-        if not self._works and self._refused >= MOST_REFUSALS:
-            self._stop_bundles(f"the engine refused {self._refused} requests with several rows: {why}")
+        if not self._works and self._refused >= MOST_REFUSALS and self._one_by_one is None:
+            self._one_by_one = f"the engine refused {self._refused} requests with several rows: {why}"
         self._totals.rows_resent += len(left)
         if bundle.answers:
             for row in left:
@@ -366,16 +369,6 @@ class BundleSender:
         half = len(left) // 2  # one row may be the reason
         self._start(left[:half])
         self._start(left[half:])
-
-    def _stop_bundles(self, why: str) -> None:
-        if self._one_by_one is None:
-            self._one_by_one = why
-            self._tell(why)
-
-    def _tell(self, why: str) -> None:
-        self._told = True
-        log.info("rows are sent one by one: %s", why)
-        self._events.write("bundles_off", route=self._route, why=why)
 
 
 class BundleSenders(dict[str, BundleSender]):

@@ -101,7 +101,7 @@ class Feeder:
                     row.unencoded = row.request._replace(media=request.media)
                 row.request = request
                 self._backlog.add(row)
-        self._backlog.wake_dispatcher()
+        self._backlog.wake()
         await self._backlog.wait_for_room()
 
     async def _prime(self, tasks: Sequence[PrimeTask]) -> None:
@@ -202,7 +202,7 @@ class Dispatcher:
                 row = self._backlog.take(route) if reuse else None
         finally:
             self._slots.release(route)
-            self._backlog.wake_dispatcher()
+            self._backlog.wake()
 
     async def _attempt(self, row: PendingRow, route: str) -> None:
         """Send a row once: its answer is stored, or it goes back to the queue, or its error is stored.
@@ -307,7 +307,7 @@ class Dispatcher:
             return None
         if isinstance(error, EngineBusyError):
             cooldown_s = self._slots.cool_down(route, now)
-            asyncio.get_running_loop().call_later(cooldown_s, self._backlog.wake_dispatcher)
+            asyncio.get_running_loop().call_later(cooldown_s, self._backlog.wake)
             if self._is_in_order(row.refused_by):  # and no other one can be asked now
                 return row.refusal
         if isinstance(error, (EngineBusyError, NoAnswerError)) and not isinstance(error, EngineDownError):

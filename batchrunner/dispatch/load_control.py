@@ -125,7 +125,7 @@ class LoadControl:
         for run in self._runs:
             run.slots.speeds = self.concurrency.speeds
             write_changes(run.events, changes)
-            run.backlog.wake_dispatcher()
+            run.backlog.wake()
 
 
 def write_changes(events: EventLog, changes: Iterable[Decision | CornerChange]) -> None:

@@ -505,12 +505,12 @@ class Backlog:
     def stop(self) -> None:
         """Send no row any more."""
         self.is_stopping = True
-        self._notify()
+        self.wake()
 
     def finish_reading(self) -> None:
         """Record that no more rows will come."""
         self._all_read = True
-        self._notify()
+        self.wake()
 
     def expect(self, rows: int) -> None:
         """Count rows that will be added or ended."""
@@ -577,20 +577,17 @@ class Backlog:
             await self._results.put(outcome._replace(ref=ref, latency_s=None, attempts=0))
         self._unended -= 1
         if self._unended == 0:
-            self._notify()
+            self.wake()
 
-    def wake_dispatcher(self) -> None:
-        """Let the dispatcher look again: there may be rows to send, or free slots."""
+    def wake(self) -> None:
+        """Let dispatcher and feeder look again: there may be rows to send, free slots, or room."""
         self._sendable.set()
+        self._room.set()
 
     async def wait_for_rows(self) -> None:
         """Wait until the dispatcher should look again."""
         self._sendable.clear()
         await self._sendable.wait()
-
-    def wake_feeder(self) -> None:
-        """Let the feeder look again whether there is room."""
-        self._room.set()
 
     async def wait_for_room(self, most: int = READ_AHEAD_ROWS, coming: Callable[[], int] = lambda: 0) -> None:
         """Wait until the feeder should read on: fewer than `most` rows are there or `coming`.
@@ -612,8 +609,4 @@ class Backlog:
             self._poison.add(row)
         else:
             self._queue.add(row, first=True)
-        self._notify()
-
-    def _notify(self) -> None:
-        self._sendable.set()
-        self._room.set()
+        self.wake()

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 from xxhash import xxh3_128_hexdigest
 
@@ -55,10 +55,14 @@ LOOK_S = 0.2
 for something else than the engine."""
 LEAST_AHEAD, AHEAD_SHARE = 8, 1 / 8
 """Rows in the queue, or on their way there, up to which others are opened; the share is of the slots."""
-MOST_OPEN, MOST_OPEN_BYTES = 8192, 512 << 20
-"""Rows that are open at once, and the bytes of their answers."""
+MOST_OPEN = 8192
+"""Rows that are open at once: those whose answers the engine's cache holds, and those that wait for tools."""
 ROWS_A_PROCESS = 16
 """Open rows of each process before another one is started."""
+
+
+Result: TypeAlias = tuple[list[dict[str, Any]], str | None]
+"""Rows that a function returns, or the error of its row."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,12 +77,10 @@ class Rollout:
     """How often its function has asked each request, since it was last run."""
     last: str = ""
     """What it asked last."""
-    bytes: int = 0
-    """Bytes of its answers."""
     first: PendingRow | None = None
     """The first row that it sent, to whose replica the others go."""
-    returned: asyncio.Future[tuple[list[dict[str, Any]], str | None]] | None = None
-    """What its function returns, or the error of the row."""
+    returned: asyncio.Future[Result] = field(init=False)
+    """What its function returns."""
 
 
 class RolloutProcess(HookProcess):
@@ -121,13 +123,8 @@ class RolloutProcess(HookProcess):
         if not self.writer.is_closing():
             self.writer.write(frame(*values))
 
-    async def run(
-        self, number: int, rollout: Rollout, limit_s: float
-    ) -> tuple[list[dict[str, Any]], str | None]:
-        """Run a function from its beginning; return its rows, or its error.
-
-        Raises ProcessEndedError, and TimeoutError where the function takes longer than `limit_s`.
-        """
+    async def run(self, number: int, rollout: Rollout, limit_s: float) -> Result:
+        """Run a function from its beginning; raises ProcessEndedError, and TimeoutError after `limit_s`."""
         rollout.asked.clear()
         rollout.returned = asyncio.get_running_loop().create_future()
         self.rollouts[number] = rollout
@@ -169,7 +166,6 @@ class Rollouts:
         self._processes: list[RolloutProcess] = []
         self._alone = asyncio.Semaphore(self._functions.most)
         self._numbers = count(1)
-        self._bytes = 0
 
     def state(self) -> dict[str, int]:
         """Return how many rows are open, how many of these wait for no answer, and the turns so far."""
@@ -212,8 +208,7 @@ class Rollouts:
 
     def _coming(self) -> int:
         """Return how many rows come into the queue soon; many where no more can be open."""
-        is_full = len(self._open) >= MOST_OPEN or self._bytes >= MOST_OPEN_BYTES
-        return MOST_OPEN if is_full else len(self._starting)
+        return MOST_OPEN if len(self._open) >= MOST_OPEN else len(self._starting)
 
     async def _solve(self, rollout: Rollout) -> None:
         """Run the function of a row, and store what it returned. Raises StorageError."""
@@ -228,20 +223,19 @@ class Rollouts:
         self._open.discard(rollout)
         self._starting.discard(rollout)
         await self._backlog.end(PendingRow(rollout.request), outcome)
-        self._backlog.wake_feeder()
+        self._backlog.wake()
 
     async def _forget(self, rollout: Rollout, *, is_done: bool = False) -> None:
         """Drop the answers of a rollout, also those that are stored, and what it waits for."""
         for answer in rollout.answers.values():
             answer.cancel()
         rollout.answers.clear()
-        self._bytes -= rollout.bytes
-        rollout.bytes, rollout.first = 0, None
+        rollout.first = None
         if not is_done and self._store is not None:
             await self._store.drop(rollout.request.ref.row)
 
-    async def _result_of(self, rollout: Rollout) -> tuple[list[dict[str, Any]], str | None]:
-        """Return the rows that a function makes, or its error.
+    async def _result_of(self, rollout: Rollout) -> Result:
+        """Return what the function of a row makes.
 
         It is run again where its process ends or it asks otherwise. A row that was why a process ended, or
         may have been twice, is run in a process of its own.
@@ -298,7 +292,7 @@ class Rollouts:
             while True:
                 number, asked, value = await read_frame(reader)
                 rollout = process.rollouts.get(number)
-                if rollout is None or rollout.returned is None or rollout.returned.done():
+                if rollout is None or rollout.returned.done():
                     continue
                 if asked is None:
                     rollout.returned.set_result(value)
@@ -313,7 +307,7 @@ class Rollouts:
             if process.rollouts:
                 log.warning("%s: %s", self._label, how)
             for rollout in process.rollouts.values():
-                if rollout.returned is not None and not rollout.returned.done():
+                if not rollout.returned.done():
                     rollout.returned.set_exception(ProcessEndedError(how))
             await asyncio.to_thread(process.end)
             self._processes.remove(process)
@@ -341,7 +335,7 @@ class Rollouts:
         try:
             request = _request_of(rollout.request, **json.loads(text))
             (ready,) = await self._tokenizer.tokenize([request])
-        except RowRefusedError as refusal:
+        except (RowRefusedError, RecursionError) as refusal:
             return Outcome(ref, None, str(refusal), None, 0)
         if isinstance(ready, Outcome):  # it cannot be tokenised, or is too long
             return ready
@@ -351,13 +345,10 @@ class Rollouts:
         row.ask = asyncio.get_running_loop().create_future()
         self._starting.discard(rollout)
         self._backlog.add(row)
-        self._backlog.wake_dispatcher()
+        self._backlog.wake()
         outcome = await row.ask
         if self._store is not None:
             await self._store.put(key, outcome)
-        if outcome.completion is not None:
-            size = len(outcome.completion.texts[0])
-            rollout.bytes, self._bytes = rollout.bytes + size, self._bytes + size
         self.turns += 1
         return outcome
 
@@ -374,7 +365,7 @@ class Rollouts:
                     process.kill()
                 if process.is_loaded.is_set():
                     self._starting.difference_update(process.rollouts.values())
-            self._backlog.wake_feeder()
+            self._backlog.wake()
 
 
 def _request_of(base: Request, prompt: Any, tools: Any, sampling: dict[str, Any]) -> Request:

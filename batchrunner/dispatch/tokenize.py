@@ -192,7 +192,6 @@ class RowTokenizer:
         self._task = job.forward
         if isinstance(self._task, ClassifyTask):
             self._task = dataclasses.replace(self._task, names=class_names(info.model))
-        self._has_labels = info.simulated  # an invented model has no tokens
         self._asking, self._choosing = asyncio.Semaphore(ASKED_AT_ONCE), asyncio.Lock()
         self._encoders: dict[PromptKind, Encoder | None] = {}
         """What tokenises prompts, by their kind; None where the engine does it."""
@@ -236,9 +235,9 @@ class RowTokenizer:
             return [*requests]
         if isinstance(self._task, ChoiceTask):
             return await self._with_choices(requests)
-        if isinstance(self._task, ScoreTask) and requests and not self._has_labels:
+        has_tokens = not self._info.simulated  # unlike an invented model
+        if isinstance(self._task, ScoreTask) and requests and has_tokens and not self._task.label_ids:
             self._task = await self._with_labels(self._task, requests[0])
-            self._has_labels = True
         done = await self._prompts(requests)
         if not isinstance(self._task, (ClassifyTask, ScoreTask)):
             return done
