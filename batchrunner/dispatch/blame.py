@@ -47,7 +47,7 @@ class RouteRecord:
         known.last = now
         tally = known.tallies.get(self)
         if tally is None:  # the route may have failed just now
-            known.tallies[self] = Tally(row.answered_before, row.refused_before)
+            known.tallies[self] = Tally(self.answered, self.refused)
             self.refused += 1
         elif answers:
             tally.times += 1

@@ -6,7 +6,7 @@ A bundle is only a way of sending. Each row has its slot, its attempt and its an
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -374,40 +374,34 @@ class BundleSender:
 class BundleSenders(dict[str, BundleSender]):
     """What sends the rows of each route of an engine; a route has one when it gets its first row."""
 
-    def __init__(self, make: Callable[[str], BundleSender]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        engine: Engine,
+        info: EngineInfo,
+        passes: ForwardPasses | None,
+        totals: BundleTotals,
+        events: EventLog,
+    ) -> None:
+        """Follow the `bundle` of a job; `passes` are those of a task without decoding."""
         super().__init__()
+        fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
+        if info.simulated:  # it has no front process
+            fixed = 1
+        most_tokens = job.sampling.max_new_tokens
+        short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
+        # a list of rows without decoding has one reply: what keeps texts alone is no matter there
+        one_by_one = info.one_by_one if passes is None else None
+
+        def make(route: str) -> BundleSender:
+            size = BundleSize(TIMING.bundle_fill, fixed, short=short, passes=passes)
+            return BundleSender(engine, route, size, totals, events, one_by_one)
+
         self._make = make
 
     def __missing__(self, route: str) -> BundleSender:
         sender = self[route] = self._make(route)
         return sender
-
-
-def bundle_senders(
-    job: Job,
-    engine: Engine,
-    info: EngineInfo,
-    passes: ForwardPasses | None,
-    totals: BundleTotals,
-    events: EventLog,
-) -> BundleSenders:
-    """Return what sends the rows of each route of an open engine, as the job's `bundle` says.
-
-    `passes` are those of a task without decoding.
-    """
-    fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
-    if info.simulated:  # it has no front process
-        fixed = 1
-    most_tokens = job.sampling.max_new_tokens
-    short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
-    # a list of rows without decoding has one reply: what keeps texts alone is no matter there
-    one_by_one = info.one_by_one if passes is None else None
-
-    def sender(route: str) -> BundleSender:
-        size = BundleSize(TIMING.bundle_fill, fixed, short=short, passes=passes)
-        return BundleSender(engine, route, size, totals, events, one_by_one)
-
-    return BundleSenders(sender)
 
 
 def why_alone(request: Request) -> str | None:

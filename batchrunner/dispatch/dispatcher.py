@@ -213,7 +213,6 @@ class Dispatcher:
         sent_at = row.sent_at = time.monotonic()
         row.route = route
         record = self._records[route]
-        row.answered_before, row.refused_before = record.answered, record.refused
         request = row.request
         completion: Completion | None = None
         error: RequestError | None = None

@@ -29,7 +29,7 @@ class AnswerHistory(msgspec.Struct):
 
 
 class Tally(msgspec.Struct):
-    """What a route had answered and refused when it got a row first, and how it refused the row since."""
+    """What a route had answered and refused when it refused a row first, and how it refused the row since."""
 
     answered: int
     refused: int
@@ -95,9 +95,6 @@ class PendingRow(msgspec.Struct, eq=False):
     """Attempts that ended with an error which may be the row's own fault."""
     deaths: int = 0
     """Engine deaths during its attempts."""
-    answered_before: int = 0
-    refused_before: int = 0
-    """What the route of the last attempt had answered and refused before it."""
     refused_by: tuple[str, ...] = ()
     """Routes whose servers said that the row is at fault: another one is asked too."""
     refusal: RequestError | None = None

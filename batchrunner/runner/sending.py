@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import Completion, Outcome, PromptKind
-from batchrunner.dispatch.bundles import BundleTotals, ForwardPasses, bundle_senders
+from batchrunner.dispatch.bundles import BundleSenders, BundleTotals, ForwardPasses
 from batchrunner.dispatch.concurrency.law import (
     BYTES_A_TOKEN,
     BYTES_AN_ID,
@@ -283,7 +283,7 @@ class Sending:
             keeps_prompts=job.accept.feedback, primes=info.yields is None,
         )  # fmt: skip
         self.bundles = BundleTotals()
-        senders = bundle_senders(job, engine, info, concurrency.passes, self.bundles, events)
+        senders = BundleSenders(job, engine, info, concurrency.passes, self.bundles, events)
         checker = None
         if self._plan.checks:
             from batchrunner.dispatch.checks import AnswerChecker  # noqa: PLC0415 - only for such jobs

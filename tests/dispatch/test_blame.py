@@ -36,7 +36,6 @@ class Engine:
         self.number += 1
         if row is not None:
             row.attempts, row.sent_at = row.attempts + 1, self.now
-            row.answered_before, row.refused_before = self.record.answered, self.record.refused
         refused = self.refuses(None if row is None else row.request.ref.row, self.now)
         end = self.now + (self.refusal_s if refused else ANSWER_S)
         heapq.heappush(self.ends, (end, self.number, row, self.now, refused))
