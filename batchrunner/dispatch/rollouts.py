@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -90,7 +91,8 @@ class RolloutProcess(HookProcess):
         """Start it; it loads the function meanwhile."""
         with tempfile.TemporaryFile() as memory:
             memory.truncate(STEP_BYTES)
-            self._step = step_memory(memory.fileno())
+            self.step = partial(step_in, step_memory(memory.fileno()))
+            """Returns the number of the rollout whose code runs, 0 for none, and since when."""
             super().__init__(setup, "rollout_worker", memory.fileno())
         self.rollouts: dict[int, Rollout] = {}
         """Those that run in it, by the numbers that it knows them by."""
@@ -108,11 +110,6 @@ class RolloutProcess(HookProcess):
         reader, self.writer = await asyncio.open_connection(sock=connection)
         self.is_loaded.set()
         return reader
-
-    @property
-    def step(self) -> tuple[int, float]:
-        """Number of the rollout whose code runs, 0 for none, and since when."""
-        return step_in(self._step)
 
     def has_ended(self) -> bool:
         """Tell whether it has; what it started may keep its connection open."""
@@ -251,7 +248,7 @@ class Rollouts:
                     limit = f"{self._limits.rollout:g} s (limits.rollout)"
                     return [], f"{self._label}: took more than {limit}"
                 except ProcessEndedError as failure:
-                    running, _ = process.step
+                    running, _ = process.step()
                     if is_alone or (process.why and running == number):
                         return [], f"{self._label}: {failure}"
                     suspicion += 2 if running == number else not running
@@ -358,7 +355,7 @@ class Rollouts:
         while True:
             await asyncio.sleep(LOOK_S)
             for process in self._processes:
-                number, since = process.step
+                number, since = process.step()
                 if number and time.monotonic() - since > limit_s:
                     process.why = f"took more than {limit_s:g} s between two awaits (limits.python)"
                 if process.why or process.has_ended():

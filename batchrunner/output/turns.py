@@ -10,6 +10,7 @@ import functools
 import json
 import threading
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -31,12 +32,17 @@ TurnKey: TypeAlias = tuple[str, int]
 """What a rollout asks: the digest of the request, and how often it has asked that."""
 
 
+@dataclass(eq=False)
 class TurnStore:
     """The answers of a task's open rollouts: its own, and those that earlier attempts and tasks left."""
 
-    def __init__(self, run_dir: RunDir, token: str, disk: DiskWait) -> None:
-        """Write into the task's directory; `token` is that of its lock, `disk` repeats what fails."""
-        self._run_dir, self._token, self._disk = run_dir, token, disk
+    _run_dir: RunDir
+    _token: str
+    """That of the task's lock."""
+    _disk: DiskWait
+
+    def __post_init__(self) -> None:
+        """Write nothing yet."""
         self._segments: dict[Path, BitMap64] = {}
         """Rows that have answers in a segment of this attempt and are in no part."""
         self._left: dict[int, list[str]] = defaultdict(list)
