@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from batchrunner.core.engine_info import Corner, SchedulerLoad
-from batchrunner.dispatch.bundles import BundleTotals
 from batchrunner.dispatch.concurrency.background import BackgroundController
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog, RowSource, Slots
@@ -216,7 +215,6 @@ class AttemptProgress:
     _slots: Slots
     _concurrency: ConcurrencyLimits
     _backlog: Backlog
-    _bundles: BundleTotals
     _engine: Engine
     _events: EventLog
     began: float
@@ -231,7 +229,7 @@ class AttemptProgress:
     def __post_init__(self) -> None:
         """Count nothing yet."""
         self.load = LoadSummary(self._concurrency)
-        self._rates = Rates(self.began, counts=6)
+        self._rates = Rates(self.began, counts=4)
         self._time_left = TimeLeft(self.began, self.row_s)
         self._token_rates = defaultdict[str, Rates](lambda: Rates(self.began, counts=1))  # by route
         self.incidents: list[dict[str, Any]] = []
@@ -253,11 +251,9 @@ class AttemptProgress:
 
     def sample(self, loads: Sequence[SchedulerLoad], now: float) -> dict[str, Any]:
         """Return the state of the run, as a `sample` event has it; `loads` is the newest load sample."""
-        counts, sent, concurrency = self._counts, self._bundles, self._concurrency
-        rows_s, output_s, prompt_s, cached_s, requests_s, sent_s = self._rates.update(
-            now,
-            *(counts.own, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens),
-            *(sent.requests, sent.rows),
+        counts, concurrency = self._counts, self._concurrency
+        rows_s, output_s, prompt_s, cached_s = self._rates.update(
+            now, counts.own, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens
         )
         total, done = self._rows.total, len(self._done.rows) + counts.done
         stopping, in_flight = self._backlog.is_stopping, self._slots.in_flight
@@ -280,7 +276,6 @@ class AttemptProgress:
             "output_tokens": counts.output_tokens,
             "prompt_tokens": counts.prompt_tokens,
             "cached_tokens": counts.cached_tokens,
-            "rows_per_request": round(sent_s / requests_s, 2) if requests_s else 0.0,
             "window": self._slots.window,
             "in_flight": in_flight,
             "resting": self._backlog.waiting,

@@ -293,7 +293,7 @@ class Sending:
         # load samples: engine → windows → slots → progress: display and event log, `polled`
         self._run = SendingRun(slots, self._backlog, events)
         self.progress = AttemptProgress(
-            rows, self._done, self._counts, slots, concurrency, self._backlog, self.bundles, engine, events,
+            rows, self._done, self._counts, slots, concurrency, self._backlog, engine, events,
             began=self._began, task=job.task, rollouts=self.rollouts, row_s=self._row_s,
         )  # fmt: skip
         self._dispatcher = Dispatcher(
