@@ -150,8 +150,11 @@ def failure_text(where: str, failure: BaseException, limit_s: float = 0.0) -> st
     while isinstance(failure, BaseExceptionGroup):  # of asyncio.TaskGroup: its first one says why
         failure = failure.exceptions[0]
         frames += traceback.extract_tb(failure.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_OWN)]
-    file, line = (own[-1].filename, own[-1].lineno) if own else ("", None)
+    file = ""
+    line: int | None = None
+    for frame in frames:
+        if not frame.filename.startswith(_NOT_OWN):
+            file, line = frame.filename, frame.lineno
     if isinstance(failure, SyntaxError):
         file, line = failure.filename or "", failure.lineno
     place = f"{where}: {Path(file).name}:{line}: " if file else f"{where}: "
