@@ -77,10 +77,7 @@ def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
     pool = ThreadPoolExecutor(threads)
     try:
         yield pool
-    except KeyboardInterrupt:
-        pool.shutdown(wait=False, cancel_futures=True)
-        raise
-    except BaseException:
-        pool.shutdown(cancel_futures=True)
+    except BaseException as failure:
+        pool.shutdown(wait=not isinstance(failure, KeyboardInterrupt), cancel_futures=True)
         raise
     pool.shutdown()

@@ -3,9 +3,12 @@
 A lease is a range of rows; the tasks of one run take lease after lease.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
 
@@ -14,7 +17,11 @@ from batchrunner.core.errors import InputError, RowRefusedError
 from batchrunner.core.types import Outcome, Request
 from batchrunner.input.dataset import Dataset, rows_of
 from batchrunner.input.render import Renderer
+from batchrunner.job.answers import judges_by_row
 from batchrunner.job.spec import Job
+
+if TYPE_CHECKING:
+    from batchrunner.core.hook_pool import HookPool
 
 MOST_LEASES, FEWEST_LEASES = 1000, 64
 """Leases of a large run, each small beside the rows that a task has in flight; and of a small run, so that
@@ -31,11 +38,13 @@ class JobInput:
     job: Job
     dataset: Dataset
     renderer: Renderer
+    functions: HookPool | None
+    """The job's Python functions; None where it has none."""
 
     @property
     def dedupes(self) -> bool:
-        """Whether equal rows at temperature 0 share an answer."""
-        return self.job.dedupe
+        """Whether equal rows at temperature 0 share an answer; not where they may need unlike ones."""
+        return self.job.dedupe and not judges_by_row(self.functions)
 
     def batches(
         self, rows: BitMap64, check_stop: Callable[[], None] = lambda: None

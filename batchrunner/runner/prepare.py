@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import pyarrow as pa
 from pyroaring import BitMap64
@@ -25,7 +25,7 @@ from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
 from batchrunner.input.request_bodies import URL
-from batchrunner.job.answers import AnswerPlan, judges_by_row, plan_answers
+from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.arrow_types import arrow_type, type_name
 from batchrunner.job.output import REQUEST_DIGEST
 from batchrunner.job.python_functions import open_functions
@@ -42,10 +42,6 @@ from batchrunner.output.run_json import (
     known_fields,
     read_run_json,
 )
-
-if TYPE_CHECKING:
-    from batchrunner.core.hook_pool import HookPool
-
 
 log = logging.getLogger(__name__)
 
@@ -66,18 +62,11 @@ class PreparedJob(JobInput):
 
     run_dir: RunDir
     answers: AnswerPlan
-    functions: HookPool | None = None
-    """The job's Python functions; None where it has none."""
 
     @property
     def joins(self) -> bool:
         """Whether this task takes leases of a run that it shares with others (`--join`)."""
         return self.run_dir.task != MAIN_TASK
-
-    @property
-    def dedupes(self) -> bool:
-        """Whether equal rows at temperature 0 share an answer; not where they may need unlike ones."""
-        return self.job.dedupe and not judges_by_row(self.functions)
 
     @property
     def model_task(self) -> TaskName:
@@ -161,7 +150,7 @@ def prepare(
         if functions is not None:
             functions.close()
         raise
-    return PreparedJob(job, dataset, renderer, run_dir, answers, functions)
+    return PreparedJob(job, dataset, renderer, functions, run_dir, answers)
 
 
 def _with_field_order(

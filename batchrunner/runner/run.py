@@ -170,10 +170,10 @@ def leave(prepared: PreparedJob) -> None:
     is_done = read_json(prepared.run_dir.report_json).get("rows_left") == 0
     drop_copies(prepared.run_dir, is_done=is_done)
     if is_done:
-        remove_sorted_copies(prepared.run_dir.task_directory)
-        # turns that a dead task left
-        for path in prepared.run_dir.tasks.glob(f"*/{SEGMENT}*"):
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what stays does no harm
+            remove_sorted_copies(prepared.run_dir.task_directory)
+            for path in prepared.run_dir.tasks.glob(f"*/{SEGMENT}*"):  # turns that a dead task left
+                path.unlink(missing_ok=True)
     prepared.close()
     if prepared.joins and not any(prepared.run_dir.task_directory.glob("journal-*")):
         prepared.run_dir.store.discard_copy(prepared.run_dir.task)
