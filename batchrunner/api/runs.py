@@ -112,8 +112,8 @@ def run(
 
     In a program with an event loop use `arun`: this call blocks it. `overrides` are texts `a.b=c`, as for
     `--set`. `rollout` is the function of `prompt.rollout`. With `join` all starts that say so share the rows,
-    and the report counts the rows of all. `progress` shows a bar. `on_progress` is called with a Progress at
-    most once a second, in the thread of the run.
+    and the report counts the rows of all. `progress` shows a bar. `on_progress`, a plain function, is called
+    with a Progress at most once a second, in the thread of the run.
 
     Raises BatchrunError. A report with exit code 3 (too many failed rows) or 1 (a deadline) is returned.
     """

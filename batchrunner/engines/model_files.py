@@ -1,19 +1,14 @@
-"""A model's name → its directory, its identity in a run's fingerprint, what its config.json says, its cards.
-
-Weights that take more than all of a card's memory are refused before minutes are spent on a start that must
-fail. Whether they leave room for a KV pool is for the server to find out, and for the healer to mend.
-"""
+"""A model's name → its directory, its identity in a run's fingerprint, its config.json, its cards."""
 
 import contextlib
 import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.files import read_json
-from batchrunner.engines.device import cards, on_cpu
 from batchrunner.engines.flags import name_in
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.fields import is_hub_name
@@ -154,45 +149,16 @@ def kv_bytes(config: Mapping[str, Any], width: int) -> int | None:
 
 
 INDEX = "model.safetensors.index.json"
-_PARAMETER_BYTES = {
-    "float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-}  # fmt: skip
-"""Bytes of a parameter, by torch's and SGLang's names of its type."""
-_BYTE_QUANTISATIONS = {"fp8", "mxfp8", "w8a8_fp8", "w8a8_int8"}
-"""Values of `--quantization` with which a parameter takes one byte; other values: size not known here."""
-_OFFLOADS = ("cpu-offload-gb", "offload-group-size", "enable-weight-offload")
+_WEIGHTS = ("model*.safetensors", "*.safetensors", "pytorch_model*.bin")
 STATIC_SHARE = 0.83
 """Share of a card for weights and KV pool, where the job does not set `mem-fraction-static`: SGLang's on an
 H100 (0.5.23); the rest is for activations and graphs."""
 
 
-class ModelWeights(NamedTuple):
-    """Memory that a model's weights take."""
-
-    size_bytes: float
-    source: str
-    """Where the figure is from."""
-
-
 def with_tp(spec: ServerEngine) -> ServerEngine:
-    """Return an engine whose `tp` is among its arguments.
-
-    Raises EngineStartError for weights that can never fit. Those whose size is not known are let pass: where
-    the model is not on this machine, or quantised as it is loaded. On a CPU nothing is checked.
-    """
-    own_args = {**spec.args, "tp-size": spec.tp} if spec.tp else spec.args
-    cpu, revision = on_cpu(spec.device), own_args.get("revision")
-    config = read_config(spec.model, revision)
-    weights = weights_of(model_directory(spec.model, revision), config, own_args)
-    card = None if cpu else max(cards(), key=lambda card: card.memory_bytes, default=None)
-    ways = split_over(own_args)
-    if weights and card and weights.size_bytes / ways > card.memory_bytes:
-        raise EngineStartError(
-            f"engine.model {spec.model}: its weights do not fit: {_gib(weights.size_bytes)} "
-            f"({weights.source}) over {ways} of {card.name}, which has {_gib(card.memory_bytes)}",
-            hint="a larger tp-size, a smaller or quantised model (quantization: fp8), or more memory",
-        )
-    return spec.model_copy(update={"tp": None, "args": own_args})
+    """Return an engine whose `tp` is among its arguments."""
+    args = {**spec.args, "tp-size": spec.tp} if spec.tp else spec.args
+    return spec.model_copy(update={"tp": None, "args": args})
 
 
 def split_over(args: Mapping[str, Any]) -> int:
@@ -206,39 +172,19 @@ def cards_of(args: Mapping[str, Any]) -> int:
     return split_over(args) * (1 if parted else max(_number(args, "dp-size"), 1))
 
 
-def weights_of(directory: Path, config: Mapping[str, Any], args: Mapping[str, Any]) -> ModelWeights | None:
-    """Return what a model's weights take once loaded with these arguments; None where that is not known."""
-    stored, quantisation = _stored(directory), args.get("quantization")
-    unknown = any(args.get(name) for name in _OFFLOADS)
-    if stored is None or unknown or (quantisation and quantisation not in _BYTE_QUANTISATIONS):
-        return None
-    size = _PARAMETER_BYTES.get(str(config.get("dtype") or config.get("torch_dtype") or "float32"))
-    if size is None or "quantization_config" in config:  # loaded as it is stored
-        return stored
-    dtype = str(args.get("dtype") or "auto")
-    half = dtype == "auto" and size == _PARAMETER_BYTES["float32"]  # SGLang's choice
-    wanted = 1 if quantisation else 2 if half else _PARAMETER_BYTES.get(dtype, size)
-    source = stored.source if wanted == size else f"{stored.source}, {wanted} bytes a parameter"
-    return ModelWeights(stored.size_bytes * wanted / size, source)
-
-
-def _stored(directory: Path) -> ModelWeights | None:
-    """Return the size of the files, by their index or by their own sizes."""
-    total = read_json(directory / INDEX).get("metadata", {}).get("total_size")
-    if isinstance(total, (int, float)) and total > 0:
-        return ModelWeights(float(total), INDEX)
-    for pattern in ("model*.safetensors", "*.safetensors", "pytorch_model*.bin"):
-        size = sum(file.stat().st_size for file in directory.glob(pattern))
-        if size:
-            return ModelWeights(float(size), pattern)
-    return None
+def weights_bytes(directory: Path, config: Mapping[str, Any]) -> float | None:
+    """Return the bytes of a model's weights once loaded, by its files; None where these are not here."""
+    total: float | None = read_json(directory / INDEX).get("metadata", {}).get("total_size")
+    if not isinstance(total, (int, float)) or total <= 0:
+        files = (directory.glob(name) for name in _WEIGHTS)
+        sizes = (sum(file.stat().st_size for file in found) for found in files)
+        total = next(filter(None, sizes), None)
+    # SGLang loads 32 bits as 16
+    is_wide = str(config.get("dtype") or config.get("torch_dtype") or "float32").startswith("float32")
+    return total / 2 if total and is_wide and "quantization_config" not in config else total
 
 
 def _number(args: Mapping[str, Any], name: str) -> int:
     """Return an argument that is a whole number, by any of its names; 0 for anything else."""
     value = args.get(name_in(args, name))
     return value if isinstance(value, int) else 0
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.1f} GiB"

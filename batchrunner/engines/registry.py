@@ -74,10 +74,8 @@ def for_task(spec: EngineSpec, task: TaskName) -> EngineSpec:
     config = read_config(model)
     check_architecture(task, config.get("architectures"), f"engine.model: {model}")
     pooling = {} if kind.by_generation else pooling_args(config, cpu=on_cpu(spec.device))
-    args = pooling | spec.args
-    if not takes_mean(model):
-        return spec.model_copy(update={"args": args})
-    return spec.model_copy(update={"args": args, "env": MEAN_POOLING | spec.env})
+    env = MEAN_POOLING | spec.env if takes_mean(model) else spec.env
+    return spec.model_copy(update={"args": pooling | spec.args, "env": env})
 
 
 def model_of(spec: EngineSpec) -> str | None:

@@ -4,7 +4,13 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from batchrunner.core.errors import JobError
-from batchrunner.engines.model_files import STATIC_SHARE, kv_bytes, model_directory, read_config, weights_of
+from batchrunner.engines.model_files import (
+    STATIC_SHARE,
+    kv_bytes,
+    model_directory,
+    read_config,
+    weights_bytes,
+)
 from batchrunner.forecast.job_time import Forecast, Interval, JobRow, tokens_of
 
 CARDS = {
@@ -25,7 +31,7 @@ def cold_forecast(
 ) -> Forecast:
     """Return the range of the time on some copies of the model, each on so many cards; raises JobError."""
     config = read_config(model)
-    weights, kv = weights_of(model_directory(model), config, {}), kv_bytes(config, 2)
+    weights, kv = weights_bytes(model_directory(model), config), kv_bytes(config, 2)
     if card not in CARDS or weights is None or kv is None:
         raise JobError(
             f"--cold {card}: needs one of {', '.join(CARDS)}, and the files of engine.model "
@@ -33,7 +39,7 @@ def cold_forecast(
         )
     memory, read_s, compute_s = (cards * each for each in CARDS[card])
     prompt, asked = fmean(row.prompt - row.cached for row in rows), fmean(row.asked for row in rows)
-    pool = (STATIC_SHARE * memory - weights.size_bytes) / kv
+    pool = (STATIC_SHARE * memory - weights) / kv
     seconds, passes = [], 0.0
     for share, factor in ENDS:
         context = prompt + share * asked
@@ -41,9 +47,9 @@ def cold_forecast(
         if running <= 0:
             raise JobError(f"--cold {card}: the weights of {model} do not fit on {cards} (engine.tp)")
         passes = total / copies * share * asked / running
-        read = passes * (weights.size_bytes + running * context * kv) / read_s / READ
+        read = passes * (weights + running * context * kv) / read_s / READ
         # two operations for each parameter, which has two bytes
-        computed = total / copies * context * weights.size_bytes / compute_s / COMPUTED
+        computed = total / copies * context * weights / compute_s / COMPUTED
         seconds.append(factor * (read + computed))
     tokens = tokens_of(rows, total, Interval(*(share * asked for share, _ in ENDS)))
     why = "a range by data sheets, for outputs of a tenth to all of max_new_tokens: no engine was asked"

@@ -269,11 +269,11 @@ def estimate(
     (tasks that join) may be others than the job's: they are not tried. `cold` names a card, such as H100: no
     engine is asked then, and what is told is a range. Raises BatchrunError.
     """
-    if min(rows - 1, workers, 1 if replicas is None else replicas) < 1 or not 0 <= (price or 0) < math.inf:
-        raise JobError(
-            f"rows {rows}, replicas {replicas}, workers {workers}, price {price}",
-            hint="give 2 rows or more, 1 replica and worker or more, and a price that is not negative",
-        )
+    for name, given, least in (
+        ("rows", rows, 2), ("replicas", replicas, 1), ("workers", workers, 1), ("price", price, 0)
+    ):  # fmt: skip
+        if given is not None and not least <= given < math.inf:
+            raise JobError(f"{name} {given}", hint=f"give a number from {least} on")
     loaded = load_job(job, overrides=overrides)
     with contextlib.closing(prepare(loaded)) as prepared, open_portal() as portal:
         work = _estimate(prepared, rows, price, replicas, workers, cold)

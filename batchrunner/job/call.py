@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict
 
@@ -36,7 +36,7 @@ class CallOptions(TypedDict, total=False):
     on_length: OnLength | None
     limits: Mapping[str, Any] | LimitsSpec | None
     task: TaskName
-    task_options: Mapping[str, Any]
+    task_options: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class LibraryCall:
     columns: Sequence[str] = ()
     limits: Mapping[str, Any] | LimitsSpec | None = None
     task: TaskName = GENERATE
-    task_options: Mapping[str, Any] = field(default_factory=dict)
+    task_options: Mapping[str, Any] | None = None
     """The fields that the task has and generating lacks, by the last parts of their names: `dtype`."""
     rollout: str | Callable[..., Any] | None = None
     parse: str | Callable[..., Any] | None = None
@@ -88,10 +88,12 @@ class LibraryCall:
         }
         fields = TASKS[self.task].takes if self.task in TASKS else ()
         places = {place.rpartition(".")[2]: place for place in fields}
-        for name, value in self.task_options.items():
+        for name, value in (self.task_options or {}).items():
             if name not in places:
-                takes = ", ".join(places) or "none"
-                raise JobError(f"task_options: {name!r} with task: {self.task}", hint=f"it takes {takes}")
+                raise JobError(
+                    f"task_options: {name!r} with task: {self.task}",
+                    hint=f"it takes {', '.join(places) or 'none'}",
+                )
             section, _, key = places[name].rpartition(".")
             (tree[section] if section else tree)[key] = value
         return load_job(tree, rollout=self.rollout)

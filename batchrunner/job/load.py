@@ -269,7 +269,10 @@ def _path_in(tree: object, problem: ErrorDetails) -> list[str]:
 
 def _nearest(path: list[str], kind: Any) -> str:
     """Return what may be meant by an unknown key of a job, or of another `kind` of part."""
-    hint = _near(path[-1], sorted(_keys(kind, path[:-1]) - {path[-1]}))
+    known = _keys(kind, path[:-1])
+    if path[-1] in known:
+        return "another kind has it: leave it out, or change the kind"
+    hint = _near(path[-1], sorted(known))
     return f"{hint} (arguments of SGLang go into engine.args)" if path[:-1] == ["engine"] else hint
 
 

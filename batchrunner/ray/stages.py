@@ -60,14 +60,9 @@ def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:
     return asked
 
 
-def gpus_of_nodes() -> list[float]:
-    """Return the GPUs of each node of the cluster that this process is connected to."""
-    return [node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]]
-
-
-def result_names(plan: AnswerPlan) -> list[str]:
-    """Return the names of the columns of the results, but `row`."""
-    return [name for name in schema_of_run(pa.schema([]), plan).names if name != "row"]
+def of_nodes(resource: str) -> list[float]:
+    """Return how much each node has of a resource, in the cluster that this process is connected to."""
+    return [node["Resources"].get(resource, 0) for node in ray.nodes() if node["Alive"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,8 @@ class StageCall:
         for name in kept:
             if name not in columns.names:
                 raise unknown_column(InputError, "columns", name, columns.names)
-        results = {f"{self.prefix}{name}" for name in result_names(plan)}
+        names = schema_of_run(pa.schema([]), plan).names
+        results = {f"{self.prefix}{name}" for name in names if name != "row"}
         if both := [name for name in kept if name in results]:
             raise JobError(
                 f"the data set has a column {both[0]!r}, and so do the results",
@@ -338,7 +334,7 @@ def generate(
         batch_format="pyarrow",
         compute=compute,
         num_cpus=num_cpus,
-        num_gpus=gpus_asked(call.engine, gpus_of_nodes()),
+        num_gpus=gpus_asked(call.engine, of_nodes("GPU")),
         udf_modifying_row_count=call.rollout is not None
         or (isinstance(call.prompt, Mapping) and "rollout" in call.prompt),
     )

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import secrets
+import signal
 import socket
 import sys
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from ray.util.placement_group import get_current_placement_group, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -30,15 +31,16 @@ from batchrunner.core.errors import (
     JobError,
     OutputError,
 )
+from batchrunner.core.processes import listened_to
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.launched.server import GROUP
 from batchrunner.job.load import load_job
 from batchrunner.job.spec import Job
 from batchrunner.output.addresses import store_address
 from batchrunner.output.files import make_directory, writing
-from batchrunner.ray.stages import gpus_asked, gpus_of_nodes
+from batchrunner.ray.stages import gpus_asked, of_nodes
 from batchrunner.report.report import Report, duration, report_of_all
-from batchrunner.runner.control import Control
+from batchrunner.runner.control import SIGNALS, Control
 from batchrunner.runner.foreground import log_to_stderr, under_signals
 from batchrunner.runner.progress import LINE_EVERY_S
 from batchrunner.runner.run import execute, plan_failed_rows
@@ -123,32 +125,31 @@ def run_on_ray(
         raise JobError(f"--cpus {cpus:g}", hint="give a number above 0")
     loaded = load_job(job, overrides=overrides)
     path, quiet = loaded.output.path, quiet or as_json
-    with _connected(address, quiet=quiet), _shared_path(path) as shared:
-        gpus = gpus_asked(loaded.engine, gpus_of_nodes())
-        most = max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=0)
-        if cpus > most:
-            raise JobError(
-                f"--cpus {cpus:g}: no node of the Ray cluster has more than {most:g} cores",
-                hint="give fewer",
-            )
-        if retry_failed:
-            plan_failed_rows(loaded)
-        actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1)(JobWorker)
-        control = Control()
-        with contextlib.closing(Workers(loaded, shared, control)) as group:
-            for _ in range(workers):
-                place = _place(getattr(loaded.engine, "nodes", 1), cpus, gpus)
-                group.start(actor_class.options(**place).remote(quiet=quiet))
-            under_signals(_look_after(group, path, quiet=quiet), control, loaded.limits)
-        return _report(group, path, control)
+    control = Control()
 
+    async def work() -> Report:
+        with _connected(address, control, quiet=quiet), _shared_path(path) as shared:
+            gpus = gpus_asked(loaded.engine, of_nodes("GPU"))
+            most = max(of_nodes("CPU"), default=0)
+            if cpus > most:
+                raise JobError(
+                    f"--cpus {cpus:g}: no node of the Ray cluster has more than {most:g} cores",
+                    hint="give fewer",
+                )
+            if retry_failed:
+                plan_failed_rows(loaded)
+            actor_class = ray.remote(num_cpus=cpus, num_gpus=gpus, max_restarts=-1)(JobWorker)
+            next_line = 0.0
+            with contextlib.closing(Workers(loaded, shared, control)) as group:
+                for _ in range(workers):
+                    place = _place(getattr(loaded.engine, "nodes", 1), cpus, gpus)
+                    group.start(actor_class.options(**place).remote(quiet=quiet))
+                while await asyncio.to_thread(group.go_on):
+                    if not quiet and time.monotonic() >= next_line:
+                        next_line = await asyncio.to_thread(show_progress, path, group.working)
+            return _report(group, path, control)
 
-async def _look_after(group: Workers, path: str, *, quiet: bool) -> None:
-    """Look after the workers until none is left, or none is waited for, and show how far the run is."""
-    next_line = 0.0
-    while await asyncio.to_thread(group.go_on):
-        if not quiet and time.monotonic() >= next_line:
-            next_line = await asyncio.to_thread(show_progress, path, group.working)
+    return under_signals(work(), control, loaded.limits)
 
 
 def _place(nodes: int, cpus: float, gpus: int) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def _place(nodes: int, cpus: float, gpus: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _connected(address: str | None, *, quiet: bool) -> Iterator[None]:
+def _connected(address: str | None, control: Control, *, quiet: bool) -> Iterator[None]:
     """Connect this process to a cluster, by default that of RAY_ADDRESS or of this machine.
 
     Raises JobError with what Ray says where it cannot. Unless `quiet`, what the workers log is shown.
@@ -184,6 +185,10 @@ def _connected(address: str | None, *, quiet: bool) -> Iterator[None]:
             f"--address {found}: Ray cannot connect: {_first_line(failure)}",
             hint="give host:port of the head node, or --address local for a cluster of this machine alone",
         ) from None
+    except SystemExit:  # by Ray's own handler of SIGTERM
+        control.drain(*SIGNALS[signal.SIGTERM])
+        raise control.interrupted("before the first row was sent") from None
+    signal.signal(signal.SIGTERM, listened_to)
     try:
         with contextlib.redirect_stdout(sys.stderr):  # where Ray's own lines go; a result is on stdout
             yield
@@ -259,7 +264,10 @@ class Workers:
             except RayTaskError as failure:
                 self._failed(failure.cause)
             except RayError as failure:  # the actor, its process or its node is gone, or out of reach
-                self._deaths += 1
+                if isinstance(failure, ActorUnavailableError):  # Ray still finds out whether it died
+                    time.sleep(TIMING.ray_poll)
+                else:
+                    self._deaths += 1
                 if self._told is None and self._deaths <= MOST_DEATHS:
                     log.warning("a worker died, another one takes its place: %s", _first_line(failure))
                     self.start(actor)

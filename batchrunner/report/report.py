@@ -117,10 +117,6 @@ class Report:
         """Path of the directory with the results."""
         return f"{self.path}/parts"
 
-    def save(self, run_dir: RunDir) -> None:
-        """Write report.json, on this machine also where the store is away; raises StorageError."""
-        save_report(run_dir, self.as_dict())
-
     def as_dict(self) -> dict[str, Any]:
         """Return the report as report.json has it."""
         return {**asdict(self), "rows_left": self.rows_left}
@@ -293,26 +289,24 @@ def report_of_all(run: str | Path | RunDir) -> Report:
     spans = [span for task in tasks for span in attempt_spans(task.events)]
     wall_s = union_s(spans)
     done = done_by_all(run_dir)
-    report = make_report(run_dir, done, facts["rows_total"], RowCounts())
+    counts = replace(done.counts, ok=done.ok)  # a row that two parts hold counts once
+    report = make_report(run_dir, DoneRows(), facts["rows_total"], counts)
     limit = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
     exit_code, reason = verdict_of_done(report, limit)
     if report.rows_left:
         exit_code, reason = EXIT_STOPPED, "not finished"
     report = replace(
         report,
-        exit_code=exit_code, reason=reason, rows_resumed=0,
+        exit_code=exit_code, reason=reason,
         wall_s=round(wall_s, 3), wall_s_all_starts=round(wall_s, 3),
         starts=len(spans),
-        prompt_tokens=done.counts.prompt_tokens, cached_tokens=done.counts.cached_tokens,
-        retries=done.counts.retries, finish_reasons=dict(done.counts.finish_reasons),
-        output_tokens=report.output_tokens_all_starts,
-        output_tokens_per_s=round(report.output_tokens_all_starts / wall_s, 1) if wall_s else 0.0,
-        rows_per_s=round(report.rows_resumed / wall_s, 2) if wall_s else 0.0,
+        output_tokens_per_s=round(report.output_tokens / wall_s, 1) if wall_s else 0.0,
+        rows_per_s=round(len(done.rows) / wall_s, 2) if wall_s else 0.0,
         task=facts["job"].get("task", GENERATE),
         engine=facts["engine"], simulated=bool(facts["engine"].get("simulated")), versions=facts["versions"],
     )  # fmt: skip
     if any(task.task != MAIN_TASK for task in tasks):
-        report.save(run_dir)
+        save_report(run_dir, report.as_dict())
     return report
 
 

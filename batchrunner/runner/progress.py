@@ -1,6 +1,7 @@
 """What shows a run while it goes on: a bar, lines of a log, calls of a program."""
 
 import contextlib
+import inspect
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from batchrunner.core.console import tell
+from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.progress import sample_line
 
@@ -134,6 +136,11 @@ class ProgressCalls(Display):
 
 
 def make_displays(*, progress: bool, on_progress: ProgressListener | None) -> list[Display]:
-    """Return what shows a run to a program that asks for a bar, calls, both or neither."""
+    """Return what shows a run to a program that asks for a bar, calls, both or neither.
+
+    Raises JobError for a listener that would have to be awaited.
+    """
+    if inspect.iscoroutinefunction(on_progress):
+        raise JobError("on_progress: is `async def`", hint="give a plain function: nothing awaits it")
     displays: list[Display] = [ProgressBar()] if progress else []
     return displays if on_progress is None else [*displays, ProgressCalls(on_progress)]

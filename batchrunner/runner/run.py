@@ -400,7 +400,7 @@ class Run:
             with contextlib.suppress(StorageError):  # a full disk: the rows matter, and they are safe
                 sending.show_end(time.monotonic())
                 self.events.write("end", exit_code=report.exit_code, reason=report.reason)
-                report.save(self.prepared.run_dir)
+                save_report(self.prepared.run_dir, report.as_dict())
         if failure is not None:
             failure.report = report
             raise failure

@@ -7,6 +7,7 @@ end with an error that says so.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
 import shutil
@@ -15,15 +16,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pyroaring import BitMap64
-
 from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import BatchrunError, EngineLostError, InputError, RowRefusedError
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine
 from batchrunner.engines.registry import launched_model
-from batchrunner.input.dataset import rows_of
-from batchrunner.input.request_bodies import URL
+from batchrunner.input.request_bodies import URL, request_lines
+from batchrunner.input.text_files import BOM
 from batchrunner.job.call import job_of_batch
 from batchrunner.job.spec import Job
 from batchrunner.output.merge import CANCELLED, EXPIRED, publish
@@ -162,7 +161,10 @@ class Batches:
             if batch["in_progress_at"]:
                 raise
             line = _LINE.search(failure.message)
-            error = {"code": "invalid_file", "message": failure.message, "line": line and int(line[1])}
+            error = {
+                "code": "invalid_file", "message": failure.message, "param": None,
+                "line": line and int(line[1]),
+            }  # fmt: skip
             state, batch["errors"] = "failed", {"object": "list", "data": [error]}
         await self._state.save(BATCHES, batch, **{"status": state, f"{state}_at": now()})
         run = self._state.place_of(BATCHES, batch["id"])
@@ -188,12 +190,12 @@ class Batches:
     def _check(self, batch: Record) -> None:
         """Raise InputError where a file is no batch file for the batch's endpoint; a bad line fails alone."""
         with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
-            rows = prepared.dataset.total_rows
-            batch["request_counts"] = counts_of(rows)
-            for read in prepared.dataset.read(BitMap64(range(rows)), [URL]):
-                for number, row in zip(read.rows, rows_of(read, [URL]), strict=True):
-                    if not isinstance(row, str) and row[URL] != batch["endpoint"]:
-                        raise InputError(f"line {number + 1}: its url is not that of the batch")
+            batch["request_counts"] = counts_of(prepared.dataset.total_rows)
+        with self._state.place_of(FILES, batch["input_file_id"]).open("rb") as content:
+            lines = itertools.chain([content.readline().removeprefix(BOM)], content)
+            for number, request, problem, _ in request_lines(lines):
+                if problem is None and request[URL] != batch["endpoint"]:
+                    raise InputError(f"line {number}: its url is not that of the batch")
 
     async def _publish(self, batch: Record) -> None:
         """Make files of the results and of the lines that failed, with the same names after any kill."""
@@ -203,11 +205,11 @@ class Batches:
         batch["usage"] = await asyncio.to_thread(publish, run, *places)
         if batch["usage"] is None:
             raise BatchrunError("lines are missing in its results")
-        lives = batch["output_expires_after"] or {"seconds": None}
         for (key, name), place in zip(names.items(), places, strict=True):
             if place.stat().st_size:
-                given = f"{batch['id']}_{key}.jsonl"
-                await self._state.add_file(name, given, "batch_output", lives["seconds"])
+                await self._state.add_file(
+                    name, f"{batch['id']}_{key}.jsonl", "batch_output", batch["output_expires_after"]
+                )
                 batch[f"{key}_file_id"] = name
             else:
                 place.unlink()

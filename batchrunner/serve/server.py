@@ -22,6 +22,7 @@ from yarl import URL
 from batchrunner.core.console import show
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError, EngineAwayError, JobError
+from batchrunner.core.files import is_uri
 from batchrunner.core.processes import SignalWatch
 from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
 from batchrunner.engines.base import Engine
@@ -45,10 +46,8 @@ LOCAL = {"localhost", "127.0.0.1", "::1"}
 """Addresses at which the server needs no key."""
 BLOCK_BYTES, MOST_FIELDS = 1 << 20, 5
 """Bytes of an upload that are in memory, and most fields of its form, each of 1 MiB at most."""
-BROKEN_FORM = (
-    ValueError, LookupError, RuntimeError, AssertionError, ConnectionError, HttpProcessingError,
-)  # fmt: skip
-"""What aiohttp raises where an upload is no form, or ends too early."""
+BROKEN_FORM = (ValueError, LookupError, RuntimeError, AssertionError, ConnectionError, TypeError)
+"""What is raised where an upload is no form, or ends too early."""
 FREE_SHARE, FREE_BYTES = 0.05, 10_000_000_000
 """Share of the disk, or bytes where that is less, that uploads leave free: results need room too."""
 MODELS = "models"
@@ -61,7 +60,6 @@ UNKNOWN = (
 """What is null in a new batch."""
 SWEEP_S = 60.0
 """Pause between two looks for files that have expired."""
-_Lifetime = Annotated[int, Field(ge=3600, le=30 * 86400)]
 _WRONG = {
     "missing": ("Missing required parameter: '{}'.", "missing_required_parameter"),
     "extra_forbidden": ("Unknown parameter: '{}'.", "unknown_parameter"),
@@ -93,7 +91,7 @@ class ExpiresAfter(_Call):
     """When a file is deleted by itself."""
 
     anchor: Literal["created_at"]
-    seconds: _Lifetime
+    seconds: Annotated[int, Field(ge=3600, le=30 * 86400)]
 
 
 class NewFile(_Call):
@@ -101,8 +99,7 @@ class NewFile(_Call):
 
     file: str
     purpose: Literal["batch"]
-    anchor: Literal["created_at"] | None = Field(None, alias="expires_after[anchor]")
-    seconds: _Lifetime | None = Field(None, alias="expires_after[seconds]")
+    expires_after: ExpiresAfter | None = None
 
 
 class NewBatch(_Call):
@@ -172,7 +169,10 @@ class Api:
             wrong = failure.errors()[0]
             name = ".".join(map(str, wrong["loc"])) or "body"
             told, code = _WRONG.get(wrong["type"], ("Invalid '{}': {}.", "invalid_value"))
-            raise ApiError(400, told.format(name, wrong["msg"]), name, code) from None
+            told = told.format(name, wrong["msg"].removeprefix("Value error, "))
+            raise ApiError(400, told, name, code) from None
+        except (HttpProcessingError, web.RequestPayloadError):
+            raise ApiError(400, "The body cannot be read: see its Content-Encoding.") from None
         except web.HTTPException as failure:
             told = f"{failure.reason}: {request.method} {request.path}"
             raise ApiError(failure.status, told) from None
@@ -183,7 +183,7 @@ class Api:
 
     def _let_in(self, request: web.Request) -> None:
         """Refuse who has no key, and without one pages of browsers, which may reach localhost."""
-        if self._key is None:
+        if not self._key:
             host = (request.url.host or "").lower()
             if host not in LOCAL or "Origin" in request.headers:
                 raise ApiError(403, f"Only programs on this machine may call. Set {KEY} for others.")
@@ -246,11 +246,11 @@ class Api:
                 raise ApiError(400, "The upload is no form (multipart/form-data) with an end.") from None
             wanted = NewFile.model_validate(fields)
             await asyncio.to_thread(stack.pop_all().close)
-        return await self._state.add_file(name, wanted.file, wanted.purpose, wanted.seconds)
+        return await self._state.add_file(name, **wanted.model_dump())
 
-    async def _take_form(self, request: web.Request, target: Path) -> dict[str, str]:
+    async def _take_form(self, request: web.Request, target: Path) -> Record:
         """Return the fields of an upload; the file's is its name, and its content is in `target`."""
-        fields: dict[str, str] = {}
+        fields: Record = {}
         async for part in await request.multipart():
             if not isinstance(part, BodyPartReader) or len(fields) == MOST_FIELDS:
                 raise ValueError
@@ -261,6 +261,10 @@ class Api:
                 fields["file"] = (part.filename or "upload").encode(errors="replace").decode()
             else:
                 fields[str(part.name)] = await part.text()
+        for name in [*fields]:
+            outer, bracket, inner = name.partition("[")  # expires_after[seconds]
+            if bracket:
+                fields.setdefault(outer, {})[inner.removesuffix("]")] = fields.pop(name)
         return fields
 
     def _write(self, content: IO[bytes], block: bytes) -> None:
@@ -337,6 +341,8 @@ async def serve(
     """
     if host not in LOCAL and not os.environ.get(KEY):
         raise JobError(f"--host {host}: whoever reaches it may send batches", hint=f"set {KEY} to a key")
+    if is_uri(str(directory)):
+        raise JobError(f"--dir {directory}: is a URI", hint="give a directory")
     more = ("limits.deadline=null", "limits.abort_failed_share=1")
     options: dict[str, Any] = {"engine": engine, "overrides": [*overrides, *more]}
     job = job_of_batch("requests", str(directory), **options)

@@ -86,13 +86,16 @@ class State:
         log.info("%s: %s", name, record["status"])
         return record
 
-    async def add_file(self, name: str, given: str, purpose: str, lives_s: int | None) -> Record:
-        """Make a file of content that is on the disk; return its record. Raises StorageError."""
+    async def add_file(self, name: str, file: str, purpose: str, expires_after: Record | None) -> Record:
+        """Make a file, which clients call `file`, of content that is on the disk; return its record.
+
+        Raises StorageError.
+        """
         size, created = self.place_of(FILES, name).stat().st_size, now()
         return await self.save(FILES, {
-            "id": name, "object": "file", "bytes": size, "created_at": created, "filename": given,
-            "expires_at": lives_s and created + lives_s, "purpose": purpose, "status": "processed",
-            "status_details": None,
+            "id": name, "object": "file", "bytes": size, "created_at": created, "filename": file,
+            "expires_at": expires_after and created + expires_after["seconds"], "purpose": purpose,
+            "status": "processed", "status_details": None,
         })  # fmt: skip
 
     def delete_file(self, name: str) -> None:

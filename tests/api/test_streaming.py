@@ -337,7 +337,7 @@ async def test_the_engine_is_closed_right_after_the_loop(server: FakeSGLang) -> 
 async def test_progress() -> None:
     """The total is told where it is known."""
     told: list[batchrunner.Progress] = []
-    await all_of(["a", "b"], engine=INSTANT, on_progress=told.append)
+    await all_of(["a", "b"], engine=INSTANT, on_progress=told.append, task_options=None)
     assert (told[-1].rows_done, told[-1].rows_total) == (2, 2)
     await all_of(iter(["a", "b"]), engine=INSTANT, on_progress=told.append)
     assert (told[-1].rows_done, told[-1].rows_total, told[-1].eta_s) == (2, None, None)

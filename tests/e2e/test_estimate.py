@@ -158,9 +158,9 @@ def test_rows_that_are_not_to_do(tmp_path: Path) -> None:
 )
 def test_numbers_that_cannot_be(wrong: dict[str, Any], tmp_path: Path) -> None:
     """They are refused in one line, before anything is read."""
-    with pytest.raises(JobError, match="give 2 rows or more"):
-        batchrunner.estimate(job_of(tmp_path, SIMULATED), **wrong)
     name, value = next(iter(wrong.items()))
+    with pytest.raises(JobError, match=rf"^{name} {value}: give a number from \d on$"):
+        batchrunner.estimate(job_of(tmp_path, SIMULATED), **wrong)
     told = batchrun("estimate", write_job(job_of(tmp_path, SIMULATED), tmp_path), f"--{name}", value)
     assert (told.exit_code, f"{name} {value}" in told.stderr) == (2, True)
 

@@ -101,6 +101,24 @@ def test_a_load_that_is_not_told_any_more(
         assert "no fresh load" in blind["reason"]
 
 
+def test_a_load_that_is_told_later(tmp_path: Path) -> None:
+    """An error as the engine is opened does not mean that the server tells no load."""
+    with FakeSGLang() as server:
+        server.polls = "error"
+
+        def script(_: Sent) -> Behaviour:
+            server.polls = "answer"
+            return "answer" if server.polled else "hold"
+
+        def answer_held() -> None:
+            if server.polled:
+                server.answer_held()
+
+        server.on_poll, server.script = answer_held, script
+        report = batchrunner.run(job_of(tmp_path, server))
+        assert (report.rows_ok, server.polled > 0) == (10, True)
+
+
 def test_refusals_narrow_the_window(tmp_path: Path) -> None:
     """A server that answers 503 for a while is sent less; no row is lost or failed by that."""
     with FakeSGLang(max_running=64, delay_s=0.02) as server:

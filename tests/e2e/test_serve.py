@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
@@ -44,18 +44,23 @@ class Server:
             sys.executable, "-m", "batchrunner", "serve", "--engine", engine, "--dir", str(directory),
             "--port", "0", *map(str, options),
         ]  # fmt: skip
-        self._key = {"BATCHRUN_API_KEY": key} if key else {}
+        self._key = key
 
     def start(self) -> None:
         """Start it and wait until it serves."""
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **self._key}
+        environ = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "BATCHRUN_API_KEY": self._key}
         self.process = subprocess.Popen(
-            self._command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ
+            self._command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, **environ},
         )
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
-        key = self._key.get("BATCHRUN_API_KEY", "none")
-        self.client = openai.OpenAI(base_url=self.url, api_key=key, max_retries=0, timeout=PATIENCE_S)
+        self.client = openai.OpenAI(
+            base_url=self.url, api_key=self._key or "none", max_retries=0, timeout=PATIENCE_S
+        )
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> int:
         """End it by a signal; return its exit code."""
@@ -188,6 +193,9 @@ WRONG: dict[str, tuple[int, str | None, Callable[[openai.OpenAI, str], object]]]
     "lifetime": (400, "invalid_value", lambda client, _: client.files.create(
         file=b"a", purpose="batch", expires_after={"anchor": "created_at", "seconds": 60}
     )),
+    "half a lifetime": (400, "missing_required_parameter", lambda client, _: client.files.create(
+        file=b"a", purpose="batch", expires_after=cast("Any", {"anchor": "created_at"})
+    )),
     "after": (400, "invalid_value", lambda client, _: client.files.list(after="file-none")),
 }  # fmt: skip
 
@@ -208,6 +216,9 @@ def test_calls_that_are_wrong(tmp_path: Path) -> None:
             assert (name, caught.value.status_code, caught.value.code) == (name, status, code)
             assert isinstance(caught.value.body, dict)
             assert caught.value.body.keys() == {"message", "type", "param", "code"}
+        encoding = {"Content-Encoding": "gzip"}
+        answer = httpx.post(f"{server.url}/batches", content=b"{}", headers=encoding, trust_env=False)
+        assert (answer.status_code, "Content-Encoding" in answer.text) == (400, True)
         batch = server.ended(server.begin(file))
         with pytest.raises(openai.ConflictError, match="status 'completed'"):
             server.client.batches.cancel(batch.id)
@@ -225,7 +236,7 @@ def test_calls_that_are_wrong(tmp_path: Path) -> None:
 def test_batches_that_fail(tmp_path: Path) -> None:
     """A file that is no batch file, or one for another endpoint, is taken, and its batch has the reasons."""
     with serving(tmp_path / "state", *FAST) as server:
-        for content, line in ((b"\x00\xff\n" * 3, 1), (b"", None), (requests_of(3), 1)):
+        for content, line in ((b"\x00\xff\n" * 3, 1), (b"", None), (b"\n \n" + requests_of(3), 3)):
             batch = server.ended(server.begin(server.upload(content), endpoint="/v1/completions"))
             assert (batch.status, batch.failed_at is None) == ("failed", False)
             assert batch.errors is not None
@@ -358,6 +369,8 @@ def test_who_may_call(tmp_path: Path) -> None:
     """Without a key only programs on this machine, and no page of a browser; else who has the key."""
     refused = batchrun("serve", "--engine", "simulated", "--dir", tmp_path, "--host", "0.0.0.0")
     assert (refused.exit_code, refused.stderr.count("BATCHRUN_API_KEY")) == (2, 1)
+    refused = batchrun("serve", "--engine", "simulated", "--dir", "s3://bucket/state")
+    assert (refused.exit_code, refused.stderr.count("--dir s3:/bucket/state: is a URI")) == (2, 1)
 
     def status(server: Server, path: str, **headers: str) -> int:
         url = server.url.removesuffix("/v1") + path

@@ -121,6 +121,7 @@ def test_overrides_that_are_no_yaml(text: str) -> None:
         ("sampling.max_tokens=1", "did you mean 'max_new_tokens'?"),
         ("sampling.top_p.colum=1", "did you mean 'column'?"),
         ("engine={kind: server, model: m, ep: 2}", "(arguments of SGLang go into engine.args)"),
+        ("engine={kind: gateway, url: 'http://a', model: m}", "'engine.model': another kind has it: leave"),
         ("labels=[]", "labels: list should have at least 1 item (got [])"),
         ("limits.max_failed_rows=1 percent", "such as 1%, or a number such as 0.01 (got '1 percent')"),
         ("input.columns=[a, b, a]", "input.columns, as renamed, has 'a' twice"),

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +170,47 @@ def refused(tmp_path: Path, *options: object) -> str:
 def test_bad_options_are_one_line(options: list[Any], said: str, tmp_path: Path) -> None:
     """What is wrong, where, and what to do."""
     assert re.search(said, refused(tmp_path, *options))
+
+
+def test_a_worker_out_of_reach_has_not_died(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ray may take half a minute to see that a node is gone: that is no death for each time it was asked."""
+    from ray.exceptions import ActorUnavailableError  # noqa: PLC0415
+
+    from batchrunner.core.timing import TIMING  # noqa: PLC0415
+    from batchrunner.job.load import load_job  # noqa: PLC0415
+    from batchrunner.ray import whole_job  # noqa: PLC0415
+    from batchrunner.report.report import Report  # noqa: PLC0415
+    from batchrunner.runner.control import Control  # noqa: PLC0415
+
+    answers: list[Any] = [*[ActorUnavailableError("RPC error", None)] * 9, Report("run", rows_total=0)]
+
+    def get(_: object) -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    fake = SimpleNamespace(wait=lambda given, timeout: ([*given], []), get=get, kill=lambda _: None)
+    monkeypatch.setattr(whole_job, "ray", fake)
+    monkeypatch.setattr(TIMING, "ray_poll", 0.0)
+    workers = whole_job.Workers(load_job(job_of(tmp_path)), whole_job.SharedPath(None, None), Control())
+    remote = SimpleNamespace(remote=lambda *_: object())
+    workers.start(SimpleNamespace(run=remote, begun=remote, stop=remote))
+    while workers.go_on():
+        pass
+    assert workers.error is None
+    assert workers.last is not None
+
+
+def test_sigterm_while_ray_connects(tmp_path: Path) -> None:
+    """The command ends with its own exit code, and not with Ray's."""
+    with started("ray", write_job(job_of(tmp_path), tmp_path), "--address", "127.0.0.1:9") as command:
+        state = Path(f"/proc/{command.process.pid}/status")
+        bit = 1 << (signal.SIGTERM - 1)
+        eventually(lambda: int(state.read_text().split("SigCgt:")[1].split()[0], 16) & bit)
+        command.process.send_signal(signal.SIGTERM)
+        assert command.end() == 143
+    assert "batchrun: interrupted before the first row was sent" in command.lines[-1]
 
 
 def test_ray_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """What a run shows: a bar, lines, calls of a program."""
 
+import asyncio
 import itertools
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 import batchrunner
+from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
 from tests.conftest import ROOT, job_of, write_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
@@ -83,6 +85,12 @@ def test_calls_are_a_second_apart(tmp_path: Path, server: FakeSGLang) -> None:
     assert all(later - earlier > TIMING.progress * 0.9 for earlier, later in itertools.pairwise(times))
     assert [progress.rows_in_flight for _, progress in told].count(10) >= 2
     assert told[-1][1].rows_done == 10
+
+
+def test_a_listener_that_has_to_be_awaited_is_refused(tmp_path: Path) -> None:
+    """Nothing would await it, so that it would show nothing."""
+    with pytest.raises(JobError, match="on_progress: is `async def`"):
+        batchrunner.run(job_of(tmp_path), on_progress=asyncio.Queue[Any]().put)
 
 
 def test_a_listener_that_fails_ends_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -139,7 +139,7 @@ class FakeSGLang(ServerThread):
         """Whether vectors are lists of numbers, as of a release without `encoding_format`."""
         self.weights = "default"
         """Version of the weights, which the description and the answers tell."""
-        self.polls: Literal["answer", "hang", "gone"] = "answer"
+        self.polls: Literal["answer", "hang", "gone", "error"] = "answer"
         self.polled = 0
         """How often the load was asked for and told."""
         self.on_poll: Callable[[], object] = lambda: None
@@ -260,8 +260,8 @@ class FakeSGLang(ServerThread):
         self.on_poll()
         if self.polls == "hang":
             await self._over.wait()
-        if self.polls == "gone":
-            return web.Response(status=404)
+        if self.polls in {"gone", "error"}:
+            return web.Response(status=404 if self.polls == "gone" else 500)
         self.polled += 1
         if self.load is not None:
             return web.Response(body=self.load(), content_type="application/json")

@@ -30,9 +30,9 @@ from batchrunner.core.errors import (
     AttemptFailedError,
     BatchrunError,
     BundleRefusedError,
+    EngineAwayError,
     EngineBusyError,
     EngineDownError,
-    EngineStartError,
     NoAnswerError,
     RequestError,
     RowRefusedError,
@@ -52,12 +52,12 @@ from batchrunner.engines.http.guard import (
 )
 from batchrunner.engines.http.replies import JSON_BEGINS
 from batchrunner.engines.http.server_info import (
+    NO_SUCH_PATH,
     NOT_REACHED,
     NOT_SGLANG,
     ServerQuestions,
     ServerStatus,
     describe,
-    gateway_workers,
     in_words,
     pooling_note,
 )
@@ -75,9 +75,10 @@ KEEPALIVE_S = 3.0
 LONGEST_TICK_S = 1.0
 """Pause between two looks for requests that take too long."""
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+START = "start the server, or correct engine.urls"
+"""What to do where no server answers."""
 _END = b"[DONE]"
 _OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
-_NO_SUCH_PATH = {404, 405}
 
 Answer = TypeVar("Answer")
 
@@ -142,6 +143,7 @@ class HttpEngine(Engine):
         self.failures = FailureClassifier(self._is_alive, excuses)
         self._task = task
         self.api_key = api_key
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         if api_key:
             SECRETS.add(api_key)
         self._limits = limits
@@ -156,11 +158,10 @@ class HttpEngine(Engine):
         self._vocabulary: int | None = None
         self._model_names: frozenset[str] = frozenset()
 
-    async def connect(self, urls: Sequence[str], *, of_gateway: bool = False) -> EngineInfo:
+    async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
         """Connect to the replicas, and read the description of each.
 
-        Raises EngineStartError where one, which may be a worker `of_gateway`, cannot be reached or cannot do
-        the work.
+        Raises EngineStartError where one cannot be reached, with the `remedy`, or cannot do the work.
         """
         self.replicas = urls
         self.endpoints = {url: Endpoint(url) for url in urls}
@@ -168,12 +169,12 @@ class HttpEngine(Engine):
         connections, limited_by = open_connections(len(urls))
         self._open_sessions(urls)
         assert self._questions is not None
-        self._asks = ServerQuestions(self._questions, of_gateway=of_gateway)
+        self._asks = ServerQuestions(self._questions, remedy)
         told = [await self._asks.at_start(url, self._task) for url in urls]
         models, servers = [model for model, _ in told], [server for _, server in told]
         self.arguments = dict(zip(urls, servers, strict=True))
         model = common_model([*map(model_in, models, servers)])
-        self._tells_load = bool(await self._loads_of(urls[0]))
+        self._tells_load = await self._loads_of(urls[0]) != []
         loads = await self.loads()
         info = describe(models, servers, loads if {load.server for load in loads} >= set(urls) else [])
         self.guard.model = model
@@ -253,7 +254,7 @@ class HttpEngine(Engine):
         body = wire.bytes_of(wire.tokenize_body(request, special=special))
         endpoint = next(iter(self.endpoints.values()))
         answer = await self._exchange(endpoint, wire.TOKENIZE_PATH, body, replies.whole)
-        if answer.status in _NO_SUCH_PATH:
+        if answer.status in NO_SUCH_PATH:
             return None
         if answer.status != _OK:
             raise self._refusal(endpoint, answer)
@@ -308,7 +309,7 @@ class HttpEngine(Engine):
             return aiohttp.ClientSession(
                 connector=connector,
                 cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
+                headers=self._headers,
                 timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S),
                 trust_env=by_proxy,
             )
@@ -537,11 +538,16 @@ class AttachedServers(HttpEngine):
     async def open(self) -> EngineInfo:
         """Connect and read the description of every server; see `Engine.open`."""
         gateway, urls = self._gateway, self._urls
+        remedy = START
         if gateway is not None:
-            urls = await gateway_workers(gateway, self.api_key)
+            try:
+                urls = await self._workers(gateway)
+            except EngineDownError as failure:
+                raise EngineAwayError(str(failure)) from None
             if not urls:
-                raise EngineStartError(f"{gateway}: the gateway has no workers that speak HTTP")
-        info = await self.connect(urls, of_gateway=gateway is not None)
+                raise EngineAwayError(f"{gateway}: the gateway has no workers that speak HTTP")
+            remedy = "the gateway's workers must be within reach from here: rows go to them directly"
+        info = await self.connect(urls, remedy)
         self._watching = asyncio.create_task(self._watch())
         if gateway is None:
             return info
@@ -566,9 +572,10 @@ class AttachedServers(HttpEngine):
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        watching, self._watching = self._watching, None  # a poll that goes on begins no other
+        if watching is not None:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
         await super().close()
 
     async def _watch(self) -> None:
@@ -576,11 +583,15 @@ class AttachedServers(HttpEngine):
         while True:
             await asyncio.sleep(TIMING.model_check)
             if self._gateway is not None:
-                with contextlib.suppress(EngineStartError):  # it is away: rows do not need it
-                    self._follow(await gateway_workers(self._gateway, self.api_key))
+                with contextlib.suppress(EngineDownError):  # it is away: rows do not need it
+                    self._follow(await self._workers(self._gateway))
             for url in self.replicas:
                 with contextlib.suppress(EngineDownError):  # it is away: rows find out
                     await self.guard.confirm(url)
+
+    async def _workers(self, gateway: str) -> list[str]:
+        async with aiohttp.ClientSession(headers=self._headers) as session:
+            return await ServerQuestions(session, "start the gateway, or correct engine.url").workers(gateway)
 
     def _follow(self, urls: Sequence[str]) -> None:
         """Send rows to the workers that the gateway lists now, and no more to others."""

@@ -24,6 +24,8 @@ MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
 """Paths of the server's description of itself."""
 LOADS, METRICS = "/v1/loads?include=core,queues", "/metrics"
 """Paths of the server's load, and of its counters."""
+NO_SUCH_PATH = frozenset({404, 405})
+"""Statuses of a path that a server does not have."""
 KEY_REFUSED = frozenset({401, 403})
 """Statuses with which a server refuses the API key."""
 PREFIX = "sglang:"
@@ -78,9 +80,16 @@ class ServerStatus:
         return status, {}
 
     async def load(self, timeout_s: float) -> list[SchedulerLoad]:
-        """Return the load of each scheduler; empty where the server has no LOADS."""
+        """Return the load of each scheduler; empty where the server has no LOADS.
+
+        Any other refusal is no answer for now.
+        """
         status, body = await self.get(LOADS, timeout_s)
-        return load_in(body, self.url) if status == 200 else []  # noqa: PLR2004
+        if status in NO_SUCH_PATH:
+            return []
+        if status != 200:  # noqa: PLR2004
+            raise aiohttp.ClientPayloadError(f"{LOADS}: status {status}")
+        return load_in(body, self.url)
 
     async def is_alive(self) -> bool:
         """Tell whether the server answers within 2 s, with whatever status."""
@@ -215,13 +224,26 @@ def check_architecture(task: TaskName, architectures: object, who: str) -> None:
 class ServerQuestions:
     """Asks servers what they are: at the start, where an odd answer ends the run, and later."""
 
-    def __init__(self, session: aiohttp.ClientSession, *, of_gateway: bool) -> None:
-        self._session = session
-        self._remedy = (
-            "the gateway's workers must be within reach from here: rows go to them directly"
-            if of_gateway
-            else "start the server, or correct engine.urls"
-        )
+    def __init__(self, session: aiohttp.ClientSession, remedy: str) -> None:
+        """`remedy` is what to do where nothing answers."""
+        self._session, self._remedy = session, remedy
+
+    async def workers(self, gateway: str) -> list[str]:
+        """Return the URLs of a Model Gateway's workers that speak HTTP, and are not on their way out.
+
+        Raises EngineDownError where there is no list.
+        """
+        listed = (await self._ask(gateway, "/workers", TIMING.server_open)).get("workers")
+        if not isinstance(listed, list):
+            raise EngineDownError(f"{gateway}: is not SGLang's Model Gateway (no /workers)")
+        return [
+            str(worker["url"]).rstrip("/")
+            for worker in listed
+            if isinstance(worker, dict)
+            and str(worker.get("url")).startswith("http")
+            and worker.get("connection_mode") != "grpc"
+            and worker.get("status") != "draining"
+        ]
 
     async def at_start(self, url: str, task: TaskName) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a server says of its model, and of its arguments and limits.
@@ -404,32 +426,3 @@ def pooling_note(model: Mapping[str, Any]) -> str | None:
         f"of {path} make them of the mean over all tokens: they will not be alike, unless it was started "
         "with SGLANG_EXTERNAL_MODEL_PACKAGE=mean_pooling"
     )
-
-
-async def gateway_workers(url: str, api_key: str | None) -> list[str]:
-    """Return the URLs of a Model Gateway's workers; raises EngineStartError where there is no list."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    try:
-        async with aiohttp.ClientSession(headers=headers) as session:
-            status, reply = await ServerStatus(session, url).mapping("/workers", TIMING.server_open)
-    except NOT_REACHED as failure:
-        raise EngineStartError(
-            f"{url}: no connection ({in_words(failure)})", hint="start the gateway, or correct engine.url"
-        ) from None
-    if status in KEY_REFUSED:
-        raise EngineStartError(f"{url}: refuses the API key ({status})", hint="see engine.api_key_env")
-    if not isinstance(reply.get("workers"), list):
-        raise EngineStartError(f"{url}: is not SGLang's Model Gateway (GET /workers gave {status})")
-    return workers_in(reply["workers"])
-
-
-def workers_in(listed: Any) -> list[str]:
-    """Return the URLs of the workers in a gateway's list that speak HTTP, and are not on their way out."""
-    return [
-        str(worker["url"]).rstrip("/")
-        for worker in (listed if isinstance(listed, list) else ())
-        if isinstance(worker, dict)
-        and str(worker.get("url")).startswith("http")
-        and worker.get("connection_mode") != "grpc"
-        and worker.get("status") != "draining"
-    ]

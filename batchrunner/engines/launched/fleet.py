@@ -68,7 +68,7 @@ class LaunchedFleet(HttpEngine):
         """Start the servers, all at once, and wait until they are ready; see `Engine.open`."""
         model = self._spec.model
         check_model(model)
-        spec = self._spec = await asyncio.to_thread(with_tp, self._spec)
+        spec = self._spec = with_tp(self._spec)
         cpu = on_cpu(spec.device)
         raise_file_limit()  # before they start: they inherit it
         if spec.heal or self._shape:

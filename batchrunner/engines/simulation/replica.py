@@ -12,9 +12,6 @@ from batchrunner.engines.simulation.scheduler import (
     StepResult,
 )
 
-WAITING = 50
-"""Samples that wait behind those that run."""
-
 
 class PassWork(NamedTuple):
     """The content of some forward passes; all but its tokens have a cost, see `CostModel`."""

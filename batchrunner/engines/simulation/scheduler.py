@@ -229,7 +229,6 @@ class Scheduler:
         self.prefilled_tokens = 0
         self.cached_tokens = 0
         """Tokens that all admitted samples found in the cache."""
-        self.generated_tokens = 0
         self.context_tokens = 0
         """Context tokens of all running samples, without the token that each gets in the next decode pass: a
         shared prefix counts once for each of its samples."""
@@ -420,7 +419,6 @@ class Scheduler:
             if sample is self.chunked:
                 continue
             sample.outputs += 1
-            self.generated_tokens += 1
             if sample.outputs >= sample.target_tokens:
                 self.pool.release(sample, sample.filled_tokens, keep=True)
                 finished.append(sample)
@@ -469,7 +467,6 @@ class Scheduler:
         """Give each running sample `steps` tokens, for which there is room; return those that ended."""
         tokens = steps * self.running
         self.pool.free_tokens -= tokens
-        self.generated_tokens += tokens
         self.context_tokens += tokens
         self._tokens_each += steps
         ended = [sample for sample, end in self.decoding.items() if end <= self._tokens_each]

@@ -5,7 +5,7 @@ height, so that they are not stretched.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
@@ -182,64 +182,51 @@ def load_charts(
 ) -> list[Chart]:
     """Return the charts of a run's load, with its incidents; charts without a line are left out."""
     draw = partial(draw_lines, timeline, marks=_marks(timeline, happened))
-    charts = [*_throughput(timeline, draw), *_queues(timeline, histories, draw)]
+    total, by_replica = partial(_total, timeline), partial(_by_replica, timeline)
+    charts = [
+        draw(
+            "output", "Output tokens a second", "Tokens of the rows that ended, over the last 30 s.",
+            total(("output_tokens_per_s", "output tok/s")),
+        ),
+        draw(
+            "replicas", "Output tokens a second, by replica",
+            "As above; lines close together mean an even load.", by_replica("output_tokens_per_s"),
+        ),
+        draw(
+            "prompt", "Prompt tokens a second", "Tokens that the cache holds need not be computed.",
+            total(("prompt_tokens_per_s", "prompt tok/s"), ("cached_tokens_per_s", "of these cached")),
+        ),
+        draw(
+            "queue", "Waiting requests, #queue-req",
+            "In the band, the engine always has a next request, and the scheduler is not slowed down.",
+            by_replica("queue", "#queue-req"), zones=_bands(histories),
+        ),
+        draw(
+            "usage", "Token usage",
+            f"Used share of the KV pool. Below {GOOD_USAGE} while requests wait, the server admits too few.",
+            by_replica("token_usage", "token usage"),
+            zones=[ValueZone(GOOD_USAGE, GOOD_USAGE, f"{GOOD_USAGE}")], top=1.0,
+        ),
+        draw(
+            "running", "Running requests, #running-req", "Requests that decode together.",
+            by_replica("running", "#running-req"), zones=_most_running(histories),
+        ),
+        draw(
+            "window", "Window and requests in flight",
+            "At most a window of requests is in flight; it follows the queue.",
+            total(("window", "window"), ("in_flight", "in flight")),
+        ),
+        draw("windows", "Window, by replica", "Each follows its own replica's queue.", by_replica("window")),
+    ]  # fmt: skip
     if timeline.retractions:
         charts.append(
             draw(
                 "retractions", "Retractions so far",
                 f"{timeline.retractions:,} in all. A few are fine; more than one a minute wastes work.",
-                _by_replica(timeline, RETRACTIONS) or _total(timeline, (RETRACTIONS, "retractions")),
+                by_replica(RETRACTIONS) or total((RETRACTIONS, "retractions")),
             )
         )  # fmt: skip
     return [chart for chart in charts if chart.strokes]
-
-
-def _throughput(timeline: Timeline, draw: Callable[..., Chart]) -> list[Chart]:
-    return [
-        draw(
-            "output", "Output tokens a second", "Tokens of the rows that ended, over the last 30 s.",
-            _total(timeline, ("output_tokens_per_s", "output tok/s")),
-        ),
-        draw(
-            "replicas", "Output tokens a second, by replica",
-            "As above; lines close together mean an even load.", _by_replica(timeline, "output_tokens_per_s"),
-        ),
-        draw(
-            "prompt", "Prompt tokens a second", "Tokens that the cache holds need not be computed.",
-            _total(
-                timeline, ("prompt_tokens_per_s", "prompt tok/s"), ("cached_tokens_per_s", "of these cached")
-            ),
-        ),
-    ]  # fmt: skip
-
-
-def _queues(timeline: Timeline, histories: Sequence[TaskHistory], draw: Callable[..., Chart]) -> list[Chart]:
-    return [
-        draw(
-            "queue", "Waiting requests, #queue-req",
-            "In the band, the engine always has a next request, and the scheduler is not slowed down.",
-            _labelled(timeline, "queue", "#queue-req"), zones=_bands(histories),
-        ),
-        draw(
-            "usage", "Token usage",
-            f"Used share of the KV pool. Below {GOOD_USAGE} while requests wait, the server admits too few.",
-            _labelled(timeline, "token_usage", "token usage"),
-            zones=[ValueZone(GOOD_USAGE, GOOD_USAGE, f"{GOOD_USAGE}")], top=1.0,
-        ),
-        draw(
-            "running", "Running requests, #running-req", "Requests that decode together.",
-            _labelled(timeline, "running", "#running-req"), zones=_most_running(histories),
-        ),
-        draw(
-            "window", "Window and requests in flight",
-            "At most a window of requests is in flight; it follows the queue.",
-            _total(timeline, ("window", "window"), ("in_flight", "in flight")),
-        ),
-        draw(
-            "windows", "Window, by replica", "Each follows its own replica's queue.",
-            _by_replica(timeline, "window"),
-        ),
-    ]  # fmt: skip
 
 
 def _marks(timeline: Timeline, happened: Iterable[IncidentMark]) -> list[EventMark]:
@@ -257,16 +244,13 @@ def _total(timeline: Timeline, *named: tuple[str, str]) -> dict[str, Line]:
     return {label: line for name, label in named if (line := timeline.total(name))}
 
 
-def _by_replica(timeline: Timeline, name: str) -> dict[str, Line]:
-    """Return a line for each replica where there are several; a single replica's line is the total."""
-    lines = _labelled(timeline, name, "")
-    return lines if len(lines) > 1 else {}
-
-
-def _labelled(timeline: Timeline, name: str, alone: str) -> dict[str, Line]:
-    """Return the schedulers' lines; the line of a single scheduler is named after its value, `alone`."""
+def _by_replica(timeline: Timeline, name: str, alone: str | None = None) -> dict[str, Line]:
+    """Return a line for each replica; that of a single one is named `alone`, or left out, as the total."""
     lines = timeline.of_schedulers(name)
-    return {label.replace("http://", "") if len(lines) > 1 else alone: line for label, line in lines.items()}
+    if len(lines) > 1:
+        return {label.replace("http://", ""): line for label, line in lines.items()}
+    single = next(iter(lines.values()), None)
+    return {alone: single} if alone and single else {}
 
 
 def _bands(histories: Sequence[TaskHistory]) -> list[ValueZone]:

@@ -94,9 +94,10 @@ def _headline(
     working_s = timeline.axis.length_s
     tasks, attempts = len(histories), sum(len(history.attempts) for history in histories)
     engine = facts["engine"]
+    path = run_dir.store.uri or str(run_dir.path.absolute())
     return {
-        "name": (run_dir.store.uri or str(run_dir.path.absolute())).rpartition("/")[2],
-        "path": run_dir.store.uri or str(run_dir.path.absolute()),
+        "name": path.rpartition("/")[2],
+        "path": path,
         "model": engine["model"] if engine["model"] != engine["kind"] else "",
         "engine": engine["kind"] + (f", SGLang {engine['version']}" if engine.get("version") else ""),
         "simulated": bool(engine.get("simulated")),

@@ -1,5 +1,6 @@
 """What is posted to a server, and its answers: whatever comes is read, or is a failed attempt."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,9 +16,12 @@ from batchrunner.core.errors import (
     BundleRefusedError,
     EngineDownError,
 )
+from batchrunner.engines.http.client import AttachedServers
 from batchrunner.engines.http.connections import HeldPort, free_port
 from batchrunner.engines.http.replies import EventLines
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
+from batchrunner.job.spec import LimitsSpec
+from tests.support.fake_sglang import FakeSGLang
 from tests.support.reader_checks import (
     ANY_JSON,
     KINDS,
@@ -131,6 +135,21 @@ async def body_of(answer: PostedAnswer) -> bytes:
         return await answer.content.read()
     finally:
         answer.release()
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_poll_as_an_engine_is_closed(turns: int) -> None:
+    """It leaves no task behind, whichever step of the closing it meets."""
+    with FakeSGLang() as server:
+        engine = AttachedServers([server.url], api_key=None, limits=LimitsSpec())
+        await engine.open()
+        engine.replicas = []  # nothing is asked
+        closing = asyncio.create_task(engine.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await engine.loads()
+        await closing
+        assert not [task for task in asyncio.all_tasks() if "_watch" in repr(task)]
 
 
 async def test_the_request_of_the_session() -> None:
