@@ -245,11 +245,8 @@ def _config(job: Job, info: EngineInfo, schedulers: int) -> SchedulerConfig:
 
 def _measured(job: Job) -> str:
     """Return a digest of what of the job's engine must be measured again where it changes."""
-    spec = job.engine.model_dump(mode="json", exclude={"replicas", "start_timeout", "cache_dir"})
-    spec["args"] = {
-        name: value for name, value in spec.get("args", {}).items() if name not in SCHEDULER_FLAGS
-    }
-    return sha256(repr(spec).encode()).hexdigest()
+    told = {"replicas": True, "start_timeout": True, "cache_dir": True, "args": {*SCHEDULER_FLAGS}}
+    return sha256(job.engine.model_dump_json(exclude=cast("Any", told)).encode()).hexdigest()
 
 
 def estimate(

@@ -69,12 +69,14 @@ def test_a_server_that_tells_no_load(server: FakeSGLang, tmp_path: Path) -> None
     """The rows that the sample takes are the only ones asked; one that cannot be sent is counted."""
     job = job_of(tmp_path, server)
     write_rows(tmp_path / "input.parquet", 200, text=["", *(f"text {at}" for at in range(199))])
-    found = batchrunner.estimate(job, rows=40)
+    found = batchrunner.estimate(job, rows=20)
     assert found.rows_not_sendable == 1
-    assert len({row["row"] for row in results_of(job)}) == found.rows_sampled == 30
+    assert len({row["row"] for row in results_of(job)}) == found.rows_sampled == 20
     assert 0 < found.seconds.low <= found.seconds.median <= found.seconds.high
-    batchrunner.estimate(job)
-    assert len(results_of(job)) == 30
+    found = batchrunner.estimate(job)  # more rows are wanted than there are answers
+    assert (found.rows_sampled, found.rows_to_do) == (30, 150)
+    assert batchrunner.estimate(job, workers=4).passes == found.passes  # the server is the same
+    assert len(results_of(job)) == 50
 
 
 def test_few_rows_can_be_sent(tmp_path: Path) -> None:
