@@ -104,7 +104,7 @@ MOST_TOKENS = {
     "report": 8_800,
     "dispatch": 30_100,
     "runner": 26_500,
-    "forecast": 6_000,
+    "forecast": 6_100,
     "tune": 10_600,
     "api": 2_900,
     "ray": 4_900,

@@ -16,7 +16,7 @@ from operator import attrgetter
 from statistics import fmean, stdev
 from typing import NamedTuple
 
-from batchrunner.engines.simulation.replica import PassWork, fit_spans
+from batchrunner.engines.simulation.replica import CostModel, PassWork, fit_spans
 from batchrunner.engines.simulation.scheduler import DECAY_STEPS, Scheduler, SchedulerConfig, SimulatedRequest
 
 MOST_SIMULATED = 10_000
@@ -202,6 +202,13 @@ def _plus(work: PassWork, other: PassWork, factor: float) -> PassWork:
     return PassWork._make(a + factor * b for a, b in zip(work, other, strict=True))
 
 
+def cost_of(spans: Sequence[tuple[PassWork, float]]) -> CostModel:
+    """Fit what passes cost; of few stretches only the time of a pass."""
+    passes = sum(work.passes for work, _ in spans)
+    mean = CostModel(sum(seconds for _, seconds in spans) / max(passes, 1), 0.0, 0.0, 0.0)
+    return fit_spans(spans) or mean
+
+
 def draw(attempts: Sequence[Attempt], rows: Sequence[JobRow]) -> tuple[Drawn, float]:
     """Return rows, in input order, with outputs of rows of the sample that are like them.
 
@@ -244,7 +251,7 @@ def forecast(
     the client for a row.
     """
     spans = sample_spans(attempts, sampled)
-    cost, share = fit_spans(spans), max(1, round(total / setting.schedulers))
+    cost, share = cost_of(spans), max(1, round(total / setting.schedulers))
     count = min(share, MOST_SIMULATED)
     drawn, deviation = draw(attempts, [rows[at * len(rows) // count] for at in range(count)])
     outputs = fmean(sum(tokens) for _, tokens in drawn)
@@ -257,7 +264,7 @@ def forecast(
     by_outputs = math.log(max(cost.work_s(whole_work(setting, longer, share)[0]) / seconds, 1.0))
     prefill_s = cost._replace(sample_s=0, kv_token_s=0).work_s(work._replace(passes=work.prefills))
     folds = [
-        fit_spans([span for at, span in enumerate(spans) if at % FOLDS != fold]).work_s(work) / seconds
+        cost_of([span for at, span in enumerate(spans) if at % FOLDS != fold]).work_s(work) / seconds
         for fold in range(FOLDS)
         if len(spans) > FOLDS
     ]

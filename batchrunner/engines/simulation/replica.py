@@ -12,6 +12,9 @@ from batchrunner.engines.simulation.scheduler import (
     StepResult,
 )
 
+WAITING = 50
+"""Samples that wait behind those that run."""
+
 
 class PassWork(NamedTuple):
     """The content of some forward passes; all but its tokens have a cost, see `CostModel`."""
@@ -96,15 +99,17 @@ The card: 3.35 TB/s of HBM3, 989 TFLOP/s dense bf16 (NVIDIA's H100 data sheet). 
 """
 
 
-def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel:
+def fit_spans(spans: Sequence[tuple[PassWork, float]]) -> CostModel | None:
     """Fit a model without negative parts to the work and the seconds of stretches of passes.
 
     Parts that the stretches cannot tell apart share what they cost together, so the model is good for work
-    that is not too unlike theirs.
+    that is not too unlike theirs. None where there are fewer stretches than parts.
 
     The sum of squares is the least: each part is set to its best value beside the others, again and again,
     which converges, as no part may be negative.
     """
+    if len(spans) < PARTS:
+        return None
     columns = range(PARTS)
     products = [[sum(work[i] * work[j] for work, _ in spans) for j in columns] for i in columns]
     sums = [sum(work[i] * seconds for work, seconds in spans) for i in columns]

@@ -1,5 +1,7 @@
 """The simulated scheduler, and its clock: every sample ends exactly once."""
 
+from __future__ import annotations
+
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -178,9 +180,7 @@ def test_a_fit_tells_the_time_of_like_work() -> None:
     ]
     spans = [(work, H100_8B.work_s(work)) for work in works]
     found = fit_spans(spans[:40])
+    assert found is not None
     for work, seconds in spans[40:]:
         assert found.work_s(work) == pytest.approx(seconds, rel=0.1)
-    few = fit_spans(spans[: PARTS - 1])
-    assert sum(few.work_s(work) for work, _ in spans[: PARTS - 1]) == pytest.approx(
-        sum(seconds for _, seconds in spans[: PARTS - 1]), rel=0.01
-    )
+    assert fit_spans(spans[: PARTS - 1]) is None
