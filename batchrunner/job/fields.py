@@ -59,7 +59,13 @@ def user_paths(value: Any) -> Any:
     return user_path(value) if isinstance(value, str) else value
 
 
-UserPath: TypeAlias = Annotated[str, Field(min_length=1), AfterValidator(user_path)]
+def _given_path(path: str) -> str:
+    if not path:  # it would be the current directory
+        raise ValueError("is empty")
+    return user_path(path)
+
+
+UserPath: TypeAlias = Annotated[str, AfterValidator(_given_path)]
 """A path in which `~` and `$HOME` stand for a home directory."""
 Off: TypeAlias = Annotated[Literal["off"], BeforeValidator(lambda given: "off" if given is False else given)]
 """The word `off`, which YAML reads as false."""
