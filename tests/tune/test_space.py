@@ -199,7 +199,6 @@ def test_the_gpus_that_a_job_may_take(
         "installed": lambda *_: Flags(),
     }.items():
         monkeypatch.setattr(f"batchrunner.tune.space.{name}", answer)
-    monkeypatch.setattr("batchrunner.engines.model_files.cards", list)
     job = load_job(job_of(tmp_path, {"kind": "server", "model": "org/name", **engine}))
     machine = machine_for(job, engine_to_tune(job))
     assert (machine.cards, machine.replicas, machine.says_tp) == expected
