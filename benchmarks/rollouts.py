@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 import subprocess
@@ -149,7 +150,7 @@ def killed(file: Path, servers: list[Server], kills: int) -> dict[str, int]:
     """Seconds from an answer that is asked for again to the kill of the run that had asked."""
     for times in answers.values():
         for received, sent in sorted(times)[:-1]:
-            kill = min(kill for kill in kills_at if kill + START_S > received)
+            kill = min((kill for kill in kills_at if kill + START_S > received), default=math.inf)
             before += [kill - sent] if sent < kill else []
     late = sum(each <= ARRIVAL_S for each in before)
     return {"kills": len(kills_at), "asked_again": len(before) - late, "late": late}
