@@ -1,214 +1,414 @@
-"""What a card gives an 8B-shaped model: with default flags, after `advise`, after `tune`; and its memory.
+"""What one GPU gives: the runner beside plain SGLang and a bare loop, on models that people compare by.
 
-The weights are dummies in the shape of Llama 3.1 8B (`--load-format dummy`): they compute what real ones do,
-and `ignore_eos` with each row's own length makes up for the noise that they write. Lengths are LMSYS-Chat's.
-Four steps, each saved as it ends, so that a machine that is lent for minutes can do them one by one:
+    python -m benchmarks.card qwen3-8b fp8 --tokenizer FOLDER --keep FOLDER --seconds 500
 
-- `default`: the job with no flags of its own;
-- `advise`: what `batchrun advise` says of that run is done, until it says nothing more;
-- `tune`: `batchrun tune` from the default flags, and a run with what it found;
-- `memory`: `available_gpu_mem` at several values of `--mem-fraction-static`, against the straight line by
-  which `advise` moves that flag.
+A case of `PLAN` starts one server and measures its sides one after the other on the same rows, the radix
+cache flushed before each:
 
-Without a GPU, `--model` with a
-small model tries the steps out; its figures say nothing, and are printed instead of saved.
+- `once`: all rows in lists, which the server splits up as `Engine.generate` does;
+- `loop`: an aiohttp loop with 512 rows in flight;
+- `runner`: the runner, `window: auto`; `single` the same with one row in a request;
+- `launched`: the runner starts the server itself, and keeps it alive where its flags kill it;
+- `generate`: `Engine.generate` in one process, without a server.
+
+The weights are dummies of the published shapes (`--load-format dummy`): they compute what real ones do, and
+`ignore_eos` with each row's own length makes up for the noise that they write. `results/card.json` is written
+after each side, so that a machine that is lent for minutes can do case by case; `--keep` has the servers'
+logs and what the control law was told (`tests/dispatch/concurrency/test_on_card.py` plays one back). Without
+a GPU a tiny model goes through the same steps, and nothing is saved.
 """
 
 import argparse
 import json
-import logging
+import os
 import random
+import re
 import shutil
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
+import uvloop
 
-import batchrunner
-from batchrunner.advise.advise import advise
 from batchrunner.core.console import tell
-from batchrunner.engines.device import card_name, has_gpu
-from batchrunner.engines.logs.series import GUIDES
-from batchrunner.tune.tuner import tune
-from benchmarks.engine import LONGEST_TOKENS, PROMPT_TOKENS, lognormal
-from benchmarks.measure import RESULTS, save
-from tests.support.tiny_model import TOKENIZER_FILES
+from batchrunner.core.engine_info import SchedulerLoad
+from batchrunner.dispatch.concurrency.law import CornerChange, Decision
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.engines.device import card_name, cpu_environment, has_gpu, server_args
+from benchmarks.engine import (
+    KEY_VARIABLE,
+    Log,
+    Server,
+    flush,
+    job_for,
+    lognormal,
+    runner,
+    serve,
+    work_of,
+)  # fmt: skip
+from benchmarks.measure import RESULTS, in_fresh_process, post_all, save
+from tests.support.tiny_model import TOKENIZER_FILES, make_tiny_llama
 
 SEED = 17
-OUTPUT_TOKENS = (222, 210)
-"""Mean and standard deviation, those of LMSYS-Chat."""
-TOKENS = (100, 45_000)
+VOCABULARY = (100, 45_000)
 """From which prompts are drawn."""
-MOST_ADVICE = 4
-"""Rounds of advice."""
-FRACTIONS = (-0.06, -0.03, 0.02, 0.04)
-"""From what the server chose for `--mem-fraction-static`."""
-LLAMA_8B = {
+CONTEXT, LONGEST = 8192, 4000
+"""Tokens of a row, and of a prompt and of an output at most."""
+DOCUMENTS, TUTORIALS = (1030, 1000), (500, 200)
+"""Mean and standard deviation of the tokens of a prompt and of an output. DataTrove does not publish those of
+its table; these are near FineWeb-Edu's documents, with outputs that vary little, so that a job of a minute
+has no long tail."""
+STOPS = 253
+"""Mean tokens of an output of the workload `free`, which ends by itself, of 4,000 that it may have."""
+LOOP = 512
+MOST_IN_A_LIST = 4000
+WARM = 100
+"""Rows that warm a server up."""
+LEAST_S = 45.0
+"""Seconds that must be left for a side to be begun."""
+PACKAGES = ("sglang", "sglang-kernel", "torch", "triton", "transformers", "aiohttp", "uvloop", "pyarrow")
+
+LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16",
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu", "tie_word_embeddings": False,
-    "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 100_000.0, "attention_bias": False,
+    "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 8192, "head_dim": 64,
+    "vocab_size": 49_152, "tie_word_embeddings": True,
 }  # fmt: skip
-"""Source: the config.json of meta-llama/Llama-3.1-8B, but for its longest context."""
-Figures: TypeAlias = dict[str, Any]
+QWEN = LLAMA | {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "vocab_size": 151_936,
+    "rms_norm_eps": 1e-6, "rope_theta": 1_000_000, "max_position_embeddings": 40_960,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 128,
+    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "num_key_value_heads": 4,
+}  # fmt: skip
 
 
-def make_shape(folder: Path, tokenizer_from: Path) -> Path:
+def shape(
+    base: Mapping[str, Any], hidden: int, between: int, layers: int, heads: int, **more: Any
+) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": between, "num_hidden_layers": layers}
+    return {**base, **sizes, "num_attention_heads": heads, **more}
+
+
+SHAPES = {
+    "smollm2-135m": shape(LLAMA, 576, 1536, 30, 9, num_key_value_heads=3),
+    "qwen3-0.6b": shape(QWEN, 1024, 3072, 28, 16),
+    "qwen3-4b": shape(QWEN, 2560, 9728, 36, 32),
+    "qwen3-8b": shape(QWEN, 4096, 12_288, 36, 32, tie_word_embeddings=False),
+    "qwen3-30b-a3b": shape(QWEN | MOE, 2048, 6144, 48, 32, tie_word_embeddings=False),
+}
+"""Source: the models' config.json. gpt-oss-20b is not there: its MXFP4 weights have no dummies."""
+
+
+TABLE = ("documents/once", "documents/loop", "documents/runner")
+ONE = ("one/loop", "one/single", "one/runner")
+AGAIN = ("documents/runner",)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    model: str
+    rows: int = 0
+    """Documents."""
+    sides: Sequence[str] = TABLE
+    """`WORKLOAD/SIDE`."""
+    args: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+PLAN = {
+    "smollm2-135m": Case("smollm2-135m", 3000, (*TABLE, *ONE)),
+    "qwen3-0.6b": Case("qwen3-0.6b", 1000),
+    "qwen3-4b": Case("qwen3-4b", 600),
+    "qwen3-8b": Case(
+        "qwen3-8b", 500, (*TABLE, "free/once", "free/runner", "prefixes/once", "prefixes/runner")
+    ),
+    "qwen3-30b-a3b": Case("qwen3-30b-a3b", 400),
+    "generate": Case("smollm2-135m", 3000, ("documents/generate",)),
+    "front": Case("smollm2-135m", 0, ONE, {"tokenizer-worker-num": 4}),
+    "graphs-512": Case("qwen3-0.6b", 1000, AGAIN, {"cuda-graph-max-bs-decode": 512}),
+    "graphs-768": Case("smollm2-135m", 3000, AGAIN, {"cuda-graph-max-bs-decode": 768}),
+    "fp8": Case("qwen3-8b", 500, AGAIN, {"quantization": "fp8"}),
+    "fp8-cache": Case("qwen3-8b", 500, AGAIN, {"kv-cache-dtype": "fp8_e4m3"}),
+    "mixed": Case("qwen3-8b", 500, AGAIN, {"enable-mixed-chunk": True}),
+    "clip": Case("qwen3-8b", 500, ("free/runner",), env={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "512"}),
+    "memory": Case("qwen3-8b", 300, ("documents/launched",), {"mem-fraction-static": 0.96}),
+}
+
+
+def write_inputs(folder: Path, case: Case, scale: float) -> None:
+    """Write a Parquet file of prompts and output lengths for each workload of a case."""
+    made = random.Random(SEED)
+
+    def ids(tokens: int) -> list[int]:
+        return made.choices(range(*VOCABULARY), k=tokens)
+
+    def long(mean: float, deviation: float) -> int:
+        return lognormal(made, mean * scale, deviation * scale, longest=LONGEST)
+
+    for workload in {side.partition("/")[0] for side in case.sides}:
+        if workload in {"documents", "free"}:
+            prompts = [ids(long(*DOCUMENTS)) for _ in range(case.rows)]
+            tokens = [long(*TUTORIALS) for _ in prompts]
+        elif workload == "one":
+            prompts = [ids(60) for _ in range(20_000 if scale == 1 else 200)]
+            tokens = [1] * len(prompts)
+        else:  # 60 documents, eight questions on each, in any order
+            documents = [ids(round(1500 * scale)) for _ in range(60)]
+            prompts = [[*document, *ids(60)] for document in documents for _ in range(8)]
+            made.shuffle(prompts)
+            tokens = [64] * len(prompts)
+        table = {
+            "id": [f"row-{i:05d}" for i in range(len(prompts))],
+            "input_ids": pa.array(prompts, pa.list_(pa.int32())),
+            "tokens": pa.array(tokens, pa.int32()),
+        }
+        pq.write_table(pa.table(table), folder / f"{workload}.parquet", row_group_size=1000)
+
+
+def make_shape(folder: Path, model: str, tokenizer: Path) -> Path:
     """Write a model's folder without weights."""
     folder.mkdir()
     for name in TOKENIZER_FILES:
-        shutil.copyfile(tokenizer_from / name, folder / name)
-    (folder / "config.json").write_text(json.dumps(LLAMA_8B))
+        if (tokenizer / name).is_file():
+            shutil.copyfile(tokenizer / name, folder / name)
+    (folder / "config.json").write_text(json.dumps(SHAPES[model]))
     return folder
 
 
-def write_input(path: Path, rows: int) -> None:
-    made = random.Random(SEED)
-    ids = [[made.randrange(*TOKENS) for _ in range(lognormal(made, *PROMPT_TOKENS))] for _ in range(rows)]
-    tokens = [min(LONGEST_TOKENS, lognormal(made, *OUTPUT_TOKENS)) for _ in range(rows)]
-    table = {"input_ids": pa.array(ids, pa.list_(pa.int32())), "tokens": pa.array(tokens, pa.int32())}
-    pq.write_table(pa.table(table), path, row_group_size=1000)
+def rows_of(job_file: str) -> tuple[dict[str, Any], list[list[int]], list[dict[str, Any]]]:
+    """Return a job, the prompts of its rows, and the sampling parameters of each."""
+    job = json.loads(Path(job_file).read_text())
+    rows = pq.read_table(job["input"]["path"]).to_pylist()
+    own = [{"max_new_tokens": row["tokens"]} if job["sampling"].get("ignore_eos") else {} for row in rows]
+    return job, [row["input_ids"] for row in rows], [{**job["sampling"], **parameters} for parameters in own]
+
+
+def posted(job: Mapping[str, Any], bodies: Sequence[Mapping[str, Any]], window: int) -> dict[str, Any]:
+    """Post the bodies as an aiohttp loop does; return the time, and the tokens that came."""
+    url = job["engine"]["urls"][0] + "/generate"
+    encoded = [orjson.dumps(body) for body in bodies]
+    wall_s, answers = uvloop.run(post_all(url, encoded, window, os.environ[KEY_VARIABLE]))
+    given = [orjson.loads(answer) for answer in answers]
+    each = [answer for one in given for answer in (one if isinstance(one, list) else [one])]
+    tokens = sum(answer["meta_info"]["completion_tokens"] for answer in each)
+    return {"wall_s": wall_s, "tokens": tokens, "window": window}
+
+
+def loop(job_file: str) -> dict[str, Any]:
+    job, prompts, sampling = rows_of(job_file)
+    pairs = zip(prompts, sampling, strict=True)
+    return posted(job, [{"input_ids": ids, "sampling_params": own} for ids, own in pairs], LOOP)
+
+
+def warm(job_file: str) -> dict[str, Any]:
+    """Have every kernel compiled, by rows of a few tokens."""
+    job, prompts, sampling = rows_of(job_file)
+    few = {**sampling[0], "max_new_tokens": 16}
+    return posted(job, [{"input_ids": ids, "sampling_params": few} for ids in prompts[:WARM]], LOOP)
+
+
+def once(job_file: str) -> dict[str, Any]:
+    """Send all rows at once, in as few requests as there can be."""
+    job, prompts, sampling = rows_of(job_file)
+    parts = [slice(at, at + MOST_IN_A_LIST) for at in range(0, len(prompts), MOST_IN_A_LIST)]
+    bodies = [{"input_ids": prompts[part], "sampling_params": sampling[part]} for part in parts]
+    return posted(job, bodies, len(bodies)) | {"window": len(prompts)}
+
+
+def generate(job_file: str) -> dict[str, Any]:
+    """Give all rows to `Engine.generate`; its start does not count."""
+    import sglang  # noqa: PLC0415 - seconds to import
+
+    job, prompts, sampling = rows_of(job_file)
+    args = server_args(job["engine"]["args"], cpu=not has_gpu())
+    flags = {name.replace("-", "_"): value for name, value in args.items()}
+    engine = sglang.Engine(model_path=job["engine"]["model"], **flags)
+    engine.generate(input_ids=prompts[:WARM], sampling_params={"max_new_tokens": 16})
+    engine.flush_cache()
+    began = time.perf_counter()
+    answers = engine.generate(input_ids=prompts, sampling_params=sampling)
+    wall_s = time.perf_counter() - began
+    engine.shutdown()
+    tokens = sum(answer["meta_info"]["completion_tokens"] for answer in answers)
+    return {"wall_s": wall_s, "tokens": tokens, "window": len(prompts)}
+
+
+def told(job_file: str) -> dict[str, Any]:
+    """Run the job, and keep what the control law is told at each poll."""
+    observe, polls = ConcurrencyLimits.observe, []
+
+    def kept(
+        law: ConcurrencyLimits,
+        loads: Sequence[SchedulerLoad],
+        in_flight: Mapping[str, int],
+        now: float,
+        *,
+        unsent: int,
+    ) -> list[Decision | CornerChange]:
+        said = observe(law, loads, in_flight, now, unsent=unsent)
+        load = {name: of for name, of in asdict(loads[0]).items() if of is not None} if loads else None
+        polls.append({
+            "at": round(now, 3), "load": load, "sent": sum(in_flight.values()), "unsent": unsent,
+            "window": law.window, "said": [asdict(change) for change in said],
+        })  # fmt: skip
+        return said
+
+    ConcurrencyLimits.observe = kept  # type: ignore[assignment, method-assign]
+    found = runner(job_file)
+    Path(job_file).with_suffix(".polls.json").write_text("\n".join(map(json.dumps, polls)))
+    return found
+
+
+SIDES: dict[str, Callable[[str], dict[str, Any]]] = {
+    "warm": warm, "once": once, "loop": loop, "runner": told, "single": told,
+    "launched": runner, "generate": generate,
+}  # fmt: skip
+
+
+def sustained(log: str) -> float | None:
+    """Return output tokens a second while requests waited: the median of the decode lines."""
+    found = re.findall(r"Decode batch.*?gen throughput \(token/s\): ([\d.]+), #queue-req: [1-9]", log)
+    return round(statistics.median(map(float, found)), 1) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a case is measured: its files, its server unless a side starts one, and that one's flags."""
+
+    folder: Path
+    server: Server | None
+    model: Path
+    args: Mapping[str, Any]
+
+    def job(self, workload: str, kind: str, vocabulary: int) -> dict[str, Any]:
+        url = self.server.url if self.server else ""
+        job = job_for(self.folder / f"{workload}.parquet", self.folder / "run", url)
+        job["limits"] = {"max_failed_rows": "5%"}  # noise may decode to nothing
+        if workload == "free":
+            stops = [*range(50, vocabulary, STOPS)]
+            job["sampling"] = {"max_new_tokens": LONGEST, "temperature": 1.0, "stop_token_ids": stops}
+        job["sampling"]["skip_special_tokens"] = False
+        if kind == "single":
+            job["bundle"] = "off"
+        if self.server is None:
+            job["engine"] = {"kind": "server", "model": str(self.model), "args": self.args}
+        return job
+
+    def measure(self, side: str, vocabulary: int) -> dict[str, Any]:
+        """Measure a side, or say how it failed."""
+        workload, _, kind = side.partition("/")
+        file = self.folder / f"{workload}-{kind}.json"
+        file.write_text(json.dumps(self.job(workload, kind, vocabulary)))
+        log = None
+        if self.server:
+            flush(self.server)
+            log = Log(self.server.log)
+        try:
+            found = in_fresh_process("benchmarks.card", "--side", kind, "--job", str(file))
+        except SystemExit as failure:
+            return {"failed": str(failure)[-2000:]}
+        finally:
+            if kind == "launched" and (self.folder / "run" / "engine-server.log").is_file():
+                shutil.copyfile(self.folder / "run" / "engine-server.log", self.folder / "launched.log")
+        found["tokens_per_s"] = round(found["tokens"] / found["wall_s"], 1)
+        return found | ({"sustained": sustained(log.text()), "work": work_of(log.text())} if log else {})
 
 
 @dataclass
 class Lab:
-    """A job, and the flags that the machine needs whatever the step."""
+    keep: Path
+    tokenizer: Path
+    until: float
+    given: Mapping[str, Any]
+    """Flags that this machine needs."""
+    found: dict[str, Any]
 
-    folder: Path
-    model: Path
-    needed: Figures
-    budget_s: float
-    found: Figures = field(default_factory=dict)
-
-    def job(self, name: str, args: Figures, **input_spec: Any) -> Figures:
-        return {
-            "input": {"path": str(self.folder / "input.parquet"), **input_spec},
-            "prompt": {"input_ids": "input_ids"},
-            "sampling": {"max_new_tokens": {"column": "tokens"}, "ignore_eos": True, "temperature": 0},
-            "output": {"path": str(self.folder / name)},
-            "engine": {"kind": "server", "model": str(self.model), "args": {**self.needed, **args}},
+    def measure(self, name: str) -> None:
+        """Measure the sides of a case, as far as there is time."""
+        case, gpu = PLAN[name], has_gpu()
+        folder = self.keep / name
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        args = {"load-format": "dummy", "context-length": CONTEXT, **self.given, **case.args}
+        if gpu:
+            model = make_shape(folder / "model", case.model, self.tokenizer)
+        else:
+            model, args = (
+                make_tiny_llama(folder / "model", self.tokenizer),
+                {"max-total-tokens": 40_000, "context-length": CONTEXT},
+            )
+            case = replace(case, model="smollm2-135m", rows=min(case.rows, 100))
+        write_inputs(folder, case, 1.0 if gpu else 0.05)
+        told: dict[str, Any] = {
+            "model": case.model,
+            "args": args,
+            "env": case.env,
+            "rows": case.rows,
+            "sides": {},
         }
+        self.found[name] = told
+        vocabulary = SHAPES[case.model]["vocab_size"]
+        with ExitStack() as stack:
+            os.environ.update(case.env)
+            stack.callback(lambda: [os.environ.pop(variable) for variable in case.env])
+            began, server = time.monotonic(), None
+            if not case.sides[0].endswith(("launched", "generate")):
+                server = stack.enter_context(serve(model, folder, args))
+                told["start_s"] = round(time.monotonic() - began, 1)
+            place = Place(folder, server, model, args)
+            if server:
+                place.measure(case.sides[0].partition("/")[0] + "/warm", vocabulary)
+            for side in case.sides:
+                if time.monotonic() + LEAST_S > self.until:
+                    tell(f"{name} {side}: no time")
+                    return
+                got = place.measure(side, vocabulary)
+                told["sides"][side] = got
+                rates = f"{got.get('tokens_per_s', got)} tok/s, {got.get('sustained')} sustained"
+                self.save(f"{name} {side}: {rates}")
 
-    def run(self, name: str, args: Figures, **input_spec: Any) -> Figures:
-        """Run the job afresh under these flags; what it reached, and what is to be said of it."""
-        report = batchrunner.run(self.job(name, args, **input_spec), fresh=True)
-        if report.exit_code:
-            raise SystemExit("\n".join(report.lines()))
-        judged = advise(report.path)
-        facts = judged.situation.facts
-        found = {
-            "args": args, "tokens_per_s": report.output_tokens_per_s, "wall_s": report.wall_s,
-            "ready": facts.ready and facts.ready._asdict(),
-            "mem_fraction_static": facts.number("mem_fraction_static"), "card_gb": facts.card_gb,
-            "load": report.load, "incidents": report.incidents,
-            "advice": [said.as_dict() for said in judged.advice], "lines": judged.lines(),
-        }  # fmt: skip
-        tell(json.dumps(found, default=str))
-        return found
-
-    def default(self) -> Figures:
-        return self.run("default", {})
-
-    def advised(self) -> list[Figures]:
-        """Follow what is said of the run before, as one would."""
-        rounds = [self.found.get("default") or self.default()]
-        while len(rounds) <= MOST_ADVICE:
-            args = dict(rounds[-1]["args"])
-            for said in rounds[-1]["advice"]:
-                args |= said["args"]
-            args = {name: value for name, value in args.items() if value is not None}
-            if args == rounds[-1]["args"]:
-                break
-            rounds.append(self.run(f"advise-{len(rounds)}", args))
-        return rounds[1:]
-
-    def tuned(self) -> Figures:
-        job = self.folder / "job.yaml"
-        job.write_text(json.dumps(self.job("tuned", {})))
-        found = tune(str(job), overrides=[], budget_s=self.budget_s)
-        tell(*found.lines())
-        args = {name: value for name, value in found.args.items() if name not in self.needed}
-        return {"tune": {**found.as_dict(), "job": "job.yaml"}, "run": self.run("tuned", args)}
-
-    def memory(self) -> list[Figures]:
-        """Start with other fractions; the line goes through what the server chose by itself."""
-        own = self.run("memory", {}, limit=1)
-        if own["ready"] is None or own["ready"]["gpu_gb"] is None:
-            return []
-        points = [own]
-        for step in FRACTIONS:
-            fraction = round(own["mem_fraction_static"] + step, 3)
-            points.append(self.run("memory", {"mem-fraction-static": fraction}, limit=1))
-        return [
-            {
-                "mem_fraction_static": point["mem_fraction_static"],
-                "available_gpu_gb": point["ready"]["gpu_gb"],
-                "by_the_line_gb": own["ready"]["gpu_gb"]
-                - (point["mem_fraction_static"] - own["mem_fraction_static"]) * own["card_gb"],
-                "good_gb": GUIDES.memory_good_gb,
-                "said": [
-                    said["change"] or said["sign"]
-                    for said in point["advice"]
-                    if said["rule"] in {"memory-left", "memory-tight"}
-                ],
-            }
-            for point in points
-        ]
-
-
-STEPS: dict[str, Callable[[Lab], Any]] = {
-    "default": Lab.default, "advise": Lab.advised, "tune": Lab.tuned, "memory": Lab.memory,
-}  # fmt: skip
-
-
-def line_of(model: str, found: Figures) -> str:
-    """Say the speeds of the steps that are there."""
-    speeds = {
-        "default flags": found.get("default"),
-        "after advise": (found.get("advise") or [found.get("default")])[-1],
-        "after tune": found.get("tune", {}).get("run"),
-    }
-    told = [f"{name} {run['tokens_per_s']:,.0f} tok/s" for name, run in speeds.items() if run]
-    return f"{model}, {card_name() or 'no GPU'}: {'; '.join(told) or 'memory only'}"
+    def save(self, line: str) -> None:
+        if has_gpu():
+            save("card", line, {"card": card_name(), "given": self.given, "cases": self.found}, PACKAGES)
+        else:
+            tell(line)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("steps", nargs="*", default=[], help=f"of {', '.join(STEPS)}; all by default")
-    parser.add_argument("--rows", type=int, default=4000)
-    parser.add_argument("--budget", type=float, default=480.0, help="seconds for tune")
+    parser.add_argument("cases", nargs="*", default=[], help=f"of {', '.join(PLAN)}; all by default")
+    parser.add_argument("--seconds", type=float, default=3600, help="begin nothing that ends later")
     parser.add_argument("--args", type=json.loads, default={}, help="flags that this machine needs, as JSON")
-    parser.add_argument("--model", type=Path, help="a model's folder, instead of the shape")
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
+    parser.add_argument("--keep", type=Path, default=Path("out/card"), help="logs and traces")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("batchrunner").setLevel(logging.INFO)
-    if not has_gpu() and options.model is None:
-        raise SystemExit("skipped: no GPU (--model with a small model tries the steps out on the CPU)")
+    if options.side:
+        print(json.dumps(SIDES[options.side](options.job)))
+        return
+    if not has_gpu():
+        os.environ.update(cpu_environment(dict(os.environ)))
     saved = RESULTS / "card.json"
-    with tempfile.TemporaryDirectory(prefix="bench-card-") as scratch:
-        folder = Path(scratch)
-        write_input(folder / "input.parquet", options.rows)
-        model, dummy = options.model, {}
-        if model is None:
-            model, dummy = (
-                make_shape(folder / "llama-3.1-8b-dummy", options.tokenizer),
-                {"load-format": "dummy"},
-            )
-        before = json.loads(saved.read_text())["steps"] if has_gpu() and saved.is_file() else {}
-        lab = Lab(folder, model.resolve(), {**dummy, **options.args}, options.budget, before)
-        for name in options.steps or STEPS:
-            lab.found[name] = STEPS[name](lab)
-            figures = {"card": card_name(), "rows": options.rows, "needed": lab.needed, "steps": lab.found}
-            if has_gpu():
-                save("card", line_of(model.name, lab.found), figures, ("batchrunner", "sglang", "torch"))
-            else:
-                print(line_of(model.name, lab.found))
+    before = json.loads(saved.read_text())["cases"] if has_gpu() and saved.is_file() else {}
+    until = time.monotonic() + options.seconds
+    lab = Lab(options.keep.resolve(), options.tokenizer.resolve(), until, options.args, before)
+    for name in options.cases or PLAN:
+        try:
+            lab.measure(name)
+        except SystemExit as failure:
+            tell(f"{name}: {failure}")
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ import pyarrow.parquet as pq
 import uvloop
 
 from batchrunner.core.console import tell
-from batchrunner.engines.device import cpu_environment, server_args
+from batchrunner.engines.device import cpu_environment, has_gpu, server_args
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.launched.server import LAUNCHER, to_argv
 from batchrunner.runner.foreground import run_in_foreground
@@ -99,9 +100,9 @@ def serve(
     port, log = free_port(), folder / f"{name}.log"
     os.environ[KEY_VARIABLE] = KEY
     argv = ["--model-path", str(model), "--host", "127.0.0.1", "--port", str(port)]
-    argv += to_argv(server_args(dict(args), cpu=True))
-    environment = dict(os.environ)
-    environment |= {**cpu_environment(environment), **SERVER_ENVIRONMENT}
+    argv += to_argv(server_args(dict(args), cpu=not has_gpu()))
+    environment = {**os.environ, **SERVER_ENVIRONMENT}
+    environment |= {} if has_gpu() else cpu_environment(environment)
     launcher = subprocess.Popen(
         [sys.executable, str(LAUNCHER)], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, env=environment,
@@ -126,7 +127,9 @@ def _wait_until_ready(server: Server, launcher: subprocess.Popen[bytes]) -> None
             raise SystemExit(f"the server ended:\n{server.log.read_text()[-3000:]}")
         try:
             server.ask("GET", "/ready")
-        except OSError:
+        except OSError as refusal:
+            if isinstance(refusal, urllib.error.HTTPError) and refusal.code == HTTPStatus.NOT_FOUND:
+                return  # an older SGLang: it listens once it is ready
             time.sleep(0.5)
         else:
             return
@@ -158,10 +161,10 @@ def write_input(path: Path, rows: int) -> None:
     pq.write_table(pa.table(table), path)
 
 
-def lognormal(made: random.Random, mean: float, deviation: float) -> int:
+def lognormal(made: random.Random, mean: float, deviation: float, longest: int = LONGEST_TOKENS) -> int:
     variance = math.log(1 + deviation**2 / mean**2)
     value = made.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance))
-    return max(1, min(LONGEST_TOKENS, round(value)))
+    return max(1, min(longest, round(value)))
 
 
 def job_for(source: Path, out: Path, url: str) -> dict[str, Any]:
@@ -180,6 +183,7 @@ def runner(job_file: str) -> dict[str, Any]:
         raise SystemExit("\n".join(report.lines()))
     return {
         "wall_s": report.wall_s, "tokens": report.output_tokens, "window": report.window, "load": report.load,
+        "incidents": report.incidents, "engine": report.engine,
     }  # fmt: skip
 
 
