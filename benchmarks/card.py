@@ -38,9 +38,7 @@ import pyarrow.parquet as pq
 import uvloop
 
 from batchrunner.core.console import tell
-from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.dispatch.concurrency.law import CornerChange, Decision
-from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.dispatch.concurrency.law import Controller, CornerChange, Decision, Reading
 from batchrunner.engines.device import card_name, cpu_environment, has_gpu, server_args
 from benchmarks.engine import (
     KEY_VARIABLE,
@@ -245,28 +243,19 @@ def generate(job_file: str) -> dict[str, Any]:
 
 
 def told(job_file: str) -> dict[str, Any]:
-    """Run the job, and keep what the control law is told at each poll."""
-    observe, polls = ConcurrencyLimits.observe, []
+    """Run the job, and keep what the control law reads, its window, and the corner that it sees."""
+    sample, readings = Controller.sample, []
 
     def kept(
-        law: ConcurrencyLimits,
-        loads: Sequence[SchedulerLoad],
-        in_flight: Mapping[str, int],
-        now: float,
-        *,
-        unsent: int,
+        law: Controller, now: float, seen: Reading, *, may_grow: bool = True
     ) -> list[Decision | CornerChange]:
-        said = observe(law, loads, in_flight, now, unsent=unsent)
-        load = {name: of for name, of in asdict(loads[0]).items() if of is not None} if loads else None
-        polls.append({
-            "at": round(now, 3), "load": load, "sent": sum(in_flight.values()), "unsent": unsent,
-            "window": law.window, "said": [asdict(change) for change in said],
-        })  # fmt: skip
-        return said
+        changes = sample(law, now, seen, may_grow=may_grow)
+        readings.append([round(now, 3), *asdict(seen).values(), law.window, law.corner])
+        return changes
 
-    ConcurrencyLimits.observe = kept  # type: ignore[assignment, method-assign]
+    Controller.sample = kept  # type: ignore[assignment, method-assign]
     found = runner(job_file)
-    Path(job_file).with_suffix(".polls.json").write_text("\n".join(map(json.dumps, polls)))
+    Path(job_file).with_suffix(".readings").write_text("\n".join(map(json.dumps, readings)) + "\n")
     return found
 
 
