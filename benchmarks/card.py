@@ -124,23 +124,21 @@ class Case:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+GRAPHS = {"cuda-graph-max-bs-decode": 2048, "max-running-requests": 2048}
 PLAN = {
-    "smollm2-135m": Case("smollm2-135m", 3000, (*TABLE, *ONE)),
-    "qwen3-0.6b": Case("qwen3-0.6b", 1000),
-    "qwen3-4b": Case("qwen3-4b", 600),
-    "qwen3-8b": Case(
-        "qwen3-8b", 500, (*TABLE, "free/once", "free/runner", "prefixes/once", "prefixes/runner")
-    ),
-    "qwen3-30b-a3b": Case("qwen3-30b-a3b", 400),
-    "generate": Case("smollm2-135m", 3000, ("documents/generate",)),
+    "smollm2-135m": Case("smollm2-135m", 6000, (*TABLE, *ONE)),
+    "qwen3-0.6b": Case("qwen3-0.6b", 2000),
+    "qwen3-4b": Case("qwen3-4b", 1500),
+    "qwen3-8b": Case("qwen3-8b", 700, ("documents/runner", "documents/loop", "free/runner")),
+    "qwen3-30b-a3b": Case("qwen3-30b-a3b", 800),
+    "generate": Case("smollm2-135m", 6000, ("documents/generate",)),
     "front": Case("smollm2-135m", 0, ONE, {"tokenizer-worker-num": 4}),
-    "graphs-512": Case("qwen3-0.6b", 1000, AGAIN, {"cuda-graph-max-bs-decode": 512}),
-    "graphs-768": Case("smollm2-135m", 3000, AGAIN, {"cuda-graph-max-bs-decode": 768}),
-    "fp8": Case("qwen3-8b", 500, AGAIN, {"quantization": "fp8"}),
-    "fp8-cache": Case("qwen3-8b", 500, AGAIN, {"kv-cache-dtype": "fp8_e4m3"}),
-    "mixed": Case("qwen3-8b", 500, AGAIN, {"enable-mixed-chunk": True}),
-    "clip": Case("qwen3-8b", 500, ("free/runner",), env={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "512"}),
-    "memory": Case("qwen3-8b", 300, ("documents/launched",), {"mem-fraction-static": 0.96}),
+    "graphs": Case("smollm2-135m", 4000, ("documents/runner", "documents/loop", *ONE), GRAPHS),
+    "fp8": Case("qwen3-8b", 700, AGAIN, {"quantization": "fp8"}),
+    "fp8-cache": Case("qwen3-8b", 700, AGAIN, {"kv-cache-dtype": "fp8_e4m3"}),
+    "mixed": Case("qwen3-8b", 700, AGAIN, {"enable-mixed-chunk": True}),
+    "clip": Case("qwen3-8b", 700, ("free/runner",), env={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "512"}),
+    "memory": Case("qwen3-8b", 200, ("documents/launched",), {"mem-fraction-static": 0.985}),
 }
 
 
@@ -159,7 +157,7 @@ def write_inputs(folder: Path, case: Case, scale: float) -> None:
             prompts = [ids(long(*DOCUMENTS)) for _ in range(case.rows)]
             tokens = [long(*TUTORIALS) for _ in prompts]
         elif workload == "one":
-            prompts = [ids(60) for _ in range(20_000 if scale == 1 else 200)]
+            prompts = [ids(60) for _ in range(10_000 if scale == 1 else 200)]
             tokens = [1] * len(prompts)
         else:  # 60 documents, eight questions on each, in any order
             documents = [ids(round(1500 * scale)) for _ in range(60)]
