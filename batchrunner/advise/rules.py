@@ -129,7 +129,7 @@ SILENCES: dict[str, tuple[str, ...]] = {
     "retractions": (*_TAKES_MEMORY, "running-capped"),
     "running-capped": ("conservative",),
     "memory-tight": _TAKES_MEMORY,
-    "cuda-graph": ("long-prompts", "running-low", "prefill-full"),
+    "cuda-graph": ("long-prompts", "running-low", "prefill-full", "memory-left"),
     "long-prompts": ("memory-left", "prefill-full"),
     "running-low": ("memory-left", "prefill-full"),
     "prefill-full": ("memory-left", "small-prefills"),
@@ -335,7 +335,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "cuda-graph",
-        f"`cuda graph: False` at ≤ 512 running (768 from tp 4) {OFTEN}",
+        f"`cuda graph: False` {OFTEN}, at ≤ 512 running (768 from tp 4, 4096 with weights of ≤ 2 GB)",
         load_rules.cuda_graph,
         "less time between kernels at each decode step",
         "cuda-graph-max-bs-decode",
@@ -353,8 +353,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "small-prefills",
-        "prefill passes of ≤ 25% of a chunk and ≤ 512 tokens, so many that all passes could be a fifth "
-        "fewer; `#queue-req` not often 0",
+        "prefill passes of ≤ 25% of a chunk and ≤ 512 tokens (or weights of ≤ 2 GB), so many that all passes "
+        "could be a fifth fewer; `#queue-req` not often 0",
         load_rules.small_prefills,
         "decoding is interrupted less often",
         "prefill-decode-interval",

@@ -183,7 +183,7 @@ MOST_POOL = 8
 """Most times by which a CPU's pool is made larger at once."""
 LARGER_POOL = 1.1
 """Least factor by which a larger pool is worth it."""
-GRAPH_SIZES = (256, 512, 768, 1024)
+GRAPH_SIZES = (256, 512, 768, 1024, 2048, 4096)
 """Values of `--cuda-graph-max-bs-decode`, in requests."""
 GRAPH, LEAST_GRAPH = 64, 16
 """Largest batch of a graph where it is not known, and the least that is tried: SGLang itself proposes 16."""
@@ -532,7 +532,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         {
             "graph-off": Move(
                 _larger_graphs,
-                "up: 256, 512, 768 or 1024, with a lower mem-fraction-static", "G1, G2, G4",
+                "up: 256, 512, 768, 1024, 2048 or 4096, with a lower mem-fraction-static", "G1, G2, G4",
                 "about 2 MB for each request, seconds at the start",
             ),
             "oom": Move(

@@ -20,9 +20,10 @@ CARDS = {
 """Memory in bytes, bytes a second, and bf16 operations a second, dense, by the data sheets."""
 READ, COMPUTED = 0.8, 0.55
 """Shares of these rates that engines reach."""
-ENDS = ((0.3, 1.0), (0.1, 0.7), (1.0, 1.5))
-"""Shares of `max_new_tokens` that outputs take, and factors of the time for what data sheets leave out: in
-the middle, and at either end."""
+ENDS = ((0.3, 1.0, 2e-3, 8e-6), (0.1, 0.7, 1e-3, 2e-6), (1.0, 1.5, 25e-3, 20e-6))
+"""In the middle, and at either end: the share of `max_new_tokens` that outputs take where they end by
+themselves; a factor of the time; and what data sheets leave out, seconds of a decode pass and of each row in
+it. SGLang 0.5.16 on an H200 took 2 ms a pass with CUDA graphs and 25 ms without (docs/benchmarks.md)."""
 MOST_RUNNING = 1024
 
 
@@ -38,19 +39,21 @@ def cold_forecast(
             f"({model or 'the job names none'})"
         )
     memory, read_s, compute_s = (cards * each for each in CARDS[card])
-    prompt, asked = fmean(row.prompt - row.cached for row in rows), fmean(row.asked for row in rows)
+    prompt = fmean(row.prompt - row.cached for row in rows)
     pool = (STATIC_SHARE * memory - weights) / kv
-    seconds, passes = [], 0.0
-    for share, factor in ENDS:
-        context = prompt + share * asked
+    seconds, outputs, passes = [], [], []
+    for share, factor, pass_s, row_s in ENDS:
+        output = fmean(row.asked * (1.0 if row.fixed else share) for row in rows)
+        context = prompt + output
         running = min(MOST_RUNNING, total / copies, pool / context)
         if running <= 0:
             raise JobError(f"--cold {card}: the weights of {model} do not fit on {cards} (engine.tp)")
-        passes = total / copies * share * asked / running
-        read = passes * (weights + running * context * kv) / read_s / READ
+        passes.append(total / copies * output / running)
+        read = passes[-1] * (weights + running * context * kv) / read_s / READ
         # two operations for each parameter, which has two bytes
         computed = total / copies * context * weights / compute_s / COMPUTED
-        seconds.append(factor * (read + computed))
-    tokens = tokens_of(rows, total, Interval(*(share * asked for share, _ in ENDS)))
+        seconds.append(factor * (read + computed) + passes[-1] * (pass_s + row_s * running))
+        outputs.append(output)
+    tokens = tokens_of(rows, total, Interval(*outputs))
     why = "a range by data sheets, for outputs of a tenth to all of max_new_tokens: no engine was asked"
-    return Forecast(Interval(*seconds), tokens, round(passes), "not known", (why,))
+    return Forecast(Interval(*seconds), tokens, round(passes[0]), "not known", (why,))

@@ -331,19 +331,25 @@ def _quantised(line: str) -> str | None:
 
 def _arguments(text: str) -> Arguments:
     """Read a dict (SGLang ≥ 0.5.2x) or `ServerArgs(name=value, …)`; if it is cut off, read what is there."""
-    if text.startswith("{"):
-        values = _literal(text)
-        if isinstance(values, dict):
-            return Arguments({str(name): value for name, value in values.items()})
-        text = re.sub(r"'(\w+)': ", r"\1=", text)
+    values = _literal(text)
+    if isinstance(values, dict):
+        return Arguments({str(name): value for name, value in values.items()})
+    text = re.sub(r"'(\w+)': ", r"\1=", text)
     return Arguments({name: _literal(value) for name, value in _ARGUMENT.findall(text)})
 
 
 def _literal(text: str) -> Any:
+    """Read a literal, or what a dataclass's `repr` shows, which may hold others, as a dict."""
     try:
-        return ast.literal_eval(text)
+        return _value(ast.parse(text, mode="eval").body)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
+
+
+def _value(shown: ast.expr) -> Any:
+    if isinstance(shown, ast.Call):
+        return {field.arg: _value(field.value) for field in shown.keywords}
+    return ast.literal_eval(shown)
 
 
 @lru_cache(maxsize=64)  # lines of one second stand together

@@ -52,6 +52,11 @@ class Thresholds:
     """Mean output, as a fraction of `max_new_tokens`, below which SGLang reserves too much memory."""
     graph_batch: float = 512
     """Largest batch at which a CUDA graph matters (the guides: 512 or 768)."""
+    graph_batch_small: float = 4096
+    """Largest batch at which a CUDA graph matters for a model of `launched_gb`: on an H200 a decode pass of
+    SmolLM2-135M with 2,048 rows takes 24 ms with a graph and 59 ms without (docs/benchmarks.md)."""
+    launched_gb: float = 2.0
+    """Weights in GB, at most, of a model whose kernels take less time than their launch."""
     graph_batch_tp: float = 768
     """Largest batch at which a CUDA graph matters with a tensor parallelism of 4 or more."""
     long_prompt: float = 2048
@@ -165,6 +170,7 @@ SIGNS: dict[str, Callable[[LoadSample], bool | None]] = {
     "full": lambda s: s.usage >= GUIDES.usage_good,
     "kv_bound": lambda s: s.usage >= GUIDES.usage_good and s.queue > 0 and not _at_cap(s),
     "no_graph": lambda s: _no_graph(s, GUIDES.graph_batch),
+    "no_graph_small": lambda s: _no_graph(s, GUIDES.graph_batch_small),
     "no_graph_tp": lambda s: _no_graph(s, GUIDES.graph_batch_tp),
     "small_batch": lambda s: s.running <= GUIDES.small_batch,
 }

@@ -1,6 +1,7 @@
 """The law on schedulers in virtual time: they are kept full, and the words for what they lack are right."""
 
 import heapq
+import json
 import random
 from collections import deque
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from batchrunner.dispatch.concurrency.law import (
 from batchrunner.engines.simulation.replica import CostModel
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from benchmarks.control_simulated import Case, Fleet, run
-from tests.conftest import examples
+from tests.conftest import ROOT, examples
 
 BAND = QueueBand(100, 2000)
 
@@ -323,3 +324,18 @@ def test_a_small_fast_engine_is_kept_full(late_s: float) -> None:
     fleet = Fleet(rows, 3000, SchedulerConfig(8, 960), late_s=late_s, cost=CostModel(3e-3, 0, 0, 0))
     fleet.run()
     assert fleet.now <= 9.0 / 0.97
+
+
+def test_the_gauges_of_a_card() -> None:
+    """They begin late, are up to 1.7 s apart, and are read right: the window stays a queue above the places.
+
+    What the law read on an H200 whose 2,048 places were full (`benchmarks.card graphs`) is played back: at
+    first nothing has arrived, which is no empty queue, and a pool half used is no server that holds back.
+    """
+    log = ROOT / "tests" / "support" / "logs" / "h200_slots_full.readings"
+    told = [json.loads(line) for line in log.read_text().splitlines()]
+    law = Controller("card", 2148, BAND, most=1_000_000, now=told[0][0])
+    for at, *seen, _window, _corner in told:
+        assert not any(isinstance(change, CornerChange) for change in law.sample(at, Reading(*seen)))
+        assert 2048 + 0.9 * BAND.low <= law.window <= 2048 + 3 * BAND.low
+    assert law.state == "steady"
