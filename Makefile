@@ -86,7 +86,7 @@ bench-engine: $(ENGINE) ## Throughput beside the best bare loop, real engine
 bench-simulation: $(ENGINE) ## Simulated scheduler beside the real one
 bench-rollouts: $(ENGINE) ## Rows of several turns beside single requests, and under kills, real engine
 bench-order: $(ENGINE) ## Prefix-aware order beside Engine.generate, real engine
-bench-card: $(ENGINE) ## Default flags, advice and tuning on a GPU
+bench-card: $(ENGINE) ## Beside plain SGLang and a bare loop, on a GPU
 
 $(filter bench-%,$(TARGETS)): bench-%:
 	.venv/bin/python -m benchmarks.$(subst -,_,$*)

@@ -177,13 +177,13 @@ FRACTION_STEP, HIGHEST_FRACTION = 0.01, 0.95
 """The guides' step up of `--mem-fraction-static`, and its highest value."""
 ROOM_STEP = 0.05
 """Step by which it rises if the weights leave no room for a pool."""
-LEAST_SPARE_GB = 1.0
-"""Memory of a card in GB that is left alone: a long prompt needs some that no trial may have seen."""
+LEAST_SPARE_GB = 2.5
+"""Memory of a card in GB that is left alone: servers on an H200 took 2.0 to 2.5 once they were ready."""
 MOST_POOL = 8
 """Most times by which a CPU's pool is made larger at once."""
 LARGER_POOL = 1.1
 """Least factor by which a larger pool is worth it."""
-GRAPH_SIZES = (256, 512, 768, 1024, 2048, 4096)
+GRAPH_SIZES = (256, 512, 1024, 2048, 4096)
 """Values of `--cuda-graph-max-bs-decode`, in requests."""
 GRAPH, LEAST_GRAPH = 64, 16
 """Largest batch of a graph where it is not known, and the least that is tried: SGLang itself proposes 16."""
@@ -532,7 +532,7 @@ FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
         {
             "graph-off": Move(
                 _larger_graphs,
-                "up: 256, 512, 768, 1024, 2048 or 4096, with a lower mem-fraction-static", "G1, G2, G4",
+                "up: 256, 512, 1024, 2048 or 4096, with a lower mem-fraction-static", "G1, G2, G4",
                 "about 2 MB for each request, seconds at the start",
             ),
             "oom": Move(

@@ -59,7 +59,7 @@ REAL: dict[str, set[str]] = {
     "real_waves.log": set(),  # outputs of one length: usage goes from 0.4 to 0.99 again and again
     "real_h200_small_model.log": {"cuda-graph"},  # 0.5.16: 4,096 rows of 135M, graphs up to 256
 }
-"""Thinned out logs of SGLang 0.5.23 on a CPU, each provoked by one wrong setting, and of one run on a card."""
+"""Thinned out logs of SGLang 0.5.23 on a CPU, each provoked by one wrong setting, and one of a card."""
 
 
 @pytest.mark.parametrize("name", REAL)

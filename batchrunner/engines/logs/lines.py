@@ -254,8 +254,7 @@ def clean(line: str) -> str:
     """Return a line without colours, and without the progress bar that was written before it."""
     if "\x1b" in line:
         line = _COLOUR.sub("", line)
-    line = line.rstrip()
-    return line.rpartition("\r")[2] if "\r" in line else line
+    return line.rstrip().rpartition("\r")[2]
 
 
 def _batch(line: str) -> LoggedBatch | None:
