@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ its table; these are near FineWeb-Edu's documents, with outputs that vary little
 has no long tail."""
 STOPS = 253
 """Mean tokens of an output of the workload `free`, which ends by itself, of 4,000 that it may have."""
+DOCS = Path("data/docs.parquet").resolve()
 LOOP = 512
 MOST_IN_A_LIST = 4000
 WARM = 100
@@ -108,9 +110,8 @@ SHAPES = {
 """Source: the models' config.json. gpt-oss-20b is not there: its MXFP4 weights have no dummies."""
 
 
-TABLE = ("documents/once", "documents/loop", "documents/runner")
+TABLE = ("documents/runner", "documents/loop", "documents/once")
 ONE = ("one/loop", "one/single", "one/runner")
-AGAIN = ("documents/runner",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,21 +125,30 @@ class Case:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+REAL = "the tokenizer's"
+"""Model whose weights lie beside the tokenizer: outputs that copy their inputs need real ones."""
 GRAPHS = {"cuda-graph-max-bs-decode": 2048, "max-running-requests": 2048}
+RUNNER, PREFIXES = ("documents/runner",), ("prefixes/once", "prefixes/loop", "prefixes/runner")
 PLAN = {
-    "smollm2-135m": Case("smollm2-135m", 6000, (*TABLE, *ONE)),
+    "smollm2-135m": Case("smollm2-135m", 6000, TABLE),
+    "graphs": Case("smollm2-135m", 4000, (*TABLE, *ONE), GRAPHS),
     "qwen3-0.6b": Case("qwen3-0.6b", 2000),
     "qwen3-4b": Case("qwen3-4b", 1500),
-    "qwen3-8b": Case("qwen3-8b", 700, ("documents/runner", "documents/loop", "free/runner")),
+    "qwen3-8b": Case("qwen3-8b", 700),
     "qwen3-30b-a3b": Case("qwen3-30b-a3b", 800),
-    "generate": Case("smollm2-135m", 6000, ("documents/generate",)),
+    "generate": Case("smollm2-135m", 4000, ("documents/generate",), GRAPHS),
     "front": Case("smollm2-135m", 0, ONE, {"tokenizer-worker-num": 4}),
-    "graphs": Case("smollm2-135m", 4000, ("documents/runner", "documents/loop", *ONE), GRAPHS),
-    "fp8": Case("qwen3-8b", 700, AGAIN, {"quantization": "fp8"}),
-    "fp8-cache": Case("qwen3-8b", 700, AGAIN, {"kv-cache-dtype": "fp8_e4m3"}),
-    "mixed": Case("qwen3-8b", 700, AGAIN, {"enable-mixed-chunk": True}),
-    "clip": Case("qwen3-8b", 700, ("free/runner",), env={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "512"}),
     "memory": Case("qwen3-8b", 200, ("documents/launched",), {"mem-fraction-static": 0.985}),
+    "order": Case("qwen3-8b", 0, PREFIXES),
+    "free": Case("qwen3-8b", 700, ("free/once", "free/runner")),
+    "clip": Case("qwen3-8b", 700, ("free/runner",), env={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "512"}),
+    "fp8": Case("qwen3-8b", 700, RUNNER, {"quantization": "fp8"}),
+    "mixed": Case("qwen3-8b", 700, RUNNER, {"enable-mixed-chunk": True}),
+    "plain": Case(REAL, 0, ("rewrite/runner",), {"max-running-requests": 256}),
+    "ngram": Case(
+        REAL, 0, ("rewrite/runner",), {"max-running-requests": 256, "speculative-algorithm": "NGRAM"}
+    ),
+    "interval": Case("smollm2-135m", 4000, RUNNER, {**GRAPHS, "prefill-decode-interval": 8}),
 }
 
 
@@ -152,7 +162,7 @@ def write_inputs(folder: Path, case: Case, scale: float) -> None:
     def long(mean: float, deviation: float) -> int:
         return lognormal(made, mean * scale, deviation * scale, longest=LONGEST)
 
-    for workload in {side.partition("/")[0] for side in case.sides}:
+    for workload in {side.partition("/")[0] for side in case.sides} - {"rewrite"}:
         if workload in {"documents", "free"}:
             prompts = [ids(long(*DOCUMENTS)) for _ in range(case.rows)]
             tokens = [long(*TUTORIALS) for _ in prompts]
@@ -201,17 +211,13 @@ def posted(job: Mapping[str, Any], bodies: Sequence[Mapping[str, Any]], window: 
     return {"wall_s": wall_s, "tokens": tokens, "window": window}
 
 
-def loop(job_file: str) -> dict[str, Any]:
+def loop(job_file: str, *, warm: bool = False) -> dict[str, Any]:
+    """Run the loop; `warm`: on a few rows of few tokens, to have every kernel compiled."""
     job, prompts, sampling = rows_of(job_file)
+    if warm:
+        prompts, sampling = prompts[:WARM], [{**sampling[0], "max_new_tokens": 16}] * len(prompts[:WARM])
     pairs = zip(prompts, sampling, strict=True)
     return posted(job, [{"input_ids": ids, "sampling_params": own} for ids, own in pairs], LOOP)
-
-
-def warm(job_file: str) -> dict[str, Any]:
-    """Have every kernel compiled, by rows of a few tokens."""
-    job, prompts, sampling = rows_of(job_file)
-    few = {**sampling[0], "max_new_tokens": 16}
-    return posted(job, [{"input_ids": ids, "sampling_params": few} for ids in prompts[:WARM]], LOOP)
 
 
 def once(job_file: str) -> dict[str, Any]:
@@ -258,7 +264,7 @@ def told(job_file: str) -> dict[str, Any]:
 
 
 SIDES: dict[str, Callable[[str], dict[str, Any]]] = {
-    "warm": warm, "once": once, "loop": loop, "runner": told, "single": told,
+    "warm": partial(loop, warm=True), "once": once, "loop": loop, "runner": told, "single": told,
     "launched": runner, "generate": generate,
 }  # fmt: skip
 
@@ -286,6 +292,10 @@ class Place:
             stops = [*range(50, vocabulary, STOPS)]
             job["sampling"] = {"max_new_tokens": LONGEST, "temperature": 1.0, "stop_token_ids": stops}
         job["sampling"]["skip_special_tokens"] = False
+        if workload == "rewrite":
+            job["input"] = {"path": str(DOCS), "limit": 2000 if has_gpu() else 8}
+            job["prompt"] = {"user": "Write this text again, without mistakes:\n\n{{ text }}"}
+            job["sampling"] = {"max_new_tokens": 512, "temperature": 0}
         if kind == "single":
             job["bundle"] = "off"
         if self.server is None:
@@ -328,24 +338,20 @@ class Lab:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         args = {"load-format": "dummy", "context-length": CONTEXT, **self.given, **case.args}
-        if gpu:
+        if case.model == REAL:
+            model = self.tokenizer
+            args.pop("load-format")
+        elif gpu:
             model = make_shape(folder / "model", case.model, self.tokenizer)
         else:
-            model, args = (
-                make_tiny_llama(folder / "model", self.tokenizer),
-                {"max-total-tokens": 40_000, "context-length": CONTEXT},
-            )
+            model = make_tiny_llama(folder / "model", self.tokenizer)
+            args = {"max-total-tokens": 40_000, "context-length": CONTEXT}
             case = replace(case, model="smollm2-135m", rows=min(case.rows, 100))
         write_inputs(folder, case, 1.0 if gpu else 0.05)
-        told: dict[str, Any] = {
-            "model": case.model,
-            "args": args,
-            "env": case.env,
-            "rows": case.rows,
-            "sides": {},
-        }
+        told: dict[str, Any] = {"model": case.model, "args": args, "env": case.env, "rows": case.rows}
         self.found[name] = told
-        vocabulary = SHAPES[case.model]["vocab_size"]
+        told["sides"] = {}
+        vocabulary = SHAPES.get(case.model, LLAMA)["vocab_size"]
         with ExitStack() as stack:
             os.environ.update(case.env)
             stack.callback(lambda: [os.environ.pop(variable) for variable in case.env])
@@ -354,7 +360,7 @@ class Lab:
                 server = stack.enter_context(serve(model, folder, args))
                 told["start_s"] = round(time.monotonic() - began, 1)
             place = Place(folder, server, model, args)
-            if server:
+            if server and case.model != REAL:
                 place.measure(case.sides[0].partition("/")[0] + "/warm", vocabulary)
             for side in case.sides:
                 if time.monotonic() + LEAST_S > self.until:
