@@ -120,6 +120,8 @@ def test_a_range_without_an_engine(tmp_path: Path) -> None:
     four = printed("estimate", path, "--cold", "H100", "--set", "engine.tp=2", "--replicas", "2")
     assert four["seconds"]["median"] < found["seconds"]["median"]
     assert four["gpu_hours"]["median"] == pytest.approx(4 / 3600 * four["seconds"]["median"], rel=0.05)
+    exact = printed("estimate", path, "--cold", "H100", "--set", "sampling.ignore_eos=true")
+    assert exact["tokens"]["output"] == {"median": 1000.0, "low": 1000.0, "high": 1000.0}
     unknown = batchrun("estimate", path, "--cold", "H1000")
     assert unknown.exit_code == 2
     assert "one of A100, H100" in unknown.stderr
