@@ -15,7 +15,7 @@ The weights are dummies of the published shapes (`--load-format dummy`): they co
 `ignore_eos` with each row's own length makes up for the noise that they write. `results/card.json` is written
 after each side, so that a machine that is lent for minutes can do case by case; `--keep` has the servers'
 logs and what the control law read (`test_the_gauges_of_a_card` plays one back). Without a GPU a tiny model
-goes through the same steps, and nothing is saved.
+goes through the steps of the cases that are named, and nothing is saved.
 """
 
 import argparse
@@ -392,6 +392,8 @@ def main() -> None:
         print(json.dumps(SIDES[options.side](options.job)))
         return
     if not has_gpu():
+        if not options.cases:
+            raise SystemExit("skipped: no GPU (named cases go through their steps with a tiny model)")
         os.environ.update(cpu_environment(dict(os.environ)))
     saved = RESULTS / "card.json"
     before = json.loads(saved.read_text())["cases"] if has_gpu() and saved.is_file() else {}
