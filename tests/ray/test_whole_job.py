@@ -69,7 +69,7 @@ def test_a_node_that_dies_is_replaced_and_ctrl_c_can_be_resumed(
     A worker that waits for room does not hold up the end.
     """
     server.script = lambda sent: "hold" if sent.row >= 100 else "answer"
-    job = job_of(tmp_path, server, rows=400, window=20)  # too few at once for all rows to be sent
+    job = job_of(tmp_path, server, rows=2000, window=20)  # more than the first worker takes at once
     path, run = write_job(job, tmp_path), tmp_path / "run"
     with started("ray", path, "--workers", 2, "--address", nodes.address) as command:
         nodes.kill_the_node_of(WORKER, at_work(run, 2).pop())
@@ -79,13 +79,13 @@ def test_a_node_that_dies_is_replaced_and_ctrl_c_can_be_resumed(
         eventually(lambda: are_stopping(run))
         server.answer_held()
         assert command.end() == 130
-    assert any("interrupted: " in line and "of 400 rows ok" in line for line in command.lines)
+    assert any("interrupted: " in line and "of 2,000 rows ok" in line for line in command.lines)
     server.script = lambda _: "answer"
     done = on_cluster(nodes, path, "--workers", 3, "--cpus", 2, "--json")  # one of them finds no room
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
-    assert (report["rows_total"], report["rows_ok"], report["rows_left"]) == (400, 400, 0)
-    assert rows_in(job) == list(range(400))
+    assert (report["rows_total"], report["rows_ok"], report["rows_left"]) == (2000, 2000, 0)
+    assert rows_in(job) == list(range(2000))
     assert not list(tmp_path.glob(".*.ray"))
 
 
