@@ -13,7 +13,7 @@ cache flushed before each:
 
 The weights are dummies of the published shapes (`--load-format dummy`): they compute what real ones do, and
 `ignore_eos` with each row's own length makes up for the noise that they write. `results/card.json` is written
-after each side, so that a machine that is lent for minutes can do case by case; `--keep` has the servers'
+after each side, so that a machine that is there for minutes can do case by case; `--keep` has the servers'
 logs and what the control law read (`test_the_gauges_of_a_card` plays one back). Without a GPU a tiny model
 goes through the steps of the cases that are named, and nothing is saved.
 """
