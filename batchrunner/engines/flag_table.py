@@ -177,8 +177,6 @@ FRACTION_STEP, HIGHEST_FRACTION = 0.01, 0.95
 """The guides' step up of `--mem-fraction-static`, and its highest value."""
 ROOM_STEP = 0.05
 """Step by which it rises if the weights leave no room for a pool."""
-LEAST_SPARE_GB = 2.5
-"""Memory of a card in GB that is left alone: servers on an H200 took 2.0 to 2.5 once they were ready."""
 MOST_POOL = 8
 """Most times by which a CPU's pool is made larger at once."""
 LARGER_POOL = 1.1
@@ -256,10 +254,11 @@ def _good_fraction(s: Server) -> list[float]:
 def _higher_fraction(s: Server) -> list[float]:
     """Leave the guides' memory at once, then go on in small steps to the edge.
 
-    A server that dies of a step is a result; the guides' 5 GB are for a card on which nobody tries.
+    A server that dies of a step is a result; the guides' 5 GB are for a card on which nobody tries. Half of
+    them stays: servers on an H200 took 2.0 to 2.5 GB once they were ready (docs/benchmarks.md).
     """
     now, left, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb or 0.0
-    if now is None or left is None or left - FRACTION_STEP * card < LEAST_SPARE_GB:
+    if now is None or left is None or left - FRACTION_STEP * card < s.band.low / 2:
         return []
     good = _good_fraction(s) if left > s.band.high else []
     return [v for v in dict.fromkeys([*good, round(now + FRACTION_STEP, 3)]) if v < 1]

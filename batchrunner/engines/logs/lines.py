@@ -330,8 +330,7 @@ def _quantised(line: str) -> str | None:
 
 def _arguments(text: str) -> Arguments:
     """Read a dict (SGLang ≥ 0.5.2x) or `ServerArgs(name=value, …)`; if it is cut off, read what is there."""
-    values = _literal(text)
-    if isinstance(values, dict):
+    if isinstance(values := _literal(text), dict):
         return Arguments({str(name): value for name, value in values.items()})
     text = re.sub(r"'(\w+)': ", r"\1=", text)
     return Arguments({name: _literal(value) for name, value in _ARGUMENT.findall(text)})
