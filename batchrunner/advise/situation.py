@@ -109,7 +109,7 @@ class Situation:
     @property
     def is_small(self) -> bool:
         """Whether the kernels of a pass take less time than their launch, as far as the weights tell."""
-        return 0 < (self.facts.weights_gb or 0) <= GUIDES.launched_gb
+        return not self.facts.on_cpu and 0 < (self.facts.weights_gb or 0) <= GUIDES.launched_gb
 
     @property
     def decode_steps(self) -> int:

@@ -55,5 +55,6 @@ def cold_forecast(
         seconds.append(factor * (read + computed) + passes[-1] * (pass_s + row_s * running))
         outputs.append(output)
     tokens = tokens_of(rows, total, Interval(*outputs))
-    why = "a range by data sheets, for outputs of a tenth to all of max_new_tokens: no engine was asked"
+    unknown = "" if all(row.fixed for row in rows) else ", for outputs of a tenth to all of max_new_tokens"
+    why = f"a range by data sheets{unknown}: no engine was asked"
     return Forecast(Interval(*seconds), tokens, round(passes[0]), "not known", (why,))
