@@ -25,6 +25,7 @@ import random
 import re
 import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -52,7 +53,7 @@ from benchmarks.engine import (
     serve,
     work_of,
 )  # fmt: skip
-from benchmarks.measure import RESULTS, in_fresh_process, post_all, save
+from benchmarks.measure import RESULTS, in_fresh_process, post_all, save, versions
 from tests.support.tiny_model import TOKENIZER_FILES, make_tiny_llama
 
 SEED = 17
@@ -73,6 +74,7 @@ WARM = 100
 """Rows that warm a server up."""
 LEAST_S = 45.0
 """Seconds that must be left for a side to be begun."""
+WORK = ("prefill_passes", "running_mean", "cached_share", "prefilled_tokens", "retracted")
 PACKAGES = ("sglang", "sglang-kernel", "torch", "triton", "transformers", "aiohttp", "uvloop", "pyarrow")
 
 SHAPES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("shapes.json").read_text())
@@ -129,7 +131,7 @@ def write_inputs(folder: Path, case: Case, scale: float) -> None:
     def long(mean: float, deviation: float) -> int:
         return lognormal(made, mean * scale, deviation * scale, longest=LONGEST)
 
-    for workload in {side.partition("/")[0] for side in case.sides} - {"rewrite"}:
+    for workload in sorted({side.partition("/")[0] for side in case.sides} - {"rewrite"}):
         if workload in {"documents", "free"}:
             prompts = [ids(long(*DOCUMENTS)) for _ in range(case.rows)]
             tokens = [long(*TUTORIALS) for _ in prompts]
@@ -286,7 +288,11 @@ class Place:
             if kind == "launched" and (self.folder / "run" / "engine-server.log").is_file():
                 shutil.copyfile(self.folder / "run" / "engine-server.log", self.folder / "launched.log")
         found["tokens_per_s"] = round(found["tokens"] / found["wall_s"], 1)
-        return found | ({"sustained": sustained(log.text()), "work": work_of(log.text())} if log else {})
+        if log:
+            work = work_of(log.text())  # a line for each prefill pass, and for 40 decode passes
+            found["work"] = {name: work[name] for name in WORK}
+            found["sustained"] = sustained(log.text())
+        return found
 
 
 @dataclass
@@ -316,7 +322,7 @@ class Lab:
             case = replace(case, model="smollm2-135m", rows=min(case.rows, 100))
         write_inputs(folder, case, 1.0 if gpu else 0.05)
         told: dict[str, Any] = {"model": case.model, "args": args, "env": case.env, "rows": case.rows}
-        self.found[name] = told
+        told |= {"card": card_name(), "versions": versions(*PACKAGES), "date": time.strftime("%F")}
         told["sides"] = {}
         vocabulary = 0 if case.model == REAL else SHAPES[case.model]["vocab_size"]
         with ExitStack() as stack:
@@ -335,12 +341,13 @@ class Lab:
                     return
                 got = place.measure(side, vocabulary)
                 told["sides"][side] = got
+                self.found[name] = told
                 rates = f"{got.get('tokens_per_s', got)} tok/s, {got.get('sustained')} sustained"
                 self.save(f"{name} {side}: {rates}")
 
     def save(self, line: str) -> None:
         if has_gpu():
-            save("card", line, {"card": card_name(), "given": self.given, "cases": self.found}, PACKAGES)
+            save("card", line, {"cases": self.found}, ())
         else:
             tell(line)
 
@@ -355,12 +362,15 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if unknown := {*options.cases} - {*PLAN}:
+        parser.error(f"no such case: {', '.join(unknown)}")
     if options.side:
         print(json.dumps(SIDES[options.side](options.job)))
         return
     if not has_gpu():
         if not options.cases:
-            raise SystemExit("skipped: no GPU (named cases go through their steps with a tiny model)")
+            tell("skipped: no GPU (named cases go through their steps with a tiny model)")
+            return
         os.environ.update(cpu_environment(dict(os.environ)))
     saved = RESULTS / "card.json"
     before = json.loads(saved.read_text())["cases"] if has_gpu() and saved.is_file() else {}
@@ -369,7 +379,7 @@ def main() -> None:
     for name in options.cases or PLAN:
         try:
             lab.measure(name)
-        except SystemExit as failure:
+        except (SystemExit, OSError, subprocess.SubprocessError) as failure:
             tell(f"{name}: {failure}")
 
 

@@ -55,6 +55,5 @@ def cold_forecast(
         seconds.append(factor * (read + computed) + passes[-1] * (pass_s + row_s * running))
         outputs.append(output)
     tokens = tokens_of(rows, total, Interval(*outputs))
-    unknown = "" if all(row.fixed for row in rows) else ", for outputs of a tenth to all of max_new_tokens"
-    why = f"a range by data sheets{unknown}: no engine was asked"
+    why = "a range by data sheets, for a tenth to all of max_new_tokens (ignore_eos: all): no engine asked"
     return Forecast(Interval(*seconds), tokens, round(passes[0]), "not known", (why,))
