@@ -97,9 +97,9 @@ class Case:
 REAL = "the tokenizer's"
 """Model whose weights lie beside the tokenizer: outputs that copy their inputs need real ones."""
 GRAPHS = {"cuda-graph-max-bs-decode": 2048, "max-running-requests": 2048}
-RUNNER, PREFIXES = ("documents/runner",), ("prefixes/once", "prefixes/loop", "prefixes/runner")
+RUNNER = ("documents/runner",)
 PLAN = {
-    "smollm2-135m": Case("smollm2-135m", 6000, TABLE),
+    "smollm2-135m": Case("smollm2-135m", 6000),
     "graphs": Case("smollm2-135m", 4000, (*TABLE, *ONE), GRAPHS),
     "qwen3-0.6b": Case("qwen3-0.6b", 2000),
     "qwen3-4b": Case("qwen3-4b", 1500),
@@ -108,7 +108,7 @@ PLAN = {
     "generate": Case("smollm2-135m", 4000, ("documents/generate",), GRAPHS),
     "front": Case("smollm2-135m", 0, ONE, {"tokenizer-worker-num": 4}),
     "memory": Case("qwen3-8b", 200, ("documents/launched",), {"mem-fraction-static": 0.985}),
-    "order": Case("qwen3-8b", 0, PREFIXES),
+    "order": Case("qwen3-8b", 0, ("prefixes/once", "prefixes/loop", "prefixes/runner")),
     "free": Case("qwen3-8b", 700, ("free/once", "free/runner")),
     "clip": Case("qwen3-8b", 700, ("free/runner",), env={"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "512"}),
     "fp8": Case("qwen3-8b", 700, RUNNER, {"quantization": "fp8"}),
@@ -215,7 +215,7 @@ def generate(job_file: str) -> dict[str, Any]:
     return {"wall_s": wall_s, "tokens": tokens, "window": len(prompts)}
 
 
-def told(job_file: str) -> dict[str, Any]:
+def recorded(job_file: str) -> dict[str, Any]:
     """Run the job, and keep what the control law reads, its window, and the corner that it sees."""
     sample, readings = Controller.sample, []
 
@@ -233,7 +233,7 @@ def told(job_file: str) -> dict[str, Any]:
 
 
 SIDES: dict[str, Callable[[str], dict[str, Any]]] = {
-    "warm": partial(loop, warm=True), "once": once, "loop": loop, "runner": told, "single": told,
+    "warm": partial(loop, warm=True), "once": once, "loop": loop, "runner": recorded, "single": recorded,
     "launched": runner, "generate": generate,
 }  # fmt: skip
 
@@ -253,12 +253,13 @@ class Place:
     model: Path
     args: Mapping[str, Any]
 
-    def job(self, workload: str, kind: str, vocabulary: int) -> dict[str, Any]:
+    def job(self, workload: str, kind: str) -> dict[str, Any]:
         url = self.server.url if self.server else ""
         job = job_for(self.folder / f"{workload}.parquet", self.folder / "run", url)
         job["limits"] = {"max_failed_rows": "5%"}  # noise may decode to nothing
         if workload == "free":
-            stops = [*range(50, vocabulary, STOPS)]
+            config = json.loads((self.model / "config.json").read_text())
+            stops = [*range(50, config["vocab_size"], STOPS)]
             job["sampling"] = {"max_new_tokens": LONGEST, "temperature": 1.0, "stop_token_ids": stops}
         job["sampling"]["skip_special_tokens"] = False
         if workload == "rewrite":
@@ -271,11 +272,11 @@ class Place:
             job["engine"] = {"kind": "server", "model": str(self.model), "args": self.args}
         return job
 
-    def measure(self, side: str, vocabulary: int) -> dict[str, Any]:
+    def measure(self, side: str) -> dict[str, Any]:
         """Measure a side, or say how it failed."""
         workload, _, kind = side.partition("/")
         file = self.folder / f"{workload}-{kind}.json"
-        file.write_text(json.dumps(self.job(workload, kind, vocabulary)))
+        file.write_text(json.dumps(self.job(workload, kind)))
         log = None
         if self.server:
             flush(self.server)
@@ -284,9 +285,6 @@ class Place:
             found = in_fresh_process("benchmarks.card", "--side", kind, "--job", str(file))
         except SystemExit as failure:
             return {"failed": str(failure)[-2000:]}
-        finally:
-            if kind == "launched" and (self.folder / "run" / "engine-server.log").is_file():
-                shutil.copyfile(self.folder / "run" / "engine-server.log", self.folder / "launched.log")
         found["tokens_per_s"] = round(found["tokens"] / found["wall_s"], 1)
         if log:
             work = work_of(log.text())  # a line for each prefill pass, and for 40 decode passes
@@ -321,27 +319,26 @@ class Lab:
             args = {"max-total-tokens": 40_000, "context-length": CONTEXT}
             case = replace(case, model="smollm2-135m", rows=min(case.rows, 100))
         write_inputs(folder, case, 1.0 if gpu else 0.05)
-        told: dict[str, Any] = {"model": case.model, "args": args, "env": case.env, "rows": case.rows}
-        told |= {"card": card_name(), "versions": versions(*PACKAGES), "date": time.strftime("%F")}
-        told["sides"] = {}
-        vocabulary = 0 if case.model == REAL else SHAPES[case.model]["vocab_size"]
+        record: dict[str, Any] = {"model": case.model, "args": args, "env": case.env, "rows": case.rows}
+        record |= {"card": card_name(), "versions": versions(*PACKAGES), "date": time.strftime("%F")}
+        record["sides"] = {}
         with ExitStack() as stack:
             os.environ.update(case.env)
             stack.callback(lambda: [os.environ.pop(variable) for variable in case.env])
             began, server = time.monotonic(), None
             if not case.sides[0].endswith(("launched", "generate")):
                 server = stack.enter_context(serve(model, folder, args))
-                told["start_s"] = round(time.monotonic() - began, 1)
+                record["start_s"] = round(time.monotonic() - began, 1)
             place = Place(folder, server, model, args)
             if server and case.model != REAL:
-                place.measure(case.sides[0].partition("/")[0] + "/warm", vocabulary)
+                place.measure(case.sides[0].partition("/")[0] + "/warm")
             for side in case.sides:
                 if time.monotonic() + LEAST_S > self.until:
                     tell(f"{name} {side}: no time")
                     return
-                got = place.measure(side, vocabulary)
-                told["sides"][side] = got
-                self.found[name] = told
+                got = place.measure(side)
+                record["sides"][side] = got
+                self.found[name] = record
                 rates = f"{got.get('tokens_per_s', got)} tok/s, {got.get('sustained')} sustained"
                 self.save(f"{name} {side}: {rates}")
 
@@ -355,7 +352,7 @@ class Lab:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("cases", nargs="*", default=[], help=f"of {', '.join(PLAN)}; all by default")
-    parser.add_argument("--seconds", type=float, default=3600, help="begin nothing that ends later")
+    parser.add_argument("--seconds", type=float, default=3600, help="no side begins in the last 45")
     parser.add_argument("--args", type=json.loads, default={}, help="flags that this machine needs, as JSON")
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
     parser.add_argument("--keep", type=Path, default=Path("out/card"), help="logs and traces")

@@ -183,7 +183,7 @@ def runner(job_file: str) -> dict[str, Any]:
         raise SystemExit("\n".join(report.lines()))
     return {
         "wall_s": report.wall_s, "tokens": report.output_tokens, "window": report.window, "load": report.load,
-        "incidents": report.incidents, "engine": report.engine,
+        "incidents": report.incidents,
     }  # fmt: skip
 
 

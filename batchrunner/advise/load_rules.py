@@ -178,8 +178,7 @@ SURELY_LARGE = 4096
 """Chunk in tokens from which a pass's fixed cost is small on any card."""
 LIKE_A_STEP = 512
 """Mean prompt tokens of a prefill pass up to which it takes about as long as a decode step: both read the
-weights once, and compute little. Passes of a small model take as long as the launch of their kernels: on an
-H200 those of SmolLM2-135M 21 to 32 ms, with 1,600 tokens as with 8,192."""
+weights once, and compute little."""
 SMALL_PASS = 0.25
 """Share of a chunk up to which prefill passes are small."""
 LEAST_INTERVAL = 2
@@ -234,7 +233,7 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     mean = prefills.new_tokens / max(1, prefills.passes)
     if (
         prefills.passes < GUIDES.samples
-        or mean > (SMALL_PASS * chunk if s.is_small else min(SMALL_PASS * chunk, LIKE_A_STEP))
+        or mean > min(SMALL_PASS * chunk, LIKE_A_STEP)
         or s.load.frequent("empty")
     ):
         return None
@@ -274,7 +273,8 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
 
 def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
     """Find that decoding runs without CUDA graphs at batch sizes at which graphs matter."""
-    sign = "no_graph_small" if s.is_small else "no_graph_tp" if s.facts.tp >= LARGE_TP else "no_graph"
+    small = 0 < (s.facts.weights_gb or 0) <= GUIDES.launched_gb
+    sign = "no_graph_small" if small else "no_graph_tp" if s.facts.tp >= LARGE_TP else "no_graph"
     without = [sample.running for sample in s.log.samples if SIGNS[sign](sample)]
     share = len(without) / max(1, s.log.counted)
     if not s.log.enough or share < GUIDES.frequent:

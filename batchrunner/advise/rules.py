@@ -353,8 +353,8 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "small-prefills",
-        "prefill passes of ≤ 25% of a chunk and ≤ 512 tokens (or weights of ≤ 2 GB), so many that all passes "
-        "could be a fifth fewer; `#queue-req` not often 0",
+        "prefill passes of ≤ 25% of a chunk and ≤ 512 tokens, so many that all passes could be a fifth "
+        "fewer; `#queue-req` not often 0",
         load_rules.small_prefills,
         "decoding is interrupted less often",
         "prefill-decode-interval",

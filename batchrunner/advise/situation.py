@@ -107,11 +107,6 @@ class Situation:
         )  # fmt: skip
 
     @property
-    def is_small(self) -> bool:
-        """Whether the kernels of a pass take less time than their launch, as far as the weights tell."""
-        return not self.facts.on_cpu and 0 < (self.facts.weights_gb or 0) <= GUIDES.launched_gb
-
-    @property
     def decode_steps(self) -> int:
         """The decode steps that the log's lines stand for."""
         return self.log.counted * self.facts.steps_a_line

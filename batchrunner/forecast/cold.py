@@ -55,5 +55,8 @@ def cold_forecast(
         seconds.append(factor * (read + computed) + passes[-1] * (pass_s + row_s * running))
         outputs.append(output)
     tokens = tokens_of(rows, total, Interval(*outputs))
-    why = "a range by data sheets, for a tenth to all of max_new_tokens (ignore_eos: all): no engine asked"
+    why = (
+        "a range by data sheets, for outputs of a tenth to all of max_new_tokens (of all with ignore_eos): "
+        "no engine was asked"
+    )
     return Forecast(Interval(*seconds), tokens, round(passes[0]), "not known", (why,))
