@@ -287,7 +287,8 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
         why = "the server's arguments switch them off"
     else:
         args = with_memory("graph-off", "cuda-graph-max-bs-decode", replace(s.server, running=running), flags)
-        why = f"they are captured up to {s.facts.graph_max_bs or 'about 160-256'}"
+        largest = s.facts.graph_max_bs
+        why = f"they are captured up to {largest}" if largest else "they are captured for smaller batches"
     return Finding(
         f"cuda graph: False in {share:.0%} of {s.log.over()}, at {running:.0f} running: {why}",
         args,

@@ -54,7 +54,8 @@ class Thresholds:
     """Largest batch at which a CUDA graph matters (the guides: 512 or 768)."""
     graph_batch_small: float = 4096
     """Largest batch at which a CUDA graph matters for a model of `launched_gb`: on an H200 a decode pass of
-    SmolLM2-135M with about 2,000 rows takes 23 to 28 ms with a graph, 53 to 96 without."""
+    SmolLM2-135M with about 2,000 rows takes 23 to 28 ms with a graph, 53 to 96 without; SGLang's issue 33483
+    tells of four times on an L40."""
     launched_gb: float = 2.0
     """Weights in GB, at most, of a model whose kernels take less time than their launch."""
     graph_batch_tp: float = 768
