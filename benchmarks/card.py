@@ -272,8 +272,8 @@ class Place:
             job["engine"] = {"kind": "server", "model": str(self.model), "args": self.args}
         return job
 
-    def measure(self, side: str) -> dict[str, Any]:
-        """Measure a side, or say how it failed."""
+    def measure(self, side: str, until: float) -> dict[str, Any]:
+        """Measure a side, or say how it failed; it is killed at the time `until`."""
         workload, _, kind = side.partition("/")
         file = self.folder / f"{workload}-{kind}.json"
         file.write_text(json.dumps(self.job(workload, kind)))
@@ -282,8 +282,10 @@ class Place:
             flush(self.server)
             log = Log(self.server.log)
         try:
-            found = in_fresh_process("benchmarks.card", "--side", kind, "--job", str(file))
-        except SystemExit as failure:
+            found = in_fresh_process(
+                "benchmarks.card", "--side", kind, "--job", str(file), timeout_s=until - time.monotonic()
+            )
+        except (SystemExit, subprocess.TimeoutExpired) as failure:
             return {"failed": str(failure)[-2000:]}
         found["tokens_per_s"] = round(found["tokens"] / found["wall_s"], 1)
         if log:
@@ -304,6 +306,8 @@ class Lab:
 
     def measure(self, name: str) -> None:
         """Measure the sides of a case, as far as there is time."""
+        if not self.has_time(name):
+            return
         case, gpu = PLAN[name], has_gpu()
         folder = self.keep / name
         shutil.rmtree(folder, ignore_errors=True)
@@ -331,16 +335,21 @@ class Lab:
                 record["start_s"] = round(time.monotonic() - began, 1)
             place = Place(folder, server, model, args)
             if server and case.model != REAL:
-                place.measure(case.sides[0].partition("/")[0] + "/warm")
+                place.measure(case.sides[0].partition("/")[0] + "/warm", self.until)
             for side in case.sides:
-                if time.monotonic() + LEAST_S > self.until:
-                    tell(f"{name} {side}: no time")
+                if not self.has_time(f"{name} {side}"):
                     return
-                got = place.measure(side)
+                got = place.measure(side, self.until)
                 record["sides"][side] = got
                 self.found[name] = record
                 rates = f"{got.get('tokens_per_s', got)} tok/s, {got.get('sustained')} sustained"
                 self.save(f"{name} {side}: {rates}")
+
+    def has_time(self, what: str) -> bool:
+        enough = time.monotonic() + LEAST_S < self.until
+        if not enough:
+            tell(f"{what}: no time")
+        return enough
 
     def save(self, line: str) -> None:
         if has_gpu():
@@ -352,7 +361,7 @@ class Lab:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("cases", nargs="*", default=[], help=f"of {', '.join(PLAN)}; all by default")
-    parser.add_argument("--seconds", type=float, default=3600, help="no side begins in the last 45")
+    parser.add_argument("--seconds", type=float, default=3600, help="none begins in the last 45; killed then")
     parser.add_argument("--args", type=json.loads, default={}, help="flags that this machine needs, as JSON")
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
     parser.add_argument("--keep", type=Path, default=Path("out/card"), help="logs and traces")

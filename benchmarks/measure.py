@@ -96,11 +96,11 @@ def peak_mb(pid: int | str = "self") -> float:
     return round(int(kilobytes) / 1024, 1)
 
 
-def in_fresh_process(module: str, *arguments: str) -> dict[str, Any]:
+def in_fresh_process(module: str, *arguments: str, timeout_s: float = SIDE_TIMEOUT_S) -> dict[str, Any]:
     """Run `python -m MODULE ARGUMENTS…`, which prints one JSON object last, and return that."""
     done = subprocess.run(
         [sys.executable, "-m", module, *arguments],
-        check=False, capture_output=True, text=True, timeout=SIDE_TIMEOUT_S,
+        check=False, capture_output=True, text=True, timeout=timeout_s,
     )  # fmt: skip
     if done.returncode != 0:
         raise SystemExit(f"{module} {' '.join(arguments)} failed ({done.returncode}):\n{done.stderr[-4000:]}")
