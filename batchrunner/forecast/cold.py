@@ -28,35 +28,37 @@ MOST_RUNNING = 1024
 
 
 def cold_forecast(
-    model: str, card: str, rows: Sequence[JobRow], total: int, cards: int, copies: int
+    model: str, card: str, rows: Sequence[JobRow], total: int, samples: int, cards: int, copies: int
 ) -> Forecast:
-    """Return the range of the time on some copies of the model, each on so many cards; raises JobError."""
+    """Return the range of the time on some copies of the model, each on so many cards; raises JobError.
+
+    The start of the engine is not in it. The samples of a row share its prompt.
+    """
     config = read_config(model)
     weights, kv = weights_bytes(model_directory(model), config), kv_bytes(config, 2)
-    if card not in CARDS or weights is None or kv is None:
-        raise JobError(
-            f"--cold {card}: needs one of {', '.join(CARDS)}, and the files of engine.model "
-            f"({model or 'the job names none'})"
-        )
-    memory, read_s, compute_s = (cards * each for each in CARDS[card])
+    if card.upper() not in CARDS:
+        raise JobError(f"--cold {card}: no card that is known", hint=f"give one of {', '.join(CARDS)}")
+    if weights is None or kv is None:
+        raise JobError(f"--cold {card}: needs the files of engine.model ({model or 'the job names none'})")
+    memory, read_s, compute_s = (cards * each for each in CARDS[card.upper()])
     prompt = fmean(row.prompt - row.cached for row in rows)
     pool = (STATIC_SHARE * memory - weights) / kv
     seconds, outputs, passes = [], [], []
     for share, factor, pass_s, row_s in ENDS:
         output = fmean(row.asked * (1.0 if row.fixed else share) for row in rows)
         context = prompt + output
-        running = min(MOST_RUNNING, total / copies, pool / context)
+        running = min(MOST_RUNNING, total * samples / copies, pool / context)
         if running <= 0:
             raise JobError(f"--cold {card}: the weights of {model} do not fit on {cards} (engine.tp)")
-        passes.append(total / copies * output / running)
+        passes.append(total * samples / copies * output / running)
         read = passes[-1] * (weights + running * context * kv) / read_s / READ
         # two operations for each parameter, which has two bytes
-        computed = total / copies * context * weights / compute_s / COMPUTED
+        computed = total / copies * (prompt + samples * output) * weights / compute_s / COMPUTED
         seconds.append(factor * (read + computed) + passes[-1] * (pass_s + row_s * running))
-        outputs.append(output)
+        outputs.append(samples * output)
     tokens = tokens_of(rows, total, Interval(*outputs))
     why = (
         "a range by data sheets, for outputs of a tenth to all of max_new_tokens (of all with ignore_eos): "
-        "no engine was asked"
+        "no engine was asked, and its start is left out"
     )
     return Forecast(Interval(*seconds), tokens, round(passes[0]), "not known", (why,))

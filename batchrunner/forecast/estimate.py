@@ -309,7 +309,8 @@ async def _estimate(
         tokenizing = TokenizerInfo(directory, directory)
         found = survey(prepared, left, EngineInfo("cold", model, tokenizing=tokenizing), BitMap64())
         copies = (copies or 1) * tasks
-        told = cold_forecast(model, cold, found.rows, found.sent_of(left), _cards(job, tp), copies)
+        total = found.sent_of(left)
+        told = cold_forecast(model, cold, found.rows, total, job.sampling.n, _cards(job, tp), copies)
     else:
         if sample is None:
             sample, found = await _take_sample(prepared, left, most)

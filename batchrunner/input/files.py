@@ -191,15 +191,19 @@ def _local_files(given: str, path: Path) -> tuple[dict[str, str], bool]:
 def _of_one_kind(given: str, files: Mapping[str, str]) -> dict[str, str]:
     """Return those files of a directory that are input: Parquet files, or else those of one other kind.
 
-    Beside Parquet files there may be descriptions in JSON, or a list in CSV. Raises InputError where there
-    are several other kinds.
+    Beside Parquet files there may be descriptions in JSON, or a list in CSV: those are named in the log.
+    Raises InputError where there are several other kinds.
     """
     kinds: dict[str, dict[str, str]] = {}
     for real, path in files.items():
         if found := known_format(path):
             kinds.setdefault(found.kind, {})[real] = path
-    if "Parquet" in kinds or len(kinds) < 2:  # noqa: PLR2004
-        return kinds.get("Parquet") or next(iter(kinds.values()), {})
+    if len(kinds) < 2:  # noqa: PLR2004
+        return next(iter(kinds.values()), {})
+    if parquet := kinds.pop("Parquet", None):
+        others = [path for kind in kinds.values() for path in kind.values()]
+        log.warning("%s: only its Parquet files are read; others, such as %s, are not", given, min(others))
+        return parquet
     example = next(ending for ending, kind in ENDINGS.items() if kind == min(kinds))
     raise InputError(
         f"{given}: has {' and '.join(sorted(kinds))} files",

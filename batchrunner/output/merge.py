@@ -76,7 +76,7 @@ def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = Fa
     form = _format(file) if file is not None else None
     target = run_dir.merged if file is None else file_to_write(file, force=force)
     parts = finished_parts(run_dir)
-    with writing(target, OutputError), _work_directory(run_dir) as work:
+    with writing(target, OutputError), _work_directory(run_dir, target.parent) as work:
         tables = in_order(run_dir, parts, work)
         if form is not None:
             with whole_file(target, secrets.token_hex(4)) as temporary:
@@ -94,12 +94,12 @@ def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = Fa
 
 
 @contextlib.contextmanager
-def _work_directory(run_dir: RunDir) -> Iterator[Path]:
-    """Give a directory for files that are gone afterwards.
+def _work_directory(run_dir: RunDir, place: Path) -> Iterator[Path]:
+    """Give a directory in `place` for files that are gone afterwards.
 
     Raises OSError, or ResumeError where parts do not fit together.
     """
-    work = run_dir.path / f".merge-{secrets.token_hex(4)}"
+    work = place / f".merge-{secrets.token_hex(4)}"
     try:
         work.mkdir()
         yield work
@@ -356,7 +356,7 @@ def publish(run_dir: RunDir, results: Path, errors: Path | None) -> dict[str, An
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(writing(run_dir.path))
-            work = stack.enter_context(_work_directory(run_dir))
+            work = stack.enter_context(_work_directory(run_dir, run_dir.path))
             files = {path: stack.enter_context(_result_file(path)) for path in {results, errors}}
             tables = in_order(
                 run_dir, finished_parts(run_dir), work, RESULT_COLUMNS, bucket_bytes=RESULT_BUCKET_BYTES

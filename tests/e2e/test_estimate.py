@@ -116,7 +116,10 @@ def test_a_range_without_an_engine(tmp_path: Path) -> None:
     assert found["rows_sampled"] == 0
     assert found["seconds"]["low"] < found["seconds"]["median"] < found["seconds"]["high"]
     assert found["tokens"]["output"] == {"median": 300.0, "low": 100.0, "high": 1000.0}
-    assert "a range by data sheets" in batchrun("estimate", path, "--cold", "H100").stdout
+    assert "a range by data sheets" in batchrun("estimate", path, "--cold", "h100").stdout
+    samples = printed("estimate", path, "--cold", "H100", "--set", "sampling.n=4")
+    assert samples["tokens"] == {**found["tokens"], "output": {"median": 1200.0, "low": 400.0, "high": 4000.0}}
+    assert samples["seconds"]["median"] > found["seconds"]["median"]
     four = printed("estimate", path, "--cold", "H100", "--set", "engine.tp=2", "--replicas", "2")
     assert four["seconds"]["median"] < found["seconds"]["median"]
     assert four["gpu_hours"]["median"] == pytest.approx(4 / 3600 * four["seconds"]["median"], rel=0.05)
@@ -124,7 +127,9 @@ def test_a_range_without_an_engine(tmp_path: Path) -> None:
     assert exact["tokens"]["output"] == {"median": 1000.0, "low": 1000.0, "high": 1000.0}
     unknown = batchrun("estimate", path, "--cold", "H1000")
     assert unknown.exit_code == 2
-    assert "one of A100, H100" in unknown.stderr
+    assert "H1000: no card that is known: give one of A100, H100" in unknown.stderr
+    elsewhere = batchrun("estimate", path, "--cold", "H100", "--set", "engine.model=somebody/else")
+    assert "needs the files of engine.model (somebody/else)" in elsewhere.stderr
     assert not (tmp_path / "run" / "run.json").exists()
 
 

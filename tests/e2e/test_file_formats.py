@@ -165,8 +165,8 @@ def test_a_second_start_leaves_the_copy_of_the_input(tmp_path: Path) -> None:
     assert not first.run_dir.copies.exists()
 
 
-def test_one_directory_of_one_kind(tmp_path: Path) -> None:
-    """A directory is read where its files are of one kind, with Parquet files before all others."""
+def test_one_directory_of_one_kind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A directory is read where its files are of one kind; beside Parquet files it is said what is not."""
     source = tmp_path / "in"
     (source / "lang=de").mkdir(parents=True)
     (source / "lang=de" / "b.csv.gz").write_bytes(FORMATS["a.csv.gz"](range(2)))
@@ -181,6 +181,7 @@ def test_one_directory_of_one_kind(tmp_path: Path) -> None:
         batchrunner.run(job)
     pq.write_table(pa.table({"id": [9], "text": ["t"]}), source / "d.parquet")
     assert batchrunner.run(job, fresh=True).rows_total == 1
+    assert f"{source}: only its Parquet files are read; others, such as {source}/a.csv" in caplog.text
 
 
 def test_files_of_several_formats_that_are_named(tmp_path: Path) -> None:

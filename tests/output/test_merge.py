@@ -184,14 +184,15 @@ def test_csv(run: Path, name: str, delimiter: str, opened: Callable[[bytes], byt
 
 
 def test_an_existing_file_is_kept(run: Path) -> None:
-    """It is replaced with --force only, and never by half a file."""
-    file = run.parent / "answers.csv"
+    """It is replaced with --force only, and never by half a file; the run may be where nothing is written."""
+    file, written_at = run.parent / "answers.csv", run.stat().st_mtime_ns
     file.write_text("mine")
     result = batchrun("merge", run, file)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "answers.csv: exists: take another name, or --force to replace it" in result.stderr
     assert file.read_text() == "mine"
     assert written(run, "answers.csv", "--force").count(b"\n") > ROWS
+    assert run.stat().st_mtime_ns == written_at
     (part, *_) = (run / "parts").iterdir()
     part.write_bytes(b"damaged")
     before = file.read_bytes()
