@@ -92,6 +92,8 @@ def as_batches(data: Any) -> Iterator[pa.RecordBatch] | None:
         return _from_reader(pa.RecordBatchReader.from_stream(stream))
     except pa.ArrowInvalid:  # a column, which has values and no columns
         return None
+    except ValueError as failure:  # a frame of pandas with two columns of one name
+        raise InputError(f"rows: {first_line(failure)}") from None
 
 
 def as_rows(data: Any) -> Iterator[Any]:

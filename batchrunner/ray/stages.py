@@ -186,7 +186,7 @@ class BlockStream:
             call.check_names(columns, self._plan)
             self._outlet = BlockOutlet()
             work = functools.partial(send_stream, rows, self._outlet, (), scratch)
-            self._running = loop.start_stream(work)
+            self._running = loop.start(work)
             self._stack = stack.pop_all()
 
     async def answer(self, block: pa.Table) -> pa.Table:

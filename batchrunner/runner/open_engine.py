@@ -33,16 +33,23 @@ class PortalWork(Generic[T]):
 
     def __init__(self, portal: BlockingPortal, work: Callable[[], Coroutine[Any, Any, T]]) -> None:
         """Start it; raises RuntimeError where the loop has ended."""
-        self._ended: Future[None] = Future()
+        self.ended: Future[None] = Future()
+        """Has a result once the work has ended, also by being cancelled."""
         self._running: Future[T] = portal.start_task_soon(self._to_its_end, work)
         if (stop := STOP.get()) is not None:
             stop.add_done_callback(lambda _: self._running.cancel())
 
     def wait(self) -> T:
-        """Wait and return the result; an interrupt cancels the work."""
+        """Wait and return the result; an interrupt cancels the work.
+
+        Raises BatchrunError where the engine was closed meanwhile.
+        """
         try:
             return self._running.result()
-        except (KeyboardInterrupt, CancelledError):
+        except CancelledError:
+            self.ended.result()
+            raise BatchrunError(_CLOSED) from None
+        except KeyboardInterrupt:
             self.cancel_blocking()
             raise
 
@@ -63,7 +70,7 @@ class PortalWork(Generic[T]):
     def cancel_blocking(self) -> None:
         """Cancel the work, unless it has ended, and wait for its end. Blocks."""
         self._running.cancel()
-        self._ended.result()
+        self.ended.result()
 
     async def cancel(self) -> None:
         """Cancel the work, unless it has ended, and wait for its end."""
@@ -71,13 +78,13 @@ class PortalWork(Generic[T]):
         await self._end()
 
     async def _end(self) -> None:
-        await asyncio.shield(asyncio.wrap_future(self._ended))
+        await asyncio.shield(asyncio.wrap_future(self.ended))
 
     async def _to_its_end(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         try:
             return await cancelled_once(work())
         finally:
-            self._ended.set_result(None)
+            self.ended.set_result(None)
 
 
 async def cancelled_once(work: Coroutine[Any, Any, T]) -> T:
@@ -102,27 +109,21 @@ class EngineLoop:
     _portal: BlockingPortal
     _engine: Engine | None = None
     _info: EngineInfo | None = None
-    _streams: set[PortalWork[None]] = field(default_factory=set)
+    _started: set[PortalWork[Any]] = field(default_factory=set)
+    """Work that has not ended."""
 
     def start(self, work: Callable[..., Coroutine[Any, Any, T]]) -> PortalWork[T]:
-        """Start work, with the open engine as `engine` and `info`; raises BatchrunError if it is closed."""
+        """Start work, with the open engine as `engine` and `info`; it ends when the engine is closed.
+
+        Raises BatchrunError if the engine is closed.
+        """
         try:
-            return PortalWork(self._portal, functools.partial(work, engine=self._engine, info=self._info))
+            started = PortalWork(self._portal, functools.partial(work, engine=self._engine, info=self._info))
         except RuntimeError:
             raise BatchrunError(_CLOSED) from None
-
-    def start_stream(self, work: Callable[..., Coroutine[Any, Any, None]]) -> PortalWork[None]:
-        """Start work as `start` does; it ends at the latest when the engine is closed."""
-        started = self.start(work)
-        self._streams.add(started)
+        self._started.add(started)
+        started.ended.add_done_callback(lambda _: self._started.discard(started))
         return started
-
-    async def end_stream(self, stream: PortalWork[None]) -> None:
-        """Cancel a stream, unless it has ended, and wait for its end."""
-        try:
-            await stream.cancel()
-        finally:
-            self._streams.discard(stream)
 
     async def ask(self, question: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine on the loop and return its result; cancelling this cancels it.
@@ -136,9 +137,9 @@ class EngineLoop:
         return await asyncio.wrap_future(asked)
 
     def close(self) -> None:
-        """End all streams. A program that has left one may not have let it end yet. Blocks."""
-        for stream in list(self._streams):
-            stream.cancel_blocking()
+        """End all that was started: a stream that the program left, a run in another thread. Blocks."""
+        for work in list(self._started):
+            work.cancel_blocking()
 
 
 class OpenEngine:

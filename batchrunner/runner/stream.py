@@ -464,8 +464,8 @@ class StreamCall:
                 handover = Handover(rows.plan)
                 loop = await self._open_loop(stack)
                 work = functools.partial(send_stream, rows, handover, self.displays, scratch)
-                running = loop.start_stream(work)
-                stack.push_async_callback(loop.end_stream, running)
+                running = loop.start(work)
+                stack.push_async_callback(running.cancel)
                 while taken := await loop.ask(handover.take):
                     for row in taken:
                         yield row

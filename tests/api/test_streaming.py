@@ -329,9 +329,11 @@ async def test_the_engine_is_closed_right_after_the_loop(server: FakeSGLang) -> 
         await anext(rows)
     with batchrunner.open_engine(server.url) as engine:
         waiting = asyncio.create_task(all_of(map(str, range(1, 9)), prompt=TEXT, engine=engine))
-        await asyncio.to_thread(server.wait_for, len(server.sent) + 8)
-    with pytest.raises(BatchrunError, match="the engine is closed"):
-        await waiting
+        table = asyncio.create_task(batchrunner.agenerate(["9"], prompt=TEXT, engine=engine))
+        await asyncio.to_thread(server.wait_for, len(server.sent) + 9)
+    for call in (waiting, table):
+        with pytest.raises(BatchrunError, match="the engine is closed"):
+            await call
 
 
 async def test_progress() -> None:

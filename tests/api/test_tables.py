@@ -128,9 +128,17 @@ def test_chunks_of_other_types() -> None:
     ]  # without a common type: JSON text
 
 
+class TwoOfAName:
+    """A frame of pandas with two columns `t`."""
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        raise ValueError("Duplicate column names found: ['t', 't']")
+
+
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
+        (TwoOfAName(), "rows: Duplicate column names found: ['t', 't']"),
         (["a", b"b"], "a row of type bytes: row 1"),
         ([{"text": object()}], "column 'text', rows 0 to 0: "),
         ([{1: "a"}], "a column has the name 1: give a text"),
