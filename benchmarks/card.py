@@ -361,7 +361,7 @@ class Lab:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("cases", nargs="*", default=[], help=f"of {', '.join(PLAN)}; all by default")
-    parser.add_argument("--seconds", type=float, default=3600, help="none begins in the last 45; killed then")
+    parser.add_argument("--seconds", type=float, default=3600, help="for all; no side begins in the last 45")
     parser.add_argument("--args", type=json.loads, default={}, help="flags that this machine needs, as JSON")
     parser.add_argument("--tokenizer", type=Path, default=Path("data/smollm2-135m-instruct"))
     parser.add_argument("--keep", type=Path, default=Path("out/card"), help="logs and traces")

@@ -201,8 +201,9 @@ def _of_one_kind(given: str, files: Mapping[str, str]) -> dict[str, str]:
     if len(kinds) < 2:  # noqa: PLR2004
         return next(iter(kinds.values()), {})
     if parquet := kinds.pop("Parquet", None):
-        others = [path for kind in kinds.values() for path in kind.values()]
-        log.warning("%s: only its Parquet files are read; others, such as %s, are not", given, min(others))
+        others = sorted(path for kind in kinds.values() for path in kind.values())
+        if other := next((path for path in others if not holds_run(Path(path).parent)), None):
+            log.warning("%s: only its Parquet files are read; others, such as %s, are not", given, other)
         return parquet
     example = next(ending for ending, kind in ENDINGS.items() if kind == min(kinds))
     raise InputError(

