@@ -37,7 +37,7 @@ def cold_forecast(
     config = read_config(model)
     weights, kv = weights_bytes(model_directory(model), config), kv_bytes(config, 2)
     if card.upper() not in CARDS:
-        raise JobError(f"--cold {card}: no card that is known", hint=f"give one of {', '.join(CARDS)}")
+        raise JobError(f"--cold {card}: unknown card", hint=f"give one of {', '.join(CARDS)}")
     if weights is None or kv is None:
         raise JobError(f"--cold {card}: needs the files of engine.model ({model or 'the job names none'})")
     memory, read_s, compute_s = (cards * each for each in CARDS[card.upper()])

@@ -128,7 +128,7 @@ def test_a_range_without_an_engine(tmp_path: Path) -> None:
     assert exact["tokens"]["output"] == {"median": 1000.0, "low": 1000.0, "high": 1000.0}
     unknown = batchrun("estimate", path, "--cold", "H1000")
     assert unknown.exit_code == 2
-    assert "H1000: no card that is known: give one of A100, H100" in unknown.stderr
+    assert "H1000: unknown card: give one of A100, H100" in unknown.stderr
     elsewhere = batchrun("estimate", path, "--cold", "H100", "--set", "engine.model=somebody/else")
     assert "needs the files of engine.model (somebody/else)" in elsewhere.stderr
     assert not (tmp_path / "run" / "run.json").exists()
