@@ -197,6 +197,11 @@ def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
         os.close(file)
 
 
+def _clock_that_never_sleeps() -> float:
+    """Return seconds since the boot, those included in which the machine slept (`time.monotonic` stops)."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class StoreTaskLock(TaskLock):
     """The lock of a task in an object store: an object `owner` that its holder rewrites at every heartbeat.
 
@@ -212,7 +217,7 @@ class StoreTaskLock(TaskLock):
         name: str,
         me: LockHolder | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = _clock_that_never_sleeps,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """`name` is that of the object."""

@@ -181,6 +181,8 @@ def _with_field_order(
 
 def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
     """Return the fingerprint of a run, or of the plan of tasks whose engines start; None without any."""
+    if run_dir.is_being_discarded():
+        return None
     old = read_run_json(run_dir)
     if old is not None:
         return cast("Mapping[str, Any]", old["fingerprint"])
