@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -153,7 +154,7 @@ class Scenario:
         self._ever_ill: set[int] = set()
         self._durable: set[int] = set()
         self._limit: int | None = None
-        self._other_content: tuple[str, list[str]] | None = None
+        self._versions: dict[str, list[list[str]]] = {}  # all that each file has said, the newest last
         self._number = 0
         self._joins = choose((True, False))
         self._task = choose(("plain", "plain", "n", "accept", "rollout", "batch file"))
@@ -186,6 +187,7 @@ class Scenario:
         first = sum(map(len, self._texts.values()))
         name = f"{chr(ord('a') + len(self._texts))}.{self._format}"
         self._texts[name] = [f"row {row} v0 of a scenario" for row in range(first, first + FILE_ROWS)]
+        self._versions[name] = [self._texts[name]]
         self._write_file(name)
         ill = set(self._random.sample(range(first, first + FILE_ROWS), 3))
         self._ill |= ill
@@ -209,22 +211,26 @@ class Scenario:
 
     def _correct(self) -> None:
         name = [*self._texts][-1]
-        texts = self._texts[name]
-        self._other_content = name, texts
         self._texts[name] = [
-            text.replace("v0", f"v{self._number}x") if row % 3 else text for row, text in enumerate(texts)
+            re.sub(r"v\d+", f"v{self._number}", text) if row % 3 else text
+            for row, text in enumerate(self._texts[name])
         ]
+        self._versions[name].append(self._texts[name])
         self._write_file(name)
         self.history.append(f"corrected {name}")
 
-    def _swap_content(self) -> None:
-        """Give the file that was corrected last its other content: the one that the run was begun with."""
-        assert self._other_content is not None
-        name, texts = self._other_content
-        self._other_content = name, self._texts[name]
-        self._texts[name] = texts
+    def _put_back(self, said: str) -> bool:
+        """Give a file another one of its contents, if a start was refused because it changed; tell whether."""
+        changed = re.search(r"the input file \S*?([^/\s]+) changed", said)
+        if changed is None:
+            return False
+        name = changed[1]
+        versions = self._versions[name]
+        versions.insert(0, versions.pop())
+        self._texts[name] = versions[-1]
         self._write_file(name)
-        self.history.append(f"swapped the content of {name}")
+        self.history.append(f"another content of {name}")
+        return True
 
     def _job(self, *, reuses: bool, limit: int | None, output: str) -> Path:
         job: dict[str, Any] = {
@@ -330,7 +336,6 @@ class Scenario:
     def _change_world(self) -> None:
         change = self._random.choice(("file", "correct", "well", "limit", None, None, None))
         if change == "file" and len(self._texts) < MOST_FILES and self._task != "batch file":
-            self._other_content = None
             self._add_file()
         elif change == "correct":
             self._correct()
@@ -367,8 +372,8 @@ class Scenario:
                 os.kill(int(start.process.pid or 0), signal.SIGCONT)
                 codes.append(self._wait_awake(start))
         said = "".join(start.stderr.read_text() for start in starts)
-        if "changed" in said and self._other_content is not None and self._happens(0.8):
-            self._swap_content()
+        if self._happens(0.8):
+            self._put_back(said)
         if "can only grow" in said:
             self._limit = None
         self._check(keeps=keeps, is_complete=False)
@@ -408,7 +413,8 @@ class Scenario:
         durable = {row for task in self._look().all_tasks() for row in read_done(task).rows}
         if keeps:
             assert durable >= self._durable, f"durable rows are gone: {self._durable - durable}"
-        self._durable = durable
+        # What is half discarded may go with the next start, whatever that is asked for.
+        self._durable = set() if self._look().is_being_discarded() else durable
         if not is_complete:
             return
         assert {*ordinals} == {*range(len(texts))}, f"lost: {sorted({*range(len(texts))} - {*ordinals})}"
@@ -434,8 +440,7 @@ class Scenario:
             if "done with --join" in said:
                 self._joins = True
             elif code == EXIT_WRONG:
-                assert "changed" in said, said
-                self._swap_content()
+                assert self._put_back(said), said
             else:
                 assert "run the same command again" in said or "took" in said, f"{code}: {said}"
         raise AssertionError("it does not end")
