@@ -220,7 +220,7 @@ class Scenario:
         self.history.append(f"corrected {name}")
 
     def _put_back(self, said: str) -> bool:
-        """Give a file another one of its contents, if a start was refused because it changed; tell whether."""
+        """Give a file another of its contents, if a start was refused because it changed; tell whether."""
         changed = re.search(r"the input file \S*?([^/\s]+) changed", said)
         if changed is None:
             return False
