@@ -74,8 +74,8 @@ class RouteEnds:
     retractions: int = 0
     """Times that these rows were retracted."""
     recent: float = LEAST_ROWS
-    """Rows that ended lately, never 0: see `shares`. At first it is the first window, so that all routes count
-    as about equally fast until a wave of rows has ended."""
+    """Rows that ended lately, never 0: see `shares`. At first it is the first window, so that all routes
+    count as about equally fast until a wave of rows has ended."""
     counted: int = 0
     """Rows that `recent` has taken in."""
 
