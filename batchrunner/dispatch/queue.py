@@ -171,7 +171,10 @@ class _RouteSlots:
     cooldown_s: float = FIRST_COOLDOWN_S
     suspension_s: float = 0.0
     """Length of the last suspension; 0 if the route has answered since."""
-    is_suspended: bool = False
+
+    @property
+    def is_suspended(self) -> bool:
+        return self.suspension_s > 0
 
 
 class Slots:
@@ -260,8 +263,7 @@ class Slots:
         """Record an answer of a route, which ends its cooldown."""
         slots = self._routes[route]
         if slots.cools_until:
-            slots.cools_until, slots.cooldown_s = 0.0, FIRST_COOLDOWN_S
-            slots.suspension_s, slots.is_suspended = 0.0, False
+            slots.cools_until, slots.cooldown_s, slots.suspension_s = 0.0, FIRST_COOLDOWN_S, 0.0
 
     def suspend(self, route: str, now: float) -> float | None:
         """Give a route no rows for a while; return its seconds, None where the route is suspended already."""
@@ -269,7 +271,7 @@ class Slots:
         if slots.is_suspended and slots.cools_until > now:
             return None
         slots.suspension_s = min(slots.suspension_s * 2, LONGEST_SUSPENSION_S) or FIRST_SUSPENSION_S
-        slots.is_suspended, slots.cools_until = True, now + slots.suspension_s
+        slots.cools_until = now + slots.suspension_s
         return slots.suspension_s
 
     def is_suspended(self, route: str) -> bool:
