@@ -1,6 +1,7 @@
 """Runs whose rows ask several times, by an asynchronous function of the job."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -499,6 +500,46 @@ def test_a_blocked_loop_costs_no_answer(tmp_path: Path, server: FakeSGLang) -> N
     assert failed_rows(job) == [3, 10, 17, 24]
     assert max(Counter(server.prompts).values()) == 1
     assert len(server.sent) == 26 * 3 + 4 * 2
+
+
+@pytest.mark.parametrize("call", ["time.sleep(0.1)", "await asyncio.to_thread(time.sleep, 0.1)"])
+def test_a_tool_that_blocks(
+    tmp_path: Path, server: FakeSGLang, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it blocks, the other rows of its process wait: a line says so, and what to write."""
+    monkeypatch.setattr("batchrunner.dispatch.rollouts.LOOK_S", 0.01)
+    blocks = call.startswith("time")
+    seen = tmp_path / "seen"
+
+    class Seen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "hooks:solve blocks" in record.getMessage():
+                seen.touch()
+
+    write_module(
+        tmp_path,
+        f"""
+        import asyncio, pathlib, time
+        seen = pathlib.Path(__file__).with_name("seen")
+        async def solve(row, generate):
+            await generate(row["text"])
+            while {blocks} and not seen.exists():
+                {call}
+                await asyncio.sleep(0)
+            {call}
+            return {{}}
+        """,
+    )
+    handler, logger = Seen(), logging.getLogger("batchrunner.dispatch.rollouts")
+    logger.addHandler(handler)
+    try:
+        job = job_of(tmp_path, server, prompt=PROMPT, limits={"python_processes": 1})
+        done = run_job(job, tmp_path)
+    finally:
+        logger.removeHandler(handler)
+    lines = [line for line in done.stderr.splitlines() if "blocks: all rows of its process wait" in line]
+    assert len(lines) == blocks
+    assert all("write `await asyncio.to_thread(tool, …)`" in line.lower() for line in lines)
 
 
 def test_turns_go_before_new_rows_and_where_their_prefix_is(tmp_path: Path) -> None:
