@@ -144,7 +144,8 @@ class AnswerConditions:
     def __init__(self, job: Job, plan: AnswerPlan, columns: Collection[str]) -> None:
         """Compile the conditions for rows with these columns; raises JobError."""
         accept = job.accept
-        self._fails_cut = plan.on_length != "keep"
+        self._fails_truncated = plan.on_length != "keep"
+        self._only_with_schema = job.on_length is None
         self._wants_json = plan.checks_json
         self._adds_parsed = PARSED in plan.columns
         self._expression = None if accept.expression is None else AnswerExpression(accept.expression, columns)
@@ -185,10 +186,12 @@ class AnswerConditions:
         self, request: Request, completion: Completion, number: int, value: Any, of_json: str | None
     ) -> str | None:
         text, reason = completion.texts[number], completion.finish_reasons[number]
-        if self._fails_cut and reason == CUT:
-            return "the answer was cut at max_new_tokens"
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None
-        if of_json is not None and self._wants_json and (has_schema or self._always_json):
+        fails_json = of_json is not None and self._wants_json and (has_schema or self._always_json)
+        fails_truncated = self._fails_truncated and (has_schema or not self._only_with_schema)
+        if reason == CUT and (fails_json or fails_truncated):
+            return "the answer was truncated at max_new_tokens"
+        if fails_json:
             return of_json
         if self._pattern is not None:
             try:

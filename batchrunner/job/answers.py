@@ -43,7 +43,7 @@ class AnswerPlan:
     schema_by_row: bool = False
     """Whether each row has its own."""
     on_length: OnLength = "keep"
-    """What becomes of an answer that was cut at `max_new_tokens`."""
+    """What becomes of an answer that was truncated at `max_new_tokens`."""
     tries: int = 1
     """Most answers of a row that are checked."""
     checks: bool = False
@@ -95,7 +95,8 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
         names = {*ROLLOUT_COLUMNS} - ({RETURNED} if parsed else set())
     names -= {*job.input.carried_names}
     names -= {name for name, _ in parsed}
-    on_length = job.on_length or ("fail" if checks_json and has_schema else "keep")
+    may_have_schema = has_schema or of_rollouts
+    on_length = job.on_length or ("fail" if checks_json and may_have_schema else "keep")
     return AnswerPlan(
         tuple(name for name in (*ANSWER_COLUMNS, *ROLLOUT_COLUMNS) if name in names),
         job.sampling.n,

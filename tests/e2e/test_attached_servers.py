@@ -13,11 +13,12 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import AnotherModelError, EngineLostError, ResumeError
 from batchrunner.core.timing import TIMING
+from batchrunner.engines.http import proxy_limit
 from batchrunner.engines.http.connections import free_port
 from tests.conftest import eventually, job_of, results_of, rows_in, run_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.refusals import told
-from tests.support.runs import failed_rows, rows_once, rows_sent
+from tests.support.runs import failed_rows, is_control, rows_once, rows_sent
 from tests.support.server_thread import PATIENCE_S, is_free
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
@@ -56,6 +57,37 @@ def test_a_server_that_is_killed_and_started_again(tmp_path: Path) -> None:
         report = batchrunner.run(job)
     assert report.wall_s > AWAY_S
     rows_once(job, 200)
+
+
+@pytest.mark.parametrize("what", ["gateway 504", "timeout 524", "disconnect", "hold"])
+def test_a_request_that_ends_without_an_answer(
+    tmp_path: Path, server: FakeSGLang, what: Behaviour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is aborted before its row is sent again; where a proxy ends them all after one time, a line says so.
+
+    From then on that counts as an attempt, as a row does that is not answered within `request_timeout`.
+    """
+    monkeypatch.setattr(proxy_limit, "LEAST_AGE_S", 0.0)
+    monkeypatch.setattr(proxy_limit, "SAME_AGE_S", PATIENCE_S)
+    monkeypatch.setattr(proxy_limit, "BETWEEN_S", 0.0)
+    monkeypatch.setattr(TIMING, "status_timeout", PATIENCE_S)
+    computed_on: list[Sent] = []
+
+    def script(sent: Sent) -> Behaviour:
+        before = [each for each in server.sent[:-1] if each.prompt == sent.prompt]
+        computed_on.extend(each for each in before if each.body["rid"] not in server.aborted)
+        return "answer" if is_control(sent) else what
+
+    server.script, server.refusal_s = script, 0.05
+    limits = {"engine_wait": PATIENCE_S, "request_timeout": 0.3 if what == "hold" else PATIENCE_S}
+    job = job_of(tmp_path, server, rows=4, limits={**limits, "max_attempts": 4})
+    result = run_job(job, tmp_path, code=3)
+    assert computed_on == []
+    assert len(rows_sent(server)) <= 4 * 4 + proxy_limit.REQUESTS - 1
+    lines = [line for line in result.stderr.splitlines() if "a proxy on the way ends requests" in line]
+    assert len(lines) == (what != "hold")
+    word = "no answer within 0.3 s" if what == "hold" else "the limit of a proxy"
+    assert all(word in row["error"] for row in results_of(job))
 
 
 def test_a_row_that_was_taken_is_waited_for(tmp_path: Path, server: FakeSGLang) -> None:

@@ -122,7 +122,7 @@ def test_a_cut_answer_with_a_schema_fails(tmp_path: Path, server: FakeSGLang) ->
     server.script = lambda sent: says(sent, json.dumps(GOOD), "length")
     job = schema_job(tmp_path, server)
     batchrunner.run(job)
-    assert results_of(job)[0]["error"] == "the answer was cut at max_new_tokens"
+    assert results_of(job)[0]["error"] == "the answer was truncated at max_new_tokens"
     job["on_length"] = "keep"
     assert batchrunner.run(job, fresh=True).exit_code == 0
 
@@ -287,7 +287,7 @@ def test_a_cut_answer_is_asked_for_with_more_tokens(
     assert [sampling_of(sent)["max_new_tokens"] for sent in server.sent] == [4, 8, 16, 32]
     (row,) = results_of(job)
     assert row["output"] == texts[-1]
-    assert row["error"] == ("the answer was cut at max_new_tokens" if goes_on else None)
+    assert row["error"] == ("the answer was truncated at max_new_tokens" if goes_on else None)
     assert report_of(job)["checks"]["asked_again"] == 3
 
 

@@ -16,7 +16,7 @@ from yarl import URL
 
 from batchrunner.core.errors import EngineDownError, RowRefusedError
 from batchrunner.core.media import PromptFile, file_of_part
-from batchrunner.core.types import CHAT_PATH, AskedColumns, Request, RequestBody
+from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, AskedColumns, Request, RequestBody
 from batchrunner.input.request_bodies import prompts_in
 from batchrunner.job.output import OF_TOKENS
 
@@ -28,7 +28,9 @@ _CHAT_NAMES = {
 }
 
 
-GENERATE_PATH, TOKENIZE_PATH = "/generate", "/v1/tokenize"
+GENERATE_PATH, TOKENIZE_PATH, ABORT_PATH = "/generate", "/v1/tokenize", "/abort_request"
+ABORTABLE_PATHS = {GENERATE_PATH, CHAT_PATH, COMPLETIONS_PATH}
+"""Paths whose requests can be aborted: elsewhere rows end with the forward pass that they are in."""
 ANY_MODEL = "default"
 """Name by which SGLang serves its model, whatever that is called."""
 
@@ -87,6 +89,13 @@ def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = Non
         return orjson.dumps(body, default=default)
     except TypeError as failure:  # an unpaired surrogate, which a template can write
         raise RowRefusedError(f"the prompt cannot be sent: {failure}") from None
+
+
+def with_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:
+    """Return a body with further fields, which go before its own of the same names."""
+    head = body.rstrip()[:-1].rstrip()
+    comma = b"" if head == b"{" else b","
+    return b"%b%b%b" % (head, comma, orjson.dumps(fields)[1:])
 
 
 def generate_body(request: Request) -> dict[str, Any]:
