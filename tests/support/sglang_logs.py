@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -99,7 +99,8 @@ class LogWriter:
 
     def started(
         self, *, gpu_gb: float = 7.2, most: int = 2048, chunk: int = 8192,
-        card_gb: float = 78.5, weights_gb: float = 15.1, **arguments: object,
+        card_gb: float = 78.5, weights_gb: float = 15.1, before_ready: Sequence[str] = (),
+        **arguments: object,
     ) -> LogWriter:  # fmt: skip
         """Write what a server says when it starts."""
         values = {
@@ -121,6 +122,8 @@ class LogWriter:
             "Load weight end. elapsed=3.11 s, type=LlamaForCausalLM, "
             f"avail mem={card_gb - weights_gb:.2f} GB, mem usage={weights_gb:.2f} GB."
         )
+        for line in before_ready:
+            self.say(line)
         return self.say(
             f"max_total_num_tokens=450000, chunked_prefill_size={chunk}, max_prefill_tokens=16384, "
             f"max_running_requests={most}, context_len=8192, available_gpu_mem={gpu_gb:.2f} GB"
