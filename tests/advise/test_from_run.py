@@ -64,7 +64,7 @@ def change_facts(own: Path, section: str, **values: Any) -> None:
     ("values", "job", "expected"),
     [
         ({"in_flight": 400}, {"window": 400}, "`window: auto` instead of 400"),
-        ({"in_flight": 400}, {}, "`queue`: a higher band"),
+        ({"in_flight": 400}, {}, "`window: 800` in the job"),
         ({"in_flight": 40}, {}, "more of the machine: cores for rendering"),
         ({"in_flight": 40, "resting": 300}, {}, "why the engine refuses rows"),
         ({"in_flight": 400, "running": 20}, {}, "--tokenizer-worker-num 4"),

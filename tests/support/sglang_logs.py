@@ -14,6 +14,7 @@ from batchrunner.advise.rules import Advice, apply_all
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.engines.flags import of_arguments
 from batchrunner.engines.logs.reader import LogReader
+from batchrunner.job.spec import Job
 from tests.conftest import ROOT
 
 RETRACT = (
@@ -193,8 +194,21 @@ def judged(text: str, directory: Path, **options: Any) -> AdviceReport:
 
 
 def changes(judgement: AdviceReport) -> dict[str, str]:
-    """Return what is to be changed, by the rule that says so."""
-    return {advice.rule: advice.change for advice in judgement.advice if advice.change}
+    """Return what is to be changed, by the rule that says so; each field of the job in it has to exist."""
+    by_rule = {advice.rule: advice.change for advice in judgement.advice if advice.change}
+    for change in by_rule.values():
+        for quoted in re.findall("`([^`]*)`", change):
+            assert quoted in PROGRAMS or _first_key(quoted) in Job.model_fields, change
+    return by_rule
+
+
+PROGRAMS = {"ulimit -n", "dmesg", "oom-kill"}
+"""What advice quotes and is no field of a job."""
+
+
+def _first_key(setting: str) -> str:
+    """Return the job's field that a setting such as `engine.replicas` or `window: auto` begins with."""
+    return re.split("[.:]", setting)[0]
 
 
 def cuda_oom(frame: str) -> str:
