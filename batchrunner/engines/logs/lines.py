@@ -64,7 +64,7 @@ class ServerReady(NamedTuple):
 
 
 class RunningCapped(NamedTuple):
-    """Memory allows fewer running requests than were asked for: a hybrid model's state pool, or the KV pool."""
+    """The state pool of a hybrid model, or the KV pool, allows fewer running requests than were asked for."""
 
 
 class WeightsLoaded(NamedTuple):
@@ -156,7 +156,7 @@ _READY = re.compile(
     r"\b(max_total_num_tokens|chunked_prefill_size|max_running_requests|context_len)=(-?\d{1,15})(?!\d)"
 )
 _RUNNING_CAPPED = re.compile(
-    r"max_running_requests (?:is capped to \d+ by the mamba state cache|was reduced from the requested \d+ to)"
+    "max_running_requests (?:is capped to .* by the mamba state cache|was reduced from the requested )"
 )
 _FREE_GB = re.compile(rf"available_([gc]pu)_mem={_NUMBER}")
 _RETRACTED = re.compile(rf"#retracted_reqs: {_COUNT}")
