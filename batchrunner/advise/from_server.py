@@ -14,6 +14,7 @@ from batchrunner.advise.situation import Situation
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import InputError
 from batchrunner.core.timing import TIMING
+from batchrunner.engines.http.proxies import by_proxy
 from batchrunner.engines.http.server_info import (
     KEY_REFUSED,
     METRICS,
@@ -77,7 +78,7 @@ class _Server:
             status, info = await self._status.mapping(SERVER_INFO, wait_s)
         except NOT_REACHED as failure:
             reason = str(getattr(failure, "os_error", failure)) or f"no answer within {wait_s:g} s"
-            raise InputError(f"{url}: no server answers there: {reason}") from None
+            raise InputError(f"{url}: no server answers there{by_proxy(url)}: {reason}") from None
         if status in KEY_REFUSED:
             raise InputError(f"{url}: refuses the API key", hint=f"set {KEY_VARIABLE}")
         if "model_path" not in info:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from pathlib import Path
@@ -11,10 +12,10 @@ import aiohttp
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import AnotherModelError, EngineLostError, ResumeError
+from batchrunner.core.errors import AnotherModelError, EngineLostError, EngineStartError, ResumeError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.connections import free_port
-from tests.conftest import eventually, job_of, results_of, rows_in, run_job
+from tests.conftest import batchrun, eventually, job_of, results_of, rows_in, run_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.refusals import told
 from tests.support.runs import failed_rows, rows_once, rows_sent
@@ -111,6 +112,56 @@ def test_one_of_several_that_goes_for_good(tmp_path: Path, server: FakeSGLang) -
         assert len(mortal.sent) >= 10
     assert report.wall_s > 1
     rows_once(job, 100)
+
+
+@pytest.fixture
+def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the URL of a proxy to which the environment leads, and which does not answer."""
+    proxy = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    return proxy
+
+
+def elsewhere(server: FakeSGLang) -> str:
+    """Return a URL of a server whose address is not on the loopback, although it leads there."""
+    return server.url.replace("127.0.0.1", "0.0.0.0")
+
+
+@pytest.mark.usefixtures("dead_proxy")
+@pytest.mark.parametrize("no_proxy", ["0.0.0.0/8", "10.0.0.0/8, 0.0.0.0", "0.0.0.0:PORT", "*"])
+def test_a_server_that_no_proxy_has(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, no_proxy: str
+) -> None:
+    """Its network, address or port there is enough; one on the loopback beside it needs no entry."""
+    monkeypatch.setenv("no_proxy", no_proxy.replace("PORT", server.url.rpartition(":")[2]))
+    with FakeSGLang() as beside:
+        urls = [elsewhere(server), beside.url]
+        job = job_of(tmp_path, {"kind": "attach", "urls": urls}, rows=40, window=8)
+        batchrunner.run(job)
+    rows_once(job, 40)
+
+
+def test_a_dead_proxy_is_named(tmp_path: Path, server: FakeSGLang, dead_proxy: str) -> None:
+    """The message says by which proxy the server was asked, and why, at the start and for advice."""
+    url = elsewhere(server)
+    why = f"{url} by the proxy {dead_proxy} (no_proxy lacks 0.0.0.0)"
+    job = job_of(tmp_path, {"kind": "attach", "urls": [url]})
+    with pytest.raises(EngineStartError, match=re.escape(f"no connection to {why}")):
+        batchrunner.run(job)
+    told = batchrun("advise", url)
+    assert told.exit_code == 2
+    assert f"by the proxy {dead_proxy} (no_proxy lacks 0.0.0.0)" in told.stderr
+
+
+def test_a_proxy_that_works(tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and questions go by it: the server's name need not be known here."""
+    monkeypatch.setenv("http_proxy", server.url)
+    job = job_of(tmp_path, {"kind": "attach", "urls": ["http://engine.invalid:30000"]})
+    batchrunner.run(job)
+    rows_once(job, 10)
+    assert len(server.sent) == 10
 
 
 OTHERS: list[dict[str, Any]] = [

@@ -19,7 +19,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 from yarl import URL
@@ -50,6 +49,7 @@ from batchrunner.engines.http.guard import (
     common_model,
     model_in,
 )
+from batchrunner.engines.http.proxies import by_proxy
 from batchrunner.engines.http.replies import JSON_BEGINS
 from batchrunner.engines.http.server_info import (
     NO_SUCH_PATH,
@@ -74,7 +74,6 @@ KEEPALIVE_S = 3.0
 """Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
 LONGEST_TICK_S = 1.0
 """Pause between two looks for requests that take too long."""
-LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 START = "start the server, or correct engine.urls"
 """What to do where no server answers."""
 _END = b"[DONE]"
@@ -167,7 +166,7 @@ class HttpEngine(Engine):
         self.endpoints = {url: Endpoint(url) for url in urls}
         self._clock = asyncio.create_task(self._end_late_requests())
         connections, limited_by = open_connections(len(urls))
-        self._open_sessions(urls)
+        self._open_sessions()
         assert self._questions is not None
         self._asks = ServerQuestions(self._questions, remedy)
         told = [await self._asks.at_start(url, self._task) for url in urls]
@@ -300,10 +299,8 @@ class HttpEngine(Engine):
             answers=endpoint.answers,
         )
 
-    def _open_sessions(self, urls: Sequence[str]) -> None:
+    def _open_sessions(self) -> None:
         """Keep the connections of rows apart from those of polls and of questions about the model."""
-        # a proxy is for hosts elsewhere: it cannot reach our loopback
-        by_proxy = not {urlsplit(url).hostname for url in urls} <= LOOPBACK
 
         def session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
             return aiohttp.ClientSession(
@@ -311,7 +308,6 @@ class HttpEngine(Engine):
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S),
-                trust_env=by_proxy,
             )
 
         self._rows = session(GuardedConnector(self.guard, limit=0, keepalive_timeout=KEEPALIVE_S))
@@ -430,9 +426,11 @@ class HttpEngine(Engine):
             self.guard.doubt(url)
         match failure:
             case aiohttp.ConnectionTimeoutError():  # a host that is gone: no row is why
-                return EngineDownError(f"no connection to {url} within {CONNECT_TIMEOUT_S:g} s")
+                return EngineDownError(
+                    f"no connection to {url}{by_proxy(url)} within {CONNECT_TIMEOUT_S:g} s"
+                )
             case aiohttp.ClientConnectorError():
-                return EngineDownError(f"no connection to {url}: {in_words(failure)}")
+                return EngineDownError(f"no connection to {url}{by_proxy(url)}: {in_words(failure)}")
             case aiohttp.ClientError() | OSError():
                 return await self.failures.classify(url, sent_at, f"connection lost: {in_words(failure)}")
         log.debug("an answer of %s", url, exc_info=failure)

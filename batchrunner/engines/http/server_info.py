@@ -17,6 +17,7 @@ from batchrunner.core.engine_info import EngineInfo, SchedulerLoad, TokenizerInf
 from batchrunner.core.errors import EngineAwayError, EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.guard import Model, model_in
+from batchrunner.engines.http.proxies import by_proxy, proxy_of
 from batchrunner.engines.model_files import model_identity, takes_mean
 from batchrunner.job.tasks import TASKS, TaskName
 
@@ -53,12 +54,14 @@ class ServerStatus:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.url = url
         self._session = session
+        proxy = proxy_of(url)
+        self._options = proxy.options if proxy else {}
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return the status and the body of a path; a body that is too long comes back empty."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.get(self.url + path, timeout=timeout) as response:
+            async with self._session.get(self.url + path, timeout=timeout, **self._options) as response:
                 body = bytearray()
                 async for part in response.content.iter_any():
                     body += part
@@ -276,7 +279,9 @@ class ServerQuestions:
     async def _model_info(self, url: str, timeout_s: float) -> dict[str, Any]:
         found = await self._ask(url, MODEL_INFO, timeout_s)
         if not found.get("model_path"):
-            raise EngineDownError(f"{url}: something answers, but it is not SGLang (no {MODEL_INFO})")
+            raise EngineDownError(
+                f"{url}: something answers{by_proxy(url)}, but it is not SGLang (no {MODEL_INFO})"
+            )
         return found
 
     async def _ask(self, url: str, path: str, timeout_s: float) -> dict[str, Any]:
@@ -284,9 +289,13 @@ class ServerQuestions:
         try:
             status, found = await ServerStatus(self._session, url).mapping(path, timeout_s)
         except NOT_REACHED as failure:
-            raise EngineDownError(f"no connection to {url} ({in_words(failure)}): {self._remedy}") from None
+            raise EngineDownError(
+                f"no connection to {url}{by_proxy(url)} ({in_words(failure)}): {self._remedy}"
+            ) from None
         if status in KEY_REFUSED:
-            raise EngineDownError(f"{url}: refuses the API key ({status}): see engine.api_key_env")
+            raise EngineDownError(
+                f"{url}: refuses the API key ({status}){by_proxy(url)}: see engine.api_key_env"
+            )
         return found
 
 
