@@ -212,7 +212,7 @@ def _finish_reasons(completion: Completion | None) -> Sequence[str]:
     """Return why each output of a row ended, or why the row has none."""
     if completion is None:
         return (LEFT_OUT,)
-    missing = NOT_REPORTED if completion.texts[0] is not None else NO_REQUEST
+    missing = NO_REQUEST if None in completion.texts else NOT_REPORTED
     return [reason or missing for reason in completion.finish_reasons]
 
 

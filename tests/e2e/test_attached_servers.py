@@ -114,6 +114,40 @@ def test_one_of_several_that_goes_for_good(tmp_path: Path, server: FakeSGLang) -
     rows_once(job, 100)
 
 
+def test_one_of_several_that_is_not_there(tmp_path: Path, server: FakeSGLang) -> None:
+    """The run begins without it, says so, and sends it rows once it is there."""
+    port = free_port()
+    absent = f"http://127.0.0.1:{port}"
+
+    def script(_: Sent) -> Behaviour:
+        if len(server.sent) == 10:
+            starter.start()
+        return "answer" if len(server.sent) < 10 or len(late.sent) >= 10 else "hold"
+
+    with contextlib.ExitStack() as stack:
+        late = FakeSGLang(port=port)
+        late.on_poll = server.on_poll = server.ask_again
+        starter = threading.Thread(target=lambda: stack.enter_context(late))
+        stack.callback(starter.join)
+        server.script = script
+        engine = {"kind": "attach", "urls": [absent, server.url]}
+        limits = {"max_attempts": 1, "engine_wait": PATIENCE_S}
+        job = job_of(tmp_path, engine, rows=100, window=8, limits=limits)
+        stderr = run_job(job, tmp_path).stderr
+        assert len(late.sent) >= 10
+    assert f"no connection to {absent}" in stderr
+    assert "the run goes on without it until it answers" in stderr
+    rows_once(job, 100)
+
+
+def test_none_of_several_is_there(tmp_path: Path) -> None:
+    """The run does not begin."""
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    job = job_of(tmp_path, {"kind": "attach", "urls": urls})
+    with pytest.raises(EngineStartError, match=f"no connection to {urls[0]}"):
+        batchrunner.run(job)
+
+
 @pytest.fixture
 def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the URL of a proxy to which the environment leads, and which does not answer."""

@@ -158,24 +158,25 @@ class HttpEngine(Engine):
         self._model_names: frozenset[str] = frozenset()
 
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
-        """Connect to the replicas, and read the description of each.
+        """Connect to the replicas, and read the description of each that answers.
 
-        Raises EngineStartError where one cannot be reached, with the `remedy`, or cannot do the work.
+        Raises EngineStartError where none can be reached, with the `remedy`, or one cannot do the work.
         """
         self.replicas = urls
-        self.endpoints = {url: Endpoint(url) for url in urls}
         self._clock = asyncio.create_task(self._end_late_requests())
         connections, limited_by = open_connections(len(urls))
         self._open_sessions()
         assert self._questions is not None
         self._asks = ServerQuestions(self._questions, remedy)
-        told = [await self._asks.at_start(url, self._task) for url in urls]
-        models, servers = [model for model, _ in told], [server for _, server in told]
-        self.arguments = dict(zip(urls, servers, strict=True))
+        answers = await self._described(self._asks, urls)
+        # those that answer come first: a question to any of them goes to the first
+        self.endpoints = {url: Endpoint(url) for url in [*answers, *urls]}
+        models, servers = [model for model, _ in answers.values()], [server for _, server in answers.values()]
+        self.arguments = dict(zip(answers, servers, strict=True))
         model = common_model([*map(model_in, models, servers)])
-        self._tells_load = await self._loads_of(urls[0]) != []
+        self._tells_load = await self._loads_of(next(iter(answers))) != []
         loads = await self.loads()
-        info = describe(models, servers, loads if {load.server for load in loads} >= set(urls) else [])
+        info = describe(models, servers, loads if {load.server for load in loads} >= answers.keys() else [])
         self.guard.model = model
         for url in urls:
             self.guard.watch(url, functools.partial(self._asks.model, url, model))
@@ -195,6 +196,30 @@ class HttpEngine(Engine):
             connections_by=limited_by,
             notes=tuple(notes),
         )
+
+    async def _described(
+        self, questions: ServerQuestions, urls: Sequence[str]
+    ) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+        """Return what each server says of its model, and of its arguments, by URL.
+
+        One that does not answer is left out while another does: it gets rows once it is there. Raises
+        EngineAwayError where none answers, EngineStartError where one cannot do the work.
+        """
+        asked = (questions.at_start(url, self._task) for url in urls)
+        descriptions: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        absences: list[EngineAwayError] = []
+        for url, answer in zip(urls, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if isinstance(answer, EngineAwayError):
+                absences.append(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                descriptions[url] = answer
+        if not descriptions:
+            raise absences[0]
+        for absence in absences:
+            log.warning("%s; the run goes on without it until it answers", absence)
+        return descriptions
 
     async def close(self) -> None:
         """Close all connections."""

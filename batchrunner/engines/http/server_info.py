@@ -251,20 +251,33 @@ class ServerQuestions:
     async def at_start(self, url: str, task: TaskName) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a server says of its model, and of its arguments and limits.
 
-        Raises EngineStartError where it does not, or where the model cannot do the task.
+        Raises EngineAwayError where it does not, EngineStartError where it is a gateway, or where the model
+        cannot do the task.
         """
         try:
             model = await self._model_info(url, TIMING.server_open)
             server = await self._ask(url, SERVER_INFO, TIMING.server_open)
         except EngineDownError as failure:
+            await self._refuse_gateway(url)
             hint = self._remedy if self._remedy in str(failure) else None
             raise EngineAwayError(str(failure), hint=hint) from None
+        if not server:
+            await self._refuse_gateway(url)
         _check_does(task, model, f"{url}: serves {model['model_path']}")
         if server.get("skip_tokenizer_init"):
             raise EngineStartError(
                 f"{url}: runs with --skip-tokenizer-init and returns no text", hint="start it without"
             )
         return model, server
+
+    async def _refuse_gateway(self, url: str) -> None:
+        """Raise EngineStartError where a Model Gateway is at the address of a server."""
+        with contextlib.suppress(EngineDownError):
+            await self.workers(url)
+            raise EngineStartError(
+                f"{url}: is a Model Gateway, not a server",
+                hint=f"write `engine: {{kind: gateway, url: {url}}}`",
+            )
 
     async def model(self, url: str, run_model: Model) -> dict[str, str]:
         """Return what a server says of its model now; raises EngineDownError where it does not say.
