@@ -23,7 +23,14 @@ from batchrunner.engines.device import (
 from batchrunner.engines.http.client import HttpEngine
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.engines.launched.server import SGLangServer
-from batchrunner.engines.model_files import cards_of, check_model, model_identity, split_over, with_tp
+from batchrunner.engines.model_files import (
+    cards_of,
+    check_model,
+    check_on_hub,
+    model_identity,
+    split_over,
+    with_tp,
+)
 from batchrunner.engines.recovery import FlagMemory, Healer, learned_file
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import LimitsSpec
@@ -68,6 +75,7 @@ class LaunchedFleet(HttpEngine):
         """Start the servers, all at once, and wait until they are ready; see `Engine.open`."""
         model = self._spec.model
         check_model(model)
+        await asyncio.to_thread(check_on_hub, self._spec)
         spec = self._spec = with_tp(self._spec)
         cpu = on_cpu(spec.device)
         if cpu and spec.device == "auto":
