@@ -25,6 +25,7 @@ from batchrunner.engines.http.server_info import (
     ServerStatus,
     counters_in,
     limit_in_effect,
+    memory_caps_running,
     scheduler_states,
 )
 from batchrunner.engines.logs.lines import ServerReady
@@ -162,24 +163,4 @@ def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any])
         None if (limit := number(merged.get(name))) is None else int(limit) for name in names
     )
     left = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
-    return ServerReady(
-        pool, chunk, running, context, left, memory_caps_running=_memory_caps_running(info, state)
-    )
-
-
-LEAST_DEFAULT_RUNNING = 2048
-"""Least `max_running_requests` that SGLang chooses where nothing caps it."""
-
-
-def _memory_caps_running(info: dict[str, Any], state: dict[str, Any]) -> bool:
-    """Tell whether a scheduler runs fewer requests than the server's arguments ask for.
-
-    A hybrid model, whose pool of states has `max_mamba_cache_size`, does so without being asked for a number.
-    """
-    in_effect = number(state.get("effective_max_running_requests_per_dp"))
-    asked = number(info.get("max_running_requests"))
-    if in_effect is None:
-        return False
-    if asked is None:
-        return bool(state.get("max_mamba_cache_size")) and in_effect < LEAST_DEFAULT_RUNNING
-    return in_effect < asked // Facts(arguments=info).attn_dp
+    return ServerReady(pool, chunk, running, context, left, memory_caps_running=memory_caps_running(info))

@@ -18,6 +18,7 @@ from batchrunner.core.errors import EngineAwayError, EngineDownError, EngineStar
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.guard import Model, model_in
 from batchrunner.engines.http.proxies import by_proxy, proxy_of
+from batchrunner.engines.logs.reader import Facts
 from batchrunner.engines.model_files import model_identity, takes_mean
 from batchrunner.job.tasks import TASKS, TaskName
 
@@ -346,6 +347,7 @@ def describe(
         or _sum(server.get("max_running_requests") for server in servers),
         max_total_tokens=_sum(load.max_total_tokens for load in loads)
         or _sum(server.get("max_total_num_tokens") for server in servers),
+        memory_caps_running=any(map(memory_caps_running, servers)),
         context_length=limit_of(first.get("context_length")) or limit_of(first.get("max_req_input_len")),
         prefill_tokens=prefill_tokens(first),
         caches_prefixes=not first.get("disable_radix_cache"),
@@ -378,6 +380,26 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
     """Return one scheduler's limit; with DP attention `max_running_requests` is parted among the ranks."""
     own = state.get("effective_max_running_requests_per_dp") if argument == "max_running_requests" else None
     return own or state.get(argument)
+
+
+LEAST_DEFAULT_RUNNING = 2048
+"""Least `max_running_requests` that SGLang chooses where nothing caps it."""
+
+
+def memory_caps_running(server: Mapping[str, Any]) -> bool:
+    """Tell whether a server's first scheduler runs fewer requests than its arguments ask for.
+
+    `server` is its `/server_info`. A hybrid model, whose pool of states has `max_mamba_cache_size`, may run
+    fewer than SGLang's default.
+    """
+    state = next(iter(scheduler_states(server)), {})
+    in_effect = limit_of(state.get("effective_max_running_requests_per_dp"))
+    asked = limit_of(server.get("max_running_requests"))
+    if in_effect is None:
+        return False
+    if asked is None:
+        return bool(state.get("max_mamba_cache_size")) and in_effect < LEAST_DEFAULT_RUNNING
+    return in_effect < asked // Facts(arguments=dict(server)).attn_dp
 
 
 def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> TokenizerInfo:
