@@ -453,6 +453,8 @@ class Run:
             ends_at = began + (job.limits.deadline or math.inf)
             sending.adaptation = adaptation_of(engine, run_dir, ends_at)
         window = sum(load_control.concurrency.windows.values())
+        if self._only is not None:
+            why = "for the sample"
         todo = f"{counted(rows.unread, 'row')} to do, {rows_done:,} done before"
         log.info("%s; window %s (%s)", todo, f"{window:,}", why)
         log.info("%s", self.order)

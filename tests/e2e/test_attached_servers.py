@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from pathlib import Path
@@ -11,11 +12,11 @@ import aiohttp
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import AnotherModelError, EngineLostError, ResumeError
+from batchrunner.core.errors import AnotherModelError, EngineLostError, EngineStartError, ResumeError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http import proxy_limit
 from batchrunner.engines.http.connections import free_port
-from tests.conftest import eventually, job_of, results_of, rows_in, run_job
+from tests.conftest import batchrun, eventually, job_of, results_of, rows_in, run_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.refusals import told
 from tests.support.runs import failed_rows, is_control, rows_once, rows_sent
@@ -143,6 +144,90 @@ def test_one_of_several_that_goes_for_good(tmp_path: Path, server: FakeSGLang) -
         assert len(mortal.sent) >= 10
     assert report.wall_s > 1
     rows_once(job, 100)
+
+
+def test_one_of_several_that_is_not_there(tmp_path: Path, server: FakeSGLang) -> None:
+    """The run begins without it, says so, and sends it rows once it is there."""
+    port = free_port()
+    absent = f"http://127.0.0.1:{port}"
+
+    def script(_: Sent) -> Behaviour:
+        if len(server.sent) == 10:
+            starter.start()
+        return "answer" if len(server.sent) < 10 or len(late.sent) >= 10 else "hold"
+
+    with contextlib.ExitStack() as stack:
+        late = FakeSGLang(port=port)
+        late.on_poll = server.on_poll = server.ask_again
+        starter = threading.Thread(target=lambda: stack.enter_context(late))
+        stack.callback(starter.join)
+        server.script = script
+        engine = {"kind": "attach", "urls": [absent, server.url]}
+        limits = {"max_attempts": 1, "engine_wait": PATIENCE_S}
+        job = job_of(tmp_path, engine, rows=100, window=8, limits=limits)
+        stderr = run_job(job, tmp_path).stderr
+        assert len(late.sent) >= 10
+    assert f"no connection to {absent}" in stderr
+    assert "the run goes on without it until it answers" in stderr
+    rows_once(job, 100)
+
+
+def test_none_of_several_is_there(tmp_path: Path) -> None:
+    """The run does not begin."""
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    job = job_of(tmp_path, {"kind": "attach", "urls": urls})
+    with pytest.raises(EngineStartError, match=f"no connection to {urls[0]}"):
+        batchrunner.run(job)
+
+
+@pytest.fixture
+def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the URL of a proxy to which the environment leads, and which does not answer."""
+    proxy = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    return proxy
+
+
+def elsewhere(server: FakeSGLang) -> str:
+    """Return a URL of a server whose address is not on the loopback, although it leads there."""
+    return server.url.replace("127.0.0.1", "0.0.0.0")
+
+
+@pytest.mark.usefixtures("dead_proxy")
+@pytest.mark.parametrize("no_proxy", ["0.0.0.0/8", "10.0.0.0/8, 0.0.0.0", "0.0.0.0:PORT", "*"])
+def test_a_server_that_no_proxy_has(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, no_proxy: str
+) -> None:
+    """Its network, address or port there is enough; one on the loopback beside it needs no entry."""
+    monkeypatch.setenv("no_proxy", no_proxy.replace("PORT", server.url.rpartition(":")[2]))
+    with FakeSGLang() as beside:
+        urls = [elsewhere(server), beside.url]
+        job = job_of(tmp_path, {"kind": "attach", "urls": urls}, rows=40, window=8)
+        batchrunner.run(job)
+    rows_once(job, 40)
+
+
+def test_a_dead_proxy_is_named(tmp_path: Path, server: FakeSGLang, dead_proxy: str) -> None:
+    """The message says by which proxy the server was asked, and why, at the start and for advice."""
+    url = elsewhere(server)
+    why = f"{url} by the proxy {dead_proxy} (no_proxy lacks 0.0.0.0)"
+    job = job_of(tmp_path, {"kind": "attach", "urls": [url]})
+    with pytest.raises(EngineStartError, match=re.escape(f"no connection to {why}")):
+        batchrunner.run(job)
+    told = batchrun("advise", url)
+    assert told.exit_code == 2
+    assert f"by the proxy {dead_proxy} (no_proxy lacks 0.0.0.0)" in told.stderr
+
+
+def test_a_proxy_that_works(tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and questions go by it: the server's name need not be known here."""
+    monkeypatch.setenv("http_proxy", server.url)
+    job = job_of(tmp_path, {"kind": "attach", "urls": ["http://engine.invalid:30000"]})
+    batchrunner.run(job)
+    rows_once(job, 10)
+    assert len(server.sent) == 10
 
 
 OTHERS: list[dict[str, Any]] = [

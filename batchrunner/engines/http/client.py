@@ -21,7 +21,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 import aiohttp
 from yarl import URL
@@ -52,6 +51,7 @@ from batchrunner.engines.http.guard import (
     common_model,
     model_in,
 )
+from batchrunner.engines.http.proxies import by_proxy
 from batchrunner.engines.http.proxy_limit import ENDED_BY_PROXY, REQUESTS, ProxyLimit
 from batchrunner.engines.http.replies import JSON_BEGINS
 from batchrunner.engines.http.server_info import (
@@ -77,7 +77,6 @@ KEEPALIVE_S = 3.0
 """Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
 LONGEST_TICK_S = 1.0
 """Pause between two looks for requests that take too long."""
-LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 START = "start the server, or correct engine.urls"
 """What to do where no server answers."""
 _END = b"[DONE]"
@@ -174,24 +173,25 @@ class HttpEngine(Engine):
         self._model_names: frozenset[str] = frozenset()
 
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
-        """Connect to the replicas, and read the description of each.
+        """Connect to the replicas, and read the description of each that answers.
 
-        Raises EngineStartError where one cannot be reached, with the `remedy`, or cannot do the work.
+        Raises EngineStartError where none can be reached, with the `remedy`, or one cannot do the work.
         """
         self.replicas = urls
-        self.endpoints = {url: Endpoint(url) for url in urls}
         self._clock = asyncio.create_task(self._end_late_requests())
         connections, limited_by = open_connections(len(urls))
-        self._open_sessions(urls)
+        self._open_sessions()
         assert self._questions is not None
         self._asks = ServerQuestions(self._questions, remedy)
-        told = [await self._asks.at_start(url, self._task) for url in urls]
-        models, servers = [model for model, _ in told], [server for _, server in told]
-        self.arguments = dict(zip(urls, servers, strict=True))
+        answers = await self._described(self._asks, urls)
+        # those that answer come first: a question to any of them goes to the first
+        self.endpoints = {url: Endpoint(url) for url in [*answers, *urls]}
+        models, servers = [model for model, _ in answers.values()], [server for _, server in answers.values()]
+        self.arguments = dict(zip(answers, servers, strict=True))
         model = common_model([*map(model_in, models, servers)])
-        self._tells_load = await self._loads_of(urls[0]) != []
+        self._tells_load = await self._loads_of(next(iter(answers))) != []
         loads = await self.loads()
-        info = describe(models, servers, loads if {load.server for load in loads} >= set(urls) else [])
+        info = describe(models, servers, loads if {load.server for load in loads} >= answers.keys() else [])
         self.guard.model = model
         for url in urls:
             self.guard.watch(url, functools.partial(self._asks.model, url, model))
@@ -211,6 +211,30 @@ class HttpEngine(Engine):
             connections_by=limited_by,
             notes=tuple(notes),
         )
+
+    async def _described(
+        self, questions: ServerQuestions, urls: Sequence[str]
+    ) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+        """Return what each server says of its model, and of its arguments, by URL.
+
+        One that does not answer is left out while another does: it gets rows once it is there. Raises
+        EngineAwayError where none answers, EngineStartError where one cannot do the work.
+        """
+        asked = (questions.at_start(url, self._task) for url in urls)
+        descriptions: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        absences: list[EngineAwayError] = []
+        for url, answer in zip(urls, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if isinstance(answer, EngineAwayError):
+                absences.append(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                descriptions[url] = answer
+        if not descriptions:
+            raise absences[0]
+        for absence in absences:
+            log.warning("%s; the run goes on without it until it answers", absence)
+        return descriptions
 
     async def close(self) -> None:
         """Close all connections."""
@@ -315,10 +339,8 @@ class HttpEngine(Engine):
             answers=endpoint.answers,
         )
 
-    def _open_sessions(self, urls: Sequence[str]) -> None:
+    def _open_sessions(self) -> None:
         """Keep the connections of rows apart from those of polls and of questions about the model."""
-        # a proxy is for hosts elsewhere: it cannot reach our loopback
-        by_proxy = not {urlsplit(url).hostname for url in urls} <= LOOPBACK
 
         def session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
             return aiohttp.ClientSession(
@@ -326,7 +348,6 @@ class HttpEngine(Engine):
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S),
-                trust_env=by_proxy,
             )
 
         self._rows = session(GuardedConnector(self.guard, limit=0, keepalive_timeout=KEEPALIVE_S))
@@ -515,9 +536,11 @@ class HttpEngine(Engine):
             self.guard.doubt(url)
         match failure:
             case aiohttp.ConnectionTimeoutError():  # a host that is gone: no row is why
-                return EngineDownError(f"no connection to {url} within {CONNECT_TIMEOUT_S:g} s")
+                return EngineDownError(
+                    f"no connection to {url}{by_proxy(url)} within {CONNECT_TIMEOUT_S:g} s"
+                )
             case aiohttp.ClientConnectorError():
-                return EngineDownError(f"no connection to {url}: {in_words(failure)}")
+                return EngineDownError(f"no connection to {url}{by_proxy(url)}: {in_words(failure)}")
             case aiohttp.ClientError() | OSError():
                 what = f"connection lost: {in_words(failure)}"
                 error = await self.failures.classify(url, sent.sent_at, what)
