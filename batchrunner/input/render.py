@@ -307,9 +307,13 @@ def _refuse_bytes(dataset: ColumnSource, name: str, where: str) -> None:
 def _check(
     dataset: ColumnSource, name: str, where: str, fits: Callable[[pa.DataType], bool], wanted: str
 ) -> None:
-    """Raise InputError for a missing column, or one whose type does not fit."""
+    """Raise InputError for a missing column, or one whose type does not fit.
+
+    Nulls and empty lists have no type that tells what their column holds: their rows are judged one by one.
+    """
     kind = dataset.field(name, where=where).type
-    if not fits(kind):
+    values = kind.value_type if is_list(kind) else kind
+    if not (pt.is_null(values) or fits(kind)):
         raise InputError(
             f"{where}: column {name!r} must hold {wanted} (got {type_name(kind)})",
             hint="a column of CSV gets a type in input.types" if is_text(kind) else None,
