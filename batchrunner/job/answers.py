@@ -116,6 +116,12 @@ def of_sample(complaint: str, number: int, completion: Completion) -> str:
     return complaint if len(completion.texts) == 1 else f"sample {number}: {complaint}"
 
 
+def takes_row(functions: HookPool | None) -> bool:
+    """Tell whether a job's function is called with an answer and its row."""
+    facts = functions.facts if functions is not None else {}
+    return any(facts[where].takes_row for where in (PARSE, CHECK) if where in facts)
+
+
 def judges_by_row(functions: HookPool | None) -> bool:
     """Tell whether a job's function may judge the same answer to equal rows in different ways."""
     return functions is not None and CHECK in functions.facts and functions.facts[CHECK].takes_row
