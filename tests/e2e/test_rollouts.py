@@ -116,6 +116,10 @@ def test_rows_by_values(tmp_path: Path, server: FakeSGLang) -> None:
     job = job_of(tmp_path, server, rows=4, prompt=PROMPT)
     run_job(job, tmp_path)
     assert report_of(job)["rows_ok"] == 4
+    told = batchrun("merge", tmp_path / "run").stderr
+    assert re.findall(r"column '(\w+)' of what the rollouts returned holds texts and other values", told) == [
+        "mixed"
+    ]
     merged = merged_table(tmp_path / "run")
     types = {name: merged.schema.field(name).type for name in ("score", "turns", "mixed", "tags", "of")}
     assert types == {
@@ -602,7 +606,7 @@ def test_what_is_no_rollout_is_refused(tmp_path: Path, code: str, fields: dict[s
 
 @pytest.mark.parametrize("module", ["typing", "typing_extensions"])
 def test_a_declared_type_is_the_column_s_or_is_refused(tmp_path: Path, module: str) -> None:
-    """A TypedDict within another is a struct; where pydantic does not take it, as before Python 3.12, `check` ends."""
+    """A TypedDict within another is a struct; it is refused before Python 3.12, where pydantic takes none."""
     write_module(
         tmp_path,
         f"""
