@@ -106,7 +106,11 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
         schema_by_row,
         on_length,
         (job.accept.tries or TRIES) if job.has_check else 1,
-        checks_json or job.accept.has_condition or on_length != "keep" or PARSED in names,
+        checks_json
+        or job.accept.has_condition
+        or on_length != "keep"
+        or PARSED in names
+        or job.sampling.regex is not None,
         asked,
     )
 
