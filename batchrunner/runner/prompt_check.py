@@ -24,6 +24,9 @@ from batchrunner.job.spec import Job
 
 CHAT_ARGUMENTS = ("chat-template", "hf-chat-template-name", "default-chat-template-kwargs", "tokenizer-path")
 """Arguments of a server that decide how it makes prompts of chats."""
+_OWN_RULES = ("DeepseekV4", "KimiK3", "Inkling")
+"""Beginnings of the architectures whose chats SGLang 0.5.23 writes without their template
+(`resolve_chat_encoding_spec`)."""
 
 
 class PromptCheck:
@@ -48,23 +51,15 @@ class PromptCheck:
             self.unknown = "the servers"
 
     def _find_files(self, engine: ServerEngine, *, has_chats: bool) -> None:
-        revision = engine.args.get("revision")
-        directory = model_directory(engine.model, revision)
-        argument = next((name for name in CHAT_ARGUMENTS if name_in(engine.args, name) in engine.args), None)
-        kind = read_config(engine.model, revision).get("model_type")
+        directory = model_directory(engine.model, engine.args.get("revision"))
         if not directory.exists():
             self.unknown = f"engine.model {engine.model}: no files of it are here"
             return
         self._directory = directory
         if not has_chats:
             return
-        if argument is not None:
-            self.unknown = f"how engine.args.{argument} makes prompts of chats"
-        elif kind in OWN_CHAT_MODELS:
-            self.unknown = f"prompts of chats, for which SGLang has rules of its own for {kind}"
-        elif not has_chat_template(directory):
-            self.unknown = f"prompts of chats: there is no chat template among the files of {engine.model}"
-        else:
+        self.unknown = _why_unknown(engine, directory)
+        if self.unknown is None:
             try:
                 self._chat = load_chat_template(directory)
             except CannotTokenizeError as failure:
@@ -102,3 +97,17 @@ class PromptCheck:
             "gets it twice: leave it out of the prompt"
             for token, count in self._begins_twice.items()
         ]
+
+
+def _why_unknown(engine: ServerEngine, directory: Path) -> str | None:
+    """Say why the model's own chat template does not tell the prompts of chats; None where it does."""
+    for name in CHAT_ARGUMENTS:
+        if name_in(engine.args, name) in engine.args:
+            return f"how engine.args.{name} makes prompts of chats"
+    config = read_config(engine.model, engine.args.get("revision"))
+    kind, architectures = config.get("model_type"), config.get("architectures") or ()
+    if kind in OWN_CHAT_MODELS or any(str(name).startswith(_OWN_RULES) for name in architectures):
+        return f"prompts of chats, for which SGLang has rules of its own for {kind}"
+    if not has_chat_template(directory):
+        return f"prompts of chats: there is no chat template among the files of {engine.model}"
+    return None

@@ -69,6 +69,7 @@ def test_a_chat_template_that_takes_the_rows(tmp_path: Path, template: str, prom
     assert "the job is fine; nothing was sent" in done.stdout
 
 
+OWN_RULES = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
 UNKNOWN = [
     (None, {}, "prompts of chats: there is no chat template among the files of"),
     (
@@ -88,6 +89,18 @@ def test_a_chat_template_that_is_not_known(
     assert done.exit_code == 0
     assert f"not looked at: {says}" in done.stdout
     assert "all else is fine; nothing was sent" in done.stdout
+
+
+def test_a_model_whose_chats_sglang_writes_itself(tmp_path: Path) -> None:
+    """Its chat template is not asked."""
+    file = job_on(tmp_path, "{{ 1 / 0 }}", CHAT)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(OWN_RULES))
+    done = batchrun("check", file)
+    assert done.exit_code == 0
+    assert (
+        "not looked at: prompts of chats, for which SGLang has rules of its own for deepseek_v4"
+        in done.stdout
+    )
 
 
 def test_requests_of_a_batch_file(tmp_path: Path) -> None:
