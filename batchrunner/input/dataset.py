@@ -44,15 +44,12 @@ from batchrunner.input.templates import unknown_column
 from batchrunner.job.arrow_types import type_name
 from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec
-from batchrunner.output.arrow_arrays import arrow_array
+from batchrunner.output.arrow_arrays import UNREADABLE, arrow_array, shown_values
 
 READERS = 8
 """Files that are looked at at once. On a network file system most of the time is waiting."""
 BATCH_ROWS, BATCH_BYTES = 256, 8 << 20
 """Most rows and bytes of a batch."""
-_UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
-"""What Arrow raises for a value that Python cannot represent; UnicodeDecodeError is a ValueError."""
-
 Row = dict[str, Any]
 """Values of a row by column."""
 
@@ -376,7 +373,7 @@ def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
     for name in names:
         values, unreadable = values_of(batch.data.column(name))
         columns.append(values)
-        wrong = unreadable | wrong
+        wrong = {at: f"column {name!r}: {why}" for at, why in unreadable.items()} | wrong
     rows: list[Row | str] = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
     rows = rows or [{} for _ in batch.rows]
     for at, why in wrong.items():
@@ -385,10 +382,7 @@ def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
 
 
 def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
-    """Return a column as Python values, and by place why Python cannot represent one, which is None there.
-
-    It cannot represent bad UTF-8, and a date out of range.
-    """
+    """Return a column as Python values, and by place why Python cannot represent one, which is None there."""
     kind = column.type
     try:
         if (pt.is_list(kind) or pt.is_large_list(kind)) and pt.is_integer(kind.value_type):
@@ -398,23 +392,25 @@ def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
                 numbers = _integers(inner)
                 return [numbers[start - ends[0] : end - ends[0]] for start, end in pairwise(ends)], {}
         return list(column.to_pylist()), {}
-    except _UNREADABLE:
+    except UNREADABLE:
         pass
     found: list[Any] = []
     unreadable = {}
     for at, item in enumerate(column):
         try:
             found.append(item.as_py())
-        except _UNREADABLE as failure:
+        except UNREADABLE as failure:
             found.append(None)
-            unreadable[at] = f"unreadable value: {failure}"
+            is_zone = "zoneinfo" in str(failure)  # all that Arrow says is that this module must be installed
+            why = f"its time zone is in no database here ({kind})" if is_zone else failure
+            unreadable[at] = f"unreadable value: {why}"
     return found, unreadable
 
 
 def carried_of(ref: RowRef) -> dict[str, Any]:
-    """Return the carried columns of a row; a value that Python cannot represent is None."""
+    """Return the carried columns of a row, with what shows a value that Python cannot represent."""
     row = ref.carried.slice(ref.position, 1)
-    return {name: values_of(row.column(at))[0][0] for at, name in enumerate(row.schema.names)}
+    return {name: shown_values(row.column(at))[0] for at, name in enumerate(row.schema.names)}
 
 
 def _integers(column: pa.Array) -> list[int]:

@@ -21,6 +21,7 @@ from batchrunner.output.files import writing
 
 Record = TypeVar("Record")
 
+_TEXT = pa.string()
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
@@ -29,14 +30,14 @@ def first_line(failure: BaseException) -> str:
     return str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
 
 
-def normalized(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with nullable fields, without views, and with texts for nulls.
+def normalized(schema: pa.Schema, nulls: pa.DataType = _TEXT) -> pa.Schema:
+    """Return the schema with nullable fields and without views; `nulls` is the type of what is always null.
 
     Columns may be dictionaries, with numbers of 32 bits: those of two files may be more than 8 bits hold.
     """
     fields = []
     for field in schema:
-        plain = _normalized_field(field)
+        plain = _normalized_field(field, nulls)
         if pt.is_dictionary(field.type):
             plain = plain.with_type(pa.dictionary(pa.int32(), plain.type, field.type.ordered))
         fields.append(plain)
@@ -54,25 +55,25 @@ def not_for_parquet(kind: pa.DataType) -> str | None:
     return None
 
 
-def _normalized_field(field: pa.Field[Any]) -> pa.Field[Any]:
-    return field.with_type(_normalized_type(field.type)).with_nullable(True)
+def _normalized_field(field: pa.Field[Any], nulls: pa.DataType) -> pa.Field[Any]:
+    return field.with_type(_normalized_type(field.type, nulls)).with_nullable(True)
 
 
-def _normalized_type(kind: pa.DataType) -> pa.DataType:
+def _normalized_type(kind: pa.DataType, nulls: pa.DataType = _TEXT) -> pa.DataType:
     if pt.is_dictionary(kind):
         kind = kind.value_type
     if pt.is_list(kind) or pt.is_list_view(kind):
-        return pa.list_(_normalized_field(kind.value_field))
+        return pa.list_(_normalized_field(kind.value_field, nulls))
     if pt.is_large_list(kind) or pt.is_large_list_view(kind):
-        return pa.large_list(_normalized_field(kind.value_field))
+        return pa.large_list(_normalized_field(kind.value_field, nulls))
     if pt.is_fixed_size_list(kind):
-        return pa.list_(_normalized_field(kind.value_field), kind.list_size)
+        return pa.list_(_normalized_field(kind.value_field, nulls), kind.list_size)
     if pt.is_map(kind):
-        key = _normalized_field(kind.key_field).with_nullable(False)  # as Arrow requires of a map
-        return pa.map_(key, _normalized_field(kind.item_field), kind.keys_sorted)
+        key = _normalized_field(kind.key_field, nulls).with_nullable(False)  # as Arrow requires of a map
+        return pa.map_(key, _normalized_field(kind.item_field, nulls), kind.keys_sorted)
     if pt.is_struct(kind):
-        return pa.struct([_normalized_field(field) for field in kind])
-    return pa.string() if pt.is_null(kind) else _VIEWS.get(kind, kind)
+        return pa.struct([_normalized_field(field, nulls) for field in kind])
+    return nulls if pt.is_null(kind) else _VIEWS.get(kind, kind)
 
 
 PROBLEM = "\0problem"

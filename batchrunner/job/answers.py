@@ -107,7 +107,11 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
         schema_by_row,
         on_length,
         (job.accept.tries or TRIES) if job.has_check else 1,
-        checks_json or job.accept.has_condition or on_length != "keep" or PARSED in names,
+        checks_json
+        or job.accept.has_condition
+        or on_length != "keep"
+        or PARSED in names
+        or job.sampling.regex is not None,
         asked,
     )
 
@@ -115,6 +119,12 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
 def of_sample(complaint: str, number: int, completion: Completion) -> str:
     """Return a complaint about sample `number` of an answer; it names the sample where there are several."""
     return complaint if len(completion.texts) == 1 else f"sample {number}: {complaint}"
+
+
+def takes_row(functions: HookPool | None) -> bool:
+    """Tell whether a job's function is called with an answer and its row."""
+    facts = functions.facts if functions is not None else {}
+    return any(facts[where].takes_row for where in (PARSE, CHECK) if where in facts)
 
 
 def judges_by_row(functions: HookPool | None) -> bool:

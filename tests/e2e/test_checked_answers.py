@@ -301,6 +301,44 @@ def test_a_row_that_is_refused_later_keeps_its_answer(tmp_path: Path, server: Fa
     assert row["error"].startswith("400: The input (6001 tokens)")
 
 
+@pytest.mark.parametrize(
+    ("pattern", "text", "reason", "more", "fails"),
+    [
+        ("(yes|no)", "yes", "stop", {}, False),
+        ("(yes|no)", "I think so.", "stop", {}, True),
+        ("(yes|no)", "yes, I think", "stop", {"stop": ["."]}, True),
+        ("(yes|no)", "ye", "stop", {}, True),
+        ("(yes|no)", "ye", "length", {}, False),
+        ("(yes|no)", "ye", "stop", {"stop": ["s"]}, False),
+        (" (yes|no)", "yes", "stop", {}, False),
+        (r".+\W\w+", "line\n\u00e9\u00e9", "stop", {}, False),
+        (r"\x{4e00}", "anything", "stop", {}, False),
+        ("(a+)+b", "a" * 5000, "stop", {}, False),
+        ("[a-z]", "5", "stop", {}, True),
+    ],
+)
+def test_an_answer_follows_its_regular_expression(
+    tmp_path: Path,
+    server: FakeSGLang,
+    pattern: str,
+    text: str,
+    reason: str,
+    more: dict[str, Any],
+    fails: bool,
+) -> None:
+    """A server that ignores `sampling.regex` fails its rows; where dialects differ an answer is believed."""
+    server.script = lambda sent: says(sent, text, reason)
+    write_rows(tmp_path / "input.parquet", 1, pattern=[pattern])
+    of_job = "yes" in pattern
+    sampling = {"regex": pattern if of_job else {"column": "pattern"}, **more}
+    job = job_of(tmp_path, server, sampling=sampling, limits={"max_failed_rows": 1})
+    batchrunner.run(job)
+    (row,) = results_of(job)
+    assert (row["output"], len(server.sent)) == (text, 1)
+    wrong = f"the answer does not match sampling.regex {pattern!r}: the server ignores it, it seems"
+    assert row["error"] == (wrong if fails else None)
+
+
 async def test_in_the_library(server: FakeSGLang) -> None:
     server.script = script("bad", "5")
     check = {"json": {"type": "integer"}}

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.conftest import (
     eventually,
     job_of,
     merged_table,
+    parts_of,
     report_of,
     results_of,
     rows_in,
@@ -116,6 +118,10 @@ def test_rows_by_values(tmp_path: Path, server: FakeSGLang) -> None:
     job = job_of(tmp_path, server, rows=4, prompt=PROMPT)
     run_job(job, tmp_path)
     assert report_of(job)["rows_ok"] == 4
+    told = batchrun("merge", tmp_path / "run").stderr
+    assert re.findall(r"column '(\w+)' of what the rollouts returned holds texts and other values", told) == [
+        "mixed"
+    ]
     merged = merged_table(tmp_path / "run")
     types = {name: merged.schema.field(name).type for name in ("score", "turns", "mixed", "tags", "of")}
     assert types == {
@@ -670,6 +676,11 @@ REFUSED = [
         {},
         "prompt.rollout: a result has a column 'error' already",
     ),
+    (
+        "from __future__ import annotations\nasync def solve(r: dict, g) -> Unknown: pass",
+        {},
+        "hooks:solve has an annotation that cannot be read: name 'Unknown' is not defined",
+    ),
 ]
 
 
@@ -679,3 +690,42 @@ def test_what_is_no_rollout_is_refused(tmp_path: Path, code: str, fields: dict[s
     write_module(tmp_path, code)
     done = batchrun("check", write_job(job_of(tmp_path, prompt=PROMPT, **fields), tmp_path))
     assert (done.exit_code, says in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize("module", ["typing", "typing_extensions"])
+def test_a_declared_type_is_the_column_s_or_is_refused(tmp_path: Path, module: str) -> None:
+    """A TypedDict within another is a struct; it is refused before Python 3.12, where pydantic takes none."""
+    write_module(
+        tmp_path,
+        f"""
+        from __future__ import annotations
+        from typing import TYPE_CHECKING
+        from {module} import TypedDict
+
+        if TYPE_CHECKING:
+            from nowhere import Generate
+
+        class Place(TypedDict):
+            page: int
+
+        class Quote(TypedDict):
+            places: list[Place]
+
+        async def solve(row: dict, generate: Generate) -> Quote:
+            await generate("Where?")
+            return {{"places": [{{"page": row["id"]}}]}}
+        """,
+    )
+    job = job_of(tmp_path, rows=2, prompt=PROMPT)
+    checked = batchrun("check", write_job(job, tmp_path))
+    if module == "typing" and sys.version_info < (3, 12):
+        assert checked.exit_code == 2
+        assert (
+            "hooks:solve returns a column places: Please use `typing_extensions.TypedDict`" in checked.stderr
+        )
+        return
+    assert checked.exit_code == 0
+    run_job(job, tmp_path)
+    (part,) = parts_of(tmp_path / "run")
+    assert part.schema.field("places").type == pa.list_(pa.struct([("page", pa.int64())]))
+    assert part.column("places").to_pylist() == [[{"page": 0}], [{"page": 1}]]

@@ -325,7 +325,7 @@ _CHAT_ARGUMENTS = (
     "default_chat_template_kwargs",
     "preferred_sampling_params",
 )
-_OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
+OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
 """Models whose chats SGLang handles in its own way (special tokens in the answer, rules for messages)."""
 _IN_PIECES = ("incremental_streaming_output", "stream_output")
 """Arguments, the second being the older name, with which an event has only the text since the last one: so
@@ -451,7 +451,7 @@ def _own_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None
     """Say why only the server can make tokens of messages; None where the client can too."""
     if given := _runs_with(server, _CHAT_ARGUMENTS):
         return given
-    if str(model.get("model_type")) in _OWN_CHAT_MODELS:
+    if str(model.get("model_type")) in OWN_CHAT_MODELS:
         return f"SGLang has chat rules of its own for {model['model_type']}"
     return None
 
