@@ -106,6 +106,18 @@ def test_answers_come_whole(server: FakeSGLang, tmp_path: Path) -> None:
     assert f'"half":1.50,"big":{2**70}' in line
 
 
+def test_a_result_is_one_line(server: FakeSGLang, tmp_path: Path) -> None:
+    """An answer and a custom_id with characters that some readers take for the end of a line."""
+    odd = "a\x85b\u2028c\u2029d"
+    content = f'{{"choices": [{{"message": {{"content": "{odd}"}}}}], "usage": {{}}}}'
+    server.script = lambda sent: Body(content.encode()) if sent.row else "too long"
+    batch = Batch(tmp_path, [{**request_of(n), "custom_id": f"{odd}{n}"} for n in range(2)])
+    assert batch.do(engine=server).exit_code == 0
+    refused, answered = lines_of(batch.results)
+    assert (refused["custom_id"], answered["custom_id"]) == (f"{odd}0", f"{odd}1")
+    assert answered["response"]["body"]["choices"][0]["message"]["content"] == odd
+
+
 def _refuse(sent: Sent) -> Any:
     return {1: "too long", 2: "broken 500", 3: "abort", 4: "no answer"}.get(sent.row, "answer")
 
