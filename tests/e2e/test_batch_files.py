@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from typer.testing import Result
 
@@ -118,6 +119,34 @@ def test_a_result_is_one_line(server: FakeSGLang, tmp_path: Path) -> None:
     assert answered["response"]["body"]["choices"][0]["message"]["content"] == odd
 
 
+def _chat(content: str, logprobs: str = "null") -> Body:
+    message = f'{{"role": "assistant", "content": "{content}"}}'
+    choice = f'{{"index": 0, "message": {message}, "finish_reason": "stop", "logprobs": {logprobs}}}'
+    return Body(f'{{"choices": [{choice}], "usage": {{}}}}'.encode("utf-8", "surrogatepass"))
+
+
+def test_answers_that_json_cannot_write(server: FakeSGLang, tmp_path: Path) -> None:
+    """Half a surrogate pair, NaN, infinities, numbers over a double: the line is ok, and all can read it."""
+    bodies = {
+        0: _chat("\\ud800 half"),
+        1: _chat("\ud800 half"),
+        2: _chat("a", '{"content": [{"logprob": NaN}, {"logprob": -Infinity}, {"logprob": -0.5}]}'),
+        3: _chat("a", '{"content": [{"logprob": 1e999}, {"logprob": -1e999}, {"logprob": -0.5}]}'),
+    }
+    server.script = lambda sent: bodies.get(sent.row, "answer")
+    batch = Batch(tmp_path, [request_of(n) for n in range(6)])
+    result = batch.do(engine=server)
+    assert result.exit_code == 0, result.stderr
+    lines = [orjson.loads(line) for line in batch.results.read_bytes().splitlines()]
+    assert [line["error"] for line in lines] == [None] * 6
+    choices = [line["response"]["body"]["choices"][0] for line in lines]
+    assert [choice["message"]["content"] for choice in choices[:2]] == ["\ufffd half"] * 2
+    for choice in choices[2:4]:
+        nothing, least, usual = (token["logprob"] for token in choice["logprobs"]["content"])
+        assert (nothing, usual) == (None, -0.5)
+        assert math.exp(least) == 0
+
+
 def _refuse(sent: Sent) -> Any:
     return {1: "too long", 2: "broken 500", 3: "abort", 4: "no answer"}.get(sent.row, "answer")
 
@@ -156,6 +185,14 @@ BODIES: dict[str, tuple[str, Any]] = {
     "another": (
         '{"detail": "n is 0", "at": [1]}',
         {"detail": "n is 0", "at": [1], "error": {"message": "n is 0", **MADE_HERE}},
+    ),
+    "a password": (
+        '{"detail": "x://b", "at": ["d@e"]}',
+        {"error": {"message": "x://b", **MADE_HERE}},
+    ),
+    "half a pair": (
+        r'{"message": "half \ud800", "at": NaN}',
+        {"error": {"message": "half \ufffd", "at": None}},
     ),
     "a page": ("<html>no</html>", {"error": {"message": "<html>no</html>", **MADE_HERE}}),
 }

@@ -167,7 +167,7 @@ BREAKS = "a\x85b\u2028c\u2029d"
 
 def test_a_row_of_json_lines_is_one_line(tmp_path: Path) -> None:
     """Characters that some readers take for the end of a line are escaped, in names of columns too."""
-    write_rows(tmp_path / "input.parquet", 3, **{BREAKS: [[BREAKS]] * 3})
+    pq.write_table(pa.table({"text": ["a"] * 3, BREAKS: [[BREAKS]] * 3}), tmp_path / "input.parquet")
     batchrunner.run(job_of(tmp_path, INSTANT, input={"columns": [BREAKS]}))
     text = written(tmp_path / "run", "a.jsonl").decode()
     assert [json.loads(line)[BREAKS] for line in text.splitlines()] == [[BREAKS]] * 3

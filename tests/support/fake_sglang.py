@@ -133,6 +133,8 @@ class FakeSGLang(ServerThread):
         """What /v1/loads answers in place of the load."""
         self.vector: Callable[[Sent], list[float]] = vector_of
         """What becomes of a prompt for an embedding."""
+        self.written: Callable[[Sent], str] | None = None
+        """The JSON of that in an answer, in place of the vector's own."""
         self.logprob: Callable[[str, int], float | None] = logprob_for
         self.classes = 3
         self.floats = False
@@ -363,7 +365,11 @@ class FakeSGLang(ServerThread):
                     return await self._react(request, sent, what)
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
-            return web.json_response(reply_to(rows))
+            reply = reply_to(rows)
+            if self.written is None:
+                return web.json_response(reply)
+            items = [f'{{"index":{at},"embedding":{self.written(sent)}}}' for at, sent in enumerate(rows)]
+            return web.Response(text=f'{{"data":[{",".join(items)}]}}', content_type="application/json")
         finally:
             self._in_flight -= len(bodies)
 

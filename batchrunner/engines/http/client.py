@@ -65,7 +65,7 @@ from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.engines.model_files import vocabulary_of
 from batchrunner.input.request_bodies import with_model
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks import EMBED, GENERATE, TaskName
+from batchrunner.job.tasks import EMBED, GENERATE, TaskName, VectorLength
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +156,7 @@ class HttpEngine(Engine):
         """Whether servers report their load."""
         self._clock: asyncio.Task[None] | None = None
         self._vocabulary: int | None = None
+        self._vector_length = VectorLength()
         self._model_names: frozenset[str] = frozenset()
 
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
@@ -220,6 +221,10 @@ class HttpEngine(Engine):
                 body = wire.bytes_of(wire.body_of(request))
             reply = await self._post(endpoint, wire.path_of(request), body)
         completion = replies.completion_of(request, reply)
+        if request.task is not None:
+            (result,) = self._vector_length.without_others([request], [completion])
+            if isinstance(result, RequestError):
+                raise result
         if completion.weights != self.guard.weights or endpoint.url in self.guard.in_doubt:
             await self.guard.check_answer(endpoint.url, completion.weights)
         return completion
@@ -361,15 +366,16 @@ class HttpEngine(Engine):
         return error
 
     async def _send_list(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
-        """Send a list of rows of one task, all of which end with the one reply."""
+        """Send a list of rows of one task; those that have no good answer in the one reply do not end."""
         found = await self._post_task(endpoint, requests)
         try:
             results = replies.answers_of(requests, found)
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise BundleRefusedError(f"the answer cannot be read: {failure}") from None
         await self.guard.check_answer(endpoint.url, None)
-        for index, result in enumerate(results):
-            ended(index, result)
+        for index, result in enumerate(self._vector_length.without_others(requests, results)):
+            if isinstance(result, (Completion, EngineBusyError)):  # any other row is sent again alone
+                ended(index, result)
 
     async def _send_bundle(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
         """Send prompts in one body, and pass on the answer of each when it comes."""
