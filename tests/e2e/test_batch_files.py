@@ -85,15 +85,47 @@ def test_a_file_goes_in_and_comes_out(server: FakeSGLang, tmp_path: Path) -> Non
 
 
 def test_the_name_of_the_model(server: FakeSGLang, tmp_path: Path) -> None:
-    """A name that the server does not know is replaced, and stands in the results."""
+    """A name is passed on as it is; one line says which model answers for a name that is not its own."""
     batch = Batch(tmp_path, [request_of(i, model="gpt-4o-mini") for i in range(5)])
-    assert batch.do(engine=server).exit_code == 0
-    assert {sent.body["model"] for sent in server.sent} == {"default"}
+    result = batch.do(engine=server)
+    assert result.exit_code == 0
+    said = "requests for the model 'gpt-4o-mini' are answered by fake/model"
+    assert result.stderr.count(said) == 1
+    assert {sent.body["model"] for sent in server.sent} == {"gpt-4o-mini"}
     assert {line["response"]["body"]["model"] for line in lines_of(batch.results)} == {"gpt-4o-mini"}
-    server.forget()
-    adapters = Batch(tmp_path, [request_of(0, model="fake/model:french")])
-    assert adapters.do("--fresh", engine=server).exit_code == 0
-    assert [sent.body["model"] for sent in server.sent] == ["fake/model:french"]
+    own = Batch(tmp_path, [request_of(0, model="fake/model"), request_of(1, model=None)])
+    assert "are answered by" not in own.do("--fresh", engine=server).stderr
+
+
+ADAPTERS = {
+    "fake/model:french": "fake/model:french",
+    "of/the/file:french": "of/the/file:french",
+    "french": "default:french",
+}
+"""Names by which a file may ask for an adapter, and what the server gets."""
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+def test_the_name_of_an_adapter(server: FakeSGLang, tmp_path: Path, name: str, url: str) -> None:
+    """The adapter answers, whatever the base model is called in the file; never the base in its place."""
+    server.adapters = {"french"}
+    batch = Batch(tmp_path, [request_of(n, url=url, model=name) for n in range(3)])
+    result = batch.do(engine=server)
+    assert (result.exit_code, "are answered by" in result.stderr) == (0, False)
+    assert {sent.body["model"] for sent in server.sent} == {ADAPTERS[name]}
+    lines = lines_of(batch.results)
+    assert [(line["error"], line["response"]["body"]["model"]) for line in lines] == [(None, name)] * 3
+
+
+def test_an_adapter_that_the_server_lacks(server: FakeSGLang, tmp_path: Path) -> None:
+    """Each line fails with the server's own words."""
+    server.adapters = {"german"}
+    batch = Batch(tmp_path, [request_of(n, model="of/the/file:french") for n in range(2)])
+    assert batch.do(engine=server).exit_code == 0
+    for line in lines_of(batch.results):
+        assert (line["error"]["code"], line["response"]["status_code"]) == ("invalid_request", 400)
+        assert "LoRA adapter that has never been loaded" in line["error"]["message"]
 
 
 def test_answers_come_whole(server: FakeSGLang, tmp_path: Path) -> None:
