@@ -255,8 +255,6 @@ BAD: list[tuple[Any, str]] = [
     ("[1, 2]", "Expected `object`, got `array`"),
     ('{"custom_id": "\udcff"}', "'utf-8' codec can't decode byte"),
     ({**GOOD, "custom_id": 7}, "Expected `str`, got `int` - at `$.custom_id`"),
-    ({**GOOD, "custom_id": "b", "url": "/v1/embeddings"}, "one model makes no embeddings and answers"),
-    ({**GOOD, "custom_id": "b", "url": "/v1/responses"}, "(got '/v1/responses')"),
     ({**GOOD, "custom_id": "b", "body": [1]}, "Expected `object`, got `array`"),
     ({**request_of(0, model="other"), "custom_id": "b"}, "model 'other', an earlier line for 'fake/model'"),
 ]
@@ -264,21 +262,63 @@ BAD: list[tuple[Any, str]] = [
 
 def test_bad_lines(tmp_path: Path) -> None:
     """Each fails alone, and says its number."""
-    good = [GOOD, "", request_of(1, model=None), GOOD]  # an ID that is repeated is no mistake
+    good = [GOOD, "", request_of(1, model=None), GOOD]
     batch = Batch(tmp_path, [*good, *(line for line, _ in BAD)])
     done = batch.do("--errors", batch.errors)
     assert done.exit_code == 0, done.stderr
+    bad = f"{batch.requests.name}: lines 5, 6, 7, 8, 9 and 1 more will fail: not a request: "
+    assert bad in done.stderr.splitlines()[0]
     assert [found["custom_id"] for found in lines_of(batch.results)] == [
         "request-0",
         "request-1",
         "request-0",
     ]
     failed = lines_of(batch.errors)
-    assert [line["custom_id"] for line in failed] == [None] * 4 + ["b"] * 4
+    assert [line["custom_id"] for line in failed] == [None] * 3 + ["7", "b", "b"]
     for number, (line, (_, problem)) in enumerate(zip(failed, BAD, strict=True), 5):
         assert (line["response"], line["error"]["code"]) == (None, "invalid_request")
         assert f"line {number}: not a request: " in line["error"]["message"]
         assert problem in line["error"]["message"]
+
+
+def test_repeated_custom_ids(tmp_path: Path) -> None:
+    """They are said before anything is sent, with their lines, by the command and by `check`."""
+    names = ["a", "b", "a", "", *(f"n{n}" for n in range(7)), "b", *(f"n{n}" for n in range(7)), "once"]
+    lines = [{**request_of(n), "custom_id": name} if name else "" for n, name in enumerate(names)]
+    batch = Batch(tmp_path, lines)
+    said = (
+        f"{batch.requests.name}: each line is answered, also where a custom_id is repeated: "
+        "'a' on lines 1, 3; 'b' on lines 2, 12; 'n0' on lines 5, 13; 'n1' on lines 6, 14; "
+        "'n2' on lines 7, 15; and 4 more"
+    )
+    done = batch.do()
+    assert done.exit_code == 0
+    assert done.stderr.splitlines()[0] == said
+    assert [line["custom_id"] for line in lines_of(batch.results)] == [name for name in names if name]
+    checked = batchrun("check", batch.requests)
+    assert (checked.exit_code, checked.stderr.strip()) == (0, said)
+    write_batch(batch.requests, [request_of(n) for n in range(3)])
+    assert batchrun("check", batch.requests).stderr == ""
+
+
+UNANSWERED: list[tuple[list[str], str]] = [
+    ([CHAT, "/v1/responses", CHAT, "/v1/images"], "lines 2, 4: url should be /v1/chat/completions or "),
+    ([*["/v1/moderations"] * 9, CHAT], "lines 1, 2, 3, 4, 5 and 4 more: url should be "),
+    ([CHAT, COMPLETIONS, "/v1/embeddings"], "line 3: url is /v1/embeddings, and an earlier line's is not"),
+    (["/v1/embeddings", COMPLETIONS], "line 2: url is /v1/completions, and an earlier line's is not"),
+]
+
+
+@pytest.mark.parametrize(("urls", "told"), UNANSWERED)
+def test_endpoints_that_are_not_answered(tmp_path: Path, urls: list[str], told: str) -> None:
+    """The file is refused before anything is sent, in one line that names the lines."""
+    batch = Batch(tmp_path, [{**request_of(n), "url": url} for n, url in enumerate(urls)])
+    for result in (batch.do(), batchrun("check", batch.requests)):
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert f"{batch.requests.name}: {told}" in result.stderr
+        assert "take these lines out" in result.stderr
+    assert not batch.results.exists()
+    assert not batch.run.exists()
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
