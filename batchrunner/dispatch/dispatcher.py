@@ -425,6 +425,7 @@ def _refusal(request: Request, error: RequestError) -> Completion | None:
     try:
         found = orjson.loads(body)
         written = hidden(orjson.dumps(found).decode())
+        orjson.loads(written)  # hiding a password may have cut the JSON
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return None
     if not isinstance(found, dict):

@@ -5,12 +5,11 @@ would, and `Simulator` waits for that in real time.
 """
 
 import asyncio
-import contextlib
 import math
 import time
 from collections.abc import Sequence
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import orjson
@@ -20,19 +19,21 @@ from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import (
     CHAT_PATH,
     EMBEDDINGS_PATH,
+    AskedColumns,
     Completion,
     Request,
     RequestBody,
     RowRef,
+    Tools,
 )
 from batchrunner.engines.base import Engine
 from batchrunner.engines.request_limits import refuse_invalid
+from batchrunner.engines.simulation.made_up import text_by_grammar, tool_call
 from batchrunner.engines.simulation.replica import CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
-from batchrunner.input.request_bodies import prompt_of, prompts_in
-from batchrunner.job.arrow_types import part_at
+from batchrunner.input.request_bodies import prompts_in
 from batchrunner.job.engine import SimulatedEngine
-from batchrunner.job.output import CUT, RESPONSE
+from batchrunner.job.output import CUT, RESPONSE, TOOL_CALLS
 from batchrunner.job.tasks import EMBEDDING, MODEL, EmbedTask, made_up_columns, reply_of
 
 MARK = "[simulated] "
@@ -41,10 +42,10 @@ LONGEST_TEXT_WORDS = 200
 """Most words of a text, whatever its number of tokens: a million rows must fit into memory."""
 LEAST_TICK_S = 0.001
 """Least seconds between two steps of the simulation."""
-ENDED = "stop"
-_MOST_DEPTH = 16
-"""Levels of a made-up JSON value: a schema may refer to itself."""
-_WORD = "simulated"
+ENDED, CALLED = "stop", "tool_calls"
+"""Finish reasons of an answer that the model ended, and of one that calls a tool."""
+CREATED = 1_750_000_000
+"""Time of every whole answer: the same request has the same answer."""
 _CHARACTERS_A_TOKEN = 4
 _TOKENS_A_MESSAGE = 4  # those that a chat template puts around a message
 _WORDS = (
@@ -73,7 +74,12 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
     if isinstance(request.prompt, RequestBody):
         try:
             return _answer_body(request.prompt, request.ref, limit_tokens, dimensions)
-        except (TypeError, ValueError) as failure:  # a field has a value that no server takes
+        except (
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+        ) as failure:  # a value that no server takes
             raise RowRefusedError(f"400: {failure}") from None
     prompt_tokens = count_tokens(request)
     if prompt_tokens >= limit_tokens:
@@ -87,96 +93,143 @@ def answer(request: Request, limit_tokens: int, dimensions: int = 384) -> Comple
             raise RowRefusedError(f"task: {request.task.name} takes a text or token ids, and this is a chat")
         columns = made_up_columns(request.task, request, samples[0], dimensions)
         return Completion([], [], [], prompt_tokens, 0, columns=columns)
-    lengths = [_length(request.sampling, sample, limit_tokens - prompt_tokens) for sample in samples]
-    texts = [_text(sample, tokens) for sample, (tokens, _) in zip(samples, lengths, strict=True)]
-    reasons: list[str | None] = [reason for _, reason in lengths]
-    if schema := request.sampling.get("json_schema"):  # a grammar ends where its value does
-        texts, reasons = [made_up(schema, sample) for sample in samples], [ENDED] * len(samples)
-    completion = Completion(texts, reasons, [tokens for tokens, _ in lengths], prompt_tokens, 0)
+    most_tokens = min(request.sampling["max_new_tokens"], limit_tokens - prompt_tokens)
+    answers = [_sample(request, sample, most_tokens) for sample in samples]
+    completion = Completion(
+        [each.text for each in answers],
+        [each.reason for each in answers],
+        [each.tokens for each in answers],
+        prompt_tokens,
+        0,
+    )
     if request.asks is None:
         return completion
-    return completion._replace(columns={name: [None] * len(texts) for name in request.asks.names})
+    asked: dict[str, list[Any]] = {name: [None] * len(answers) for name in request.asks.names}
+    if TOOL_CALLS in asked:
+        asked[TOOL_CALLS] = [each.calls for each in answers]
+    return completion._replace(columns=asked)
+
+
+class _Sample(NamedTuple):
+    """A made-up output."""
+
+    text: str
+    tokens: int
+    reason: str
+    calls: list[dict[str, Any]] | None = None
+    """Calls of tools, in OpenAI's form."""
+
+
+def _sample(request: Request, number: int, most_tokens: int) -> _Sample:
+    """Make up an output by its 32 bits; one that has more than the most tokens is cut there."""
+    sampling = request.sampling
+    most_characters = most_tokens * _CHARACTERS_A_TOKEN
+    text = text_by_grammar(sampling, number, most_characters + 1)
+    call = tool_call(request, number) if text is None and request.kind == "messages" else None
+    if call is not None:
+        text = orjson.dumps(call["function"]).decode()
+    if text is None:
+        tokens, reason = _length(sampling, number, most_tokens)
+        return _Sample(_text(number, tokens), tokens, reason)
+    if len(text) > most_characters:
+        return _Sample(text[:most_characters], most_tokens, CUT)
+    tokens = max(1, math.ceil(len(text) / _CHARACTERS_A_TOKEN))
+    return _Sample(text, tokens, ENDED) if call is None else _Sample("", tokens, CALLED, [call])
 
 
 def _answer_body(body: RequestBody, ref: RowRef, limit_tokens: int, dimensions: int) -> Completion:
     """Make up the response of an endpoint to a whole request."""
     fields = orjson.loads(body.content)
     if body.path == EMBEDDINGS_PATH:
-        task = EmbedTask(dimensions=fields.get("dimensions"))
-        answers = [
-            answer(
-                Request(ref, "text" if isinstance(prompt, str) else "input_ids", prompt, {}, task=task),
-                limit_tokens,
-                dimensions,
-            )
-            for prompt in prompts_in(body)
-        ]
-        vectors = [made.columns[EMBEDDING][0] for made in answers]
-        tokens = sum(made.prompt_tokens or 0 for made in answers)
-        as_text = fields.get("encoding_format") == "base64"
-        response = reply_of(vectors, tokens, body.model or MODEL, as_text=as_text)
-        return Completion([""], [ENDED], [0], tokens, None, columns={RESPONSE: [response.decode()]})
-    sampling = {"max_new_tokens": body.most_tokens, "n": int(fields.get("n", 1))}
-    made = answer(Request(ref, "text", prompt_of(body).decode(), sampling), limit_tokens)
+        return _vectors(body, fields, ref, limit_tokens, dimensions)
+    requests = _requests_in(body, fields, ref)
+    answers = [answer(request, limit_tokens) for request in requests]
     is_chat = body.path == CHAT_PATH
     choices = [
-        {
-            "index": index,
-            **({"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}),
-            "finish_reason": reason,
-        }
-        for index, (text, reason) in enumerate(zip(made.texts, made.finish_reasons, strict=True))
+        {"index": index, **content, "logprobs": None, "finish_reason": reason}
+        for index, (content, reason) in enumerate(
+            (_content(made, at, is_chat=is_chat), made.finish_reasons[at])
+            for made in answers
+            for at in range(len(made.texts))
+        )
     ]
+    prompt_tokens = sum(made.prompt_tokens or 0 for made in answers)
+    output_tokens = sum(made.output_tokens for made in answers)
+    name = f"{crc32(body.content):08x}"
     content = {
+        "id": f"chatcmpl-{name}" if is_chat else f"cmpl-{name}",
         "object": "chat.completion" if is_chat else "text_completion",
+        "created": CREATED,
         "model": body.model or "simulated",
         "choices": choices,
-        "usage": {"prompt_tokens": made.prompt_tokens, "completion_tokens": made.output_tokens},
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": output_tokens,
+            "total_tokens": prompt_tokens + output_tokens,
+        },
     }
-    return made._replace(
-        texts=made.texts[:1],
-        finish_reasons=made.finish_reasons[:1],
-        completion_tokens=[made.output_tokens],
+    return Completion(
+        answers[0].texts[:1],
+        answers[0].finish_reasons[:1],
+        [output_tokens],
+        prompt_tokens,
+        0,
         columns={RESPONSE: [orjson.dumps(content).decode()]},
     )
 
 
-def made_up(schema: Any, number: int) -> str:
-    """Return JSON for a schema, given as a mapping or as JSON text; the same for the same `number`."""
-    root = orjson.loads(schema) if isinstance(schema, str) else schema
-    return orjson.dumps(_value(root, root, number, 0)).decode()
+def _content(made: Completion, at: int, *, is_chat: bool) -> dict[str, Any]:
+    """Return the part of a choice that has the text of an output."""
+    text = made.texts[at]
+    if not is_chat:
+        return {"text": text}
+    calls = made.columns[TOOL_CALLS][at]
+    message: dict[str, Any] = {"role": "assistant", "content": text if calls is None else None}
+    return {"message": message if calls is None else {**message, "tool_calls": calls}}
 
 
-def _value(schema: Any, root: Any, number: int, depth: int) -> Any:
-    if not isinstance(schema, dict) or depth > _MOST_DEPTH:
-        return None
-    if "$ref" in schema:
-        with contextlib.suppress(LookupError):
-            return _value(part_at(root, schema["$ref"]), root, number, depth + 1)
-    if choices := [schema["const"]] if "const" in schema else schema.get("enum"):
-        return choices[number % len(choices)]
-    if parts := schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf"):
-        return _value(parts[0], root, number, depth + 1)
-    return _of_type(schema, root, number, depth + 1)
+_SAMPLING_OF_BODY = {"seed": "sampling_seed", "min_tokens": "min_new_tokens", "ignore_eos": "ignore_eos"}
+"""Fields of a whole request that decide the answer, and what `/generate` calls them."""
+_CALLS_ONLY = AskedColumns(frozenset({TOOL_CALLS}), 0, of_tokens=False)
 
 
-def _of_type(schema: dict[str, Any], root: Any, number: int, depth: int) -> Any:
-    kind = schema.get("type", "object" if "properties" in schema else "string")
-    least = schema.get("minimum", 0)
-    match kind[0] if isinstance(kind, list) else kind:
-        case "object":
-            parts = schema.get("properties", {}).items()
-            return {name: _value(part, root, number, depth) for name, part in parts}
-        case "array":
-            items = range(number, number + schema.get("minItems", 1))
-            return [_value(schema.get("items", {}), root, item, depth) for item in items]
-        case "integer" | "number":
-            return min(least + number % 10, schema.get("maximum", math.inf))
-        case "boolean":
-            return number % 2 == 0
-        case "string":
-            return _WORD.ljust(schema.get("minLength", 0), ".")[: schema.get("maxLength")]
-    return None
+def _requests_in(body: RequestBody, fields: dict[str, Any], ref: RowRef) -> list[Request]:
+    """Return the requests that a whole one stands for: one for each of its prompts."""
+    sampling: dict[str, Any] = {"max_new_tokens": body.most_tokens, "n": int(fields.get("n") or 1)}
+    sampling |= {ours: fields[name] for name, ours in _SAMPLING_OF_BODY.items() if fields.get(name)}
+    sampling |= {name: fields[name] for name in ("json_schema", "regex") if fields.get(name)}
+    wanted = fields.get("response_format") or {}
+    if wanted.get("type") == "json_object":
+        sampling["json_schema"] = {"type": "object"}
+    elif wanted.get("type") == "json_schema":
+        sampling["json_schema"] = wanted["json_schema"]["schema"]
+    if body.path == CHAT_PATH:
+        tools = Tools(fields.get("tools"), fields.get("tool_choice"))
+        return [Request(ref, "messages", fields["messages"], sampling, tools=tools, asks=_CALLS_ONLY)]
+    return [
+        Request(ref, "text" if isinstance(prompt, str) else "input_ids", prompt, sampling)
+        for prompt in prompts_in(body)
+    ]
+
+
+def _vectors(
+    body: RequestBody, fields: dict[str, Any], ref: RowRef, limit_tokens: int, dimensions: int
+) -> Completion:
+    """Make up the vectors of all inputs of a request."""
+    task = EmbedTask(dimensions=fields.get("dimensions"))
+    answers = [
+        answer(
+            Request(ref, "text" if isinstance(prompt, str) else "input_ids", prompt, {}, task=task),
+            limit_tokens,
+            dimensions,
+        )
+        for prompt in prompts_in(body)
+    ]
+    vectors = [made.columns[EMBEDDING][0] for made in answers]
+    tokens = sum(made.prompt_tokens or 0 for made in answers)
+    as_text = fields.get("encoding_format") == "base64"
+    response = reply_of(vectors, tokens, body.model or MODEL, as_text=as_text)
+    return Completion([""], [ENDED], [0], tokens, None, columns={RESPONSE: [response.decode()]})
 
 
 def count_tokens(request: Request) -> int:
@@ -199,9 +252,8 @@ def _hashes(request: Request) -> list[int]:
     return [first, *(crc32(b"%d" % i, first) for i in range(1, request.sampling.get("n") or 1))]
 
 
-def _length(sampling: dict[str, Any], sample: int, limit_tokens: int) -> tuple[int, str]:
-    """Return the output tokens of a sample, and why it ended."""
-    most = min(sampling["max_new_tokens"], limit_tokens)
+def _length(sampling: dict[str, Any], sample: int, most: int) -> tuple[int, str]:
+    """Return the output tokens of a text, and why it ended."""
     wished = max(_LENGTHS[sample % _QUANTILES], sampling.get("min_new_tokens") or 0)
     return (most, CUT) if wished > most or sampling.get("ignore_eos") else (wished, ENDED)
 
@@ -215,8 +267,9 @@ class Simulator(Engine):
     """The `simulated` engine: made-up answers, scheduled as SGLang would, in real time.
 
     A decode pass takes half of `step_s` for an empty batch and all of it for a full one; a prefill takes
-    as long again for a full budget of tokens. JSON is made up for a `json_schema`; other grammars are
-    ignored, and prompts share no prefix. With `step_s: 0` rows are answered at once.
+    as long again for a full budget of tokens. A text is made up for a `json_schema` or `regex`; other
+    grammars are ignored. Tools are called in a turn or two of a chat. Prompts share no prefix. With
+    `step_s: 0` rows are answered at once.
     """
 
     def __init__(self, spec: SimulatedEngine) -> None:

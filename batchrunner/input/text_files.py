@@ -18,7 +18,7 @@ import pyarrow as pa
 from batchrunner.core.errors import InputError
 from batchrunner.core.files import FileFormat
 from batchrunner.input.parquet_copy import PROBLEM, array_of, in_chunks, text_of
-from batchrunner.input.request_bodies import BATCH_COLUMNS, request_lines
+from batchrunner.input.request_bodies import BATCH_COLUMNS, request_lines, reviewed
 from batchrunner.job.arrow_types import PLAIN_TYPES, type_name
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.arrow_arrays import arrow_array
@@ -60,7 +60,7 @@ def batches_of_file(
     if is_batch:
         hint = f"batchrun init {path} writes a job for a file of data, batchrun JOB.yaml runs a job"
         path = Path(path).name
-        requests = request_lines(_lines(source, path))
+        requests = reviewed(request_lines(_lines(source, path), path), path)
         return _object_batches(requests, path, dict.fromkeys(BATCH_COLUMNS, "string"), "request", hint)
     if form.kind == "JSON Lines":
         hint = "write JSON Lines, an object on each line (for an array: jq -c '.[]')"

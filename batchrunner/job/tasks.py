@@ -20,6 +20,7 @@ import re
 import struct
 from array import array
 from base64 import b64decode, b64encode
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -30,10 +31,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import msgspec
 
 from batchrunner.core.errors import AttemptFailedError, EngineBusyError, RequestError, RowRefusedError
+from batchrunner.core.strict_json import LOWEST, decode_reply
 from batchrunner.core.types import ColumnKind, Completion, ForwardTask, Request
 
 SCORES, SCORE, LABEL = "scores", "score", "label"
 PER_TOKEN, PER_BYTE = "scores_per_token", "scores_per_byte"
+A_SCORE = "a score of the answer"
 WITHOUT_TOKENS = {"max_new_tokens": 0}
 """Sampling parameters with which `/generate` ends a prompt after its prefill."""
 _COUNT_MOST = (1 << 31) - 1
@@ -78,12 +81,23 @@ def _raise_abort(results: Sequence[NativeResult]) -> None:
             raise RowRefusedError(said) if status == HTTPStatus.BAD_REQUEST else AttemptFailedError(said)
 
 
-def _finite(numbers: Sequence[float | None], what: str) -> list[float]:
-    """Return numbers; raises AttemptFailedError where one is null, NaN or infinite."""
-    known = [number for number in numbers if number is not None and math.isfinite(number)]
-    if not numbers or len(known) < len(numbers):
+Score: TypeAlias = float | None
+"""A score of a result: None where the model made NaN; minus infinity is the logarithm of nothing."""
+
+
+def _scores(numbers: Sequence[float | None], what: str) -> list[Score]:
+    """Return the numbers of a row; raises AttemptFailedError where none is known."""
+    if all(number is None for number in numbers):
         raise AttemptFailedError(f"{what} is not a number")
-    return known
+    return [-math.inf if number == LOWEST else number for number in numbers]
+
+
+def _probabilities(numbers: Sequence[Score], what: str) -> list[float]:
+    """Return the probabilities among the scores of a row; raises AttemptFailedError without one of them."""
+    known = [number for number in numbers if number is not None]
+    if len(known) < len(numbers) or max(known) == -math.inf:
+        raise AttemptFailedError(f"output.softmax: {what} is not a number")
+    return softmax(known)
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
@@ -126,7 +140,7 @@ class NativeTask(ForwardTask):
         self, requests: Sequence[Request], replies: Sequence[bytes]
     ) -> list[Completion | RequestError]:
         """Return the numbers of each row; a row with one that is no number has an error."""
-        found = [_read_results.decode(reply) for reply in replies]
+        found = [decode_reply(_read_results, reply) for reply in replies]
         results = [result for some in found for result in (some if isinstance(some, list) else [some])]
         counts = [max(1, len(request.items)) for request in requests]
         if len(results) != sum(counts):
@@ -163,14 +177,14 @@ class NativeTask(ForwardTask):
         found = []
         for result in results:
             given = result.embedding
-            found.append(_finite(given if isinstance(given, list) else [given], "a score of the answer"))
+            found.append(given if isinstance(given, list) else [given])
         return self._values(found)
 
-    def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
+    def _values(self, found: Sequence[list[float | None]]) -> dict[str, Any]:
         """Return the columns of a row from the numbers of each of its prompts; raises RequestError."""
-        return {SCORES: [self._only(numbers) for numbers in found]}
+        return {SCORES: _scores([self._only(numbers) for numbers in found], A_SCORE)}
 
-    def _only(self, numbers: Sequence[float]) -> float:
+    def _only(self, numbers: Sequence[float | None]) -> float | None:
         """Return the one number of a prompt; raises RowRefusedError where the model makes several."""
         if len(numbers) != 1:
             raise RowRefusedError(
@@ -213,8 +227,11 @@ class ScoreTask(NativeTask):
         by_id = {number: logprob for logprob, number, _ in told or ()}
         if not by_id.keys() >= {*self.label_ids}:
             raise AttemptFailedError("the answer lacks the probability of a label")
-        logprobs = _finite([by_id[number] for number in self.label_ids], "the probability of a label")
-        return {SCORES: softmax(logprobs) if self.softmax else [math.exp(logprob) for logprob in logprobs]}
+        what = "the probability of a label"
+        logprobs = _scores([by_id[number] for number in self.label_ids], what)
+        if self.softmax:
+            return {SCORES: _probabilities(logprobs, what)}
+        return {SCORES: [None if logprob is None else math.exp(logprob) for logprob in logprobs]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,20 +259,30 @@ class ChoiceTask(ScoreTask):
         return [[first, *islice(rest, count - 1)] for first, count in zip(firsts, counts, strict=True)]
 
     def _columns_of(self, request: Request, results: Sequence[NativeResult]) -> dict[str, Any]:
-        sums = []
+        totals: list[float | None] = []
         for ids, result in zip(request.item_ids, results, strict=True):
             told = (result.meta_info.input_token_logprobs or [])[-len(ids) :]
             if [number for _, number, _ in told] != ids:
                 raise AttemptFailedError("the answer lacks log probabilities of a choice's tokens")
-            known = _finite([logprob for logprob, _, _ in told], "the log likelihood of a choice")
-            sums.append(math.fsum(known))
+            logprobs = [logprob for logprob, _, _ in told if logprob is not None]
+            if len(logprobs) < len(ids):
+                totals.append(None)
+            elif LOWEST in logprobs:
+                totals.append(LOWEST)
+            else:
+                totals.append(math.fsum(logprobs))
+        sums = _scores(totals, "the log likelihood of a choice")
         tokens = [len(ids) for ids in request.item_ids]
         sizes = [len(item.encode("utf-8", "surrogatepass")) for item in request.items]
         return {
             SCORES: sums,
-            PER_TOKEN: [total / count for total, count in zip(sums, tokens, strict=True)],
-            PER_BYTE: [total / size for total, size in zip(sums, sizes, strict=True)],
+            PER_TOKEN: _divided(sums, tokens),
+            PER_BYTE: _divided(sums, sizes),
         }
+
+
+def _divided(sums: Sequence[Score], counts: Sequence[int]) -> list[Score]:
+    return [None if total is None else total / count for total, count in zip(sums, counts, strict=True)]
 
 
 def _body_of(pairs: Sequence[tuple[Request, list[int]]]) -> dict[str, Any]:
@@ -297,8 +324,9 @@ class RewardTask(NativeTask):
         SCORE: "Reward, as the model's head gives it.",
     }
 
-    def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
-        return {SCORE: self._only(found[0])}
+    def _values(self, found: Sequence[list[float | None]]) -> dict[str, Any]:
+        (score,) = _scores([self._only(found[0])], A_SCORE)
+        return {SCORE: score}
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,11 +345,11 @@ class ClassifyTask(NativeTask):
         LABEL: "Name of the class with the highest score, by `id2label`.",
     }
 
-    def _values(self, found: Sequence[list[float]]) -> dict[str, Any]:
-        (numbers,) = found
-        best = numbers.index(max(numbers))
+    def _values(self, found: Sequence[list[float | None]]) -> dict[str, Any]:
+        numbers = _scores(found[0], A_SCORE)
+        best = numbers.index(max(number for number in numbers if number is not None))
         name = self.names[best] if best < len(self.names) else f"LABEL_{best}"
-        return {SCORES: softmax(numbers) if self.softmax else numbers, LABEL: name}
+        return {SCORES: _probabilities(numbers, A_SCORE) if self.softmax else numbers, LABEL: name}
 
 
 CPU_ROWS = 256
@@ -353,6 +381,7 @@ MODEL = "default"
 """Name by which SGLang serves its model, whatever that is called."""
 Dtype: TypeAlias = Literal["float32", "float16"]
 """Type of the numbers of a vector."""
+NUMBER_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2}
 UNIT = 1e-6
 """A vector whose length differs from 1 by less is left as it is: that is the precision of 32-bit numbers."""
 
@@ -360,7 +389,8 @@ UNIT = 1e-6
 class EmbeddingItem(msgspec.Struct):
     """A vector of a reply: Base64 of little-endian 32-bit numbers, or a list of numbers."""
 
-    embedding: str | list[float | None]
+    embedding: msgspec.Raw
+    """Read by itself, so that one that is no vector leaves the others readable."""
     index: TokenCount | None = None
 
 
@@ -378,6 +408,7 @@ class EmbeddingReply(msgspec.Struct):
 
 
 _read_vectors = msgspec.json.Decoder(EmbeddingReply)
+_read_vector = msgspec.json.Decoder(str | list[float | None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -418,7 +449,7 @@ class EmbedTask(ForwardTask):
         self, requests: Sequence[Request], replies: Sequence[bytes]
     ) -> list[Completion | RequestError]:
         """Return the vectors as bytes of `dtype`; a row whose vector has no use has an error."""
-        found: EmbeddingReply = _read_vectors.decode(replies[0])
+        found = decode_reply(_read_vectors, replies[0])
         items = sorted(found.data, key=lambda item: item.index or 0)
         if [item.index or 0 for item in items] != list(range(len(requests))):
             raise AttemptFailedError(
@@ -438,6 +469,8 @@ class EmbedTask(ForwardTask):
         """Return a vector as the results have it; raises RowRefusedError for one without use."""
         if not vector:
             raise RowRefusedError("the vector is empty")
+        if not any(vector):
+            raise RowRefusedError("the vector is zero")
         if not math.isfinite(sum(vector)):  # a sum of 32-bit numbers does not overflow in 64 bits
             raise RowRefusedError("the vector has numbers that are NaN or infinite")
         if self.dimensions is not None and len(vector) != self.dimensions:
@@ -446,8 +479,6 @@ class EmbedTask(ForwardTask):
             )
         if self.normalize:
             norm = math.hypot(*vector)
-            if not norm:
-                raise RowRefusedError("output.normalize: the vector is zero")
             if abs(norm - 1) > UNIT:
                 vector = array("f", [number / norm for number in vector])
         if self.dtype == "float32":
@@ -456,6 +487,45 @@ class EmbedTask(ForwardTask):
             return struct.pack(f"<{len(vector)}e", *vector)
         except (OverflowError, struct.error):
             raise RowRefusedError("output.dtype: the vector has numbers too large for float16") from None
+
+
+class VectorLength:
+    """The length of a model's vectors: that of two rows at least, until then that of the first one."""
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self._numbers: int | None = None
+        self._rows: defaultdict[int, set[int]] = defaultdict(set)
+        """Rows by the lengths of their vectors, until two have the same."""
+
+    def without_others(
+        self, requests: Sequence[Request], results: Sequence[Completion | RequestError]
+    ) -> list[Completion | RequestError]:
+        """Return results of one task in which a vector of another length is an AttemptFailedError."""
+        task = requests[0].task
+        if not isinstance(task, EmbedTask) or task.dimensions is not None:
+            return [*results]
+        lengths = [
+            len(result.columns[EMBEDDING][0]) // NUMBER_BYTES[task.dtype]
+            if isinstance(result, Completion)
+            else None
+            for result in results
+        ]
+        for request, length in zip(requests, lengths, strict=True):
+            if length is not None and not self._is_sure:
+                self._rows[length].add(request.ref.row)
+        if self._rows and not self._is_sure:
+            self._numbers = max(self._rows, key=lambda length: len(self._rows[length]))
+        return [
+            result
+            if length in {None, self._numbers}
+            else AttemptFailedError(f"the vector has {length} numbers, and others have {self._numbers}")
+            for result, length in zip(results, lengths, strict=True)
+        ]
+
+    @property
+    def _is_sure(self) -> bool:
+        return self._numbers is not None and len(self._rows[self._numbers]) > 1
 
 
 def numbers_of(vector: bytes, dtype: str) -> list[float]:
@@ -486,22 +556,23 @@ def check_embeddings(reply: bytes, rows: int | None) -> int | None:
     if rows is not None and len(found.data) != rows:
         raise AttemptFailedError(f"{len(found.data)} vectors came for {rows} inputs")
     task = EmbedTask()
-    for item in found.data:
-        task.stored(_numbers(item))
+    lengths = {len(task.stored(_numbers(item))) // NUMBER_BYTES[task.dtype] for item in found.data}
+    if len(lengths) > 1:
+        raise AttemptFailedError(f"vectors of {min(lengths)} and of {max(lengths)} numbers came")
     return found.usage.prompt_tokens
 
 
 def _numbers(item: EmbeddingItem) -> array[float]:
     """Return the numbers of a vector; raises RequestError where they are none."""
-    found = item.embedding
     try:
+        found = decode_reply(_read_vector, bytes(item.embedding))
         if isinstance(found, str):
             return array("f", b64decode(found, validate=True))
         return array("f", [math.nan if number is None else number for number in found])
     except OverflowError:
         return array("f", [math.inf])
     except (binascii.Error, ValueError):
-        raise AttemptFailedError("the vector is no Base64 of 32-bit numbers") from None
+        raise AttemptFailedError("the vector is no list of numbers, and no Base64 of 32-bit ones") from None
 
 
 def _tokens_of(requests: Sequence[Request], total: int | None) -> list[int | None]:

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from batchrunner.core.timing import TIMING
-from batchrunner.output.files import writing
+from batchrunner.output.files import json_line, writing
 from batchrunner.output.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class EventLog:
         begin = b""
         if self._lost:
             line["events_lost"], begin = self._lost, b"\n"  # the event before may lack its end
-        frame = begin + orjson.dumps(line, default=str) + b"\n"
+        frame = begin + json_line(line, default=str)
         try:
             self._lost = 0 if file.write(frame) == len(frame) else self._lost + 1
         except OSError:

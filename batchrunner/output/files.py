@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -83,6 +84,22 @@ def create_file(
     except FileExistsError:
         return False
     return True
+
+
+_LINE_BREAKS = {b"\xc2\x85": b"\\u0085", b"\xe2\x80\xa8": b"\\u2028", b"\xe2\x80\xa9": b"\\u2029"}
+"""Characters that JSON allows unescaped, and at which `str.splitlines`, and so httpx, ends a line."""
+
+
+def json_line(value: Any, default: Callable[[Any], Any] | None = None, option: int = 0) -> bytes:
+    """Return a value as one line of JSON Lines, its end included, which no reader takes for two.
+
+    `default` and `option` are those of `orjson.dumps`.
+    """
+    line = orjson.dumps(value, default=default, option=option | orjson.OPT_APPEND_NEWLINE)
+    if not line.isascii():
+        for character, escape in _LINE_BREAKS.items():
+            line = line.replace(character, escape)
+    return line
 
 
 def write_json(

@@ -28,7 +28,7 @@ from batchrunner.output.arrow_arrays import arrow_array, shown_values
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets, release_unused
 from batchrunner.output.columns import kinds_returned, with_returned
 from batchrunner.output.counts import with_counts
-from batchrunner.output.files import file_to_write, sync_directory, whole_file, writing
+from batchrunner.output.files import file_to_write, json_line, sync_directory, whole_file, writing
 from batchrunner.output.parts import open_part, recover
 from batchrunner.output.resume import done_by_all
 from batchrunner.output.run_dir import RunDir, look_at_run
@@ -286,7 +286,7 @@ def _write_lines(stream: Any, table: pa.Table) -> None:
     for batch in table.to_batches(CHUNK_ROWS):
         columns = map(shown_values, batch.columns)
         rows = (dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True))
-        stream.write(b"".join(_json(row) + b"\n" for row in rows))
+        stream.write(b"".join(json_line(row, _unusual, orjson.OPT_NON_STR_KEYS) for row in rows))
 
 
 def _write_records(writer: Any, kinds: pa.Schema, table: pa.Table) -> None:
@@ -370,10 +370,10 @@ def publish(run_dir: RunDir, results: Path, errors: Path | None) -> dict[str, An
                         rows, last = rows + 1, row["row"]
                         tokens.update({name: row[name] or 0 for name in TOKENS})
                         path = results if row["error"] is None else errors
-                        lines[path].append(orjson.dumps(_result_line(row, digest)))
+                        lines[path].append(json_line(_result_line(row, digest)))
                 for path, file in files.items():
                     with writing(path):
-                        file.writelines(line + b"\n" for line in lines[path])
+                        file.writelines(lines[path])
             if rows < facts["rows_total"]:
                 raise NoPartYetError  # noqa: TRY301 - so that the files do not appear
     except NoPartYetError:  # a task that is at work writes its parts at its end

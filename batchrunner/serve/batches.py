@@ -43,7 +43,7 @@ RETRY_S = 5.0
 EARLY = {EXPIRED: "expired", CANCELLED: "cancelled"}
 """States of a batch that ends before all its lines are answered, by the reason."""
 _SHUTDOWN = "the server ends"
-_LINE = re.compile(r"line (\d+)")
+_LINE = re.compile(r"lines? (\d+)")
 
 
 class NoEngine(Engine):
@@ -191,9 +191,10 @@ class Batches:
         """Raise InputError where a file is no batch file for the batch's endpoint; a bad line fails alone."""
         with contextlib.closing(prepare(self._job(batch), keeps_copies=True)) as prepared:
             batch["request_counts"] = counts_of(prepared.dataset.total_rows)
-        with self._state.place_of(FILES, batch["input_file_id"]).open("rb") as content:
+        place = self._state.place_of(FILES, batch["input_file_id"])
+        with place.open("rb") as content:
             lines = itertools.chain([content.readline().removeprefix(BOM)], content)
-            for number, request, problem, _ in request_lines(lines):
+            for number, request, problem, _ in request_lines(lines, place.name):
                 if problem is None and request[URL] != batch["endpoint"]:
                     raise InputError(f"line {number}: its url is not that of the batch")
 

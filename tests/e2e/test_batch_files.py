@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from typer.testing import Result
 
@@ -85,15 +86,47 @@ def test_a_file_goes_in_and_comes_out(server: FakeSGLang, tmp_path: Path) -> Non
 
 
 def test_the_name_of_the_model(server: FakeSGLang, tmp_path: Path) -> None:
-    """A name that the server does not know is replaced, and stands in the results."""
+    """A name is passed on as it is; one line says which model answers for a name that is not its own."""
     batch = Batch(tmp_path, [request_of(i, model="gpt-4o-mini") for i in range(5)])
-    assert batch.do(engine=server).exit_code == 0
-    assert {sent.body["model"] for sent in server.sent} == {"default"}
+    result = batch.do(engine=server)
+    assert result.exit_code == 0
+    said = "requests for the model 'gpt-4o-mini' are answered by fake/model"
+    assert result.stderr.count(said) == 1
+    assert {sent.body["model"] for sent in server.sent} == {"gpt-4o-mini"}
     assert {line["response"]["body"]["model"] for line in lines_of(batch.results)} == {"gpt-4o-mini"}
-    server.forget()
-    adapters = Batch(tmp_path, [request_of(0, model="fake/model:french")])
-    assert adapters.do("--fresh", engine=server).exit_code == 0
-    assert [sent.body["model"] for sent in server.sent] == ["fake/model:french"]
+    own = Batch(tmp_path, [request_of(0, model="fake/model"), request_of(1, model=None)])
+    assert "are answered by" not in own.do("--fresh", engine=server).stderr
+
+
+ADAPTERS = {
+    "fake/model:french": "fake/model:french",
+    "of/the/file:french": "of/the/file:french",
+    "french": "default:french",
+}
+"""Names by which a file may ask for an adapter, and what the server gets."""
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("url", [CHAT, COMPLETIONS])
+def test_the_name_of_an_adapter(server: FakeSGLang, tmp_path: Path, name: str, url: str) -> None:
+    """The adapter answers, whatever the base model is called in the file; never the base in its place."""
+    server.adapters = {"french"}
+    batch = Batch(tmp_path, [request_of(n, url=url, model=name) for n in range(3)])
+    result = batch.do(engine=server)
+    assert (result.exit_code, "are answered by" in result.stderr) == (0, False)
+    assert {sent.body["model"] for sent in server.sent} == {ADAPTERS[name]}
+    lines = lines_of(batch.results)
+    assert [(line["error"], line["response"]["body"]["model"]) for line in lines] == [(None, name)] * 3
+
+
+def test_an_adapter_that_the_server_lacks(server: FakeSGLang, tmp_path: Path) -> None:
+    """Each line fails with the server's own words."""
+    server.adapters = {"german"}
+    batch = Batch(tmp_path, [request_of(n, model="of/the/file:french") for n in range(2)])
+    assert batch.do(engine=server).exit_code == 0
+    for line in lines_of(batch.results):
+        assert (line["error"]["code"], line["response"]["status_code"]) == ("invalid_request", 400)
+        assert "LoRA adapter that has never been loaded" in line["error"]["message"]
 
 
 def test_answers_come_whole(server: FakeSGLang, tmp_path: Path) -> None:
@@ -105,6 +138,46 @@ def test_answers_come_whole(server: FakeSGLang, tmp_path: Path) -> None:
     assert not {"stream", "stream_options"} & set(server.sent[0].body)
     (line,) = batch.results.read_text().splitlines()
     assert f'"half":1.50,"big":{2**70}' in line
+
+
+def test_a_result_is_one_line(server: FakeSGLang, tmp_path: Path) -> None:
+    """An answer and a custom_id with characters that some readers take for the end of a line."""
+    odd = "a\x85b\u2028c\u2029d"
+    content = f'{{"choices": [{{"message": {{"content": "{odd}"}}}}], "usage": {{}}}}'
+    server.script = lambda sent: Body(content.encode()) if sent.row else "too long"
+    batch = Batch(tmp_path, [{**request_of(n), "custom_id": f"{odd}{n}"} for n in range(2)])
+    assert batch.do(engine=server).exit_code == 0
+    refused, answered = lines_of(batch.results)
+    assert (refused["custom_id"], answered["custom_id"]) == (f"{odd}0", f"{odd}1")
+    assert answered["response"]["body"]["choices"][0]["message"]["content"] == odd
+
+
+def _chat(content: str, logprobs: str = "null") -> Body:
+    message = f'{{"role": "assistant", "content": "{content}"}}'
+    choice = f'{{"index": 0, "message": {message}, "finish_reason": "stop", "logprobs": {logprobs}}}'
+    return Body(f'{{"choices": [{choice}], "usage": {{}}}}'.encode("utf-8", "surrogatepass"))
+
+
+def test_answers_that_json_cannot_write(server: FakeSGLang, tmp_path: Path) -> None:
+    """Half a surrogate pair, NaN, infinities, numbers over a double: the line is ok, and all can read it."""
+    bodies = {
+        0: _chat("\\ud800 half"),
+        1: _chat("\ud800 half"),
+        2: _chat("a", '{"content": [{"logprob": NaN}, {"logprob": -Infinity}, {"logprob": -0.5}]}'),
+        3: _chat("a", '{"content": [{"logprob": 1e999}, {"logprob": -1e999}, {"logprob": -0.5}]}'),
+    }
+    server.script = lambda sent: bodies.get(sent.row, "answer")
+    batch = Batch(tmp_path, [request_of(n) for n in range(6)])
+    result = batch.do(engine=server)
+    assert result.exit_code == 0, result.stderr
+    lines = [orjson.loads(line) for line in batch.results.read_bytes().splitlines()]
+    assert [line["error"] for line in lines] == [None] * 6
+    choices = [line["response"]["body"]["choices"][0] for line in lines]
+    assert [choice["message"]["content"] for choice in choices[:2]] == ["\ufffd half"] * 2
+    for choice in choices[2:4]:
+        nothing, least, usual = (token["logprob"] for token in choice["logprobs"]["content"])
+        assert (nothing, usual) == (None, -0.5)
+        assert math.exp(least) == 0
 
 
 def _refuse(sent: Sent) -> Any:
@@ -146,6 +219,14 @@ BODIES: dict[str, tuple[str, Any]] = {
         '{"detail": "n is 0", "at": [1]}',
         {"detail": "n is 0", "at": [1], "error": {"message": "n is 0", **MADE_HERE}},
     ),
+    "a password": (
+        '{"detail": "x://b", "at": ["d@e"]}',
+        {"error": {"message": "x://b", **MADE_HERE}},
+    ),
+    "half a pair": (
+        r'{"message": "half \ud800", "at": NaN}',
+        {"error": {"message": "half \ufffd", "at": None}},
+    ),
     "a page": ("<html>no</html>", {"error": {"message": "<html>no</html>", **MADE_HERE}}),
 }
 
@@ -175,8 +256,6 @@ BAD: list[tuple[Any, str]] = [
     ("[1, 2]", "Expected `object`, got `array`"),
     ('{"custom_id": "\udcff"}', "'utf-8' codec can't decode byte"),
     ({**GOOD, "custom_id": 7}, "Expected `str`, got `int` - at `$.custom_id`"),
-    ({**GOOD, "custom_id": "b", "url": "/v1/embeddings"}, "one model makes no embeddings and answers"),
-    ({**GOOD, "custom_id": "b", "url": "/v1/responses"}, "(got '/v1/responses')"),
     ({**GOOD, "custom_id": "b", "body": [1]}, "Expected `object`, got `array`"),
     ({**request_of(0, model="other"), "custom_id": "b"}, "model 'other', an earlier line for 'fake/model'"),
 ]
@@ -184,21 +263,63 @@ BAD: list[tuple[Any, str]] = [
 
 def test_bad_lines(tmp_path: Path) -> None:
     """Each fails alone, and says its number."""
-    good = [GOOD, "", request_of(1, model=None), GOOD]  # an ID that is repeated is no mistake
+    good = [GOOD, "", request_of(1, model=None), GOOD]
     batch = Batch(tmp_path, [*good, *(line for line, _ in BAD)])
     done = batch.do("--errors", batch.errors)
     assert done.exit_code == 0, done.stderr
+    bad = f"{batch.requests.name}: lines 5, 6, 7, 8, 9 and 1 more will fail: not a request: "
+    assert bad in done.stderr.splitlines()[0]
     assert [found["custom_id"] for found in lines_of(batch.results)] == [
         "request-0",
         "request-1",
         "request-0",
     ]
     failed = lines_of(batch.errors)
-    assert [line["custom_id"] for line in failed] == [None] * 4 + ["b"] * 4
+    assert [line["custom_id"] for line in failed] == [None] * 3 + ["7", "b", "b"]
     for number, (line, (_, problem)) in enumerate(zip(failed, BAD, strict=True), 5):
         assert (line["response"], line["error"]["code"]) == (None, "invalid_request")
         assert f"line {number}: not a request: " in line["error"]["message"]
         assert problem in line["error"]["message"]
+
+
+def test_repeated_custom_ids(tmp_path: Path) -> None:
+    """They are said before anything is sent, with their lines, by the command and by `check`."""
+    names = ["a", "b", "a", "", *(f"n{n}" for n in range(7)), "b", *(f"n{n}" for n in range(7)), "once"]
+    lines = [{**request_of(n), "custom_id": name} if name else "" for n, name in enumerate(names)]
+    batch = Batch(tmp_path, lines)
+    said = (
+        f"{batch.requests.name}: each line is answered, also where a custom_id is repeated: "
+        "'a' on lines 1, 3; 'b' on lines 2, 12; 'n0' on lines 5, 13; 'n1' on lines 6, 14; "
+        "'n2' on lines 7, 15; and 4 more"
+    )
+    done = batch.do()
+    assert done.exit_code == 0
+    assert done.stderr.splitlines()[0] == said
+    assert [line["custom_id"] for line in lines_of(batch.results)] == [name for name in names if name]
+    checked = batchrun("check", batch.requests)
+    assert (checked.exit_code, checked.stderr.strip()) == (0, said)
+    write_batch(batch.requests, [request_of(n) for n in range(3)])
+    assert batchrun("check", batch.requests).stderr == ""
+
+
+UNANSWERED: list[tuple[list[str], str]] = [
+    ([CHAT, "/v1/responses", CHAT, "/v1/images"], "lines 2, 4: url should be /v1/chat/completions or "),
+    ([*["/v1/moderations"] * 9, CHAT], "lines 1, 2, 3, 4, 5 and 4 more: url should be "),
+    ([CHAT, COMPLETIONS, "/v1/embeddings"], "line 3: url is /v1/embeddings, and an earlier line's is not"),
+    (["/v1/embeddings", COMPLETIONS], "line 2: url is /v1/completions, and an earlier line's is not"),
+]
+
+
+@pytest.mark.parametrize(("urls", "told"), UNANSWERED)
+def test_endpoints_that_are_not_answered(tmp_path: Path, urls: list[str], told: str) -> None:
+    """The file is refused before anything is sent, in one line that names the lines."""
+    batch = Batch(tmp_path, [{**request_of(n), "url": url} for n, url in enumerate(urls)])
+    for result in (batch.do(), batchrun("check", batch.requests)):
+        assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+        assert f"{batch.requests.name}: {told}" in result.stderr
+        assert "take these lines out" in result.stderr
+    assert not batch.results.exists()
+    assert not batch.run.exists()
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [

@@ -166,7 +166,7 @@ def test_a_batch_from_upload_to_download(tmp_path: Path) -> None:
         assert second.error_file_id is None
         assert [each.id for each in client.batches.list(limit=1)] == [second.id, batch.id]
         assert client.batches.list(limit=1).has_more
-        assert len([*(tmp_path / "state" / "batches").iterdir()]) == 2  # the runs are gone
+        eventually(lambda: len([*(tmp_path / "state" / "batches").iterdir()]) == 2)  # the runs are gone
         told = server.client.get("/../metrics", cast_to=str)
         assert 'batchrunner_batches{status="completed"} 2' in told
         assert server.kill(signal.SIGTERM) == 0
@@ -236,7 +236,12 @@ def test_calls_that_are_wrong(tmp_path: Path) -> None:
 def test_batches_that_fail(tmp_path: Path) -> None:
     """A file that is no batch file, or one for another endpoint, is taken, and its batch has the reasons."""
     with serving(tmp_path / "state", *FAST) as server:
-        for content, line in ((b"\x00\xff\n" * 3, 1), (b"", None), (b"\n \n" + requests_of(3), 3)):
+        for content, line in (
+            (b"\x00\xff\n" * 3, 1),
+            (b"", None),
+            (b"\n \n" + requests_of(3), 3),
+            (requests_of(2) + requests_of(2).replace(CHAT.encode(), b"/v1/responses"), 3),
+        ):
             batch = server.ended(server.begin(server.upload(content), endpoint="/v1/completions"))
             assert (batch.status, batch.failed_at is None) == ("failed", False)
             assert batch.errors is not None

@@ -26,7 +26,7 @@ from tests.conftest import (
     run_job,
     write_rows,
 )
-from tests.support.answers import HEAD, LENGTH, Body, logprob_for, vector_for
+from tests.support.answers import HEAD, LENGTH, Body, logprob_for, vector_for, vector_of
 from tests.support.blocks import ROOT
 from tests.support.fake_sglang import FakeSGLang, Sent
 from tests.support.runs import failed_rows
@@ -289,10 +289,10 @@ def odd_vector(sent: Sent) -> list[float]:
 
 @pytest.mark.parametrize("as_floats", [False, True])
 def test_vectors_without_use(tmp_path: Path, embedder: FakeSGLang, as_floats: bool) -> None:
-    """NaN, infinite, empty, too short, too large for 16 bits: these rows fail, with the reason."""
+    """NaN, infinite, empty, zero, too short, too large for 16 bits: these rows fail, with the reason."""
     embedder.vector, embedder.floats = odd_vector, as_floats
     output = {"dtype": "float16", "dimensions": LENGTH}
-    limits = {"max_failed_rows": 5}
+    limits = {"max_failed_rows": 6}
     job = job_for("embed", tmp_path, embedder, bundle="off", output=output, limits=limits)
     run_job(job, tmp_path)
     errors = {row["row"]: row["error"] for row in results_of(job) if row["error"]}
@@ -300,10 +300,46 @@ def test_vectors_without_use(tmp_path: Path, embedder: FakeSGLang, as_floats: bo
         1: "the vector has numbers that are NaN or infinite",
         2: "the vector has numbers that are NaN or infinite",
         3: "the vector is empty",
+        5: "the vector is zero",
         6: "output.dtype: the vector has numbers too large for float16",
         7: "the vector has 7 numbers, and output.dimensions is 8",
     }
     assert column_type(job) == pa.list_(pa.float16())
+
+
+BAD_VECTORS: dict[str, tuple[str, str]] = {
+    "zeros": ("[0, 0, 0.0, -0.0, 0, 0, 0, 0]", "the vector is zero"),
+    "of another length": ("[1, 2, 3]", "the vector has 3 numbers, and others have 8"),
+    "nulls": ("[null, null, null, null, null, null, null, null]", "numbers that are NaN or infinite"),
+    "NaN": ("[NaN, 1, 1, 1, 1, 1, 1, 1]", "numbers that are NaN or infinite"),
+    "over a double": ("[1e999, 1, 1, 1, 1, 1, 1, 1]", "numbers that are NaN or infinite"),
+    "null": ("null", "the vector is no list of numbers"),
+    "a text": ('"?"', "the vector is no list of numbers"),
+}
+
+
+@pytest.mark.usefixtures("full_requests", "quick_retries")
+@pytest.mark.parametrize("case", BAD_VECTORS)
+@pytest.mark.parametrize("bad_row", [0, 13])
+def test_a_bad_vector_of_a_list_is_asked_for_again_alone(
+    tmp_path: Path, embedder: FakeSGLang, case: str, bad_row: int
+) -> None:
+    """Only its row fails, with the reason; all others are done with the one list that they came in."""
+    content, reason = BAD_VECTORS[case]
+    bad_prompt = KINDS["embed"].sent(bad_row)
+    embedder.written = lambda sent: content if sent.prompt == bad_prompt else json.dumps(vector_of(sent))
+    job = job_for("embed", tmp_path, embedder, limits={"max_failed_rows": 1})
+    run_job(job, tmp_path)
+    rows = results_of(job)
+    assert failed_rows(job) == [bad_row]
+    assert reason in rows[bad_row]["error"]
+    assert [row["embedding"] for row in rows] == [
+        None if n == bad_row else vector_for(str(ids(n))) for n in range(ROWS)
+    ]
+    together = [sent.together for sent in embedder.sent if sent.prompt == bad_prompt]
+    assert together[0] > 1
+    assert {*together[1:]} == {1}
+    assert len(embedder.sent) == ROWS + len(together) - 1
 
 
 def test_an_odd_list_reply(tmp_path: Path, embedder: FakeSGLang) -> None:
@@ -404,6 +440,37 @@ def test_bad_documents_and_scores(tmp_path: Path, reranker: FakeSGLang) -> None:
     assert rows[0]["scores"] == [pytest.approx(pair("row 0", "a"))]
     assert rows[1]["error"] == "prompt.documents: column 'documents' is null or empty, or has such an item"
     assert rows[2]["error"]
+
+
+def test_scores_that_json_does_not_have(tmp_path: Path, reranker: FakeSGLang) -> None:
+    """One that is NaN or over a double is null, minus infinity stays, and the row is ok."""
+    odd = {str(["q", "n"]): math.nan, str(["q", "m"]): -math.inf, str(["q", "o"]): math.inf}
+    reranker.logprob = lambda prompt, at: odd.get(prompt, 0.5)
+    write_rows(tmp_path / "input.parquet", 1, query=["q"], documents=[["n", "a", "m", "o"]])
+    job = job_of(tmp_path, reranker, task="rerank", prompt={"text": "query", "documents": "documents"})
+    run_job(job, tmp_path)
+    assert column_of(job, "scores") == [[None, 0.5, -math.inf, None]]
+
+
+def test_classes_without_a_number(tmp_path: Path, reranker: FakeSGLang) -> None:
+    """The label is that of the highest known score; the probabilities among all need all."""
+    reranker.logprob = lambda prompt, at: [math.nan, -math.inf, 0.5][at]
+    job = job_of(tmp_path, reranker, task="classify", rows=2)
+    run_job(job, tmp_path)
+    assert column_of(job, "scores") == [[None, -math.inf, 0.5]] * 2
+    assert column_of(job, "label") == ["LABEL_2"] * 2
+    output = {"path": str(tmp_path / "shares"), "softmax": True}
+    shares = {**job, "output": output, "limits": {"max_failed_rows": 2, "max_attempts": 1}}
+    run_job(shares, tmp_path)
+    assert {*column_of(shares, "error")} == {"output.softmax: a score of the answer is not a number"}
+
+
+def test_labels_without_a_probability(tmp_path: Path, scorer: FakeSGLang) -> None:
+    """The logarithm minus infinity is the probability 0; NaN is null beside the others."""
+    scorer.logprob = lambda prompt, token: {11: -math.inf, 12: math.nan}.get(token, -0.5)
+    job = job_of(tmp_path, scorer, task="score", labels=[" yes", " no", 7], rows=2)
+    run_job(job, tmp_path)
+    assert column_of(job, "scores") == [[0.0, None, pytest.approx(math.exp(-0.5))]] * 2
 
 
 def test_rewards(tmp_path: Path, reranker: FakeSGLang) -> None:
@@ -511,20 +578,40 @@ def test_lists_of_rows_and_bad_ones(tmp_path: Path, chooser: FakeSGLang) -> None
 
 @pytest.mark.usefixtures("full_requests")
 def test_choices_of_several_rows_share_requests(tmp_path: Path, chooser: FakeSGLang) -> None:
-    """The choices of several rows go in one list; a bad one, or one without a number, fails its row alone."""
+    """The choices of several rows go in one list; a bad one fails its row, one without a number is null."""
     texts = [chr(97 + n) for n in range(24)]
     chooser.script = lambda sent: "too long" if sent.prompt == str(tokens_in("b Rome")) else "answer"
     chooser.logprob = lambda prompt, token: (
         None if prompt == str(tokens_in("c R")) else logprob_for(prompt, token)
     )
-    limits = {"max_failed_rows": 2, "abort_failed_share": 1, "max_attempts": 1}
+    limits = {"max_failed_rows": 1, "abort_failed_share": 1, "max_attempts": 1}
     job = choice_job(tmp_path, chooser, texts, limits=limits, bundle=8, window=24)
     run_job(job, tmp_path)
     rows = results_of(job)
-    assert failed_rows(job) == [1, 2]
+    assert failed_rows(job) == [1]
     assert "longer than the model's context length" in rows[1]["error"]
-    assert "the log likelihood of a choice is not a number" in rows[2]["error"]
     for row, text in zip(rows, texts, strict=True):
-        scores = [likelihood(text + choice, 2) for choice in CHOICES]
-        assert row["error"] or row["scores"] == pytest.approx(scores)
+        scores: list[Any] = [likelihood(text + choice, 2) for choice in CHOICES]
+        if text == "c":
+            scores[0] = None
+        assert row["error"] or row["scores"] == [each and pytest.approx(each) for each in scores]
+        assert row["error"] or [each is None for each in row["scores_per_byte"]] == [
+            each is None for each in scores
+        ]
     assert max(sent.together for sent in chooser.sent) > len(CHOICES)
+
+
+@pytest.mark.parametrize(("logprob", "score"), [(None, None), (-math.inf, -math.inf)])
+def test_choices_without_a_likelihood(
+    tmp_path: Path, chooser: FakeSGLang, logprob: float | None, score: float | None
+) -> None:
+    """A row fails where no choice has a number; minus infinity is one."""
+    chooser.logprob = lambda prompt, token: logprob
+    limits = {"max_failed_rows": 1, "max_attempts": 1}
+    job = choice_job(tmp_path, chooser, ["a"], limits=limits)
+    run_job(job, tmp_path)
+    (row,) = results_of(job)
+    if score is None:
+        assert "the log likelihood of a choice is not a number" in row["error"]
+    else:
+        assert row["scores"] == row["scores_per_token"] == row["scores_per_byte"] == [score] * 3

@@ -1,6 +1,7 @@
 """Whole answers: reasoning, tool calls, token ids and probabilities, several outputs of a row."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,24 @@ def test_tokens_and_their_probabilities(tmp_path: Path, server: FakeSGLang, kind
         assert row["output_ids"] == [*range(len(words))]
         assert row["logprobs"] == [token(n, word) for n, word in enumerate(words)]
         assert row["top_logprobs"] == [[token(n, word)] * 2 for n, word in enumerate(words)]
+
+
+@pytest.mark.parametrize("kind", ["text", "chat", "ids"])
+def test_probabilities_that_json_does_not_have(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """NaN is null, and minus infinity stays; half a surrogate pair is replaced, and the row is ok."""
+    odd = [[-math.inf, 1, "a"], [math.nan, 2, "half \ud800"], [math.inf, 3, "c"], [-0.5, 4, "d"]]
+    monkeypatch.setattr("tests.support.answers.logprobs_of", lambda _: odd)
+    asked = ["logprobs", "top_logprobs"]
+    job = asking(tmp_path, server, asked, rows=2, **KINDS[kind], output={"top_logprobs": 1})
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.rows_failed) == (2, 0)
+    for row in results_of(job):
+        tokens = [(each["logprob"], each["token"]) for each in row["logprobs"]]
+        assert tokens == [(-math.inf, "a"), (None, "half \ufffd"), (None, "c"), (-0.5, "d")]
+        assert row["top_logprobs"] == [[each] for each in row["logprobs"]]
+    assert {sent.tries for sent in server.sent} == {1}
 
 
 def test_types_are_fixed(tmp_path: Path, server: FakeSGLang) -> None:

@@ -161,6 +161,18 @@ def test_json_lines(run: Path, name: str, opened: Callable[[bytes], bytes]) -> N
         assert row == wanted
 
 
+BREAKS = "a\x85b\u2028c\u2029d"
+"""A text with all characters beyond ASCII at which `str.splitlines` ends a line."""
+
+
+def test_a_row_of_json_lines_is_one_line(tmp_path: Path) -> None:
+    """Characters that some readers take for the end of a line are escaped, in names of columns too."""
+    pq.write_table(pa.table({"text": ["a"] * 3, BREAKS: [[BREAKS]] * 3}), tmp_path / "input.parquet")
+    batchrunner.run(job_of(tmp_path, INSTANT, input={"columns": [BREAKS]}))
+    text = written(tmp_path / "run", "a.jsonl").decode()
+    assert [json.loads(line)[BREAKS] for line in text.splitlines()] == [[BREAKS]] * 3
+
+
 @pytest.mark.parametrize(
     ("name", "delimiter", "opened"),
     [("a.csv", ",", bytes), ("a.tsv", "\t", bytes), ("a.csv.gz", ",", gzip.decompress)],

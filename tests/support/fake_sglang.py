@@ -135,12 +135,14 @@ class FakeSGLang(ServerThread):
         """What /v1/loads answers in place of the load."""
         self.vector: Callable[[Sent], list[float]] = vector_of
         """What becomes of a prompt for an embedding."""
+        self.written: Callable[[Sent], str] | None = None
+        """The JSON of that in an answer, in place of the vector's own."""
         self.logprob: Callable[[str, int], float | None] = logprob_for
         self.classes = 3
         self.floats = False
         """Whether vectors are lists of numbers, as of a release without `encoding_format`."""
-        self.weights = "default"
-        """Version of the weights, which the description and the answers tell."""
+        self.weights, self.adapters = "default", set[str]()
+        """Version of the weights, which the description and the answers tell; names of the LoRA adapters."""
         self.polls: Literal["answer", "hang", "gone", "error"] = "answer"
         self.polled = 0
         """How often the load was asked for and told."""
@@ -200,6 +202,7 @@ class FakeSGLang(ServerThread):
             app.router.add_get("/model_info", self._model_info)
             app.router.add_get("/server_info", self._server_info)
             app.router.add_get("/v1/loads", self._loads)
+            app.router.add_get("/v1/models", self._models)
             app.router.add_post("/v1/tokenize", self._tokens)
             app.router.add_post("/generate", self._generate)
             app.router.add_post("/v1/chat/completions", self._generate)
@@ -248,6 +251,15 @@ class FakeSGLang(ServerThread):
                 **self.arguments,
             }
         )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        cards = [{"id": name, "parent": self.model} for name in sorted(self.adapters)]
+        return self._locked(request) or web.json_response({"data": [{"id": self.model}, *cards]})
+
+    def _refuses_adapter(self, sent: Sent) -> bool:
+        """Tell whether a row is for an adapter that is not loaded, as the real server reads the name."""
+        name = str(sent.body.get("model", ""))
+        return ":" in name and name.partition(":")[2] not in self.adapters
 
     async def _tokens(self, request: web.Request) -> web.Response:
         if self.tokenize is None:
@@ -315,6 +327,8 @@ class FakeSGLang(ServerThread):
                 await asyncio.sleep(self.delay_s)
         elif what == "disconnect" or what in REFUSALS:
             await asyncio.sleep(self.refusal_s)
+        if self._refuses_adapter(sent):
+            return self._error(sent, 400, "Got LoRA adapter that has never been loaded")
         if isinstance(what, (Body, OnWire)):
             return self._write(request, what)
         return await self._react(request, sent, what)
@@ -365,7 +379,11 @@ class FakeSGLang(ServerThread):
                     return await self._react(request, sent, what)
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
-            return web.json_response(reply_to(rows))
+            reply = reply_to(rows)
+            if self.written is None:
+                return web.json_response(reply)
+            items = [f'{{"index":{at},"embedding":{self.written(sent)}}}' for at, sent in enumerate(rows)]
+            return web.Response(text=f'{{"data":[{",".join(items)}]}}', content_type="application/json")
         finally:
             self._in_flight -= len(bodies)
 

@@ -68,7 +68,7 @@ from batchrunner.engines.http.wire import PostedAnswer, PostSender
 from batchrunner.engines.model_files import vocabulary_of
 from batchrunner.input.request_bodies import with_model
 from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks import EMBED, GENERATE, TaskName
+from batchrunner.job.tasks import EMBED, GENERATE, TaskName, VectorLength
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,11 @@ class HttpEngine(Engine):
         self._rid_prefix = f"batchrunner-{secrets.token_hex(6)}"
         self._rid_numbers = itertools.count()
         self._vocabulary: int | None = None
+        self._vector_length = VectorLength()
         self._model_names: frozenset[str] = frozenset()
+        self._names_to_send: dict[str, str] = {}
+        """What a whole request is sent with, by the name of the model that it asks for."""
+        self._naming = asyncio.Lock()
 
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
         """Connect to the replicas, and read the description of each that answers.
@@ -254,11 +258,15 @@ class HttpEngine(Engine):
             reply = await self._post_task(endpoint, [request])
         else:
             if request.kind == "body":
-                body = with_model(request.prompt, self._model_name(request.prompt.model))
+                body = with_model(request.prompt, await self._name_to_send(endpoint, request.prompt.model))
             else:
                 body = wire.bytes_of(wire.body_of(request))
             reply = await self._post(endpoint, wire.path_of(request), body)
         completion = replies.completion_of(request, reply)
+        if request.task is not None:
+            (result,) = self._vector_length.without_others([request], [completion])
+            if isinstance(result, RequestError):
+                raise result
         if completion.weights != self.guard.weights or endpoint.url in self.guard.in_doubt:
             await self.guard.check_answer(endpoint.url, completion.weights)
         return completion
@@ -365,15 +373,29 @@ class HttpEngine(Engine):
     async def _is_alive(self, url: str) -> bool:
         return self._questions is not None and await ServerStatus(self._questions, url).is_alive()
 
-    def _model_name(self, name: str | None) -> str | None:
+    async def _name_to_send(self, endpoint: Endpoint, name: str | None) -> str | None:
         """Return the name of the model that a whole request is sent with; None for none.
 
-        A file may name a model that this server does not know: that is replaced.
+        The server gets the name as it is. SGLang takes what follows a colon for a LoRA adapter, and refuses
+        one that is not loaded. It answers any name without a colon by its own model, so an adapter that goes
+        by its name alone is sent in the form with the colon.
         """
-        own = self._model_names
-        if name is None or name in own or name.startswith(tuple(f"{each}:" for each in own)):
-            return name  # : for a LoRA adapter
-        return wire.ANY_MODEL
+        if name is None or name in self._model_names or ":" in name:
+            return name
+        async with self._naming:  # the first row with a name asks for all
+            if name not in self._names_to_send:
+                self._names_to_send[name] = await self._known_name(endpoint.url, name)
+        return self._names_to_send[name]
+
+    async def _known_name(self, url: str, name: str) -> str:
+        """Return a name without a colon as a server understands it; log which model answers for another."""
+        assert self._asks is not None
+        if name in await self._asks.adapters(url):
+            return f"{wire.ANY_MODEL}:{name}"
+        if name != wire.ANY_MODEL:
+            served = " or ".join(sorted(self._model_names))
+            log.warning("requests for the model %r are answered by %s: %s", name, served, url)
+        return name
 
     async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
         """Send a body and return the reply; raises RequestError, with its `body`, where that is no answer."""
@@ -409,15 +431,16 @@ class HttpEngine(Engine):
         return error
 
     async def _send_list(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
-        """Send a list of rows of one task, all of which end with the one reply."""
+        """Send a list of rows of one task; those that have no good answer in the one reply do not end."""
         found = await self._post_task(endpoint, requests)
         try:
             results = replies.answers_of(requests, found)
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
             raise BundleRefusedError(f"the answer cannot be read: {failure}") from None
         await self.guard.check_answer(endpoint.url, None)
-        for index, result in enumerate(results):
-            ended(index, result)
+        for index, result in enumerate(self._vector_length.without_others(requests, results)):
+            if isinstance(result, (Completion, EngineBusyError)):  # any other row is sent again alone
+                ended(index, result)
 
     async def _send_bundle(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
         """Send prompts in one body, and pass on the answer of each when it comes."""

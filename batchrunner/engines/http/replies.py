@@ -21,6 +21,7 @@ from batchrunner.core.errors import (
     RowRefusedError,
     hidden,
 )
+from batchrunner.core.strict_json import decode_reply, strict_json
 from batchrunner.core.types import (
     CHAT_PATH,
     EMBEDDINGS_PATH,
@@ -39,7 +40,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Word = Annotated[str, msgspec.Meta(max_length=100)]
 """A finish reason; SGLang's have ten characters."""
 TokenLogprob = tuple[float | None, Count, str | None]
-"""A token: the logarithm of its probability, its id and its text."""
+"""A token: the logarithm of its probability (LOWEST for minus infinity), its id and its text."""
 
 
 class Reason(msgspec.Struct):
@@ -162,8 +163,7 @@ _read_choices = msgspec.json.Decoder(ChoicesReply)
 _read_generate = msgspec.json.Decoder(Sample | Annotated[list[Sample], msgspec.Meta(min_length=1)])
 _read_ids = msgspec.json.Decoder(list[Count] | None)
 _read_tokens = msgspec.json.Decoder(TokensReply)
-read_event = msgspec.json.Decoder(Event).decode
-"""Decode an event; raises for what is none."""
+_read_event = msgspec.json.Decoder(Event)
 
 MOST_ANSWER_BYTES = 128 << 20
 """Most bytes of an answer, or of an event in one: a part of the results holds 64 MiB."""
@@ -210,6 +210,11 @@ async def whole(answer: PostedAnswer) -> WholeAnswer:
     return WholeAnswer(answer.status, content, retry_after)
 
 
+def read_event(content: bytes) -> Event:
+    """Decode an event; raises for what is none."""
+    return decode_reply(_read_event, content)
+
+
 class EventLines:
     """Cuts an answer into events (server-sent, with their data in one line), wherever its pieces begin."""
 
@@ -233,6 +238,7 @@ class EventLines:
 
 def error_of(status: int, body: bytes, retry_after: str | None = None) -> RequestError:
     """Return the error that a reply means for the row which is no answer: one with status 200 is no JSON."""
+    body = strict_json(body)
     said = short(_sentence_in(body))
     message = f"{status}: {said or 'no explanation'}"
     error: RequestError
@@ -291,7 +297,7 @@ class Answer(msgspec.Struct):
 def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
     """Decode a reply; raises AttemptFailedError for what is none."""
     try:
-        return decoder.decode(reply)
+        return decode_reply(decoder, reply)
     except Exception:  # noqa: BLE001 - as above
         raise AttemptFailedError(
             f"not an answer of SGLang: {short(reply.decode(errors='replace'))}"
@@ -496,6 +502,7 @@ def _from_body(body: RequestBody, reply: bytes) -> Completion:
 
     Raises RequestError where it is an abort or no answer, or a vector has no use.
     """
+    reply = strict_json(reply)  # it becomes a line of the results, which all can read
     if body.path == EMBEDDINGS_PATH:
         prompt_tokens = check_embeddings(reply, len(prompts_in(body)) or None)
         columns = {RESPONSE: [_as_line(reply, body.model)]}

@@ -24,6 +24,8 @@ from batchrunner.job.tasks import TASKS, TaskName
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
 """Paths of the server's description of itself."""
+MODELS = "/v1/models"
+"""Path of the names that requests in OpenAI's form may ask for."""
 LOADS, METRICS = "/v1/loads?include=core,queues", "/metrics"
 """Paths of the server's load, and of its counters."""
 NO_SUCH_PATH = frozenset({404, 405})
@@ -289,6 +291,12 @@ class ServerQuestions:
         found = await self._model_info(url, timeout_s)
         more = run_model.keys() - model_in(found).keys()
         return model_in(found, await self._ask(url, SERVER_INFO, timeout_s) if more else {})
+
+    async def adapters(self, url: str) -> frozenset[str]:
+        """Return the names of the LoRA adapters that a server has loaded; raises EngineDownError."""
+        listed = (await self._ask(url, MODELS, TIMING.server_open)).get("data")
+        cards = [card for card in listed if isinstance(card, dict)] if isinstance(listed, list) else []
+        return frozenset(str(card.get("id")) for card in cards if card.get("parent"))
 
     async def _model_info(self, url: str, timeout_s: float) -> dict[str, Any]:
         found = await self._ask(url, MODEL_INFO, timeout_s)
