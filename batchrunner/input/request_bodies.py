@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from batchrunner.core.files import LONGEST_LINE_BYTES
 from batchrunner.core.types import BATCH_PATHS, COMPLETIONS_PATH, EMBEDDINGS_PATH, RequestBody
 
 CUSTOM_ID, URL, BODY = BATCH_COLUMNS = ("custom_id", "url", "body")
@@ -19,6 +20,7 @@ _TO_EMBED = ("input",)
 _LIMITS = ("max_completion_tokens", "max_tokens")
 CHAT_TOKENS, COMPLETION_TOKENS = 1024, 16
 """Output tokens that are expected of a request without a limit; SGLang's own limit of completions is 16."""
+TOO_LONG = f"is longer than {LONGEST_LINE_BYTES >> 20} MiB"
 _STREAMED = ("stream", "stream_options")
 _read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -42,14 +44,18 @@ _read_line = msgspec.json.Decoder(_Line)
 _read_body = msgspec.json.Decoder(_Body)
 
 
-def request_lines(lines: Iterable[bytes]) -> Iterator[tuple[int, dict[str, str], str | None, int]]:
+def request_lines(lines: Iterable[bytes | None]) -> Iterator[tuple[int, dict[str, str], str | None, int]]:
     """Yield the number of each line, the request on it, why it is none, and its bytes.
 
-    The first request says whether all are for vectors, and the first that names a model, which one.
+    A line that is too long to be read is None. The first request says whether all are for vectors, and the
+    first that names a model, which one.
     """
     embeds: bool | None = None
     model: str | None = None
     for number, line in enumerate(lines, 1):
+        if line is None:
+            yield number, {}, f"not a request: it {TOO_LONG}", 0
+            continue
         text, problem = line.strip(), None
         if not text:
             continue
