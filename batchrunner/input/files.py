@@ -35,7 +35,7 @@ from batchrunner.input.compression import (
     refuse_archive,
     unpacking,
 )
-from batchrunner.input.parquet_copy import PROBLEM, first_line, normalized, write_parquet
+from batchrunner.input.parquet_copy import PROBLEM, first_line, write_parquet
 from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.addresses import check_client, store_address
@@ -316,8 +316,8 @@ class SourceFile:
             self.digest = schema.metadata[_DIGEST].decode()
         self.has_problems = PROBLEM in schema.names
         """Whether some of its records cannot be read."""
-        self.schema = normalized(pa.schema([field for field in schema if field.name != PROBLEM]))
-        """Columns of the file."""
+        self.schema = pa.schema([field for field in schema if field.name != PROBLEM])
+        """Columns of the file, as they are stored."""
         self._group_rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
         self.rows: int = sum(self._group_rows)
         self.grown_from: str | None = None

@@ -16,11 +16,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
+from batchrunner.input.common_types import common_type
+from batchrunner.job.arrow_types import type_name
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.files import writing
 
 Record = TypeVar("Record")
+UNFIT = (ValueError, TypeError, OverflowError, pa.ArrowException)
+"""What Arrow raises for a value that a type cannot hold."""
+MOST_SHOWN = 40
+"""Most characters of a bad value in a message."""
 
+_TEXT = pa.string()
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
@@ -29,14 +36,14 @@ def first_line(failure: BaseException) -> str:
     return str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
 
 
-def normalized(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with nullable fields, without views, and with texts for nulls.
+def normalized(schema: pa.Schema, nulls: pa.DataType = _TEXT) -> pa.Schema:
+    """Return the schema with nullable fields, without views, and with the type `nulls` for nulls.
 
     Columns may be dictionaries, with numbers of 32 bits: those of two files may be more than 8 bits hold.
     """
     fields = []
     for field in schema:
-        plain = _normalized_field(field)
+        plain = _normalized_field(field, nulls)
         if pt.is_dictionary(field.type):
             plain = plain.with_type(pa.dictionary(pa.int32(), plain.type, field.type.ordered))
         fields.append(plain)
@@ -54,25 +61,25 @@ def not_for_parquet(kind: pa.DataType) -> str | None:
     return None
 
 
-def _normalized_field(field: pa.Field[Any]) -> pa.Field[Any]:
-    return field.with_type(_normalized_type(field.type)).with_nullable(True)
+def _normalized_field(field: pa.Field[Any], nulls: pa.DataType) -> pa.Field[Any]:
+    return field.with_type(_normalized_type(field.type, nulls)).with_nullable(True)
 
 
-def _normalized_type(kind: pa.DataType) -> pa.DataType:
+def _normalized_type(kind: pa.DataType, nulls: pa.DataType = _TEXT) -> pa.DataType:
     if pt.is_dictionary(kind):
         kind = kind.value_type
     if pt.is_list(kind) or pt.is_list_view(kind):
-        return pa.list_(_normalized_field(kind.value_field))
+        return pa.list_(_normalized_field(kind.value_field, nulls))
     if pt.is_large_list(kind) or pt.is_large_list_view(kind):
-        return pa.large_list(_normalized_field(kind.value_field))
+        return pa.large_list(_normalized_field(kind.value_field, nulls))
     if pt.is_fixed_size_list(kind):
-        return pa.list_(_normalized_field(kind.value_field), kind.list_size)
+        return pa.list_(_normalized_field(kind.value_field, nulls), kind.list_size)
     if pt.is_map(kind):
-        key = _normalized_field(kind.key_field).with_nullable(False)  # as Arrow requires of a map
-        return pa.map_(key, _normalized_field(kind.item_field), kind.keys_sorted)
+        key = _normalized_field(kind.key_field, nulls).with_nullable(False)  # as Arrow requires of a map
+        return pa.map_(key, _normalized_field(kind.item_field, nulls), kind.keys_sorted)
     if pt.is_struct(kind):
-        return pa.struct([_normalized_field(field) for field in kind])
-    return pa.string() if pt.is_null(kind) else _VIEWS.get(kind, kind)
+        return pa.struct([_normalized_field(field, nulls) for field in kind])
+    return nulls if pt.is_null(kind) else _VIEWS.get(kind, kind)
 
 
 PROBLEM = "\0problem"
@@ -123,12 +130,16 @@ def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
         return schemas[0]
     kinds: dict[str, pa.DataType] = {}
     for field in chain.from_iterable(schemas):
-        kinds[field.name] = _common_type(kinds.get(field.name, pa.null()), field.type)
+        kind = common_type(kinds.get(field.name, pa.null()), field.type)
+        kinds[field.name] = _TEXT if kind is None else kind
     return pa.schema(list(kinds.items()))
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:
-    """Return a schema for Parquet: JSON text for what it cannot hold, and PROBLEM only if there is any."""
+    """Return a schema for Parquet: JSON text for what it cannot hold, and PROBLEM only if there is any.
+
+    Columns of nulls stay such: with another file they may get a type.
+    """
     fields = [
         field.with_type(pa.string())
         if _most_fields(field.type) > MOST_FIELDS or not_for_parquet(field.type)
@@ -136,7 +147,7 @@ def stored_schema(schema: pa.Schema) -> pa.Schema:
         for field in schema
         if field.name != PROBLEM or not pt.is_null(field.type)
     ]
-    return normalized(pa.schema(fields))
+    return normalized(pa.schema(fields), pa.null())
 
 
 def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
@@ -151,6 +162,26 @@ def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         for field in schema
     ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def fitted_values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+    """Return a column as one of a type, and by place what is wrong with a value that the type cannot hold.
+
+    Such a value is null.
+    """
+    try:
+        return _as_type(column, kind), {}
+    except UNFIT:
+        pass
+    values: list[pa.Array] = []
+    misfits: dict[int, str] = {}
+    for at in range(len(column)):
+        try:
+            values.append(_as_type(column.slice(at, 1), kind))
+        except UNFIT:
+            values.append(pa.nulls(1, kind))
+            misfits[at] = f"{column[at]!s:.{MOST_SHOWN}} is not {type_name(kind)}"
+    return pa.concat_arrays(values), misfits
 
 
 def in_chunks(
@@ -185,16 +216,6 @@ def text_of(value: Any, default: Callable[[Any], Any] | None = None) -> str | No
     if value is None or isinstance(value, str):
         return value
     return msgspec.json.encode(value, enc_hook=default).decode()
-
-
-def _common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    if one == other:
-        return one
-    try:
-        both = [pa.schema([("", kind)]) for kind in (one, other)]
-        return pa.unify_schemas(both, promote_options="permissive").field(0).type
-    except (TypeError, pa.ArrowException):
-        return pa.string()
 
 
 def _most_fields(kind: pa.DataType) -> int:

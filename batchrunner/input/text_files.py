@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.files import LONGEST_LINE_BYTES, FileFormat
-from batchrunner.input.parquet_copy import PROBLEM, array_of, in_chunks, text_of
+from batchrunner.input.parquet_copy import MOST_SHOWN, PROBLEM, array_of, in_chunks, text_of
 from batchrunner.input.request_bodies import BATCH_COLUMNS, TOO_LONG, request_lines
 from batchrunner.job.arrow_types import PLAIN_TYPES, type_name
 from batchrunner.job.spec import InputSpec
@@ -30,8 +30,6 @@ MOST_LEVELS = 48
 """Most levels of a JSON value: Parquet holds about as many."""
 _NO_NUMBER = re.compile(rb"[:,[]\s*-?(NaN|Infinity)\b")
 """What some programs write into JSON for numbers that it does not have."""
-MOST_SHOWN = 40
-"""Most characters of a bad value in a message."""
 _OTHER_ENCODINGS = "write input.encoding; cp1252 and utf-16 are those of Excel"
 _UNDECODED = re.compile("[\udc80-\udcff]")
 """What stands for a byte that the encoding does not have."""
