@@ -259,8 +259,14 @@ class Dataset:
             raise InputError(f"{where}: column {name!r} has a type that Parquet cannot hold: {problem}")
         return field
 
-    def warn_of_missing(self, columns: Iterable[str]) -> None:
-        """Log which of these columns a file lacks, where they are null."""
+    def notes(self) -> list[str]:
+        """Return what a person should know of the records: which fail, and why a column is text."""
+        return [note for file in self.files for note in file.notes]
+
+    def log_notes(self, columns: Iterable[str]) -> None:
+        """Log the notes on records, and which of these columns a file lacks."""
+        for note in self.notes():
+            log.warning("%s", note)
         for name in columns:
             lacking = [path for schema, path in self._paths_by_schema.items() if name not in schema.names]
             if lacking:

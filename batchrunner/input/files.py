@@ -15,6 +15,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
@@ -35,7 +36,7 @@ from batchrunner.input.compression import (
     refuse_archive,
     unpacking,
 )
-from batchrunner.input.parquet_copy import PROBLEM, first_line, write_parquet
+from batchrunner.input.parquet_copy import NOTES, PROBLEM, first_line, write_parquet
 from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.addresses import check_client, store_address
@@ -297,6 +298,8 @@ class SourceFile:
         """What reading it raises, see `files.read_errors`."""
         self.format = _batch_format(path) if is_batch else format_of(path)
         self._copies, self._source, self._is_batch = copies, source, is_batch
+        self.notes: list[str] = []
+        """What a person should know of its records: which fail, and why a column is text."""
         self._copy: Path | None = None  # what is read of a file that is not Parquet
         try:
             self._seen = self._look()
@@ -314,6 +317,7 @@ class SourceFile:
             raise self._unreadable(failure) from None
         if self.format.kind != "Parquet":
             self.digest = schema.metadata[_DIGEST].decode()
+            self.notes = msgspec.json.decode(footer.metadata[NOTES], type=list[str])
         self.has_problems = PROBLEM in schema.names
         """Whether some of its records cannot be read."""
         self.schema = pa.schema([field for field in schema if field.name != PROBLEM])
@@ -478,7 +482,7 @@ class SourceFile:
             if not copy.exists():
                 self.digest = self._digest_of(self._size)
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
-                    write_parquet(self._rows(), temporary, {_DIGEST: self.digest.encode()})
+                    write_parquet(self._rows(), temporary, {_DIGEST: self.digest.encode()}, self.path)
                     self.check_unchanged()  # it was read after its digest was made
 
     def _rows(self) -> Iterator[pa.RecordBatch]:

@@ -69,11 +69,12 @@ def new_job(path: str, engine: str) -> str:
     others = [other for other in usable if other not in {name, *RESULT_COLUMNS}]
     carried = [other for other in others if ID_NAME.fullmatch(other) and not pt.is_nested(usable[other])]
     columns = "".join(f"#   {_quoted(f.name)}: {type_name(f.type)}\n" for f in dataset.schema)
+    notes = "".join(f"# {' '.join(note.split())}\n" for note in dataset.notes())
     return (
         "# A job for batchrunner, made by `batchrun init`. Save it as job.yaml, change what you like, then:\n"
         "#   batchrun check job.yaml   validates it and shows three prompts; sends nothing\n"
         "#   batchrun job.yaml         runs it; the same command resumes\n"
-        f"#\n# Columns of the data, {dataset.total_rows:,} rows:\n{columns}\n"
+        f"#\n# Columns of the data, {dataset.total_rows:,} rows:\n{columns}{notes}\n"
         f"input:\n  path: {_quoted(path)}\n"
         + "".join(f"  {option}: {_quoted(value)}\n" for option, value in options.items())
         + f"  columns: [{', '.join(map(_quoted, carried))}]"

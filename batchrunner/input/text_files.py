@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.files import LONGEST_LINE_BYTES, FileFormat
-from batchrunner.input.parquet_copy import MOST_SHOWN, PROBLEM, array_of, in_chunks, text_of
+from batchrunner.input.parquet_copy import LINE, MOST_SHOWN, ODD, PROBLEM, in_chunks, parted, text_of
 from batchrunner.input.request_bodies import BATCH_COLUMNS, TOO_LONG, request_lines
 from batchrunner.job.arrow_types import PLAIN_TYPES, type_name
 from batchrunner.job.spec import InputSpec
@@ -83,23 +83,26 @@ def _lines(source: io.BufferedReader) -> Iterator[bytes | None]:
 
 
 def _batch_of(path: str, chunk: Sequence[Record], kinds: Mapping[str, pa.DataType | None]) -> pa.RecordBatch:
-    """Return records as a batch with PROBLEM; a column without a type gets that of its values."""
+    """Return records as a batch with PROBLEM and LINE; a column without a type gets that of its values."""
     problems = [problem for _, _, problem, _ in chunk]
-    arrays = []
+    columns: dict[str, pa.Array] = {}
     for name, kind in kinds.items():
         values = [row.get(name) for _, row, _, _ in chunk]
         if kind is None:
-            arrays.append(array_of(values))
+            columns[name], odd = parted(values)
+            if odd is not None:
+                columns[f"{ODD}{name}"] = odd
             continue
-        array, misfits = _typed(values, kind)
-        arrays.append(array)
+        columns[name], misfits = _typed(values, kind)
         for at, why in misfits.items():
             problems[at] = problems[at] or f"column {name!r}: {why}"
+    lines = [line for line, *_ in chunk]
     told = [
-        problem and f"{path}: line {line}: {problem}"
-        for (line, *_), problem in zip(chunk, problems, strict=True)
+        problem and f"{path}: line {line}: {problem}" for line, problem in zip(lines, problems, strict=True)
     ]
-    return pa.RecordBatch.from_arrays([*arrays, arrow_array(told, pa.string())], names=[*kinds, PROBLEM])
+    columns[PROBLEM] = arrow_array(told, pa.string())
+    columns[LINE] = arrow_array(lines, pa.int64())
+    return pa.RecordBatch.from_arrays(list(columns.values()), names=list(columns))
 
 
 def _typed(values: Sequence[Any], kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:

@@ -135,7 +135,7 @@ def prepare(
         functions = open_functions(job)
         answers = plan_answers(job, functions)
         renderer = Renderer(job, dataset, answers, functions)
-        dataset.warn_of_missing(renderer.columns)
+        dataset.log_notes(renderer.columns)
         known = None if fresh else _fingerprint_of(run_dir)
         if known is not None:
             dataset.recognize(known["files"])
