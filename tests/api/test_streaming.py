@@ -8,11 +8,12 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing, nullcontext
-from datetime import date, time
+from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 import batchrunner
@@ -182,6 +183,19 @@ async def test_a_row_s_values_do_not_fail_another(way: Way) -> None:
     came = await all_of(way(iter(rows)), prompt=TEXT, engine=INSTANT, sampling=sampling)
     assert [row["error"] is None for row in came] == [True, True, False, True, True]
     assert [came[at]["completion_tokens"] for at in (1, 4)] == [3, 4]
+
+
+async def test_values_that_python_cannot_represent() -> None:
+    """A carried time of an unknown zone is given back in UTC, a far date as a text, never as None."""
+    zone = pa.array([0, None], pa.timestamp("s", "Mars/Phobos"))
+    far = pa.array([400_000_000_000, 0], pa.timestamp("s"))
+    table = pa.table({"text": ["a", "b"], "zone": zone, "far": far})
+    came = await all_of(table, prompt=TEXT, engine=INSTANT, columns=["zone", "far"])
+    assert [(row["zone"], row["far"]) for row in came] == [
+        (datetime(1970, 1, 1, tzinfo=UTC), "14645-06-30T15:06:40"),
+        (None, datetime(1970, 1, 1)),  # noqa: DTZ001
+    ]
+    assert [row["error"] for row in came] == [None, None]
 
 
 async def test_a_bad_row_ends_no_stream() -> None:
