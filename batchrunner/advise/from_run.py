@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.core.errors import InputError
+from batchrunner.engines.logs.lines import ServerReady
 from batchrunner.engines.logs.reader import LogReader, number
 from batchrunner.engines.logs.series import LoadSample, Prefills, Series
 from batchrunner.job.tasks import GENERATE
@@ -54,6 +55,8 @@ def read_run(run: Path | RunDir) -> Situation:
     server = log.facts
     server.version = facts["engine"].get("version")
     server.card = server.card or facts["engine"].get("card")
+    if server.ready is None and facts["engine"].get("memory_caps_running"):  # a server without a log here
+        server.ready = ServerReady(memory_caps_running=True)
     gpus = facts["engine"].get("gpus")
     if gpus and server.arguments:
         server.idle_gpus = max(0, gpus - server.gpus)

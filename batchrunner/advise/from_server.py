@@ -14,6 +14,7 @@ from batchrunner.advise.situation import Situation
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import InputError
 from batchrunner.core.timing import TIMING
+from batchrunner.engines.http.proxies import by_proxy
 from batchrunner.engines.http.server_info import (
     KEY_REFUSED,
     METRICS,
@@ -24,6 +25,7 @@ from batchrunner.engines.http.server_info import (
     ServerStatus,
     counters_in,
     limit_in_effect,
+    memory_caps_running,
     scheduler_states,
 )
 from batchrunner.engines.logs.lines import ServerReady
@@ -77,7 +79,7 @@ class _Server:
             status, info = await self._status.mapping(SERVER_INFO, wait_s)
         except NOT_REACHED as failure:
             reason = str(getattr(failure, "os_error", failure)) or f"no answer within {wait_s:g} s"
-            raise InputError(f"{url}: no server answers there: {reason}") from None
+            raise InputError(f"{url}: no server answers there{by_proxy(url)}: {reason}") from None
         if status in KEY_REFUSED:
             raise InputError(f"{url}: refuses the API key", hint=f"set {KEY_VARIABLE}")
         if "model_path" not in info:
@@ -161,4 +163,4 @@ def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any])
         None if (limit := number(merged.get(name))) is None else int(limit) for name in names
     )
     left = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
-    return ServerReady(pool, chunk, running, context, left)
+    return ServerReady(pool, chunk, running, context, left, memory_caps_running=memory_caps_running(info))

@@ -62,7 +62,8 @@ def _slow_part(client: ClientActivity, keep: str) -> tuple[str, str]:
             return f"`window: auto` instead of {client.window}: {keep}", "the job's window is full"
         if client.connections and client.widest >= 0.9 * client.connections:
             return "raise `ulimit -n`", f"all {client.connections} connections that it allows are in use"
-        return "`queue`: a higher band in the job", "the window is full, and its queue band is too low"
+        wider = f"`window: {2 * client.widest}` in the job: twice as many requests as were in flight"
+        return wider, "the window is full, and `auto` makes it too narrow"
     if 2 * client.resting > client.empty:
         remedy = "find out why the engine refuses rows (report.json: failures, retries)"
         return remedy, "rows wait for a retry"

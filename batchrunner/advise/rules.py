@@ -287,7 +287,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "running-capped",
         f"running ≥ 95% of max_running_requests, or one less; `#queue-req` > 0, token usage < 0.9 "
-        f"{OFTEN}, the pool full in < 10%",
+        f"{OFTEN}, the pool full in < 10%, and the log names no memory as the cap",
         load_rules.running_capped,
         "a larger batch",
         "max-running-requests",

@@ -55,8 +55,8 @@ def stream(
     In a program with an event loop write `async for`: a plain `for` blocks it. The arguments are those of
     `generate`; `rows` are no files, and may also be an asynchronous iterator. An iterator may be endless: it
     is read a few thousand rows ahead, in a thread (an asynchronous one in the running loop), and not while
-    the program is behind. Columns are those of the first rows. Of up to 512 rows that are there, one of each
-    prefix goes first. `row` is the position in the input.
+    the program is behind. The first row tells the columns; the types of the others may differ. Of up to 512
+    rows that are there, one of each prefix goes first. `row` is the position in the input.
 
     `task` is that of a job; `task_options` are the arguments that only `embed`, `score` or `rerank` have.
 

@@ -39,7 +39,9 @@ def merge(
     Example: batchrun merge out/summarize answers.csv
     """
     from batchrunner.report.merged import merge_run  # noqa: PLC0415
+    from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
 
+    log_to_stderr()
     merged = merge_run(run, file, force=force)
     if not as_json:
         tell(*merged.lines())

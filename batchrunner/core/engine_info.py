@@ -45,6 +45,8 @@ class EngineInfo:
     """Version of the model's weights (`weight_version`), which an attached server keeps during a run."""
     max_running: int | None = None
     """Most requests that decode at once (`max_running_requests`), summed over schedulers."""
+    memory_caps_running: bool = False
+    """Whether memory allows fewer running requests than `--max-running-requests` asks for."""
     max_total_tokens: int | None = None
     """Size of the KV pool in tokens, summed over schedulers."""
     context_length: int | None = None

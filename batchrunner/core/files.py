@@ -23,6 +23,9 @@ ENDINGS: dict[str, Kind] = {
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".br": "brotli"}
 """Names of pyarrow's codecs, by the ending that comes last; Parquet compresses by itself."""
 
+LONGEST_LINE_BYTES = 64 << 20
+"""Longest line of a text file that is read; a record with a longer one fails."""
+
 
 @dataclass(frozen=True, slots=True)
 class FileFormat:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,6 +32,8 @@ LONGEST_SEARCH_S = 0.2
 """Seconds after which the search for a regular expression in an answer is given up."""
 KEPT_SCHEMAS = 256
 """Schemas from a column that are kept compiled."""
+_STOPS = {"stop", "stop_token_ids", "stop_regex"}
+"""Sampling parameters that may end an answer before it is a whole match of its regular expression."""
 LONGEST_COMPLAINT = 300
 """Most characters of what is wrong with a value."""
 SEED_STEP, MOST_SEED = 1_000_003, (1 << 31) - 1
@@ -144,7 +146,8 @@ class AnswerConditions:
     def __init__(self, job: Job, plan: AnswerPlan, columns: Collection[str]) -> None:
         """Compile the conditions for rows with these columns; raises JobError."""
         accept = job.accept
-        self._fails_cut = plan.on_length != "keep"
+        self._fails_truncated = plan.on_length != "keep"
+        self._only_with_schema = job.on_length is None
         self._wants_json = plan.checks_json
         self._adds_parsed = PARSED in plan.columns
         self._expression = None if accept.expression is None else AnswerExpression(accept.expression, columns)
@@ -158,7 +161,8 @@ class AnswerConditions:
             self._validator = _validator({**plan.schema}, where)
         self._kind = kind_of_schema(plan.schema)
         self._pattern = accept.regex
-        conditions = (self._expression, self._pattern, plan.schema)
+        self._obeys_regex = job.engine.kind != "simulated"  # whose answers are made up
+        conditions = (self._expression, self._pattern, plan.schema, job.sampling.regex)
         self.are_quick = not self._by_row and all(each is None for each in conditions)
         """Whether a check takes no longer than reading the answer does, whatever the answer."""
 
@@ -185,17 +189,16 @@ class AnswerConditions:
         self, request: Request, completion: Completion, number: int, value: Any, of_json: str | None
     ) -> str | None:
         text, reason = completion.texts[number], completion.finish_reasons[number]
-        if self._fails_cut and reason == CUT:
-            return "the answer was cut at max_new_tokens"
         has_schema = not self._by_row or request.sampling.get("json_schema") is not None
-        if of_json is not None and self._wants_json and (has_schema or self._always_json):
+        fails_json = of_json is not None and self._wants_json and (has_schema or self._always_json)
+        fails_truncated = self._fails_truncated and (has_schema or not self._only_with_schema)
+        if reason == CUT and (fails_json or fails_truncated):
+            return "the answer was truncated at max_new_tokens"
+        if fails_json:
             return of_json
-        if self._pattern is not None:
-            try:
-                if not regex.search(self._pattern, text, timeout=LONGEST_SEARCH_S, concurrent=True):
-                    return f"the answer has no match of accept.regex {self._pattern!r}"
-            except TimeoutError:
-                return f"accept.regex {self._pattern!r} takes more than {LONGEST_SEARCH_S:g} s on the answer"
+        of_regex = self._regex_complaint(request, completion, number)
+        if of_regex is not None:
+            return of_regex
         if self._expression is not None:
             thoughts = completion.columns.get(REASONING)
             answer = {
@@ -206,6 +209,21 @@ class AnswerConditions:
             }
             return self._expression.complaint({**(request.row or {}), **answer})
         return None
+
+    def _regex_complaint(self, request: Request, completion: Completion, number: int) -> str | None:
+        """Say which regular expression an answer does not match; None for none."""
+        own = request.sampling.get("regex")
+        if own and self._obeys_regex and not _may_follow(own, request, completion, number):
+            return f"the answer does not match sampling.regex {own!r}: the server ignores it, it seems"
+        if self._pattern is None:
+            return None
+        text = completion.texts[number]
+        try:
+            if regex.search(self._pattern, text, timeout=LONGEST_SEARCH_S, concurrent=True):
+                return None
+        except TimeoutError:
+            return f"accept.regex {self._pattern!r} takes more than {LONGEST_SEARCH_S:g} s on the answer"
+        return f"the answer has no match of accept.regex {self._pattern!r}"
 
     def _parse(self, request: Request, text: str) -> tuple[Any, Any, str | None]:
         """Return an answer as JSON, as the column `parsed` holds it, and what is wrong with it."""
@@ -229,6 +247,30 @@ class AnswerConditions:
             return value, fit(value, self._kind), None
         except ValueError as failure:
             return value, None, f"the answer does not fit its column: {_short(str(failure))}"
+
+
+def _may_follow(pattern: str, request: Request, completion: Completion, number: int) -> bool:
+    """Tell whether an answer may be one that the regular expression of its request allows.
+
+    Engines read expressions in dialects of their own: here a dot may be a line end, a word may have letters
+    of any script or not, and an expression that cannot be read allows anything. A truncated answer is the
+    beginning of a match, and a tokenizer may drop the space that an answer begins with.
+    """
+    calls = completion.columns.get(TOOL_CALLS)
+    if calls and calls[number]:
+        return True
+    text = completion.texts[number]
+    is_whole = completion.finish_reasons[number] == "stop" and _STOPS.isdisjoint(request.sampling)
+    readings = product((text, f" {text}"), (regex.DOTALL, regex.DOTALL | regex.ASCII))
+    try:
+        return any(
+            regex.fullmatch(
+                pattern, answer, flags, partial=not is_whole, timeout=LONGEST_SEARCH_S, concurrent=True
+            )
+            for answer, flags in readings
+        )
+    except (regex.error, TimeoutError):
+        return True
 
 
 def _validator(schema: dict[str, Any], where: str) -> Any:

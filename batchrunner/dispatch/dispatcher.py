@@ -37,7 +37,7 @@ from batchrunner.dispatch.blame import RouteRecord, is_why
 from batchrunner.dispatch.bundles import BundleSender
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.load_control import LoadControl
-from batchrunner.dispatch.queue import MOST_DEATHS, OUT_S, Backlog, PendingRow, ResultSink, RowSource, Slots
+from batchrunner.dispatch.queue import MOST_DEATHS, Backlog, PendingRow, ResultSink, RowSource, Slots
 from batchrunner.dispatch.reorder import PrimeTask, Reorderer
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
@@ -138,9 +138,19 @@ class Feeder:
 ACCEPTED_RATIO, ACCEPTED_S = 2.0, 1.0
 """A request in flight for more than 2 times as long as a refusal takes, and over 1 s, counts as accepted."""
 MOST_CONTRADICTED = 3
-"""Rows that others answer after which a route is taken out that refuses all."""
+"""Rows that others answer after which a route is suspended that fails all."""
 MOST_BODY_BYTES = 1 << 16
 """Most bytes of a refusal that a row of a batch file keeps: a stack trace may be in it."""
+
+
+@dataclass(slots=True)
+class Doubt:
+    """What speaks against a route that has failed rows since it last answered one."""
+
+    why: str
+    """What it said of a row."""
+    contradicted: int = 0
+    """Rows that it failed, and that others answered."""
 
 
 @dataclass(slots=True)
@@ -164,8 +174,8 @@ class Dispatcher:
     """Rows in flight, the oldest first."""
     _refused_since: float | None = None
     """Time since which the engine took no row; None while it takes them, or nobody asks it."""
-    _doubted: dict[str, int] = field(default_factory=dict)
-    """Routes that have refused rows since they answered one last, and how many of these others answered."""
+    _doubts: dict[str, Doubt] = field(default_factory=dict)
+    """By route."""
     _records: defaultdict[str, RouteRecord] = field(default_factory=lambda: defaultdict(RouteRecord))
     """What each route has answered and refused."""
 
@@ -228,7 +238,7 @@ class Dispatcher:
         if error is None or isinstance(error, RowRefusedError):
             if error is not None and self._ask_another(row, route, error):
                 return
-            if self._doubted and error is None:
+            if self._doubts and error is None:
                 self._settle_doubts(row, route, now)
             self._refused_since = None
             self._slots.answered(route)
@@ -264,33 +274,44 @@ class Dispatcher:
         if change is not None:
             self._events.write("lead", **asdict(change))
 
-    def _ask_another(self, row: PendingRow, route: str, error: RowRefusedError) -> bool:
-        """Send a row that a server refused to another one, where that is open; tell whether it is done.
+    def _ask_another(self, row: PendingRow, route: str, error: RowRefusedError | AttemptFailedError) -> bool:
+        """Send a row that failed on a route to another one, where that is open; tell whether it is done.
 
-        Two refusals are final if one of the servers answers rows, and so are those of all servers.
+        Two failures count against the row if one of the servers answers rows, and so do those of all servers.
         """
-        by = *row.refused_by, route
-        is_final = row.refused_by and self._is_in_order(by)
-        if error.body is None or row.deaths or is_final or not self._slots.has_others(by):
+        is_refusal = isinstance(error, RowRefusedError)
+        if is_refusal and error.body is None:  # we refused it ourselves
             return False
-        self._doubted.setdefault(route, 0)
-        row.refused_by, row.refusal = by, error
+        before = row.refused_by if is_refusal else row.failed_on
+        routes = before if route in before else (*before, route)
+        counts = bool(before) and self._is_in_order(routes)
+        if not is_refusal:
+            row.failed_on = routes
+        if counts or not self._slots.has_others(routes):
+            return False
+        if is_refusal:
+            row.refused_by, row.refusal = routes, error
+        self._doubts.setdefault(route, Doubt(str(error)))
         self._backlog.retry_after(row, 0.0)
         return True
 
     def _is_in_order(self, routes: Collection[str]) -> bool:
-        """Tell whether one of some routes has answered a row, and none of its refusals is in doubt."""
-        return any(self._records[route].last and route not in self._doubted for route in routes)
+        """Tell whether one of some routes has answered a row, and is not in doubt since."""
+        return any(self._records[route].last and route not in self._doubts for route in routes)
 
     def _settle_doubts(self, row: PendingRow, route: str, now: float) -> None:
-        """Learn from an answer: its route is in order; take out those that refuse all others."""
-        self._doubted.pop(route, None)
-        for by in self._doubted.keys() & row.refused_by:
-            self._doubted[by] += 1
-            if self._doubted[by] >= MOST_CONTRADICTED and self._slots.take_out(by, now):
-                why = str(row.refusal)
-                log.warning("%s gets no rows for %g s: it refuses what others answer (%s)", by, OUT_S, why)
-                self._events.write("route_out", route=by, why=why)
+        """Learn from an answer: its route is in order; suspend those that fail what others answer."""
+        self._doubts.pop(route, None)
+        for other in self._doubts.keys() & {*row.avoids}:
+            doubt = self._doubts[other]
+            doubt.contradicted += 1
+            if doubt.contradicted < MOST_CONTRADICTED:
+                continue
+            suspension_s = self._slots.suspend(other, now)
+            if suspension_s is not None:
+                message = "%s gets no rows for %g s: others answer the rows that fail there (%s)"
+                log.warning(message, other, suspension_s, doubt.why)
+                self._events.write("route_out", route=other, seconds=suspension_s, why=doubt.why)
 
     async def _try_again(
         self, row: PendingRow, route: str, error: RequestError, now: float
@@ -304,24 +325,21 @@ class Dispatcher:
             self._concurrency.gave_back(error.tokens)
             self._backlog.retry_after(row, 0.0)
             return None
-        if isinstance(error, EngineBusyError):
-            cooldown_s = self._slots.cool_down(route, now)
-            asyncio.get_running_loop().call_later(cooldown_s, self._backlog.wake)
-            if self._is_in_order(row.refused_by):  # and no other one can be asked now
-                return row.refusal
+        cooldown_s = self._slots.cool_down(route, now)
+        asyncio.get_running_loop().call_later(cooldown_s, self._backlog.wake)
+        if isinstance(error, EngineBusyError) and self._is_in_order(row.refused_by):
+            return row.refusal  # no other one can be asked now
         if isinstance(error, (EngineBusyError, NoAnswerError)) and not isinstance(error, EngineDownError):
             self._load_control.refused(route, str(error), now)
-        row.deaths += isinstance(error, EngineDiedError)
-        if row.deaths >= MOST_DEATHS:
-            return RowRefusedError(f"the engine died {row.deaths} times while it had this row: {error}")
         if isinstance(error, EngineBusyError):
-            if not isinstance(error, EngineDiedError) and await self._is_why(row, route, now):
-                times = row.refusals.times if row.refusals else 0
-                final = RowRefusedError(f"refused {times} times while others were answered: {error}")
-                final.body = error.body
-                return final
+            blame = await self._blame(row, route, error, now)
+            if blame is not None:
+                return blame
             self._check_engine(row, error, now)
-        row.failures += isinstance(error, AttemptFailedError)
+        elif isinstance(error, AttemptFailedError):
+            if self._ask_another(row, route, error):
+                return None
+            row.failures += 1
         pause_s = pause_before_retry(
             error,
             tries=row.attempts,
@@ -333,6 +351,22 @@ class Dispatcher:
             return error
         self._backlog.retry_after(row, pause_s)
         return None
+
+    async def _blame(
+        self, row: PendingRow, route: str, error: EngineBusyError, now: float
+    ) -> RowRefusedError | None:
+        """Return the error of a row that is itself why the engine died or refuses it, else None."""
+        if isinstance(error, EngineDiedError):
+            row.deaths += 1
+            if row.deaths < MOST_DEATHS:
+                return None
+            return RowRefusedError(f"the engine died {row.deaths} times while it had this row: {error}")
+        if not await self._is_why(row, route, now):
+            return None
+        times = row.refusals.times if row.refusals else 0
+        blame = RowRefusedError(f"refused {times} times while others were answered: {error}")
+        blame.body = error.body
+        return blame
 
     async def _is_why(self, row: PendingRow, route: str, now: float) -> bool:
         """Tell whether a row that was refused for now is itself the reason; send a control if that is open.

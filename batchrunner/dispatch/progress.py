@@ -122,6 +122,8 @@ def _engine_parts(sample: Mapping[str, Any]) -> list[str]:
         parts.append(f"cache {min(1.0, sample['cached_tokens_per_s'] / sample['prompt_tokens_per_s']):.0%}")
     if rollouts := sample.get("rollouts"):
         waiting = f"({rollouts['waiting_for_tools']:,} wait for tools)"
+        if rollouts["blocked"]:
+            waiting = f"({rollouts['blocked']:,} wait as one blocks their process)"
         parts.append(f"{rollouts['open']:,} rows open {waiting}, {rollouts['turns']:,} turns")
     if sample["resting"]:
         parts.append(f"{sample['resting']:,} to retry")

@@ -99,6 +99,8 @@ class PendingRow(msgspec.Struct, eq=False):
     """Routes whose servers said that the row is at fault: another one is asked too."""
     refusal: RequestError | None = None
     """What the last one of them said."""
+    failed_on: tuple[str, ...] = ()
+    """Routes on which an attempt failed, by the row or by the server: another one is tried too."""
     refusals: Refusals | None = None
     """How the engine refused it for now; None if it never did."""
     unencoded: Request | None = None
@@ -109,6 +111,11 @@ class PendingRow(msgspec.Struct, eq=False):
     """Gets the outcome of a rollout's request, unless nobody waits for it any more; None for a row itself."""
     is_turn: bool = False
     """Whether its rollout has asked before: it goes before new rows."""
+
+    @property
+    def avoids(self) -> tuple[str, ...]:
+        """Routes that get the row only where there is no other one."""
+        return (*self.refused_by, *self.failed_on)
 
     @property
     def memory_bytes(self) -> int:
@@ -151,9 +158,9 @@ class ResultSink(Protocol):
 
 
 FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.5, 30.0
-"""Cooldown of a route that refuses requests, in seconds: it doubles until the route answers again."""
-OUT_S = 600.0
-"""Time for which a route gets no rows that is taken out."""
+"""Cooldown of a route that fails requests, in seconds: it doubles until the route answers again."""
+FIRST_SUSPENSION_S, LONGEST_SUSPENSION_S = 30.0, 600.0
+"""How long a suspended route gets no rows, in seconds: it doubles until the route answers again."""
 
 
 @dataclass(slots=True)
@@ -162,7 +169,12 @@ class _RouteSlots:
     in_flight: int = 0
     cools_until: float = 0.0
     cooldown_s: float = FIRST_COOLDOWN_S
-    is_out: bool = False
+    suspension_s: float = 0.0
+    """Length of the last suspension; 0 if the route has answered since."""
+
+    @property
+    def is_suspended(self) -> bool:
+        return self.suspension_s > 0
 
 
 class Slots:
@@ -235,9 +247,9 @@ class Slots:
         self._routes[route].window = window
 
     def cool_down(self, route: str, now: float) -> float:
-        """Start the cooldown of a route that refused a request; return the seconds that are left of it.
+        """Start the cooldown of a route that failed a request; return the seconds that are left of it.
 
-        Without it a route that refuses at once always has the most free slots and would draw all rows.
+        Without it a route that fails at once always has the most free slots and would draw all rows.
         Requests that fail together count once: a cooldown that has begun is not made longer. The only route
         there is has no cooldown: there each row has its own pause.
         """
@@ -251,23 +263,28 @@ class Slots:
         """Record an answer of a route, which ends its cooldown."""
         slots = self._routes[route]
         if slots.cools_until:
-            slots.cools_until, slots.cooldown_s, slots.is_out = 0.0, FIRST_COOLDOWN_S, False
+            slots.cools_until, slots.cooldown_s, slots.suspension_s = 0.0, FIRST_COOLDOWN_S, 0.0
 
-    def take_out(self, route: str, now: float) -> bool:
-        """Give a route no rows for 10 minutes; tell whether it had some until now."""
+    def suspend(self, route: str, now: float) -> float | None:
+        """Give a route no rows for a while; return its seconds, None where the route is suspended already."""
         slots = self._routes[route]
-        if slots.is_out and slots.cools_until > now:
-            return False
-        slots.is_out, slots.cools_until = True, now + OUT_S
-        return True
+        if slots.is_suspended and slots.cools_until > now:
+            return None
+        slots.suspension_s = min(slots.suspension_s * 2, LONGEST_SUSPENSION_S) or FIRST_SUSPENSION_S
+        slots.cools_until = now + slots.suspension_s
+        return slots.suspension_s
 
-    def is_out(self, route: str) -> bool:
-        """Tell whether a route was taken out, and has not answered since."""
-        return self._routes[route].is_out
+    def is_suspended(self, route: str) -> bool:
+        """Tell whether a route was suspended, and has not answered since."""
+        return self._routes[route].is_suspended
 
     def has_others(self, than: Collection[str]) -> bool:
-        """Tell whether there are other routes than some that are not out."""
-        return not all(slots.is_out or route in than for route, slots in self._routes.items())
+        """Tell whether there are routes beside these that are not suspended."""
+        return not all(slots.is_suspended or route in than for route, slots in self._routes.items())
+
+    def may_have(self, route: str, avoided_by_row: Collection[str]) -> bool:
+        """Tell whether a route may have a row that avoids some: one of these only where there is no other."""
+        return route not in avoided_by_row or not self.has_others(avoided_by_row)
 
 
 FEWER = 16
@@ -294,13 +311,13 @@ class PoisonRows:
         """Add a row that has seen deaths."""
         self._waiting[row.deaths].append(row)
 
-    def next(self) -> deque[PendingRow] | None:
-        """Return the suspects of which the first may be sent now; None if none may."""
+    def next(self, route: str) -> deque[PendingRow] | None:
+        """Return the suspects of which the first may be sent to a route now; None if none may."""
         if not self._waiting:  # asked for every row, and nearly always so
             return None
         for deaths, rows in sorted(self._waiting.items(), reverse=True):
             most = 1 if deaths >= MOST_DEATHS - 1 else max(1, self._slots.window // FEWER**deaths)
-            if rows and self._in_flight[deaths] < most:
+            if rows and self._in_flight[deaths] < most and self._slots.may_have(route, rows[0].avoids):
                 return rows
         return None
 
@@ -329,7 +346,7 @@ class DispatchQueue:
     """Rows that wait for a slot, in order. Pure: no clock, no loop.
 
     A prefix group goes to the route with the least to do, counting the rows of its groups that are still to
-    come, and its rows wait for that route. A row that one route refused waits for another one.
+    come, and its rows wait for that route. A row that failed on one route waits for another one.
 
     A route with little else to do takes rows of another route: an idle replica costs more than the cache
     saves. But the prefixes of the groups that it takes are computed again. So it takes whole groups, and
@@ -343,7 +360,7 @@ class DispatchQueue:
         self._turns: deque[PendingRow] = deque()  # of rollouts, before those
         self._kept = defaultdict[str, deque[PendingRow]](deque, {route: deque() for route in slots.by_route})
         self._promised: Counter[str] = Counter()  # rows that are kept, or still to come
-        self._refused = defaultdict[tuple[str, ...], deque[PendingRow]](deque)  # by the routes that refused
+        self._avoiding = defaultdict[tuple[str, ...], deque[PendingRow]](deque)  # by the routes they avoid
         self._count = 0  # read for every row, however many routes there are
         self._bytes = 0
 
@@ -359,8 +376,8 @@ class DispatchQueue:
     def add(self, row: PendingRow, *, first: bool = False) -> None:
         """Add a row behind all others, or before them."""
         rows = self._turns if row.is_turn else self._any_route
-        if row.refused_by:
-            rows = self._refused[row.refused_by]
+        if row.refused_by or row.failed_on:
+            rows = self._avoiding[row.avoids]
         (rows.appendleft if first else rows.append)(row)
         self._count += 1
         self._bytes += row.memory_bytes
@@ -372,7 +389,7 @@ class DispatchQueue:
         """
         in_flight = self._slots.in_flight_on(route)
         rows = self._any_route or self._turns or self._kept[route] or self._to_relieve(in_flight)
-        return bool(rows or (self._refused and self._refused_by_others(route)))
+        return bool(rows or (self._avoiding and self._avoiding_others(route)))
 
     def take(self, route: str) -> PendingRow | None:
         """Take the next row for a route whose slot is already counted; None if the route should wait."""
@@ -386,8 +403,8 @@ class DispatchQueue:
         if kept := self._kept[route]:
             self._promised[route] -= 1
             return kept.popleft()
-        if self._refused and (refused := self._refused_by_others(route)):
-            return refused.popleft()
+        if self._avoiding and (avoiding := self._avoiding_others(route)):
+            return avoiding.popleft()
         while rows := self._turns or self._any_route:
             row = rows.popleft()
             if row.group is None:
@@ -416,7 +433,7 @@ class DispatchQueue:
     def _to_relieve(self, in_flight: int) -> str | None:
         """Return another route whose kept rows a route with so many in flight may take."""
         other, kept = max(self._kept.items(), key=lambda item: len(item[1]))
-        if not kept or self._count >= READ_AHEAD_ROWS or self._slots.is_out(other):
+        if not kept or self._count >= READ_AHEAD_ROWS or self._slots.is_suspended(other):
             return other if kept else None
         theirs = self._slots.in_flight_on(other)
         return other if 2 * in_flight < theirs + len(kept) and 4 * len(kept) >= theirs else None
@@ -447,10 +464,10 @@ class DispatchQueue:
             self._keep(row, route)
         return first
 
-    def _refused_by_others(self, route: str) -> deque[PendingRow]:
-        """Return rows that a route may take because another one refused them, or because no other is left."""
-        for by, rows in self._refused.items():
-            if rows and (route not in by or not self._slots.has_others(by)):
+    def _avoiding_others(self, route: str) -> deque[PendingRow]:
+        """Return rows that avoid other routes, or all of them, so that this route may take them."""
+        for avoided, rows in self._avoiding.items():
+            if rows and self._slots.may_have(route, avoided):
                 return rows
         return deque()
 
@@ -531,14 +548,14 @@ class Backlog:
         """Tell whether `take` may return a row for a route."""
         if self._media_bytes >= MOST_MEDIA_BYTES:
             return False
-        return self._queue.has_for(route) or self._poison.next() is not None
+        return self._queue.has_for(route) or self._poison.next(route) is not None
 
     def take(self, route: str) -> PendingRow | None:
         """Take the next row for a route; suspects of engine deaths come first."""
         if self.is_stopping or self._media_bytes >= MOST_MEDIA_BYTES:
             return None
         while True:
-            suspects = self._poison.next()
+            suspects = self._poison.next(route)
             row = self._queue.take(route) if suspects is None else self._poison.take(suspects)
             if row is None or row.ask is None or not row.ask.done():
                 break

@@ -54,6 +54,10 @@ log = logging.getLogger(__name__)
 LOOK_S = 0.2
 """Pause between two looks whether a process is blocked; a rollout that has asked nothing for so long waits
 for something else than the engine."""
+LONG_STEP_S = 0.05
+"""A step between two awaits that takes longer keeps the other rows of its process waiting."""
+LONG_STEPS, BLOCKED_SHARE = 5, 1 / 4
+"""Long steps, and share of the looks that meet one, from which on a process counts as blocked."""
 LEAST_AHEAD, AHEAD_SHARE = 8, 1 / 8
 """Rows in the queue, or on their way there, up to which others are opened; the share is of the slots."""
 MOST_OPEN = 8192
@@ -100,6 +104,9 @@ class RolloutProcess(HookProcess):
         """Whether others may run in it too."""
         self.why: str | None = None
         """Why it was killed."""
+        self._looks = self._blocked_looks = 0
+        self._long_steps = set[float]()
+        """When each long step began that was met, up to as many as matter."""
         self.is_loaded = asyncio.Event()
         """Set once it has loaded the function."""
 
@@ -110,6 +117,25 @@ class RolloutProcess(HookProcess):
         reader, self.writer = await asyncio.open_connection(sock=connection)
         self.is_loaded.set()
         return reader
+
+    def look(self, limit_s: float) -> None:
+        """See whose code runs, and whether others wait for it; longer than `limit_s` is why it is killed."""
+        number, since = self.step()
+        step_s = time.monotonic() - since if number else 0.0
+        if step_s > limit_s:
+            self.why = f"took more than {limit_s:g} s between two awaits (limits.python)"
+        if len(self.rollouts) > 1 and self.is_loaded.is_set():
+            self._looks += 1
+            if step_s > LONG_STEP_S:
+                self._blocked_looks += 1
+                if len(self._long_steps) < LONG_STEPS:
+                    self._long_steps.add(since)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether the code of one row often keeps the others waiting."""
+        is_often = self._blocked_looks >= BLOCKED_SHARE * self._looks
+        return is_often and len(self._long_steps) >= LONG_STEPS
 
     def has_ended(self) -> bool:
         """Tell whether it has; what it started may keep its connection open."""
@@ -163,11 +189,25 @@ class Rollouts:
         self._processes: list[RolloutProcess] = []
         self._alone = asyncio.Semaphore(self._functions.most)
         self._numbers = count(1)
+        self._says_blocked = False
 
     def state(self) -> dict[str, int]:
         """Return how many rows are open, how many of these wait for no answer, and the turns so far."""
-        idle = sum(all(answer.done() for answer in rollout.answers.values()) for rollout in self._open)
-        return {"open": len(self._open), "waiting_for_tools": idle, "turns": self.turns}
+        idle = {
+            rollout for rollout in self._open if all(answer.done() for answer in rollout.answers.values())
+        }
+        in_blocked = {
+            rollout
+            for process in self._processes
+            if process.is_blocked
+            for rollout in process.rollouts.values()
+        }
+        return {
+            "open": len(self._open),
+            "waiting_for_tools": len(idle - in_blocked),
+            "blocked": len(idle & in_blocked),
+            "turns": self.turns,
+        }
 
     async def run(self) -> None:
         """Open all rows, one after the other, and go on until cancelled.
@@ -355,9 +395,15 @@ class Rollouts:
         while True:
             await asyncio.sleep(LOOK_S)
             for process in self._processes:
-                number, since = process.step()
-                if number and time.monotonic() - since > limit_s:
-                    process.why = f"took more than {limit_s:g} s between two awaits (limits.python)"
+                process.look(limit_s)
+                if process.is_blocked and not self._says_blocked:
+                    self._says_blocked = True
+                    log.warning(
+                        "%s blocks: all rows of its process wait while one is at work between two awaits. "
+                        "Write `await asyncio.to_thread(tool, …)` for a tool that waits, such as time.sleep "
+                        "or requests; for one that computes, raise limits.python_processes",
+                        self._label,
+                    )
                 if process.why or process.has_ended():
                     process.kill()
                 if process.is_loaded.is_set():

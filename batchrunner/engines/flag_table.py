@@ -289,7 +289,12 @@ def _smaller_chunk(s: Server) -> list[int]:
 
 
 def _more_running(s: Server) -> list[int]:
-    """Let as many run as the pool holds, rounded up to a power of two: it sets the true limit."""
+    """Let as many run as the pool holds, rounded up to a power of two: it sets the true limit.
+
+    Where memory already allows fewer than the flag asks for, a higher value changes nothing.
+    """
+    if s.facts.ready and s.facts.ready.memory_caps_running:
+        return []
     most = int(s.now("max-running-requests") or 0)
     fits = as_flag(s.facts, "max-running-requests", max(s.running, 1) / max(s.usage, 1 / MOST_RAISE))
     wanted = min(2 ** math.ceil(math.log2(fits)), MOST_RAISE * most, max(MOST_RUNNING, most))

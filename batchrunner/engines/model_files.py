@@ -1,17 +1,24 @@
 """A model's name → its directory, its identity in a run's fingerprint, its config.json, its cards."""
 
 import contextlib
+import logging
 import math
 import os
+import re
+import time
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.files import read_json
+from batchrunner.core.timing import TIMING
 from batchrunner.engines.flags import name_in
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.fields import is_hub_name
+
+log = logging.getLogger(__name__)
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 """Keys for the number of experts of a layer. 0, 1 and null mean a dense model."""
@@ -83,7 +90,8 @@ def model_directory(model: str, revision: str | None = None) -> Path:
     if path := _local(model):
         return path
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
-    cache = Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    cache = Path(named or f"{home}/hub").expanduser()
     repository = cache / f"models--{model.replace('/', '--')}"
     commit = revision or "main"
     with contextlib.suppress(OSError, ValueError):  # it is a commit itself, or the model is not there
@@ -103,6 +111,66 @@ def check_model(model: str) -> None:
         )
     if path.is_dir() and not any((path / name).exists() for name in ("config.json", "params.json")):
         raise EngineStartError(f"engine.model: {model}: not a model directory (no config.json)")
+
+
+_LEADS_ELSEWHERE = re.compile(
+    "HF_|HUGGINGFACE_|TRANSFORMERS_|XDG_CACHE_HOME|SGLANG_USE_MODELSCOPE|.*_proxy$", re.IGNORECASE
+)
+"""Variables of a server with which it may find a model that this process does not."""
+HUB_TIMEOUT_S = 10.0
+HUB_TRIES = 3
+"""Tries to reach the Hub: a machine that has just started may have no network yet."""
+
+
+def check_on_hub(spec: ServerEngine) -> None:
+    """Raise EngineStartError for a model that is not on this machine, and that the Hub does not give.
+
+    SGLang would try for a minute, and then quote three errors. Where it may still find the model, nothing is
+    raised: with variables or arguments that lead elsewhere, or where the Hub answers something unexpected.
+    """
+    model, revision = spec.model, spec.args.get("revision")
+    repository = "/".join(model.partition(":")[0].split("/")[:2])  # without a quantization or a file
+    is_here = _local(model) or model_directory(repository, revision).exists()
+    if is_here or _looks_elsewhere(spec) or not find_spec("huggingface_hub"):
+        return
+    import httpx  # noqa: PLC0415 - slow imports, for names on the Hub alone
+    from huggingface_hub import HfApi  # noqa: PLC0415
+    from huggingface_hub.errors import (  # noqa: PLC0415
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    for tries in range(1, HUB_TRIES + 1):
+        try:
+            hub.model_info(repository, revision=revision, timeout=HUB_TIMEOUT_S)
+        except (RepositoryNotFoundError, RevisionNotFoundError):
+            at = f" at revision {revision}" if revision else ""
+            raise EngineStartError(
+                f"engine.model: {model}: {hub.endpoint} has no such model{at}, or shows it only with a token",
+                hint="correct the name, set HF_TOKEN, or give a folder",
+            ) from None
+        except (httpx.ConnectError, ConnectionError) as failure:  # the second: HF_HUB_OFFLINE is set
+            if tries == HUB_TRIES:
+                raise EngineStartError(
+                    f"engine.model: {model}: is not on this machine, and {hub.endpoint} cannot be reached: "
+                    f"{failure}",
+                    hint=f"`hf download {repository}` where there is a network, or give a folder",
+                ) from None
+            time.sleep(TIMING.first_retry * 2**tries)
+        except (httpx.HTTPError, HfHubHTTPError, ValueError, OSError) as failure:
+            log.debug("the Hub was asked for %s in vain: %r", model, failure)
+            return
+        else:
+            return
+
+
+def _looks_elsewhere(spec: ServerEngine) -> bool:
+    """Tell whether a server may look for its model where this process does not."""
+    has_variable = any(map(_LEADS_ELSEWHERE.match, spec.env)) or "SGLANG_USE_MODELSCOPE" in os.environ
+    # with `cache_dir` files are copied that have to be here, which is checked with the copy
+    return has_variable or name_in(spec.args, "download-dir") in spec.args or spec.cache_dir is not None
 
 
 def read_config(model: str, revision: str | None = None) -> dict[str, Any]:

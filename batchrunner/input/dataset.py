@@ -6,6 +6,7 @@ ID column, and is the same in every attempt.
 
 import contextlib
 import functools
+import logging
 import shutil
 import tempfile
 import weakref
@@ -24,6 +25,7 @@ from pyroaring import BitMap64
 from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.processes import thread_pool
 from batchrunner.core.types import RowRef
+from batchrunner.input.common_types import common_type
 from batchrunner.input.files import (
     SourceFile,
     find_files,
@@ -34,9 +36,12 @@ from batchrunner.input.files import (
 )
 from batchrunner.input.parquet_copy import (
     PROBLEM,
+    UNFIT,
     common_schema,
     first_line,
     fitted,
+    fitted_values,
+    normalized,
     not_for_parquet,
     stored_schema,
 )
@@ -44,15 +49,14 @@ from batchrunner.input.templates import unknown_column
 from batchrunner.job.arrow_types import type_name
 from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec
-from batchrunner.output.arrow_arrays import arrow_array
+from batchrunner.output.arrow_arrays import UNREADABLE, arrow_array, shown_values
+
+log = logging.getLogger(__name__)
 
 READERS = 8
 """Files that are looked at at once. On a network file system most of the time is waiting."""
 BATCH_ROWS, BATCH_BYTES = 256, 8 << 20
 """Most rows and bytes of a batch."""
-_UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
-"""What Arrow raises for a value that Python cannot represent; UnicodeDecodeError is a ValueError."""
-
 Row = dict[str, Any]
 """Values of a row by column."""
 
@@ -152,17 +156,22 @@ class Dataset:
         self.total_rows = self._starts[-1]
         for file, start in zip(self.files, self._starts, strict=False):
             file.begin_at(start)
+        in_paths = partition_types([file.partitions for file in self.files])
         self._paths_by_schema: dict[pa.Schema, str] = {}  # of the first file that has a schema
         for file in self.files:
-            self._paths_by_schema.setdefault(file.schema, file.path)
-        stored = {name for schema in self._paths_by_schema for name in schema.names}
-        in_paths = partition_types([file.partitions for file in self.files])
-        # some writers also store a partition column, and any directory name may contain "="
-        self.partition_types = {name: kind for name, kind in in_paths.items() if name not in stored}
+            in_path = [pa.field(*item) for item in in_paths.items() if item[0] not in file.schema.names]
+            self._paths_by_schema.setdefault(pa.schema([*file.schema, *in_path]), file.path)
+        self._unlike: dict[str, str] = {}  # why a column has no type that holds the values of all files
+        self.schema = self._common_schema()
+        """All columns. One whose types have nothing in common has that of the first file."""
+        self.partition_types = {name: self.schema.field(name).type for name in in_paths}
+        """Types of columns whose values stand in the paths of files that do not have them."""
         texts = [file for file in self.files if file.is_text]
         self.has_text_files = bool(texts)
         """Whether the types of columns come from values, or from `input.types`."""
-        self._problems = [PROBLEM] if any(file.has_problems for file in self.files) else []
+        has_problems = any(file.has_problems for file in self.files)
+        # a value of one file may not fit into the type that holds those of all
+        self._problems = [PROBLEM] if has_problems or len(self._paths_by_schema) > 1 else []
         known = dict.fromkeys(name for file in texts for name in file.schema.names)
         for name in source.types:
             if not texts:
@@ -172,10 +181,25 @@ class Dataset:
         if not any(file.format.kind == "CSV" for file in texts):
             for name in {"delimiter", "encoding"} & source.model_fields_set:
                 raise InputError(f"input.{name}: is for CSV, and the input has no such file")
-        self.schema = pa.schema(
-            [*self.files[0].schema, *(pa.field(*item) for item in self.partition_types.items())]
-        )
-        """All columns."""
+
+    def _common_schema(self) -> pa.Schema:
+        """Return the columns of all files, with types that hold the values of all; note where none does."""
+        kinds: dict[str, pa.DataType] = {}
+        first_paths: dict[str, str] = {}
+        for schema, path in self._paths_by_schema.items():
+            for field in schema:
+                known = kinds.setdefault(field.name, field.type)
+                first_path = first_paths.setdefault(field.name, path)
+                kind = common_type(known, field.type)
+                if kind is not None:
+                    kinds[field.name] = kind
+                else:
+                    self._unlike.setdefault(
+                        field.name,
+                        f"{path}: column {field.name!r} is {type_name(field.type)}, "
+                        f"but {type_name(known)} in {first_path}",
+                    )
+        return normalized(pa.schema(list(kinds.items())))
 
     def facts(self) -> list[dict[str, Any]]:
         """Return what a resumed run recognises its files by."""
@@ -209,32 +233,41 @@ class Dataset:
     def field(self, name: str, *, where: str) -> pa.Field:
         """Return the field of a column; `where` names the job's key in errors.
 
-        Raises InputError where a file lacks the column or has it twice, where files disagree on its type, or
-        where Parquet cannot hold its type.
+        Raises InputError where a file has the column twice, where no type holds the values of all files, or
+        where Parquet cannot hold its type. In a file that lacks the column it is null.
         """
         if name not in self.schema.names:
             raise unknown_column(InputError, where, name, self.schema.names)
-        field = self.schema.field(self.schema.names.index(name))
-        if name in self.partition_types:
-            return field
         for schema, path in self._paths_by_schema.items():
-            found = schema.get_all_field_indices(name)
-            if len(found) != 1:
+            times = len(schema.get_all_field_indices(name))
+            if times > 1:
                 raise InputError(
-                    f"{where}: {path} has {len(found)} columns {name!r}",
-                    hint="each file of an input needs one of each column that the job uses",
+                    f"{where}: {path} has {times} columns {name!r}",
+                    hint="a column that the job uses has a name of its own",
                 )
-            kind = schema.field(found[0]).type
-            if kind != field.type:
-                raise InputError(
-                    f"{path}: column {name!r} is {type_name(kind)}, "
-                    f"but {type_name(field.type)} in {self.files[0].path}",
-                    hint="write both with one type"
-                    + (", or give its type in input.types" if self.has_text_files else ""),
-                )
+        if name in self._unlike:
+            raise InputError(
+                self._unlike[name],
+                hint="write both with one type"
+                + (", or give its type in input.types" if self.has_text_files else ""),
+            )
+        field = self.schema.field(name)
         if problem := not_for_parquet(field.type):
             raise InputError(f"{where}: column {name!r} has a type that Parquet cannot hold: {problem}")
         return field
+
+    def notes(self) -> list[str]:
+        """Return what a person should know of the records: which fail, and why a column is text."""
+        return [note for file in self.files for note in file.notes]
+
+    def log_notes(self, columns: Iterable[str]) -> None:
+        """Log the notes on records, and which of these columns a file lacks."""
+        for note in self.notes():
+            log.warning("%s", note)
+        for name in columns:
+            lacking = [path for schema, path in self._paths_by_schema.items() if name not in schema.names]
+            if lacking:
+                log.warning("%s: has no column %r: it is null there", lacking[0], name)
 
     def directory_of(self, row: int) -> str | None:
         """Return the directory of the file that has this row; None for a file that is not on this machine."""
@@ -331,7 +364,7 @@ class DatasetReader:
                 columns=self._stored,
                 use_threads=False,
             )
-            self._start, self._data = rows.start, self._next(file)
+            self._start, self._data = rows.start, self._next(file, rows.start)
             self._group = group
         while True:
             assert self._data is not None
@@ -344,21 +377,47 @@ class DatasetReader:
                 yield RowBatch(picked, self._data.take(places))
             if wanted.max() < end:
                 return
-            self._start, self._data = end, self._next(file)
+            self._start, self._data = end, self._next(file, end)
 
-    def _next(self, file: SourceFile) -> pa.RecordBatch:
-        """Return the next batch of the row group, which was read from the right file, in its schema."""
+    def _next(self, file: SourceFile, start: int) -> pa.RecordBatch:
+        """Return the next batch of the row group, which was read from the right file, in its schema.
+
+        `start` is the ordinal of its first row.
+        """
         for data in self._batches:
             file.check_after_reading()
-            return fitted(data, self._schema)
+            try:
+                return fitted(data, self._schema)
+            except UNFIT:
+                return self._with_misfits(data, file, start - file.starts[0])
         raise pa.ArrowInvalid("it has fewer rows than its footer says")
+
+    def _with_misfits(self, data: pa.RecordBatch, file: SourceFile, first: int) -> pa.RecordBatch:
+        """Return a batch in the schema; a row with a value that does not fit says so in PROBLEM.
+
+        `first` is the number of its first row in the file.
+        """
+        problems: list[str | None] = [None] * data.num_rows
+        columns = {}
+        for field in self._schema:
+            if field.name not in data.schema.names:
+                columns[field.name] = pa.nulls(data.num_rows, field.type)
+                continue
+            columns[field.name], misfits = fitted_values(data.column(field.name), field.type)
+            for at, why in misfits.items():
+                problems[at] = problems[at] or f"{file.path}: row {first + at}: column {field.name!r}: {why}"
+        if PROBLEM in columns:
+            earlier = columns[PROBLEM].to_pylist()
+            problems = [before or now for before, now in zip(earlier, problems, strict=True)]
+            columns[PROBLEM] = arrow_array(problems, pa.string())
+        return pa.RecordBatch.from_arrays(list(columns.values()), schema=self._schema)
 
     def _with_partitions(self, data: pa.RecordBatch, file: SourceFile) -> pa.RecordBatch:
         """Return a batch with the values of the columns that stand in the file's path."""
-        for at, name in enumerate(data.schema.names):
-            if kind := self._dataset.partition_types.get(name):
-                value = pa.scalar(file.partitions[name], pa.string()).cast(kind)
-                data = data.set_column(at, name, pa.repeat(value, data.num_rows))
+        for at, field in enumerate(data.schema):
+            if field.name in self._dataset.partition_types and field.name not in self._stored:
+                value = pa.scalar(file.partitions[field.name], pa.string()).cast(field.type)
+                data = data.set_column(at, field, pa.repeat(value, data.num_rows))
         return data
 
 
@@ -376,7 +435,7 @@ def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
     for name in names:
         values, unreadable = values_of(batch.data.column(name))
         columns.append(values)
-        wrong = unreadable | wrong
+        wrong = {at: f"column {name!r}: {why}" for at, why in unreadable.items()} | wrong
     rows: list[Row | str] = [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
     rows = rows or [{} for _ in batch.rows]
     for at, why in wrong.items():
@@ -385,10 +444,7 @@ def rows_of(batch: RowBatch, names: Sequence[str]) -> list[Row | str]:
 
 
 def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
-    """Return a column as Python values, and by place why Python cannot represent one, which is None there.
-
-    It cannot represent bad UTF-8, and a date out of range.
-    """
+    """Return a column as Python values, and by place why Python cannot represent one, which is None there."""
     kind = column.type
     try:
         if (pt.is_list(kind) or pt.is_large_list(kind)) and pt.is_integer(kind.value_type):
@@ -398,23 +454,25 @@ def values_of(column: pa.Array) -> tuple[list[Any], dict[int, str]]:
                 numbers = _integers(inner)
                 return [numbers[start - ends[0] : end - ends[0]] for start, end in pairwise(ends)], {}
         return list(column.to_pylist()), {}
-    except _UNREADABLE:
+    except UNREADABLE:
         pass
     found: list[Any] = []
     unreadable = {}
     for at, item in enumerate(column):
         try:
             found.append(item.as_py())
-        except _UNREADABLE as failure:
+        except UNREADABLE as failure:
             found.append(None)
-            unreadable[at] = f"unreadable value: {failure}"
+            is_zone = "zoneinfo" in str(failure)  # all that Arrow says is that this module must be installed
+            why = f"its time zone is in no database here ({kind})" if is_zone else failure
+            unreadable[at] = f"unreadable value: {why}"
     return found, unreadable
 
 
 def carried_of(ref: RowRef) -> dict[str, Any]:
-    """Return the carried columns of a row; a value that Python cannot represent is None."""
+    """Return the carried columns of a row, with what shows a value that Python cannot represent."""
     row = ref.carried.slice(ref.position, 1)
-    return {name: values_of(row.column(at))[0][0] for at, name in enumerate(row.schema.names)}
+    return {name: shown_values(row.column(at))[0] for at, name in enumerate(row.schema.names)}
 
 
 def _integers(column: pa.Array) -> list[int]:

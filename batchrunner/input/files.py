@@ -4,24 +4,39 @@ import contextlib
 import fcntl
 import glob
 import hashlib
-import io
 import logging
 import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
+import msgspec
 import pyarrow as pa
 import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
-from batchrunner.core.errors import BatchrunError, InputChangedError, InputError, or_away
+from batchrunner.core.errors import (
+    BatchrunError,
+    InputChangedError,
+    InputError,
+    StorageError,
+    or_away,
+)
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, format_of, is_special, known_format
-from batchrunner.input.parquet_copy import PROBLEM, first_line, normalized, write_parquet
+from batchrunner.input.compression import (
+    DECOMPRESSION_ERRORS,
+    HEAD_BYTES,
+    codec_of,
+    decompressed,
+    refuse_archive,
+    unpacking,
+)
+from batchrunner.input.parquet_copy import NOTES, PROBLEM, first_line, write_parquet
 from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.addresses import check_client, store_address
@@ -41,6 +56,8 @@ SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
 with the content. Of up to their sum (1 MiB), and of other formats, all is read."""
 _DIGEST = b"batchrunner.digest"
 """Key of the original's digest in the metadata of a copy."""
+COPY_TRIES = 3
+"""Most tries to make a copy in a directory that other processes may delete."""
 _COMMIT = re.compile(r"@[0-9a-f]{40}(?=/|$)")
 
 
@@ -280,14 +297,18 @@ class SourceFile:
         self.read_errors = read_errors(fs)
         """What reading it raises, see `files.read_errors`."""
         self.format = _batch_format(path) if is_batch else format_of(path)
-        self._parquet: tuple[pafs.FileSystem, str] = (fs, path)  # what is read: the file, or its copy
+        self._copies, self._source, self._is_batch = copies, source, is_batch
+        self.notes: list[str] = []
+        """What a person should know of its records: which fail, and why a column is text."""
+        self._copy: Path | None = None  # what is read of a file that is not Parquet
         try:
             self._seen = self._look()
             self._size = int(self._seen[0])
             if self.format.kind == "Parquet":
                 self.digest = self._digest_of(self._size)
             else:
-                self._parquet = pafs.LocalFileSystem(), str(self._find_copy(copies, source, is_batch))
+                self.format = format_in(fs, path, self.format)
+                self._copy = self._find_copy()
             with contextlib.closing(self._opened()) as file:
                 footer, schema = file.metadata, file.schema_arrow
         except BatchrunError:
@@ -296,10 +317,11 @@ class SourceFile:
             raise self._unreadable(failure) from None
         if self.format.kind != "Parquet":
             self.digest = schema.metadata[_DIGEST].decode()
+            self.notes = msgspec.json.decode(footer.metadata[NOTES], type=list[str])
         self.has_problems = PROBLEM in schema.names
         """Whether some of its records cannot be read."""
-        self.schema = normalized(pa.schema([field for field in schema if field.name != PROBLEM]))
-        """Columns of the file."""
+        self.schema = pa.schema([field for field in schema if field.name != PROBLEM])
+        """Columns of the file, as they are stored."""
         self._group_rows = [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
         self.rows: int = sum(self._group_rows)
         self.grown_from: str | None = None
@@ -360,7 +382,7 @@ class SourceFile:
         A copy stays as it is, a store compares the e_tag with each request for bytes, and a commit of the Hub
         never changes.
         """
-        if self._parquet[1] == self.path and not self._e_tag() and without_commit(self.path) == self.path:
+        if self._copy is None and not self._e_tag() and without_commit(self.path) == self.path:
             self.check_unchanged()
 
     def check_unchanged(self) -> None:
@@ -386,13 +408,15 @@ class SourceFile:
         self._seen = seen  # it was touched, or replaced by a copy of itself
 
     def _opened(self) -> pq.ParquetFile:
-        fs, path = self._parquet
-        is_local = isinstance(fs, pafs.LocalFileSystem)
-        return pq.ParquetFile(
-            fs.open_input_file(path),
-            pre_buffer=not is_local,
-            buffer_size=READ_BUFFER_BYTES if is_local else 0,
-        )
+        """Open the file or its copy, which is made again where another process has deleted it."""
+        if self._copy is None:
+            return _open_parquet(self._fs, self.path)
+        try:
+            return _open_parquet(pafs.LocalFileSystem(), str(self._copy))
+        except FileNotFoundError:
+            self.check_unchanged()
+            self._copy = self._find_copy()
+            return _open_parquet(pafs.LocalFileSystem(), str(self._copy))
 
     def _look(self) -> tuple[int | str, ...]:
         """Return what changes whenever the file is replaced or written to; raises OSError.
@@ -430,41 +454,52 @@ class SourceFile:
                 digest.update(block)
         return digest.hexdigest()
 
-    def _find_copy(self, copies: Path, spec: InputSpec, is_batch: bool) -> Path:
+    def _find_copy(self) -> Path:
         """Return the Parquet copy of the file, which is made unless it is there.
 
-        One of several processes makes it, where the file system has locks. Raises InputError or StorageError,
-        and what reading raises.
+        Raises InputError or StorageError, and what reading raises.
         """
-        texts = spec.types, spec.delimiter, spec.encoding
-        about = repr((self.path, self._seen, texts, is_batch))
-        copy = copies / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.parquet"
-        if copy.exists():
-            return copy
+        texts = self._source.types, self._source.delimiter, self._source.encoding
+        about = repr((self.path, self._seen, texts, self._is_batch))
+        copy = self._copies / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.parquet"
+        tries = 0
+        while not copy.exists():
+            tries += 1
+            try:
+                self._make_copy(copy)
+            except (FileNotFoundError, StorageError):
+                # a process that ends the run deletes the directory of the copies
+                was_deleted = not copy.parent.exists()
+                if tries == COPY_TRIES or not was_deleted:
+                    raise
+        return copy
+
+    def _make_copy(self, copy: Path) -> None:
+        """Make the Parquet copy. One of several processes makes it, where the file system has locks."""
         with writing(copy):
-            make_directory(copies)
+            make_directory(copy.parent)
         with _only_one(copy.with_suffix(".lock")):
             if not copy.exists():
                 self.digest = self._digest_of(self._size)
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
-                    write_parquet(self._rows(spec, is_batch), temporary, {_DIGEST: self.digest.encode()})
+                    write_parquet(self._rows(), temporary, {_DIGEST: self.digest.encode()}, self.path)
                     self.check_unchanged()  # it was read after its digest was made
-        return copy
 
-    def _rows(self, spec: InputSpec, is_batch: bool) -> Iterator[pa.RecordBatch]:
+    def _rows(self) -> Iterator[pa.RecordBatch]:
         """Read the file once, from its beginning to its end; raises InputError."""
         from batchrunner.input.text_files import batches_of_file  # noqa: PLC0415 - not for Parquet
 
         try:
             with self._fs.open_input_file(self.path) as file:
-                stream = file.get_stream(0, self._size)
-                if self.format.compression:
-                    stream = pa.CompressedInputStream(stream, self.format.compression)
-                source = io.BufferedReader(stream, READ_BUFFER_BYTES)
-                yield from batches_of_file(source, self.path, self.format, spec, is_batch=is_batch)
+                source = decompressed(file.get_stream(0, self._size), self.format.compression)
+                yield from batches_of_file(
+                    source, self.path, self.format, self._source, is_batch=self._is_batch
+                )
         except BatchrunError:
             raise
-        except self.read_errors as failure:
+        except EOFError:
+            raise self._unreadable(OSError("Truncated compressed data")) from None
+        except self.read_errors + DECOMPRESSION_ERRORS as failure:
             raise self._unreadable(failure) from None
 
     def _unreadable(self, failure: Exception) -> BatchrunError:
@@ -472,12 +507,43 @@ class SourceFile:
         if isinstance(getattr(self._fs, "handler", None), pafs.FSSpecHandler):
             place = f"hf://{without_commit(self.path)}"
             hint = "if its page on the Hub asks for it, ask for access there, and set HF_TOKEN"
-        elif not known_format(self.path):
-            hint = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
+        elif self.format.compression == "zstd" and "too much memory" in str(failure):
+            hint = f"its window is too large; {unpacking(self.path, head_of(self._fs, self.path))}"
+        elif self.format.kind == "Parquet":
+            others = f"a name with another ending than {', '.join(ENDINGS)} is read as Parquet"
+            hints = [unpacking(self.path, head_of(self._fs, self.path))]
+            hints += [] if known_format(self.path) else [others]
+            hint = "; ".join(filter(None, hints)) or None
         elif self.format.kind == "JSON Lines" and isinstance(failure, pa.ArrowInvalid):
             hint = "give the column a type in input.types: string keeps its values as they are"
         told = f"{place}: not a readable {self.format.kind} file: {first_line(failure)}"
         return or_away(InputError(told, hint=hint), failure)
+
+
+def head_of(fs: pafs.FileSystem, path: str) -> bytes:
+    """Return the first bytes of a file; none where it cannot be read."""
+    try:
+        with fs.open_input_file(path) as file:
+            return bytes(file.read(HEAD_BYTES))
+    except read_errors(fs):
+        return b""
+
+
+def format_in(fs: pafs.FileSystem, path: str, form: FileFormat) -> FileFormat:
+    """Return the format of a file that is not Parquet, with the compression that its content has.
+
+    Raises InputError for a kind of compression that cannot be read.
+    """
+    head = head_of(fs, path)
+    refuse_archive(path, head)
+    return replace(form, compression=codec_of(head, form.compression))
+
+
+def _open_parquet(fs: pafs.FileSystem, path: str) -> pq.ParquetFile:
+    is_local = isinstance(fs, pafs.LocalFileSystem)
+    return pq.ParquetFile(
+        fs.open_input_file(path), pre_buffer=not is_local, buffer_size=READ_BUFFER_BYTES if is_local else 0
+    )
 
 
 @contextlib.contextmanager

@@ -12,10 +12,12 @@ from pyroaring import BitMap64
 
 from batchrunner.core.errors import InputError, JobError
 from batchrunner.core.files import format_of
+from batchrunner.input.compression import DECOMPRESSION_ERRORS, decompressed
 from batchrunner.input.dataset import Dataset, is_ids, usable_columns
-from batchrunner.input.files import find_files, read_errors
+from batchrunner.input.files import find_files, format_in, read_errors
 from batchrunner.input.messages import holds_messages
 from batchrunner.input.templates import template_of_column
+from batchrunner.input.text_files import delimiter_on
 from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.fields import user_paths
 from batchrunner.job.output import RESULT_COLUMNS
@@ -67,11 +69,12 @@ def new_job(path: str, engine: str) -> str:
     others = [other for other in usable if other not in {name, *RESULT_COLUMNS}]
     carried = [other for other in others if ID_NAME.fullmatch(other) and not pt.is_nested(usable[other])]
     columns = "".join(f"#   {_quoted(f.name)}: {type_name(f.type)}\n" for f in dataset.schema)
+    notes = "".join(f"# {' '.join(note.split())}\n" for note in dataset.notes())
     return (
         "# A job for batchrunner, made by `batchrun init`. Save it as job.yaml, change what you like, then:\n"
         "#   batchrun check job.yaml   validates it and shows three prompts; sends nothing\n"
         "#   batchrun job.yaml         runs it; the same command resumes\n"
-        f"#\n# Columns of the data, {dataset.total_rows:,} rows:\n{columns}\n"
+        f"#\n# Columns of the data, {dataset.total_rows:,} rows:\n{columns}{notes}\n"
         f"input:\n  path: {_quoted(path)}\n"
         + "".join(f"  {option}: {_quoted(value)}\n" for option, value in options.items())
         + f"  columns: [{', '.join(map(_quoted, carried))}]"
@@ -93,13 +96,17 @@ def _of_csv(path: str) -> dict[str, str]:
     form = format_of(files[0])
     if form.kind != "CSV":
         return {}
+    codec = format_in(fs, files[0], form).compression
     content = b""
-    with contextlib.suppress(*read_errors(fs)):  # which reading the whole file tells
-        content = fs.open_input_stream(files[0], compression=form.compression).read(SAMPLED_BYTES)
+    with contextlib.suppress(*read_errors(fs), *DECOMPRESSION_ERRORS):  # which reading the whole file tells
+        content = decompressed(fs.open_input_stream(files[0], compression=None), codec).read(SAMPLED_BYTES)
     for encoding in ENCODINGS:
         with contextlib.suppress(UnicodeError):
-            header = codecs.getincrementaldecoder(encoding)().decode(content).partition("\n")[0]
+            text = codecs.getincrementaldecoder(encoding)().decode(content)
             break
+    header = text.removeprefix("\ufeff").partition("\n")[0]
+    if delimiter := delimiter_on(header):
+        return {"delimiter": delimiter, "encoding": encoding}
     usual = "\t" if form.ending == ".tsv" else ","
     return {"delimiter": max(f"{usual},;\t|", key=header.count), "encoding": encoding}
 

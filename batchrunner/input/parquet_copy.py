@@ -6,21 +6,31 @@ Parquet once the type of each column is known. Values without a common type beco
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
+from batchrunner.input.common_types import common_type
+from batchrunner.job.arrow_types import type_name
 from batchrunner.output.arrow_arrays import arrow_array
 from batchrunner.output.files import writing
 
 Record = TypeVar("Record")
+UNFIT = (ValueError, TypeError, OverflowError, pa.ArrowException)
+"""What Arrow raises for a value that a type cannot hold."""
+MOST_SHOWN = 40
+"""Most characters of a bad value in a message."""
 
+_TEXT = pa.string()
 _VIEWS = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
@@ -29,14 +39,14 @@ def first_line(failure: BaseException) -> str:
     return str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
 
 
-def normalized(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with nullable fields, without views, and with texts for nulls.
+def normalized(schema: pa.Schema, nulls: pa.DataType = _TEXT) -> pa.Schema:
+    """Return the schema with nullable fields and without views; `nulls` is the type of what is always null.
 
     Columns may be dictionaries, with numbers of 32 bits: those of two files may be more than 8 bits hold.
     """
     fields = []
     for field in schema:
-        plain = _normalized_field(field)
+        plain = _normalized_field(field, nulls)
         if pt.is_dictionary(field.type):
             plain = plain.with_type(pa.dictionary(pa.int32(), plain.type, field.type.ordered))
         fields.append(plain)
@@ -54,29 +64,40 @@ def not_for_parquet(kind: pa.DataType) -> str | None:
     return None
 
 
-def _normalized_field(field: pa.Field[Any]) -> pa.Field[Any]:
-    return field.with_type(_normalized_type(field.type)).with_nullable(True)
+def _normalized_field(field: pa.Field[Any], nulls: pa.DataType) -> pa.Field[Any]:
+    return field.with_type(_normalized_type(field.type, nulls)).with_nullable(True)
 
 
-def _normalized_type(kind: pa.DataType) -> pa.DataType:
+def _normalized_type(kind: pa.DataType, nulls: pa.DataType = _TEXT) -> pa.DataType:
     if pt.is_dictionary(kind):
         kind = kind.value_type
     if pt.is_list(kind) or pt.is_list_view(kind):
-        return pa.list_(_normalized_field(kind.value_field))
+        return pa.list_(_normalized_field(kind.value_field, nulls))
     if pt.is_large_list(kind) or pt.is_large_list_view(kind):
-        return pa.large_list(_normalized_field(kind.value_field))
+        return pa.large_list(_normalized_field(kind.value_field, nulls))
     if pt.is_fixed_size_list(kind):
-        return pa.list_(_normalized_field(kind.value_field), kind.list_size)
+        return pa.list_(_normalized_field(kind.value_field, nulls), kind.list_size)
     if pt.is_map(kind):
-        key = _normalized_field(kind.key_field).with_nullable(False)  # as Arrow requires of a map
-        return pa.map_(key, _normalized_field(kind.item_field), kind.keys_sorted)
+        key = _normalized_field(kind.key_field, nulls).with_nullable(False)  # as Arrow requires of a map
+        return pa.map_(key, _normalized_field(kind.item_field, nulls), kind.keys_sorted)
     if pt.is_struct(kind):
-        return pa.struct([_normalized_field(field) for field in kind])
-    return pa.string() if pt.is_null(kind) else _VIEWS.get(kind, kind)
+        return pa.struct([_normalized_field(field, nulls) for field in kind])
+    return nulls if pt.is_null(kind) else _VIEWS.get(kind, kind)
 
 
 PROBLEM = "\0problem"
 """Column that says why a record of a text file cannot be read; null where it can."""
+LINE = "\0line"
+"""Column with the line of each record, which is not stored."""
+ODD = "\0odd "
+"""Beginning of the name of a column with values, as JSON, that have no type in common with most of theirs."""
+MOST_ODD = 0.1
+"""Share of the values of a column up to which the records of odd ones fail; with more, all are text."""
+NOTES = b"batchrunner.notes"
+"""Key of what a person should know of the records, a JSON list of sentences, in the metadata."""
+_JSON_WORDS = {
+    str: "text", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object",
+}  # fmt: skip
 MOST_FIELDS = 1000
 """Most fields of an object; one with more is a dictionary, and its column JSON text."""
 BATCH_BYTES = 4 << 20
@@ -85,36 +106,175 @@ _LZ4 = pa.ipc.IpcWriteOptions(compression="lz4")
 
 
 def write_parquet(
-    batches: Iterable[pa.RecordBatch], path: Path, about: Mapping[bytes, bytes] | None = None
+    batches: Iterable[pa.RecordBatch],
+    path: Path,
+    about: Mapping[bytes, bytes] | None = None,
+    source: str = "",
 ) -> None:
     """Write batches, of which there is one at least, as a Parquet file with `about` in its metadata.
 
-    Raises StorageError or ArrowException, and what the batches raise.
+    Batches of records, which have PROBLEM and LINE, may have ODD columns. `source` names their file. What a
+    person should know of them is in the metadata as NOTES. Raises StorageError or ArrowException, and what
+    the batches raise.
     """
     spool = path.with_name(f"{path.name}.arrows")
+    columns: dict[str, _Column] = {}  # of records
+    schema: pa.Schema | None = None  # of other batches
     try:
-        schema = None
         with spool.open("wb") as file:
             for batch in batches:
-                if schema is None or not batch.schema.equals(schema):
+                if LINE in batch.schema.names:
+                    _count(batch, columns)
+                elif schema is None or not batch.schema.equals(schema):
                     schema = common_schema([schema, batch.schema] if schema else [batch.schema])
                 with writing(path):
                     with pa.ipc.new_stream(file, batch.schema, options=_LZ4) as stream:
                         stream.write_batch(batch)
                     file.flush()
-        assert schema is not None
+        if schema is None:
+            schema = pa.schema([(name, column.kind()) for name, column in columns.items()])
         schema = stored_schema(schema)
+        records = _Records(schema, source)
         with (
             writing(path),
-            pa.OSFile(str(spool)) as source,
+            pa.OSFile(str(spool)) as spooled,
             pq.ParquetWriter(path, schema.with_metadata(about), compression="zstd") as writer,
         ):
-            while source.tell() < source.size():
-                with pa.ipc.open_stream(source) as stream:
+            while spooled.tell() < spooled.size():
+                with pa.ipc.open_stream(spooled) as stream:
                     for batch in stream:
-                        writer.write_batch(fitted(batch, schema).replace_schema_metadata())
+                        done = records.finished(batch) if columns else fitted(batch, schema)
+                        writer.write_batch(done.replace_schema_metadata())
+            writer.add_key_value_metadata({NOTES: msgspec.json.encode(records.notes())})
     finally:
         spool.unlink(missing_ok=True)
+
+
+def _count(records: pa.RecordBatch, columns: dict[str, _Column]) -> None:
+    """Count the values of records by their types in the columns of all."""
+    for field, values in zip(records.schema, records.columns, strict=True):
+        name = field.name.removeprefix(ODD)
+        if name != LINE:
+            columns.setdefault(name, _Column()).add(values, is_odd=name != field.name)
+
+
+class _Column:
+    """Types of a column's values, with the number of values of each."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[pa.DataType, int] = {}
+        self._odd = 0
+
+    def add(self, values: pa.Array, *, is_odd: bool) -> None:
+        """Count values; odd ones have no type in common with others of their batch."""
+        count = len(values) - values.null_count
+        if is_odd:
+            self._odd += count
+        else:
+            self._kinds[values.type] = self._kinds.get(values.type, 0) + count
+
+    def kind(self) -> pa.DataType:
+        """Return the common type of all values, also where a few beside lists or structs are odd; or text."""
+        common: list[tuple[pa.DataType, int]] = []
+        for kind, count in self._kinds.items():
+            for at, (known, known_count) in enumerate(common):
+                both = common_type(known, kind)
+                if both is not None:
+                    common[at] = both, known_count + count
+                    break
+            else:
+                common.append((kind, count))
+        main, main_count = max(common, key=itemgetter(1))
+        total = self._odd + sum(count for _, count in common)
+        others = total - main_count
+        if not others:
+            return main
+        return main if pt.is_nested(main) and others <= MOST_ODD * total else _TEXT
+
+
+class _Records:
+    """Gives batches of records their columns in the end, and fails a record whose value does not fit."""
+
+    def __init__(self, schema: pa.Schema, source: str) -> None:
+        self._schema, self._source = schema, source
+        self._rows = self._failed = 0
+        self._problem = ""  # the first one
+        self._texts: dict[str, str] = {}  # why a column of lists or structs is text
+
+    def finished(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return a batch in the schema."""
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        lines = columns[LINE].to_pylist()
+        problems = columns[PROBLEM].to_pylist()
+        fields = [field for field in self._schema if field.name != PROBLEM]
+        for field in fields:
+            values = columns.get(field.name, pa.nulls(len(lines)))
+            odd = columns.get(f"{ODD}{field.name}", pa.nulls(len(lines), _TEXT))
+            kind = values.type if pt.is_string(field.type) else field.type
+            if not _fits(values.type, field.type):
+                odd = arrow_array([_json_of(value) for value in values.to_pylist()], _TEXT)
+                values = pa.nulls(len(lines), field.type)
+            columns[field.name] = _as_type(values, field.type)
+            odd_values = {at: msgspec.json.decode(text) for at, text in enumerate(odd.to_pylist()) if text}
+            causes = {
+                at: f"{self._source}: line {lines[at]}: {_difference(field.name, value, kind)}"
+                for at, value in odd_values.items()
+            }
+            if pt.is_string(field.type):
+                texts = [text_of(odd_values.get(at)) for at in range(len(lines))]
+                columns[field.name] = pc.coalesce(columns[field.name], arrow_array(texts, _TEXT))
+                for cause in causes.values():
+                    self._texts.setdefault(field.name, cause)
+            else:
+                problems = [problem or causes.get(at) for at, problem in enumerate(problems)]
+        self._count(problems)
+        columns[PROBLEM] = arrow_array(problems, _TEXT)
+        return pa.RecordBatch.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
+
+    def notes(self) -> list[str]:
+        """Return what a person should know: the records that fail, and columns that are text."""
+        notes = [f"{cause}: the column is JSON text" for cause in self._texts.values()]
+        if self._failed:
+            notes.append(f"{self._failed:,} of {self._rows:,} records cannot be sent: {self._problem}")
+        return notes
+
+    def _count(self, problems: Sequence[str | None]) -> None:
+        failed = [problem for problem in problems if problem]
+        self._rows += len(problems)
+        self._failed += len(failed)
+        self._problem = self._problem or next(iter(failed), "")
+
+
+def _fits(kind: pa.DataType, into: pa.DataType) -> bool:
+    """Tell whether all values of a type fit into another one; any value can be text."""
+    return bool(pt.is_string(into) or common_type(into, kind) == into)
+
+
+def _json_of(value: Any) -> str | None:
+    return None if value is None else msgspec.json.encode(value).decode()
+
+
+def _difference(name: str, value: Any, kind: pa.DataType) -> str:
+    """Say how a value of JSON differs from a type: the part that has another type."""
+    if isinstance(value, dict) and pt.is_struct(kind):
+        parts = [
+            (f"{name}.{key}", part, key) for key, part in value.items() if kind.get_field_index(key) >= 0
+        ]
+        for place, part, key in parts:
+            if part is not None and not _is_of(part, kind.field(key).type):
+                return _difference(place, part, kind.field(key).type)
+    if isinstance(value, list) and pt.is_list(kind):
+        for at, part in enumerate(value):
+            if part is not None and not _is_of(part, kind.value_type):
+                return _difference(f"{name}[{at}]", part, kind.value_type)
+    return f"{name} is {_JSON_WORDS[type(value)]}, but {type_name(kind):.{MOST_SHOWN}} in other records"
+
+
+def _is_of(value: Any, kind: pa.DataType) -> bool:
+    both = None
+    with contextlib.suppress(*UNFIT):
+        both = common_type(kind, pa.array([value]).type)
+    return both is not None
 
 
 def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
@@ -123,12 +283,16 @@ def common_schema(schemas: Sequence[pa.Schema]) -> pa.Schema:
         return schemas[0]
     kinds: dict[str, pa.DataType] = {}
     for field in chain.from_iterable(schemas):
-        kinds[field.name] = _common_type(kinds.get(field.name, pa.null()), field.type)
+        kind = common_type(kinds.get(field.name, pa.null()), field.type)
+        kinds[field.name] = _TEXT if kind is None else kind
     return pa.schema(list(kinds.items()))
 
 
 def stored_schema(schema: pa.Schema) -> pa.Schema:
-    """Return a schema for Parquet: JSON text for what it cannot hold, and PROBLEM only if there is any."""
+    """Return a schema for Parquet: JSON text for what it cannot hold, and PROBLEM only if there is any.
+
+    Columns of nulls stay such: with another file they may get a type.
+    """
     fields = [
         field.with_type(pa.string())
         if _most_fields(field.type) > MOST_FIELDS or not_for_parquet(field.type)
@@ -136,7 +300,7 @@ def stored_schema(schema: pa.Schema) -> pa.Schema:
         for field in schema
         if field.name != PROBLEM or not pt.is_null(field.type)
     ]
-    return normalized(pa.schema(fields))
+    return normalized(pa.schema(fields), pa.null())
 
 
 def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
@@ -151,6 +315,26 @@ def fitted(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
         for field in schema
     ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def fitted_values(column: pa.Array, kind: pa.DataType) -> tuple[pa.Array, dict[int, str]]:
+    """Return a column as one of a type, and by place what is wrong with a value that the type cannot hold.
+
+    Such a value is null.
+    """
+    try:
+        return _as_type(column, kind), {}
+    except UNFIT:
+        pass
+    values: list[pa.Array] = []
+    misfits: dict[int, str] = {}
+    for at in range(len(column)):
+        try:
+            values.append(_as_type(column.slice(at, 1), kind))
+        except UNFIT:
+            values.append(pa.nulls(1, kind))
+            misfits[at] = f"{column[at]!s:.{MOST_SHOWN}} is not {type_name(kind)}"
+    return pa.concat_arrays(values), misfits
 
 
 def in_chunks(
@@ -177,6 +361,34 @@ def array_of(values: Sequence[Any]) -> pa.Array:
         return arrow_array([text_of(value) for value in values], pa.string())
 
 
+def parted(values: Sequence[Any]) -> tuple[pa.Array, pa.Array | None]:
+    """Return values as Arrow has them, and as JSON those that have no type in common with most others.
+
+    Those are null in the first. Where most values are no lists or objects, all are text.
+    """
+    try:
+        return pa.array(values), None
+    except UNFIT:
+        pass
+    places: dict[pa.DataType, list[int]] = {}
+    for at, value in enumerate(values):
+        with contextlib.suppress(*UNFIT):
+            places.setdefault(pa.array([value]).type, []).append(at)
+    most: list[int] = []
+    common = pa.null()
+    for kind in sorted(places, key=lambda kind: len(places[kind]), reverse=True):
+        both = common_type(common, kind)
+        if both is not None:
+            common, most = both, most + places[kind]
+    kept = {*most}
+    if pt.is_nested(common) or pt.is_null(common):
+        with contextlib.suppress(*UNFIT):
+            main = pa.array([value if at in kept else None for at, value in enumerate(values)])
+            odd = [None if at in kept else _json_of(value) for at, value in enumerate(values)]
+            return main, arrow_array(odd, _TEXT)
+    return array_of(values), None
+
+
 def text_of(value: Any, default: Callable[[Any], Any] | None = None) -> str | None:
     """Return a value as text: a text as it is, null as None, anything else as JSON.
 
@@ -185,16 +397,6 @@ def text_of(value: Any, default: Callable[[Any], Any] | None = None) -> str | No
     if value is None or isinstance(value, str):
         return value
     return msgspec.json.encode(value, enc_hook=default).decode()
-
-
-def _common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    if one == other:
-        return one
-    try:
-        both = [pa.schema([("", kind)]) for kind in (one, other)]
-        return pa.unify_schemas(both, promote_options="permissive").field(0).type
-    except (TypeError, pa.ArrowException):
-        return pa.string()
 
 
 def _most_fields(kind: pa.DataType) -> int:

@@ -42,7 +42,7 @@ from batchrunner.input.templates import (
     template_of_column,
     with_fields,
 )
-from batchrunner.job.answers import AnswerPlan
+from batchrunner.job.answers import AnswerPlan, takes_row
 from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec
@@ -125,12 +125,13 @@ class Renderer:
         """The fields of a request after its sampling, where all rows have the same ones."""
         if not (self._by_row or self._for_check or self._media):
             self._same = tuple({**Request._field_defaults, **self._shared}.values())
-        self._used = sorted(used)
+        for name in sorted(used):
+            dataset.field(name, where="prompt")
         self._carried = list(source.columns)
         self._carried_names = source.carried_names
-        self.columns = sorted({*self._used, *self._carried})
-        for name in self._used:
-            dataset.field(name, where="prompt")
+        self.columns = sorted({*used, *self._carried})
+        # a function that is called with an answer and its row reads all carried columns
+        self._used = self.columns if takes_row(functions) else sorted(used)
         self.carried_schema = pa.schema(
             [
                 dataset.field(name, where="input.columns").with_name(new)
@@ -307,9 +308,13 @@ def _refuse_bytes(dataset: ColumnSource, name: str, where: str) -> None:
 def _check(
     dataset: ColumnSource, name: str, where: str, fits: Callable[[pa.DataType], bool], wanted: str
 ) -> None:
-    """Raise InputError for a missing column, or one whose type does not fit."""
+    """Raise InputError for a missing column, or one whose type does not fit.
+
+    Nulls and empty lists have no type that tells what their column holds: their rows are judged one by one.
+    """
     kind = dataset.field(name, where=where).type
-    if not fits(kind):
+    values = kind.value_type if is_list(kind) else kind
+    if not (pt.is_null(values) or fits(kind)):
         raise InputError(
             f"{where}: column {name!r} must hold {wanted} (got {type_name(kind)})",
             hint="a column of CSV gets a type in input.types" if is_text(kind) else None,

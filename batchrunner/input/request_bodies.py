@@ -16,6 +16,7 @@ from pyroaring import BitMap
 from xxhash import xxh3_64_intdigest
 
 from batchrunner.core.errors import InputError
+from batchrunner.core.files import LONGEST_LINE_BYTES
 from batchrunner.core.types import BATCH_PATHS, COMPLETIONS_PATH, EMBEDDINGS_PATH, RequestBody
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ _TO_EMBED = ("input",)
 _LIMITS = ("max_completion_tokens", "max_tokens")
 CHAT_TOKENS, COMPLETION_TOKENS = 1024, 16
 """Output tokens that are expected of a request without a limit; SGLang's own limit of completions is 16."""
+TOO_LONG = f"is longer than {LONGEST_LINE_BYTES >> 20} MiB"
 _STREAMED = ("stream", "stream_options")
 MOST_SHOWN = 5
 """Most lines, or custom_ids, that a message names."""
@@ -66,16 +68,22 @@ class _UnansweredError(ValueError):
     """A request is for an endpoint that no engine, or not that of the other lines, answers."""
 
 
-def request_lines(lines: Iterable[bytes], path: str) -> Iterator[tuple[int, dict[str, str], str | None, int]]:
+def request_lines(
+    lines: Iterable[bytes | None], path: str
+) -> Iterator[tuple[int, dict[str, str], str | None, int]]:
     """Yield the number of each line, the request on it, why it is none, and its bytes.
 
-    The first request says whether all are for vectors, and the first that names a model, which one. Raises
-    InputError at the end where lines are for endpoints that are not answered; `path` names the file.
+    A line that is too long to be read is None. The first request says whether all are for vectors, and the
+    first that names a model, which one. Raises InputError at the end where lines are for endpoints that are
+    not answered; `path` names the file.
     """
     embeds: bool | None = None
     model: str | None = None
     unanswered = LineNumbers()
     for number, line in enumerate(lines, 1):
+        if line is None:
+            yield number, {}, f"not a request: it {TOO_LONG}", 0
+            continue
         text, problem = line.strip(), None
         if not text:
             continue

@@ -4,10 +4,11 @@ No package of these is imported: what speaks Arrow's PyCapsule interface (`__arr
 through it, and the others are known by their methods.
 """
 
+import contextlib
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain, count
+from itertools import chain, count, groupby
 from typing import Any, Protocol, TypeAlias
 
 import pyarrow as pa
@@ -23,6 +24,11 @@ CHUNK_ROWS = 1024
 """Most rows that are converted together: numbers in them may be many, and are not counted."""
 _PNG_MODES = {"1", "L", "LA", "I", "I;16", "P", "RGB", "RGBA"}
 """Modes of Pillow's images that a PNG file can hold."""
+_SCALARS: dict[type, pa.DataType] = {
+    str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_(), bytes: pa.binary(),
+    type(None): pa.null(),
+}  # fmt: skip
+"""Arrow's types of values, which Arrow finds out more slowly."""
 _WANTED = (
     "rows: give a list of texts or mappings, a table or data frame (pyarrow, pandas, polars, duckdb, "
     "datasets), or the path of files"
@@ -170,6 +176,28 @@ def _plain(value: Any) -> Any:
     except Exception:  # noqa: BLE001 - a broken file that Pillow opened: its row fails
         return b"unreadable"
     return stream.getvalue()
+
+
+def rows_of_like_types(rows: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """Yield rows in lists, in order; the rows of a list have the same columns with the same types.
+
+    A batch of them leaves each value as it is alone. In a column of several types 1 beside 2.5 becomes 1.0, a
+    text beside bytes becomes bytes, and an object gets the keys of the others.
+    """
+    for _, alike in groupby(rows, _types_of):
+        yield [*alike]
+
+
+def _types_of(row: Mapping[str, Any]) -> list[tuple[Any, pa.DataType | None]]:
+    """Return the type that Arrow gives each value of a row by itself; None for what it cannot hold."""
+    types = []
+    for name, value in row.items():
+        kind = _SCALARS.get(type(value))
+        if kind is None:
+            with contextlib.suppress(Exception):  # objects may be of any class, and fail in any way
+                kind = pa.infer_type([value])
+        types.append((name, kind))
+    return types
 
 
 def batches_of_rows(

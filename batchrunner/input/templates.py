@@ -28,7 +28,7 @@ Error = TypeVar("Error", bound=BatchrunError)
 LONGEST_PROMPT = 64 << 20
 """Most characters that a template makes: far more than any model reads."""
 LINE_SHOWN = 100
-"""Characters of a template's line that an error shows at most."""
+"""Characters of a template's line, or of a value, that an error shows at most."""
 ANSWER_NAMES = ("output", "parsed", "reasoning", "finish_reason")
 """Names of what `accept.expression` knows of an answer; it cannot read a column of such a name."""
 FILTERS_TO_TEXT = (
@@ -293,6 +293,7 @@ def _environment(code: type[CodeGenerator] = _Code) -> _Environment:
         filters[name] = _guarded(filters[name], as_text)
     filters["join"] = _guarded(filters["join"], lambda values: [*map(as_text, values)])
     filters["tojson"] = _tojson  # jinja2's own escapes < > & ' for HTML
+    filters["fromjson"] = _guarded(_fromjson, as_text)
     return environment
 
 
@@ -309,6 +310,17 @@ def _guarded(text_of: Callable[..., Any], check: Callable[[Any], Any]) -> Callab
 
 def _tojson(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent, default=lambda item: str(as_text(item)))
+
+
+def _fromjson(value: Any) -> Any:
+    """Return what a JSON text holds; what is no text, such as a struct, as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as failure:
+        shown = value if len(value) <= LINE_SHOWN else f"{value[:LINE_SHOWN]}…"
+        raise ValueError(f"fromjson: {shown!r} is not JSON: {failure}") from None
 
 
 def as_text(value: Any) -> Any:

@@ -43,7 +43,7 @@ class AnswerPlan:
     schema_by_row: bool = False
     """Whether each row has its own."""
     on_length: OnLength = "keep"
-    """What becomes of an answer that was cut at `max_new_tokens`."""
+    """What becomes of an answer that was truncated at `max_new_tokens`."""
     tries: int = 1
     """Most answers of a row that are checked."""
     checks: bool = False
@@ -95,7 +95,8 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
         names = {*ROLLOUT_COLUMNS} - ({RETURNED} if parsed else set())
     names -= {*job.input.carried_names}
     names -= {name for name, _ in parsed}
-    on_length = job.on_length or ("fail" if checks_json and has_schema else "keep")
+    may_have_schema = has_schema or of_rollouts
+    on_length = job.on_length or ("fail" if checks_json and may_have_schema else "keep")
     return AnswerPlan(
         tuple(name for name in (*ANSWER_COLUMNS, *ROLLOUT_COLUMNS) if name in names),
         job.sampling.n,
@@ -106,7 +107,11 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
         schema_by_row,
         on_length,
         (job.accept.tries or TRIES) if job.has_check else 1,
-        checks_json or job.accept.has_condition or on_length != "keep" or PARSED in names,
+        checks_json
+        or job.accept.has_condition
+        or on_length != "keep"
+        or PARSED in names
+        or job.sampling.regex is not None,
         asked,
     )
 
@@ -114,6 +119,12 @@ def plan_answers(job: Job, functions: HookPool | None = None) -> AnswerPlan:
 def of_sample(complaint: str, number: int, completion: Completion) -> str:
     """Return a complaint about sample `number` of an answer; it names the sample where there are several."""
     return complaint if len(completion.texts) == 1 else f"sample {number}: {complaint}"
+
+
+def takes_row(functions: HookPool | None) -> bool:
+    """Tell whether a job's function is called with an answer and its row."""
+    facts = functions.facts if functions is not None else {}
+    return any(facts[where].takes_row for where in (PARSE, CHECK) if where in facts)
 
 
 def judges_by_row(functions: HookPool | None) -> bool:

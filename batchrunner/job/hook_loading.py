@@ -135,13 +135,16 @@ def _binds(signature: inspect.Signature, *given: str) -> bool:
 
 
 def known_of(function: Any, where: str) -> Annotations:
-    """Return what the annotations of a function say; raises HookLoadError where `parse` has no columns."""
+    """Return what the annotations of a function say.
+
+    Raises HookLoadError where `parse` has no columns, or where a returned type cannot be that of columns.
+    """
     if where not in {PROMPT, PARSE, ROLLOUT}:
         return Annotations()
     try:
         known = annotations_of(function)
     except ValueError as failure:
-        if where == PARSE:
+        if where != PROMPT:
             raise HookLoadError(str(failure)) from None
         return Annotations()
     if where == PARSE and not known.columns:
@@ -160,7 +163,7 @@ def annotations_of(function: Any) -> Annotations:
             hints: dict[str, Any] = {"return": inner}
         else:
             inner = inner if inspect.isroutine(inner) else type(inner).__call__
-            hints = typing.get_type_hints(inner, include_extras=True)
+            hints = _type_hints(inner)
     except Exception as failure:  # noqa: BLE001 - names in annotations may lead anywhere
         raise ValueError(f"has an annotation that cannot be read: {failure}") from None
     returned = hints.pop("return", None)
@@ -172,6 +175,20 @@ def annotations_of(function: Any) -> Annotations:
         classes = [*typing.get_args(classes[0])]
     columns = columns_of(classes[0]) if len(classes) == 1 else ()
     return Annotations(columns, types.NoneType in members, reads)
+
+
+def _type_hints(function: Any) -> dict[str, Any]:
+    """Return the types of arguments and result; of the result only where those of arguments cannot be read.
+
+    Such types are often imported for type checkers only.
+    """
+    try:
+        return typing.get_type_hints(function, include_extras=True)
+    except NameError:
+        function = inspect.unwrap(function)
+        result = {name: kind for name, kind in function.__annotations__.items() if name == "return"}
+        of_result = types.SimpleNamespace(__annotations__=result)
+        return typing.get_type_hints(of_result, function.__globals__, include_extras=True)
 
 
 _UNIONS = (typing.Union, types.UnionType)

@@ -1,11 +1,17 @@
-"""Arrow arrays of Python values."""
+"""Arrow arrays of Python values, and Python values of Arrow's."""
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.types as pt
 
+UNREADABLE = (ValueError, OverflowError, pa.ArrowException)
+"""What Arrow raises for a value that Python cannot represent: a time zone that is in no database here, a date
+out of range, bad UTF-8 (UnicodeDecodeError is a ValueError)."""
+_UTC = "+00:00"
+"""UTC as a zone that needs no database."""
 _VECTORS = {pa.list_(pa.float16()): 2, pa.list_(pa.float32()): 4}
 """Types of vectors, with the bytes of a number."""
 
@@ -22,6 +28,49 @@ def arrow_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
         return pa.array(values, kind)
     except UnicodeEncodeError:
         return pa.array([_encodable(value) for value in values], kind)
+
+
+def shown_values(column: pa.Array) -> list[Any]:
+    """Return a column as Python values; what Python cannot represent is replaced by what shows it.
+
+    That is a time in UTC, the text of a date, or a text with a question mark for each bad byte.
+    """
+    try:
+        return list(column.to_pylist())
+    except UNREADABLE:
+        return [_shown(item) for item in column]
+
+
+def _shown(scalar: Any) -> Any:
+    kind = scalar.type
+    try:
+        return scalar.as_py()
+    except UNREADABLE:
+        if pt.is_dictionary(kind):
+            return _shown(scalar.value)
+        return _shown_nested(scalar) if pt.is_nested(kind) else _shown_plain(scalar)
+
+
+def _shown_nested(scalar: Any) -> Any:
+    kind = scalar.type
+    if pt.is_struct(kind):
+        return {field.name: _shown(scalar[at]) for at, field in enumerate(kind)}
+    if pt.is_map(kind):
+        return [(_shown(pair["key"]), _shown(pair["value"])) for pair in scalar.values]
+    return [_shown(item) for item in scalar.values]
+
+
+def _shown_plain(scalar: Any) -> Any:
+    kind = scalar.type
+    if pt.is_timestamp(kind) and kind.tz is not None:
+        if kind.tz != _UTC:
+            return _shown(scalar.cast(pa.timestamp(kind.unit, _UTC)))
+        return _shown(scalar.cast(pa.timestamp(kind.unit))) + _UTC
+    if pt.is_duration(kind):
+        return f"{scalar.value} {kind.unit}"
+    if pt.is_temporal(kind):
+        return scalar.cast(pa.string()).as_py().replace(" ", "T")
+    return scalar.as_buffer().to_pybytes().decode(errors="replace")
 
 
 def _vectors(values: Sequence[bytes | None], kind: pa.DataType) -> pa.Array:

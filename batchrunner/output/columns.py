@@ -1,5 +1,6 @@
 """Converts outcomes into Arrow tables with the columns of a part."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -21,6 +22,8 @@ from batchrunner.job.output import (
     RETURNED,
 )
 from batchrunner.output.arrow_arrays import arrow_array
+
+log = logging.getLogger(__name__)
 
 NO_ANSWER = Completion([None], [None], [None], None, None)  # type: ignore[list-item]
 """Stands for the answer of a row without one."""
@@ -154,13 +157,29 @@ def table_of(outcomes: Sequence[Outcome], schema: pa.Schema, plan: AnswerPlan) -
 
 
 def kinds_returned(tables: Iterable[pa.Table]) -> dict[str, ColumnKind]:
-    """Return the columns of all that a function without annotation returned, by its values in tables."""
+    """Return the columns of all that a function without annotation returned, by its values in tables.
+
+    A column of texts beside other values holds JSON, in which texts are quoted: a warning says so.
+    """
     found: defaultdict[str, set[ColumnKind]] = defaultdict(set)
     for table in tables:
         for row in _returned(table):
             for name, value in row.items():
                 found[name].update(kinds_of_value(value))
-    return {name: common_kind(kinds) for name, kinds in found.items()}
+    columns = {name: common_kind(kinds) for name, kinds in found.items()}
+    for name, kind in columns.items():
+        if _innermost(kind) == "json" and "string" in map(_innermost, found[name]):
+            log.warning(
+                "column %r of what the rollouts returned holds texts and other values: each is JSON, with "
+                "texts in quotes. To have one type, annotate what the function returns",
+                name,
+            )
+    return columns
+
+
+def _innermost(kind: ColumnKind) -> ColumnKind:
+    """Return the kind of the items of a list, or of lists in it; another kind as it is."""
+    return kind if isinstance(kind, str) else _innermost(kind[1])
 
 
 def with_returned(table: pa.Table, kinds: Mapping[str, ColumnKind]) -> pa.Table:

@@ -14,11 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import pyarrow as pa
 
-from batchrunner.core.types import LEFT_OUT, Outcome
+from batchrunner.core.types import LEFT_OUT, Completion, Outcome
 from batchrunner.job.output import CUT
 
-UNKNOWN = "unknown"
-"""The finish reason of an answer that has none."""
+NOT_REPORTED = "not reported"
+"""Stands for the finish reason of an answer whose server reports none."""
+NO_REQUEST = "no request"
+"""Stands for the finish reason of a rollout that asked nothing."""
 MOST_GROUPS = 50
 """Failure groups that are kept; further ones are counted as OTHER."""
 OTHER = "other reasons"
@@ -181,12 +183,12 @@ class RowCounts:
             self.failures.add(ref.row, error)
         else:
             self.ok += 1
-            reasons: Sequence[str | None] = (LEFT_OUT,) if completion is None else completion.finish_reasons
+            reasons = _finish_reasons(completion)
             for reason in reasons:
-                known = reason or UNKNOWN
-                if known not in self.finish_reasons and len(self.finish_reasons) >= MOST_GROUPS:
-                    known = OTHER  # a server that makes up ever new ones does not fill the memory
-                self.finish_reasons[known] += 1
+                is_new = reason not in self.finish_reasons
+                # a server that makes up ever new reasons does not fill the memory
+                group = OTHER if is_new and len(self.finish_reasons) >= MOST_GROUPS else reason
+                self.finish_reasons[group] += 1
             if completion is None:
                 self.left_out += 1
             elif attempts == 0:
@@ -204,6 +206,14 @@ class RowCounts:
     def __add__(self, other: RowCounts) -> RowCounts:
         """Return the counts of both together."""
         return _sum(self, other)
+
+
+def _finish_reasons(completion: Completion | None) -> Sequence[str]:
+    """Return why each output of a row ended, or why the row has none."""
+    if completion is None:
+        return (LEFT_OUT,)
+    missing = NO_REQUEST if None in completion.texts else NOT_REPORTED
+    return [reason or missing for reason in completion.finish_reasons]
 
 
 class TableCounts(NamedTuple):

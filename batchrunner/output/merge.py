@@ -24,7 +24,7 @@ import pyarrow.types as pt
 from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, StorageError, TaskHeldError
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, known_format
 from batchrunner.job.output import REQUEST_DIGEST, RESPONSE, RETURNED
-from batchrunner.output.arrow_arrays import arrow_array
+from batchrunner.output.arrow_arrays import arrow_array, shown_values
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets, release_unused
 from batchrunner.output.columns import kinds_returned, with_returned
 from batchrunner.output.counts import with_counts
@@ -284,7 +284,9 @@ def _writer(form: FileFormat, stream: Any, schema: pa.Schema) -> Iterator[Callab
 def _write_lines(stream: Any, table: pa.Table) -> None:
     """Write an object for each row, bytes as Base64."""
     for batch in table.to_batches(CHUNK_ROWS):
-        stream.write(b"".join(json_line(row, _unusual, orjson.OPT_NON_STR_KEYS) for row in batch.to_pylist()))
+        columns = map(shown_values, batch.columns)
+        rows = (dict(zip(batch.schema.names, values, strict=True)) for values in zip(*columns, strict=True))
+        stream.write(b"".join(json_line(row, _unusual, orjson.OPT_NON_STR_KEYS) for row in rows))
 
 
 def _write_records(writer: Any, kinds: pa.Schema, table: pa.Table) -> None:
@@ -293,7 +295,7 @@ def _write_records(writer: Any, kinds: pa.Schema, table: pa.Table) -> None:
         columns = [
             column.cast(field.type)
             if _is_plain(column.type)
-            else arrow_array([*map(_text, column.to_pylist())], pa.string())
+            else arrow_array([*map(_text, shown_values(column))], pa.string())
             for column, field in zip(batch.columns, kinds, strict=True)
         ]
         writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=kinds))

@@ -133,6 +133,7 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
     """
     next_number = run_dir.next_number()
     before = lock.replaced
+    lock.verify()
     for torn in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
         torn.unlink(missing_ok=True)
     for path in run_dir.journals(before.token if before else None):
@@ -140,8 +141,10 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
             make_directory(run_dir.parts)
             write_part(run_dir, number_of(path), tables, lock)
             schema = schema or tables[0].schema
+        lock.verify()
         path.unlink(missing_ok=True)
     for other in run_dir.task_directory.glob("journal-*"):  # another machine has done its rows since
+        lock.verify()
         other.unlink(missing_ok=True)
     # without a run.json the holder before wrote no part, and a part alone would be taken for a strange run
     if before is not None and not before.is_clean and run_dir.run_json.exists():

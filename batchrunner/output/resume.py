@@ -10,14 +10,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from pyroaring import BitMap64
 
 from batchrunner.core.processes import thread_pool
 from batchrunner.core.types import rows_of_column
 from batchrunner.output.arrow_arrays import arrow_array
-from batchrunner.output.counts import RowCounts, counts_in, with_counts
-from batchrunner.output.files import whole_file, writing
+from batchrunner.output.counts import RowCounts, counts_in
 from batchrunner.output.parts import open_part, read_journal
 from batchrunner.output.run_dir import RunDir
 
@@ -95,19 +93,3 @@ def _read_journals(run_dir: RunDir) -> Iterator[pa.Table]:
         with contextlib.suppress(FileNotFoundError):
             for table in read_journal(path):
                 yield table.select(_COUNTED).sort_by("row")
-
-
-def drop_failed(run_dir: RunDir) -> None:
-    """Rewrite this task's parts without their failed rows, each atomically.
-
-    Raises ResumeError where a part is damaged, StorageError where one cannot be written.
-    """
-    for path in run_dir.own_parts():
-        with open_part(path) as part:
-            errors = part.read(["error"]).column("error")
-            if errors.null_count == len(errors):
-                continue
-            counts = counts_in(part.schema_arrow)._replace(failed=RowCounts())
-            kept = with_counts(part.read().filter(pc.is_null(errors)), counts)
-        with writing(path), whole_file(path, publish=run_dir.store.replace) as temporary:
-            pq.write_table(kept, temporary, compression="zstd")

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import orjson
@@ -68,6 +69,8 @@ class RunDir:
         self.copies = self.path / ".input"
         """Parquet copies of input files of other formats, until the run is done."""
         self.run_json = self.path / "run.json"
+        self.discarding = self.path / "discarding"
+        """Mark of a run that is being discarded, see `discard.py`."""
         self.log_directory = self.path if task == MAIN_TASK else self.task_directory
         """Directory of the task's events, report and engine log."""
         self.report_json = self.log_directory / "report.json"
@@ -160,25 +163,35 @@ class RunDir:
             self.merged.rmdir()
         self.store.clear(_MERGED)
 
-    def discard(self) -> None:
+    def is_being_discarded(self) -> bool:
+        """Tell whether a start discards this run, or died while it did. Raises OutputError."""
+        with using_run(self.name):
+            return self.store.exists(self.discarding)
+
+    def discard(self, *, before_each: Callable[[], object]) -> None:
         """Delete what earlier attempts wrote, and no file of another origin.
 
-        What this attempt has by then stays: its lock, its order and the log of its engine.
+        What this attempt has by then stays: its lock, its order and the log of its engine. `before_each` is
+        called before each deletion, and may raise to end them.
         """
+        before_each()
+        self.run_json.unlink(missing_ok=True)  # first: without it no reader takes the rest for a run
         self.discard_merged()
         for path in sorted(self.path.rglob("*"), reverse=True):  # a directory comes after what is in it
+            before_each()
             name = path.relative_to(self.path).as_posix()
-            if path.is_dir():
+            if self.task_directory in path.parents:
+                if path.name.startswith(("journal-", SEGMENT)):
+                    path.unlink(missing_ok=True)
+            elif path.is_dir():
                 if _DIRECTORIES.fullmatch(name):
                     with contextlib.suppress(OSError):  # it holds files of another origin
                         path.rmdir()
-            elif self.task_directory in path.parents:
-                if path.name.startswith(("journal-", SEGMENT)):
-                    path.unlink(missing_ok=True)
             elif path.parent == self.log_directory and path.suffix == ".log":
                 continue
             elif _OURS.fullmatch(name):
                 path.unlink(missing_ok=True)
+        before_each()
         self.store.clear(_OURS)
 
 

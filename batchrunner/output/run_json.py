@@ -141,6 +141,11 @@ def read_run_json(run_dir: RunDir) -> dict[str, Any] | None:
 def require_run_json(run_dir: RunDir) -> dict[str, Any]:
     """Return the content of run.json; raises OutputError where there is no file, else as `read_run_json`."""
     found = read_run_json(run_dir)
+    if found is None and run_dir.is_being_discarded():
+        raise OutputError(
+            f"{run_dir.name}: --fresh was stopped while it discarded this run",
+            hint="start the job again",
+        )
     if found is None:
         raise OutputError(
             f"{run_dir.name}: not a run's output path (no run.json)",

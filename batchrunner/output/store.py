@@ -56,6 +56,10 @@ class Store:
             return sorted(path.name for path in directory.iterdir())
         return []
 
+    def exists(self, path: Path) -> bool:
+        """Tell whether a file was published, whoever did it."""
+        return path.exists()
+
     def size(self, path: Path) -> int:
         """Return the bytes of a file that was published; raises FileNotFoundError."""
         return path.stat().st_size
@@ -150,6 +154,10 @@ class ObjectStore(Store):
         with self._turn:
             self._sizes.update((each.name, each.size) for each in found)
         return sorted({each.name.removeprefix(top).partition("/")[0] for each in found})
+
+    def exists(self, path: Path) -> bool:
+        """Ask for the object."""
+        return self.objects.read(self._name(path)) is not None
 
     def size(self, path: Path) -> int:
         """Return the size in the last listing, or of the file that is brought here."""

@@ -54,6 +54,10 @@ TRUSTED_S = 45.0
 """Seconds after a heartbeat in a store during which the lock is held for sure, less than DEAD_AFTER_S."""
 
 
+DIRECTORY_TRIES = 100
+"""How often a task's directory is created anew where other processes delete it meanwhile."""
+
+
 class TaskLock:
     """The lock of a task directory, before and while this process holds it."""
 
@@ -99,7 +103,7 @@ class TaskLock:
     def _take(self) -> bool:
         """Become the holder if there is none. Raises OSError."""
         try:
-            file = os.open(self._owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            file = self._create_owner()
         except FileExistsError:
             return False
         try:
@@ -114,6 +118,15 @@ class TaskLock:
             self.release()  # otherwise our name would stay, and this process runs
             raise
         return True
+
+    def _create_owner(self) -> int:
+        """Create `owner` and return its descriptor; raises FileExistsError, or another OSError."""
+        for _ in range(DIRECTORY_TRIES):
+            # Another process that gives up its lock may delete the directory, which is empty until then.
+            with contextlib.suppress(FileNotFoundError):
+                make_directory(self._directory)
+                return os.open(self._owner, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._owner))
 
     def _replace(self, dead_owner: bytes) -> bool:
         """Remove the `owner` of a dead holder by a rename, which succeeds for one of several processes.
@@ -197,6 +210,11 @@ def _overwrite(path: Path, content: bytes, flags: int = 0) -> None:
         os.close(file)
 
 
+def _clock_that_never_sleeps() -> float:
+    """Return seconds since the boot, those included in which the machine slept (`time.monotonic` stops)."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class StoreTaskLock(TaskLock):
     """The lock of a task in an object store: an object `owner` that its holder rewrites at every heartbeat.
 
@@ -212,7 +230,7 @@ class StoreTaskLock(TaskLock):
         name: str,
         me: LockHolder | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] = _clock_that_never_sleeps,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """`name` is that of the object."""
@@ -299,7 +317,8 @@ def hold_task(
         else StoreTaskLock(objects, (directory / OWNER).relative_to(run_dir.path).as_posix(), sleep=sleep)
     )
     with using_run(f"output.path {run_dir.name}"):
-        make_directory(directory)
+        if objects is not None:
+            make_directory(directory)
         lock.acquire(dead_owner)
         try:
             if directory == run_dir.task_directory:  # its holder before may have written until now

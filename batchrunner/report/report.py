@@ -90,7 +90,8 @@ class Report:
     sharing: dict[str, Any] = field(default_factory=dict)
     """Shared prefixes: see below."""
     rollouts: dict[str, int] = field(default_factory=dict)
-    """`open` rows of `prompt.rollout`, those `waiting_for_tools`, and answered `turns`; empty without."""
+    """`open` rows of `prompt.rollout`, those `waiting_for_tools`, those `blocked` by another row of their
+    process, and answered `turns`; empty without."""
     bundles: dict[str, Any] = field(default_factory=dict)
     """`requests`, mean `rows_per_request`, `bundles` (requests with several rows), `most_rows` of one, and
     `rows_resent` that a bundle left unanswered."""

@@ -16,19 +16,20 @@ from batchrunner.core.errors import (
     RowRefusedError,
 )
 from batchrunner.core.files import known_format
-from batchrunner.core.types import Outcome, Request, RequestBody
+from batchrunner.core.types import CHAT_PATH, Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
-from batchrunner.engines.model_files import check_model, model_directory
+from batchrunner.engines.model_files import check_model
 from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.engines.request_limits import refuse_invalid
 from batchrunner.input.order import OrderDecision, decide_order
+from batchrunner.input.request_bodies import prompts_in
 from batchrunner.job.call import job_of_batch
-from batchrunner.job.engine import SimulatedEngine
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import Failures
 from batchrunner.output.resume import read_done
 from batchrunner.report.report import cause_lines
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
+from batchrunner.runner.prompt_check import PromptCheck
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000
@@ -64,6 +65,8 @@ class Check:
     """Why, most first: `rows`, `example_row`, `example`."""
     not_looked_at: str | None
     """What only a start can tell, of the model or servers; null for nothing."""
+    warnings: list[str]
+    """What may be wrong with the answers though the rows can be sent: a token that begins prompts twice."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the result for `--json`."""
@@ -88,6 +91,7 @@ class Check:
             lines += [f"--- row {prompt['row']} ({label})", *shown]
         lines += cause_lines(self.not_sendable, "cannot be sent")
         lines += [f"not looked at: {self.not_looked_at}"] if self.not_looked_at else []
+        lines += [f"warning: {warning}" for warning in self.warnings]
         return [*lines, f"{self.verdict}; nothing was sent"]
 
     @property
@@ -98,6 +102,8 @@ class Check:
     @property
     def verdict(self) -> str:
         """What is to be said of the job in the end."""
+        if self.warnings and not self.rows_not_sendable:
+            return "the rows can be sent, with a warning"
         if not self.rows_not_sendable:
             return "all else is fine" if self.not_looked_at else "the job is fine"
         if self.exit_code:
@@ -128,9 +134,10 @@ def _check(prepared: PreparedJob) -> Check:
     selected = prepared.selected()
     todo = selected - done.rows
     items = (item for batch in prepared.batches(todo or selected) for item in batch)
+    model = PromptCheck(loaded)
     failures, shown, looked_at = Failures(), list[dict[str, Any]](), 0
     for item in islice(items, None if loaded.prompt.is_batch else ROWS_LOOKED_AT):
-        prompt = _shown(item, loaded.engine.kind)
+        prompt = _shown(item, model)
         if loaded.prompt.rollout:
             prompt["kind"] = "row"
         looked_at += 1
@@ -138,9 +145,6 @@ def _check(prepared: PreparedJob) -> Check:
             failures.add(item.ref.row, prompt["error"])
         if len(shown) < PROMPTS_SHOWN:
             shown.append(prompt)
-    model, unknown = launched_model(loaded.engine), None
-    if not isinstance(loaded.engine, SimulatedEngine) and not (model and model_directory(model).exists()):
-        unknown = f"engine.model {model}: no files of it are here" if model else "the servers"
     return Check(
         files=len(prepared.dataset.files),
         rows_in_input=prepared.dataset.total_rows,
@@ -153,12 +157,13 @@ def _check(prepared: PreparedJob) -> Check:
         rows_looked_at=looked_at,
         rows_not_sendable=sum(failures.rows.values()),
         not_sendable=failures.summary(),
-        not_looked_at=unknown,
+        not_looked_at=model.unknown,
+        warnings=model.warnings(),
     )
 
 
-def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:
-    error = _refusal(item, engine) if isinstance(item, Request) else item.error
+def _shown(item: Request | Outcome, model: PromptCheck) -> dict[str, Any]:
+    error = _refusal(item, model) if isinstance(item, Request) else item.error
     shown = {"row": item.ref.row, "kind": None, "prompt": None, "error": error}
     if isinstance(item, Request) and error is None:
         body = isinstance(item.prompt, RequestBody)
@@ -166,14 +171,23 @@ def _shown(item: Request | Outcome, engine: str) -> dict[str, Any]:
     return shown
 
 
-def _refusal(request: Request, engine: str) -> str | None:
+def _refusal(request: Request, model: PromptCheck) -> str | None:
     """Return why a run would not send this row, as far as that is known without an engine."""
     try:
         refuse_invalid(request)
         wire.refuse_deadly(request, None)
-        if request.kind == "body":
-            return None
-        wire.bytes_of(wire.body_of(request), default=str if engine == "simulated" else None)
+        if isinstance(request.prompt, RequestBody):
+            body = orjson.loads(request.prompt.content)
+        else:
+            body = wire.body_of(request)
+            wire.bytes_of(body, default=str if model.engine == "simulated" else None)
+        if wire.path_of(request) == CHAT_PATH:
+            model.refuse_failing_chat(body)
+        elif isinstance(request.prompt, RequestBody):
+            for prompt in prompts_in(request.prompt):
+                model.look_at_text(prompt)
+        else:
+            model.look_at_text(request.prompt)
     except RowRefusedError as failure:
         return str(failure)
     return None

@@ -22,11 +22,12 @@ from batchrunner.input.job_input import cut_into_leases
 from batchrunner.input.order import OrderDecision
 from batchrunner.input.sorted_copy import SortedCopy, prepare_order, remove_sorted_copies
 from batchrunner.output.counts import RowCounts
+from batchrunner.output.discard import discard_failed_rows
 from batchrunner.output.events import EventLog
 from batchrunner.output.files import writing
 from batchrunner.output.liveness import POLL_S, SHORT_POLL_S, LivenessMonitor, monitor_of
 from batchrunner.output.parts import recover
-from batchrunner.output.resume import done_by_all, drop_failed, read_done
+from batchrunner.output.resume import done_by_all, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, raise_total
 from batchrunner.output.task_lock import hold_task
@@ -344,15 +345,16 @@ def _plan(prepared: PreparedJob, leases: Leases, control: Control, *, retry_fail
         done = _done_by_all(main, leases.plan.rows_total if leases.plan and is_done else 0, control)
         if retry_failed:
             for task in main.all_tasks():
-                drop_failed(task)
+                discard_failed_rows(task, lock)
             done = done_by_all(main).rows
         selected = prepared.selected(control.check)
         rows = selected - done
         if not is_done:  # what is planned is done by others, or taken over from them
             rows -= leases.rows()
-        if prepared.job.output.reuse is not None and rows and not retry_failed:
+        if prepared.job.output.reuse is not None and rows:
             rows -= Reuse(prepared, control).take(main, lock, selected, rows)
         is_needed = rows or _is_behind(leases, prepared)
+        lock.verify()
         if is_done:
             leases.remove_copies()
         if not is_needed:

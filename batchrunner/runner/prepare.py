@@ -135,6 +135,7 @@ def prepare(
         functions = open_functions(job)
         answers = plan_answers(job, functions)
         renderer = Renderer(job, dataset, answers, functions)
+        dataset.log_notes(renderer.columns)
         known = None if fresh else _fingerprint_of(run_dir)
         if known is not None:
             dataset.recognize(known["files"])
@@ -181,6 +182,8 @@ def _with_field_order(
 
 def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
     """Return the fingerprint of a run, or of the plan of tasks whose engines start; None without any."""
+    if run_dir.is_being_discarded():
+        return None
     old = read_run_json(run_dir)
     if old is not None:
         return cast("Mapping[str, Any]", old["fingerprint"])
@@ -192,16 +195,21 @@ def _fingerprint_of(run_dir: RunDir) -> Mapping[str, Any] | None:
 
 
 def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
-    """Delete the Parquet copies of the input where the run is done, or where no task has begun it."""
+    """Delete the Parquet copies of the input where the run is done, or where no task has begun it.
+
+    They stay while another task is at work. One that starts meanwhile makes again what it misses.
+    """
     with contextlib.suppress(OSError, BatchrunError):  # the directory is not empty; the store is away
-        if is_done or not (run_dir.run_json.exists() or _is_held(run_dir)):
-            shutil.rmtree(run_dir.copies, ignore_errors=True)
-            run_dir.path.rmdir()
+        others = run_dir.other_tasks() if is_done else run_dir.all_tasks()
+        if _is_held(others) or (run_dir.run_json.exists() and not is_done):
+            return
+        shutil.rmtree(run_dir.copies, ignore_errors=True)
+        run_dir.path.rmdir()
 
 
-def _is_held(run_dir: RunDir) -> bool:
-    """Tell whether a process is at work as one of the run's tasks; its engine may be starting."""
-    return any(holders_of([(task, None) for task in run_dir.all_tasks()], watch=False))
+def _is_held(tasks: list[RunDir]) -> bool:
+    """Tell whether a process is at work as one of these tasks; its engine may be starting."""
+    return any(holders_of([(task, None) for task in tasks], watch=False))
 
 
 def _open_dataset(job: Job, run_dir: RunDir, run: Path, copies: Path | None) -> Dataset:

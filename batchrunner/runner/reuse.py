@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,13 @@ from batchrunner.output.counts import RowCounts, TableCounts, with_counts
 from batchrunner.output.files import make_directory, writing
 from batchrunner.output.parts import write_part
 from batchrunner.output.run_dir import RunDir, look_at_run
-from batchrunner.output.run_json import read_run_json, require_run_json, told_difference, write_run_json
+from batchrunner.output.run_json import (
+    raise_total,
+    read_run_json,
+    require_run_json,
+    told_difference,
+    write_run_json,
+)
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.control import Control
 from batchrunner.runner.prepare import PreparedJob
@@ -93,11 +99,19 @@ class Reuse:
             told = f"output.reuse: {self._run.name}: {problems[0]}"
             raise JobError(told, hint="leave it out, or make both alike")
 
-    def take(self, run_dir: RunDir, lock: TaskLock, selected: BitMap64, wanted: BitMap64) -> BitMap64:
+    def take(
+        self,
+        run_dir: RunDir,
+        lock: TaskLock,
+        selected: BitMap64,
+        wanted: BitMap64,
+        *,
+        before_first: Callable[[], None] = lambda: None,
+    ) -> BitMap64:
         """Write the answers of `wanted` rows, of all that are `selected`; return the rows that have one.
 
-        They become parts of the task of `run_dir`, whose `lock` the caller holds. Raises InputError or
-        StorageError.
+        They become parts of the task of `run_dir`, whose `lock` the caller holds. `before_first` is called
+        before the first of them is written. Raises InputError or StorageError.
         """
         done = BitMap64()
         most = self._prepared.job.output.part_rows
@@ -110,6 +124,8 @@ class Reuse:
             tables = self._answers(stack.enter_context(connect(work)), selected, wanted, size)
             for pieces in in_chunks(tables, most // size, lambda table: table.nbytes):
                 if not done:
+                    before_first()
+                    lock.verify()
                     self._begin(run_dir, len(selected))
                 write_part(run_dir, run_dir.next_number(), pieces, lock)
                 done |= BitMap64().union(*(rows_of_column(piece.column("row")) for piece in pieces))
@@ -118,13 +134,18 @@ class Reuse:
         return done
 
     def _begin(self, run_dir: RunDir, rows_total: int) -> None:
-        """Say whose answers the run has: an engine with another model is refused, as at any later start."""
+        """Write into run.json whose answers the run has, and of which input.
+
+        So an engine with another model, or an input that was changed since, is refused at any later start.
+        """
         run_dir.discard_merged()
         make_directory(run_dir.parts)
+        fingerprint = self._prepared.fingerprint(self._facts["fingerprint"]["model"])
         if read_run_json(run_dir) is None:
             old = {name: self._facts[name] for name in ("engine", "versions")}
-            mine = self._prepared.fingerprint(self._facts["fingerprint"]["model"])
-            write_run_json(run_dir, self._prepared.job, fingerprint=mine, rows_total=rows_total, **old)
+            write_run_json(run_dir, self._prepared.job, fingerprint=fingerprint, rows_total=rows_total, **old)
+        else:
+            raise_total(run_dir, rows_total, fingerprint)
 
     def _answers(
         self, db: DuckDBPyConnection, selected: BitMap64, wanted: BitMap64, size: int

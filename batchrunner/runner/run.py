@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pyroaring import BitMap64
 
@@ -38,18 +38,19 @@ from batchrunner.job.engine import ServerEngine, SimulatedEngine
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.output.counts import RowCounts
+from batchrunner.output.discard import check_nobody_works, discard_failed_rows, discard_run, hold_own_task
 from batchrunner.output.events import EventLog, attempt_spans, union_s, uploading_logs
 from batchrunner.output.files import refresh_listing, writing
 from batchrunner.output.liveness import engine_starting
 from batchrunner.output.parts import recover
-from batchrunner.output.resume import DoneRows, done_by_all, drop_failed, read_done
-from batchrunner.output.run_dir import ESTIMATE, MAIN_TASK, SEGMENT, RunDir
+from batchrunner.output.resume import DoneRows, done_by_all, read_done
+from batchrunner.output.run_dir import ESTIMATE, MAIN_TASK, SEGMENT
 from batchrunner.output.run_json import (
     without_secrets,
     write_limits,
     write_run_json,
 )
-from batchrunner.output.task_lock import TaskLock, hold_task
+from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import FLUSH_FRACTION, PAUSE_S, DiskWait, ResultWriter
 from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
 from batchrunner.runner.control import Control
@@ -71,13 +72,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-def check_nobody_works(run_dir: RunDir, control: Control) -> None:
-    """Raise TaskHeldError if another task is at work: what it writes may not be discarded."""
-    for task in run_dir.other_tasks():
-        with hold_task(task, control.sleep):
-            pass
 
 
 GC_THRESHOLD = 10_000
@@ -121,30 +115,25 @@ async def execute(
             gc.set_threshold(GC_THRESHOLD, *threshold[1:])
             stack.callback(gc.set_threshold, *threshold)
         lock = await unless_away(
-            lambda: control.run(lambda: stack.enter_context(hold_task(run_dir, control.sleep))), job, control
+            lambda: control.run(lambda: stack.enter_context(hold_own_task(run_dir, control.sleep))),
+            job,
+            control,
         )
         run = Run(prepared, lock, control, displays, only)
         model = info.model if info else model_of(job.engine)
         await control.run(lambda: run.plan(model, fresh=fresh, retry_failed=retry_failed))
-        fresh = fresh and job.output.reuse is None  # else what was there is gone by now
         stack.push_async_callback(give_back, run.rows, lock)
         stack.enter_context(uploading_logs(run_dir))
-        if not (run.rows.unread or fresh):
+        if not run.rows.unread and run.to_discard != "run":
             return run.finished_before()
         if engine is None or info is None:
             task_of_model = await asyncio.to_thread(lambda: prepared.model_task)
             with engine_starting(run_dir):
                 engine, info = await open_engine_of(job, task_of_model, run_dir.log_directory, control, stack)
         check_engine(job, info)
-        if model_of(job.engine) is None and not fresh:
+        if model_of(job.engine) is None and run.to_discard != "run":
             await asyncio.to_thread(check_resumes, prepared, info.model, info.weights)
-        if fresh:
-            await control.run(run.discard)
-        elif retry_failed:  # only now: a refused attempt changes nothing
-            await asyncio.to_thread(drop_failed, run_dir)
-        if run.rows.unread:
-            with writing(run_dir.merged):
-                run_dir.discard_merged()
+        await control.run(run.discard)  # only now: a refused attempt changes nothing
         with contextlib.closing(run.events):
             run.events.open()
             return await run.go(engine, info)
@@ -223,7 +212,7 @@ def plan_failed_rows(job: Job) -> None:
 
     prepared = prepare(job, new_task())
     try:
-        with hold_task(prepared.run_dir):
+        with hold_own_task(prepared.run_dir, time.sleep):
             events = EventLog(prepared.run_dir.events)
             rows, *_ = join(prepared, Control(), RowCounts(), events, retry_failed=True)
             rows.give_back()
@@ -280,13 +269,20 @@ class Run:
         """Where turns of rollouts are stored; None where there are none."""
         self.rows_of_others = 0
         """Rows that other living tasks held when this attempt found nothing to do."""
+        self.to_discard: Literal["run", "failed rows", "nothing"] = "nothing"
+        """What this attempt has still to discard before it writes its first result."""
 
     def discard(self) -> None:
-        """Delete what earlier starts wrote; raises TaskHeldError or StorageError."""
-        check_nobody_works(self.prepared.run_dir, self.control)
-        with writing(self.prepared.run_dir.path):
-            self.prepared.run_dir.discard()
-        self.lock.replaced = None
+        """Delete what this attempt replaces. Raises TaskHeldError, TaskLockLostError or StorageError."""
+        run_dir = self.prepared.run_dir
+        if self.to_discard == "run":
+            discard_run(run_dir, self.lock, self.control.sleep)
+        elif self.to_discard == "failed rows":
+            discard_failed_rows(run_dir, self.lock)
+        self.to_discard = "nothing"
+        with writing(run_dir.merged):
+            self.lock.verify()
+            run_dir.discard_merged()
 
     def plan(self, model: str | None, *, fresh: bool, retry_failed: bool) -> None:
         """Find the rows that this attempt does, and recover what the attempt before left half done.
@@ -295,16 +291,14 @@ class Run:
         """
         prepared, control, run_dir = self.prepared, self.control, self.prepared.run_dir
         reuse = None
-        if prepared.job.output.reuse is not None and not (retry_failed or prepared.joins):
+        if prepared.job.output.reuse is not None and not prepared.joins:
             reuse = Reuse(prepared, control)
-            if fresh:  # before the engine opens, as what is taken is stored at once
-                self.discard()
-                fresh = False
         with writing(run_dir.path):
             for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
                 refresh_listing(directory)
             if fresh:
-                check_nobody_works(run_dir, control)
+                check_nobody_works(run_dir, control.sleep)
+                self.to_discard = "run"
             else:
                 check_resumes(prepared, model)
             if prepared.joins:
@@ -313,10 +307,12 @@ class Run:
             if not fresh:
                 recover(run_dir, self.lock, prepared.results_schema)
                 self.done = read_done(run_dir, without_failed=retry_failed)
+                self.to_discard = "failed rows" if retry_failed else "nothing"
             selected = prepared.selected(control.check)
             todo = selected - self.done.rows
             if reuse is not None and todo:
-                todo -= reuse.take(run_dir, self.lock, selected, todo)
+                # The answers that are taken are stored at once, in place of what is discarded.
+                todo -= reuse.take(run_dir, self.lock, selected, todo, before_first=self.discard)
                 self.counts = reuse.counts
             total, todo = len(selected | self.done.rows), todo if self._only is None else todo & self._only
             place = run_dir.task_directory
@@ -449,6 +445,7 @@ class Run:
             job, rows, engine, load_control, prepared.answers, writer, self.counts, events, self.control,
             self.displays, began, prepared.functions, self.done, self.turns, expected.get("row_s"),
         )  # fmt: skip
+        self.lock.verify()  # the task may be another's since the engine began to start
         self._write_run_json(info)  # not before: a job that was refused is not the one that is to go on
         if isinstance(job.engine, ServerEngine) and not load_control.in_use:  # one run alone adapts it
             from batchrunner.runner.adapt import adaptation_of  # noqa: PLC0415 - only for such engines
@@ -456,6 +453,8 @@ class Run:
             ends_at = began + (job.limits.deadline or math.inf)
             sending.adaptation = adaptation_of(engine, run_dir, ends_at)
         window = sum(load_control.concurrency.windows.values())
+        if self._only is not None:
+            why = "for the sample"
         todo = f"{counted(rows.unread, 'row')} to do, {rows_done:,} done before"
         log.info("%s; window %s (%s)", todo, f"{window:,}", why)
         log.info("%s", self.order)

@@ -10,8 +10,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -34,6 +35,7 @@ from batchrunner.input.tables import (
     batches_of_rows,
     bytes_of,
     rows_known,
+    rows_of_like_types,
 )
 from batchrunner.input.templates import unknown_column
 from batchrunner.job.answers import AnswerPlan, plan_answers
@@ -90,10 +92,8 @@ class RowBuffer:
         with self._changed:
             if self.stopped or self._rows >= MOST_ROWS or self._bytes >= MOST_BYTES:
                 return self.stopped
-            rows, size = (1, bytes_of(piece)) if isinstance(piece, dict) else (piece.num_rows, piece.nbytes)
             self._pieces.append(piece)
-            self._rows += rows
-            self._bytes += size
+            self._count(piece, 1)
             self._changed.notify_all()
             return True
 
@@ -103,12 +103,13 @@ class RowBuffer:
             self._changed.wait_for(lambda: self.offer(piece))
             return not self.stopped
 
-    def take(self) -> list[Piece]:
-        """Take all pieces that are there; waits for the first. Empty at the end. Blocks."""
+    def take(self, most: int = MOST_ROWS) -> list[Piece]:
+        """Take the pieces that are there, at most `most`; waits for the first. Empty at the end. Blocks."""
         with self._changed:
             self._changed.wait_for(self._can_take)
-            taken, self._pieces = self._pieces, []
-            self._rows = self._bytes = 0
+            taken, self._pieces = self._pieces[:most], self._pieces[most:]
+            for piece in taken:
+                self._count(piece, -1)
             self._changed.notify_all()
             return [] if self.stopped else taken
 
@@ -123,6 +124,12 @@ class RowBuffer:
         with self._changed:
             self.stopped = True
             self._changed.notify_all()
+
+    def _count(self, piece: Piece, sign: int) -> None:
+        """Count the rows and bytes of a piece that comes (1) or goes (-1)."""
+        rows, size = (1, bytes_of(piece)) if isinstance(piece, dict) else (piece.num_rows, piece.nbytes)
+        self._rows += sign * rows
+        self._bytes += sign * size
 
     def _can_take(self) -> bool:
         return bool(self._pieces) or self._ended or self.stopped
@@ -204,25 +211,33 @@ def _pieces_of(data: object) -> Generator[Piece]:
             rows.close()
 
 
-def take_batches(buffer: RowBuffer, first: int) -> list[pa.RecordBatch | str]:
+def take_batches(buffer: RowBuffer, first: int, most: int = MOST_ROWS) -> list[pa.RecordBatch | str]:
     """Wait for rows and return them as batches; `first` is the number of the first one. Empty at the end.
 
-    Rows whose values do not fit into columns together are batches of their own; a row that cannot be sent is
-    a text that says why.
+    At most `most` rows, or batches of a table, are taken. Rows of a batch have the same types: a row's values
+    do not depend on the rows that wait with it. A row that cannot be sent is a text that says why.
     """
-    taken = buffer.take()
+    taken = buffer.take(most)
     rows = [piece for piece in taken if isinstance(piece, dict)]
     if len(rows) < len(taken):  # a table's batches
         return [piece for piece in taken if isinstance(piece, pa.RecordBatch)]
-    with contextlib.suppress(InputError):
-        return [*batches_of_rows(rows, first)]
     batches: list[pa.RecordBatch | str] = []
-    for number, row in enumerate(rows, first):
-        try:
-            batches += batches_of_rows([row], number)
-        except InputError as failure:
-            batches.append(str(failure))
+    number = first
+    for alike in rows_of_like_types(rows):
+        batches += _batches_or_errors(alike, number)
+        number += len(alike)
     return batches
+
+
+def _batches_or_errors(rows: Sequence[Mapping[str, Any]], first: int) -> list[pa.RecordBatch | str]:
+    """Return rows as one batch, or each row alone, as a batch or its error, where one cannot be sent."""
+    try:
+        return [*batches_of_rows(rows, first)]
+    except InputError as failure:
+        if len(rows) == 1:
+            return [str(failure)]
+    alone = (_batches_or_errors([row], number) for number, row in enumerate(rows, first))
+    return [*chain.from_iterable(alone)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +262,9 @@ class ProgramColumns:
 class ProgramRows:
     """The rows of a program as a run's source; they are sent in their order, some 500 at a time.
 
-    The first batch tells the columns. A later one may lack a column, which is null there, or have another
-    type in it. Rows whose types do not fit the job fail; columns that the job does not use do not matter.
+    The first row, or the table, tells the columns. A later row may lack a column, which is null there, or
+    have another type in it. Rows whose types do not fit the job fail; columns that the job does not use do
+    not matter.
     """
 
     is_shared = True
@@ -264,16 +280,16 @@ class ProgramRows:
         total: int = 0,
         functions: HookPool | None = None,
     ) -> None:
-        """Check the job against the `columns` of the first rows; raises JobError or InputError.
+        """Check the job against the `columns`; raises JobError or InputError.
 
         `first` was taken from the buffer before, `total` is the number of rows, 0 where nobody knows it, and
         `functions` are the job's Python functions.
         """
         self.total = total
         """Number of rows; 0 where nobody knows it."""
-        self._columns = normalized(columns)
+        self._columns = normalized(columns, pa.null())
         self.names: Sequence[str] = self._columns.names
-        """Names of the columns of the first rows."""
+        """Names of the columns."""
         self.job, self.functions = job, functions
         self.plan = plan_answers(job, functions)
         """What outcomes become."""
@@ -326,7 +342,7 @@ class ProgramRows:
         return [Outcome(RowRef(row, carried, at), None, error, None, 0) for at, row in enumerate(rows)]
 
     def _used(self, data: pa.RecordBatch) -> pa.RecordBatch:
-        """Return the columns that the job uses; one that is missing or has nulls only gets the first type."""
+        """Return the columns that the job uses; without a value a column has its type in the first row."""
         columns = {}
         for name in self._renderer.columns:
             found = data.column(name) if name in data.schema.names else pa.nulls(data.num_rows)
@@ -335,7 +351,7 @@ class ProgramRows:
         if not columns:  # a prompt without a column: the number of rows matters
             return data.select([])
         batch = pa.RecordBatch.from_pydict(columns)
-        return fitted(batch, normalized(batch.schema))
+        return fitted(batch, normalized(batch.schema, pa.null()))
 
     def _make_renderer(self, schema: pa.Schema) -> Renderer:
         return Renderer(self.job, ProgramColumns(schema), self.plan, self.functions)
@@ -484,11 +500,11 @@ class StreamCall:
     def _read_first(
         self, buffer: RowBuffer, scratch: Path, stack: contextlib.AsyncExitStack
     ) -> ProgramRows | None:
-        """Return the rows; None where there are none. Blocks until the first ones tell the columns."""
+        """Return the rows; None where there are none. Blocks until a row or a table tells the columns."""
         first: list[pa.RecordBatch | str] = []
         known = None
         while known is None:  # rows that cannot be sent have no columns
-            taken = take_batches(buffer, len(first))
+            taken = take_batches(buffer, len(first), most=1)
             if not taken and first:
                 raise InputError(str(first[0]))
             if not taken:
@@ -497,7 +513,7 @@ class StreamCall:
             known = next((piece for piece in taken if not isinstance(piece, str)), None)
         job = self.call.job(known.schema, [str(scratch)], scratch)
         if not any(map(len, first)):  # a table's columns came before its first rows
-            first = take_batches(buffer, 0)
+            first = take_batches(buffer, 0, most=1)
         functions = open_functions(job)
         if functions is not None:
             stack.callback(functions.close)

@@ -64,7 +64,7 @@ def change_facts(own: Path, section: str, **values: Any) -> None:
     ("values", "job", "expected"),
     [
         ({"in_flight": 400}, {"window": 400}, "`window: auto` instead of 400"),
-        ({"in_flight": 400}, {}, "`queue`: a higher band"),
+        ({"in_flight": 400}, {}, "`window: 800` in the job"),
         ({"in_flight": 40}, {}, "more of the machine: cores for rendering"),
         ({"in_flight": 40, "resting": 300}, {}, "why the engine refuses rows"),
         ({"in_flight": 400, "running": 20}, {}, "--tokenizer-worker-num 4"),
@@ -79,6 +79,17 @@ def test_what_in_the_client_is_too_slow(
     found = advise(str(own))
     assert expected in changes(found)["queue-empty"]
     assert "while rows were left to send" in found.lines()[1]
+
+
+@pytest.mark.parametrize(("asked", "advised"), [(4, True), (32, False)])
+def test_an_attached_server_whose_memory_is_the_cap(tmp_path: Path, asked: int, *, advised: bool) -> None:
+    """A run writes down that its server runs fewer requests than were asked for: no advice asks for more."""
+    state = {"effective_max_running_requests_per_dp": 4}
+    arguments = {"internal_states": [state], "max_running_requests": asked}
+    with FakeSGLang(max_running=4, arguments=arguments) as server:
+        own = a_run(tmp_path, engine={"kind": "attach", "urls": [server.url]})
+    tell(own / "events.jsonl", queue=300, running=4, max_running=4, token_usage=0.3)
+    assert ("running-capped" in changes(advise(str(own)))) == advised
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,20 @@ def test_a_live_server_with_dp_attention() -> None:
 
 
 @pytest.mark.parametrize(
+    ("asked", "state"),
+    [(32, {}), (None, {"max_mamba_cache_size": 20})],
+    ids=["fewer than were asked for", "a hybrid model's states"],
+)
+def test_a_live_server_whose_memory_is_the_cap(asked: int | None, state: dict[str, Any]) -> None:
+    """Where memory already allows fewer requests than the flag asks for, a higher value is no advice."""
+    state |= {"effective_max_running_requests_per_dp": 4, "max_running_requests": asked}
+    arguments = {"internal_states": [state], "max_running_requests": asked}
+    with FakeSGLang(max_running=4, others=40, arguments=arguments) as server:
+        found = watched(server)
+    assert "running-capped" not in changes(found)
+
+
+@pytest.mark.parametrize(
     ("asked", "told"),
     [("--model m --attention-backend triton", True), ("--model m", False), ("--config f.yaml", True)],
 )

@@ -31,6 +31,16 @@ def _in_bursts(log: LogWriter) -> LogWriter:
     return log
 
 
+STATES_CAP = (
+    "max_running_requests is capped to 98 by the mamba state cache (max_mamba_cache_size=490, 5 state slots "
+    "per request). To raise it: increase --mamba-full-memory-ratio or --max-mamba-cache-size, or halve the "
+    "state size with --mamba-ssm-dtype bfloat16."
+)
+POOL_CAP = (
+    "max_running_requests was reduced from the requested 4096 to 98 (per dp worker) due to the available KV "
+    "cache capacity."
+)
+"""What SGLang 0.5.23 logs where memory allows fewer running requests than were asked for."""
 FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     "prefill, SGLang's line": (
         LogWriter().started().decode(9).prefill(2)
@@ -96,6 +106,16 @@ FAILURES: dict[str, tuple[LogWriter, dict[str, str]]] = {
     ),
     "capped": (
         LogWriter().started(most=64).decode(30, r=64, u=0.3),
+        {"running-capped": "--max-running-requests 256"},
+    ),
+    "at the cap of a hybrid model's state pool": (
+        LogWriter().started(most=98, before_ready=(STATES_CAP,)).decode(30, r=98, u=0.3), {},
+    ),
+    "at the cap of the KV pool": (
+        LogWriter().started(most=98, before_ready=(POOL_CAP,)).decode(30, r=98, u=0.3), {},
+    ),
+    "at a cap that an earlier start had": (
+        LogWriter().started(most=98, before_ready=(STATES_CAP,)).started(most=64).decode(30, r=64, u=0.3),
         {"running-capped": "--max-running-requests 256"},
     ),
     "at the cap, and the pool is full in waves": (

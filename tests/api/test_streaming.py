@@ -2,11 +2,14 @@
 
 import asyncio
 import gc
+import json
 import queue
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing, nullcontext
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +147,41 @@ async def test_columns_and_types_may_change(way: Way) -> None:
     came = await all_of(way(iter(rows)), prompt=TEXT, engine=INSTANT, columns=["x"])
     assert [row["x"] for row in came] == [1, "one", None, 2.5]
     assert [row["error"] for row in came] == [None] * 4
+
+
+VALUES: list[list[Any]] = [
+    [1, 2.5], [{"a": 1}, {"b": 2}], [{"a": 1}, {"a": None}, {"a": 0.5}], [[1], [2.5], []],
+    [Decimal("1.5"), Decimal("1.25")], [date(2026, 1, 2), time(1, 2)],
+    ["one", 1, None, True, {"a": "x"}, ["x"], 1 << 62],
+]  # fmt: skip
+"""Values that a column of Arrow would turn into each other's type, or cannot hold together."""
+
+
+@WAYS
+@pytest.mark.parametrize("values", VALUES)
+async def test_a_row_s_values_are_its_own(way: Way, values: list[Any], server: FakeSGLang) -> None:
+    """Rows that wait together are sent, and given back, as each is alone."""
+    values = values * 3
+    prompt = {"text": "{{ {'v': v} | tojson }}"}
+    rows = [{"v": value} for value in values]
+    came = await all_of(way(iter(rows)), prompt=prompt, engine=server.url, columns=["v"])
+    assert [row["error"] for row in came] == [None] * len(values)
+    assert [repr(row["v"]) for row in came] == [*map(repr, values)]
+    assert sorted(server.prompts) == sorted(json.dumps({"v": value}, default=str) for value in values)
+
+
+@WAYS
+async def test_a_row_s_values_do_not_fail_another(way: Way) -> None:
+    """A text beside bytes fails the row of bytes only; a null in a column of numbers takes the default."""
+    rows: list[dict[str, Any]] = [{"text": text} for text in ("a", b"\xff", "c")]
+    came = await all_of(way(iter(rows)), prompt="{{ text }}", engine=INSTANT)
+    assert [row["error"] is None for row in came] == [True, False, True]
+    assert "holds bytes" in came[1]["error"]
+    sampling = {"max_new_tokens": {"column": "n"}}
+    rows = [{"text": "a", "n": n} for n in (None, 3, "three", None, 4)]
+    came = await all_of(way(iter(rows)), prompt=TEXT, engine=INSTANT, sampling=sampling)
+    assert [row["error"] is None for row in came] == [True, True, False, True, True]
+    assert [came[at]["completion_tokens"] for at in (1, 4)] == [3, 4]
 
 
 async def test_a_bad_row_ends_no_stream() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from pathlib import Path
@@ -11,13 +12,14 @@ import aiohttp
 import pytest
 
 import batchrunner
-from batchrunner.core.errors import AnotherModelError, EngineLostError, ResumeError
+from batchrunner.core.errors import AnotherModelError, EngineLostError, EngineStartError, ResumeError
 from batchrunner.core.timing import TIMING
+from batchrunner.engines.http import proxy_limit
 from batchrunner.engines.http.connections import free_port
-from tests.conftest import eventually, job_of, results_of, rows_in, run_job
+from tests.conftest import batchrun, eventually, job_of, results_of, rows_in, run_job
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 from tests.support.refusals import told
-from tests.support.runs import failed_rows, rows_once, rows_sent
+from tests.support.runs import failed_rows, is_control, rows_once, rows_sent
 from tests.support.server_thread import PATIENCE_S, is_free
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
@@ -56,6 +58,37 @@ def test_a_server_that_is_killed_and_started_again(tmp_path: Path) -> None:
         report = batchrunner.run(job)
     assert report.wall_s > AWAY_S
     rows_once(job, 200)
+
+
+@pytest.mark.parametrize("what", ["gateway 504", "timeout 524", "disconnect", "hold"])
+def test_a_request_that_ends_without_an_answer(
+    tmp_path: Path, server: FakeSGLang, what: Behaviour, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is aborted before its row is sent again; where a proxy ends them all after one time, a line says so.
+
+    From then on that counts as an attempt, as a row does that is not answered within `request_timeout`.
+    """
+    monkeypatch.setattr(proxy_limit, "LEAST_AGE_S", 0.0)
+    monkeypatch.setattr(proxy_limit, "SAME_AGE_S", PATIENCE_S)
+    monkeypatch.setattr(proxy_limit, "BETWEEN_S", 0.0)
+    monkeypatch.setattr(TIMING, "status_timeout", PATIENCE_S)
+    computed_on: list[Sent] = []
+
+    def script(sent: Sent) -> Behaviour:
+        before = [each for each in server.sent[:-1] if each.prompt == sent.prompt]
+        computed_on.extend(each for each in before if each.body["rid"] not in server.aborted)
+        return "answer" if is_control(sent) else what
+
+    server.script, server.refusal_s = script, 0.05
+    limits = {"engine_wait": PATIENCE_S, "request_timeout": 0.3 if what == "hold" else PATIENCE_S}
+    job = job_of(tmp_path, server, rows=4, limits={**limits, "max_attempts": 4})
+    result = run_job(job, tmp_path, code=3)
+    assert computed_on == []
+    assert len(rows_sent(server)) <= 4 * 4 + proxy_limit.REQUESTS - 1
+    lines = [line for line in result.stderr.splitlines() if "a proxy on the way ends requests" in line]
+    assert len(lines) == (what != "hold")
+    word = "no answer within 0.3 s" if what == "hold" else "the limit of a proxy"
+    assert all(word in row["error"] for row in results_of(job))
 
 
 def test_a_row_that_was_taken_is_waited_for(tmp_path: Path, server: FakeSGLang) -> None:
@@ -111,6 +144,90 @@ def test_one_of_several_that_goes_for_good(tmp_path: Path, server: FakeSGLang) -
         assert len(mortal.sent) >= 10
     assert report.wall_s > 1
     rows_once(job, 100)
+
+
+def test_one_of_several_that_is_not_there(tmp_path: Path, server: FakeSGLang) -> None:
+    """The run begins without it, says so, and sends it rows once it is there."""
+    port = free_port()
+    absent = f"http://127.0.0.1:{port}"
+
+    def script(_: Sent) -> Behaviour:
+        if len(server.sent) == 10:
+            starter.start()
+        return "answer" if len(server.sent) < 10 or len(late.sent) >= 10 else "hold"
+
+    with contextlib.ExitStack() as stack:
+        late = FakeSGLang(port=port)
+        late.on_poll = server.on_poll = server.ask_again
+        starter = threading.Thread(target=lambda: stack.enter_context(late))
+        stack.callback(starter.join)
+        server.script = script
+        engine = {"kind": "attach", "urls": [absent, server.url]}
+        limits = {"max_attempts": 1, "engine_wait": PATIENCE_S}
+        job = job_of(tmp_path, engine, rows=100, window=8, limits=limits)
+        stderr = run_job(job, tmp_path).stderr
+        assert len(late.sent) >= 10
+    assert f"no connection to {absent}" in stderr
+    assert "the run goes on without it until it answers" in stderr
+    rows_once(job, 100)
+
+
+def test_none_of_several_is_there(tmp_path: Path) -> None:
+    """The run does not begin."""
+    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    job = job_of(tmp_path, {"kind": "attach", "urls": urls})
+    with pytest.raises(EngineStartError, match=f"no connection to {urls[0]}"):
+        batchrunner.run(job)
+
+
+@pytest.fixture
+def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return the URL of a proxy to which the environment leads, and which does not answer."""
+    proxy = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("http_proxy", proxy)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    return proxy
+
+
+def elsewhere(server: FakeSGLang) -> str:
+    """Return a URL of a server whose address is not on the loopback, although it leads there."""
+    return server.url.replace("127.0.0.1", "0.0.0.0")
+
+
+@pytest.mark.usefixtures("dead_proxy")
+@pytest.mark.parametrize("no_proxy", ["0.0.0.0/8", "10.0.0.0/8, 0.0.0.0", "0.0.0.0:PORT", "*"])
+def test_a_server_that_no_proxy_has(
+    tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch, no_proxy: str
+) -> None:
+    """Its network, address or port there is enough; one on the loopback beside it needs no entry."""
+    monkeypatch.setenv("no_proxy", no_proxy.replace("PORT", server.url.rpartition(":")[2]))
+    with FakeSGLang() as beside:
+        urls = [elsewhere(server), beside.url]
+        job = job_of(tmp_path, {"kind": "attach", "urls": urls}, rows=40, window=8)
+        batchrunner.run(job)
+    rows_once(job, 40)
+
+
+def test_a_dead_proxy_is_named(tmp_path: Path, server: FakeSGLang, dead_proxy: str) -> None:
+    """The message says by which proxy the server was asked, and why, at the start and for advice."""
+    url = elsewhere(server)
+    why = f"{url} by the proxy {dead_proxy} (no_proxy lacks 0.0.0.0)"
+    job = job_of(tmp_path, {"kind": "attach", "urls": [url]})
+    with pytest.raises(EngineStartError, match=re.escape(f"no connection to {why}")):
+        batchrunner.run(job)
+    told = batchrun("advise", url)
+    assert told.exit_code == 2
+    assert f"by the proxy {dead_proxy} (no_proxy lacks 0.0.0.0)" in told.stderr
+
+
+def test_a_proxy_that_works(tmp_path: Path, server: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and questions go by it: the server's name need not be known here."""
+    monkeypatch.setenv("http_proxy", server.url)
+    job = job_of(tmp_path, {"kind": "attach", "urls": ["http://engine.invalid:30000"]})
+    batchrunner.run(job)
+    rows_once(job, 10)
+    assert len(server.sent) == 10
 
 
 OTHERS: list[dict[str, Any]] = [

@@ -8,8 +8,9 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import EngineStartError, JobError
 from batchrunner.core.timing import TIMING
-from tests.conftest import batchrun, column_of, job_of, report_of, write_job
+from tests.conftest import batchrun, column_of, job_of, report_of, run_job, write_job
 from tests.support.fake_sglang import TOKENS_OF_ABORTED, Behaviour, FakeSGLang, Sent
+from tests.support.functions import write_module
 from tests.support.runs import rows_once
 
 pytestmark = pytest.mark.usefixtures("quick_retries")
@@ -90,6 +91,23 @@ def test_an_abort_that_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         batchrunner.run(job)
     rows_once(job, ROWS)
     assert report_of(job)["load"]["background"]["rows_given_back"] > 0
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_rollouts(tmp_path: Path, servers: int) -> None:
+    """Rollouts choose their replica before any row has ended, when the users have left nothing yet."""
+    write_module(
+        tmp_path,
+        """
+        async def solve(row, generate):
+            first = await generate(row["text"])
+            return {"answer": (await generate(f"{row['text']} {first.text}")).text}
+        """,
+    )
+    with FakeSGLang(max_running=SLOTS) as one, FakeSGLang(max_running=SLOTS) as other:
+        job = job_of(tmp_path, [one, other][:servers], rows=ROWS, prompt={"rollout": "hooks:solve"})
+        run_job(job, tmp_path, "--background")
+    rows_once(job, ROWS)
 
 
 def test_what_goes_without_background(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Wrong input, jobs, engines and paths are one clear line and exit code 2; a bad record fails its row."""
 
+import csv
 import gzip
 import json
 import os
@@ -15,6 +16,7 @@ import pytest
 import batchrunner
 from batchrunner.core import errors
 from batchrunner.core.errors import InputError, JobError, StorageError
+from batchrunner.input import text_files
 from batchrunner.job.spec import Job
 from batchrunner.runner.prepare import prepare
 from tests.conftest import INSTANT, ROOT, batchrun, ended, job_of, results_of, rows_in, write_job, write_rows
@@ -154,13 +156,15 @@ def test_wrong_jobs(tmp_path: Path, change: dict[str, Any], problem: str) -> Non
     assert (refused.exit_code, problem in line) == (2, True), line
 
 
-@pytest.mark.parametrize("other", [{"more": [1, 2]}, {"text": [1, 2]}])
-def test_differing_schemas(tmp_path: Path, other: dict[str, Any]) -> None:
+def test_differing_schemas(tmp_path: Path) -> None:
     """Files that disagree on a column that the job uses are refused; others do not matter."""
     write_rows(tmp_path / "in" / "a.parquet", 2, more=["a", "b"])
-    pq.write_table(pa.table({"id": [1, 2], **other}), tmp_path / "in" / "b.parquet")
+    path = tmp_path / "in" / "b.parquet"
+    pq.write_table(pa.table({"id": [1, 2], "text": [1, 2], "more": [1, 2]}), path)
     message = refusal(job_of(tmp_path, input={"path": str(tmp_path / "in")}), tmp_path)
-    told(message, tmp_path / "in" / "b.parquet", "'text'")
+    told(message, path, "column 'text' is int64, but string in", "write both with one type")
+    pq.write_table(pa.table({"text": ["c", "d"], "more": [1, 2]}), path)
+    assert batchrunner.run(job_of(tmp_path, input={"path": str(tmp_path / "in")})).rows_ok == 4
 
 
 def test_a_name_of_two_columns(tmp_path: Path) -> None:
@@ -199,6 +203,9 @@ RECORDS = [
         b"9,caf\xe9",
         "line 3: is not UTF-8: write input.encoding; cp1252 and utf-16 are those of Excel",
     ),
+    ("a.csv", b'9,"a"b', "line 3: has misplaced quotes: ',' expected after '\"'"),
+    ("a.csv", b'9,"never closed', "line 3: has misplaced quotes: unexpected end of data"),
+    ("a.csv", b"9,a\rb", "line 3: has misplaced quotes: new-line character seen in unquoted field"),
     ("a.tsv", b"9", "line 3: 1 value(s), but the header has 2"),
     ("a.jsonl", b'{"id": 9', "line 2: not valid JSON: Input data was truncated"),
     (
@@ -228,6 +235,52 @@ def test_a_bad_record(tmp_path: Path, name: str, record: bytes, problem: str) ->
         good, bad = results_of(job)
         assert (good["id"], good["error"], bad["row"]) == ("7", None, 1)
         assert bad["error"].startswith(f"{tmp_path / name}: {problem}")
+
+
+def test_misplaced_quotes(tmp_path: Path) -> None:
+    """Each record with one fails with its line, one that is never closed too; all others are sent."""
+    content = 'id,text\n1,"a"x\n2,"b, or\n3,"good ""one"""\n4,"two\nlines"\n5,""z\n6,"open\n7,c\n'
+    job = job_on(tmp_path, "a.csv", content.encode(), columns=["id", "text"])
+    batchrunner.run(job)
+    rows = results_of(job)
+    assert [(row["id"], row["text"]) for row in rows if row["error"] is None] == [
+        ("3", 'good "one"'), ("4", "two\nlines"), ("7", "c"),
+    ]  # fmt: skip
+    lines = [row["error"].partition(": line ")[2].partition(":")[0] for row in rows if row["error"]]
+    assert lines == ["2", "3", "7", "8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "long", "lines"),
+    [
+        ("a.jsonl", b'{"id": "2", "text": "%s"}\n', [2]),
+        ("a.csv", b"2,%s\n", [3]),
+        ("a.csv", b'2,"%s"\n', [3]),
+        ("a.csv", b'2,"%s,\n,""%s""\n"\n', [3]),
+        ("a.csv", b'2,"' + b"line,of\n" * 300 + b'"\n', [3]),
+        ("a.csv", b'2,%s 5" wide\n', [3]),
+        ("a.csv", b'2,"not closed\n', [3]),
+        ("a.csv", b'2,%s"\n', [3]),
+    ],
+)
+def test_a_very_long_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, long: bytes, lines: list[int]
+) -> None:
+    """A line, or a value of many lines, above the limit fails alone, with its line."""
+    monkeypatch.setattr(text_files, "LONGEST_LINE_BYTES", 1000)
+    limit = csv.field_size_limit(1000)
+    good = [b'{"id": "%d", "text": "a"}\n' if name == "a.jsonl" else b"%d,a\n"] * 200
+    content = (b"" if name == "a.jsonl" else b"id,text\n") + good[0] % 1
+    content += long.replace(b"%s", b"x" * 3000) + b"".join(line % at for at, line in enumerate(good, 3))
+    job = job_on(tmp_path, name, content)
+    try:
+        batchrunner.run(job)
+    finally:
+        csv.field_size_limit(limit)
+    rows = results_of(job)
+    failed = [row["error"] for row in rows if row["error"]]
+    assert [row["id"] for row in rows] == ["1", None, *map(str, range(3, 203))]
+    assert [int(error.partition(": line ")[2].partition(":")[0]) for error in failed] == lines
 
 
 @pytest.mark.parametrize(
@@ -289,7 +342,7 @@ FILES = [
         b"id;text\n1;a\n",
         "unknown column 'text'; if ';' divides the columns of the file, write input.delimiter: \";\"",
     ),
-    ("a.csv", b'id,text\n9,"a"b\n8,b\n', "the record at line 2: ',' expected after '\"'"),
+    ("a.csv", b'id,"te"xt\n9,a\n', "line 1: the header has misplaced quotes: ',' expected after '\"'"),
     ("a.csv", b"id,text,text\n1,a,b\n", "line 1: the header has 'text' twice"),
     (
         "a.csv.gz",
@@ -313,6 +366,28 @@ def test_a_bad_file(tmp_path: Path, name: str, content: bytes, problem: str) -> 
     line = refusal(job_on(tmp_path, name, content), tmp_path)
     assert str(tmp_path / name) in line or "column" in line
     assert problem in line
+
+
+ZIP = b"PK\x03\x04\x14\0\0\0\x08\0" + b"\0" * 20
+ZSTD_OF_2_GIB = b"\x28\xb5\x2f\xfd\x00\xa8\x09\0\0a"
+"""A frame whose window has 2 GiB, as `zstd --long=31` writes it."""
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a b.csv", ZIP + b"a.csv", "is a ZIP file: unpack it: unzip -p '{path}' > NEW_FILE"),
+        ("a.csv", ZIP + b"[Content_Types].xml", "is an Excel workbook: save it as CSV"),
+        ("a.jsonl", b"\xfd7zXZ\0 and more", "is a xz file: unpack it: xz -dc {path} > NEW_FILE"),
+        ("a.jsonl.zst", ZSTD_OF_2_GIB, "unpack it: zstd -dc --long=31 {path} > NEW_FILE"),
+        ("a.parquet", gzip.compress(b"PAR1", mtime=0), "unpack it: gzip -dc {path} > NEW_FILE"),
+        ("a.zip", ZIP, "unpack it: unzip -p {path} > NEW_FILE; a name with another ending"),
+    ],
+)
+def test_a_compressed_file(tmp_path: Path, name: str, content: bytes, problem: str) -> None:
+    """Where it cannot be read, the line has the command that unpacks it."""
+    line = refusal(job_on(tmp_path, name, content), tmp_path)
+    assert problem.format(path=tmp_path / name) in line
 
 
 CLASSES = [

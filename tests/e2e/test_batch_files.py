@@ -60,7 +60,7 @@ class Batch:
 
 
 def test_a_file_goes_in_and_comes_out(server: FakeSGLang, tmp_path: Path) -> None:
-    """Bodies reach their endpoints as they are, answers come whole, in the order of the requests."""
+    """Bodies reach their endpoints as they are, with a `rid`; answers come whole, in the requests' order."""
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     odd: dict[str, Any] = {"seed": 2**70, "temperature": 0.10, "n": 2, "tools": [tool], "top_k": 3}
     requests = [
@@ -73,6 +73,7 @@ def test_a_file_goes_in_and_comes_out(server: FakeSGLang, tmp_path: Path) -> Non
     assert result.exit_code == 0, result.stderr
     assert result.stdout.strip() == str(batch.results)
     sent = sorted(server.sent, key=lambda sent: sent.row)
+    assert len({each.body.pop("rid") for each in sent}) == 3
     assert [(each.path, each.body) for each in sent] == [(each["url"], each["body"]) for each in requests]
     lines = lines_of(batch.results)
     assert [line["custom_id"] for line in lines] == [request["custom_id"] for request in requests]

@@ -133,10 +133,13 @@ def test_a_row_that_is_cut_off(tmp_path: Path, server: FakeSGLang, fate: Behavio
 
 
 def test_a_cut_connection(tmp_path: Path, server: FakeSGLang) -> None:
-    """Rows that had ended keep their answers; the others of the request are tried again, each alone."""
+    """Rows that had ended keep their answers; the others are aborted, and tried again, each alone."""
     server.script = only(35, "disconnect", tries=1)
     job = bundled_job(tmp_path, server)
     assert batchrunner.run(job).exit_code == 0
+    rids = {sent.body["rid"]: sent.row for sent in reversed(server.sent)}
+    bundle = next(rid for rid, row in rids.items() if row == 35 and "_" in rid).rpartition("_")[0]
+    assert {*server.aborted} == {rid for rid in rids if rid.startswith(f"{bundle}_")}
     assert [row["attempts"] for row in check_answers(job).values()] == [1 + (n == 35) for n in range(ROWS)]
     assert [sent.together > 1 for sent in server.sent if sent.row == 35] == [True, False]
 

@@ -122,7 +122,7 @@ def test_a_cut_answer_with_a_schema_fails(tmp_path: Path, server: FakeSGLang) ->
     server.script = lambda sent: says(sent, json.dumps(GOOD), "length")
     job = schema_job(tmp_path, server)
     batchrunner.run(job)
-    assert results_of(job)[0]["error"] == "the answer was cut at max_new_tokens"
+    assert results_of(job)[0]["error"] == "the answer was truncated at max_new_tokens"
     job["on_length"] = "keep"
     assert batchrunner.run(job, fresh=True).exit_code == 0
 
@@ -287,7 +287,7 @@ def test_a_cut_answer_is_asked_for_with_more_tokens(
     assert [sampling_of(sent)["max_new_tokens"] for sent in server.sent] == [4, 8, 16, 32]
     (row,) = results_of(job)
     assert row["output"] == texts[-1]
-    assert row["error"] == ("the answer was cut at max_new_tokens" if goes_on else None)
+    assert row["error"] == ("the answer was truncated at max_new_tokens" if goes_on else None)
     assert report_of(job)["checks"]["asked_again"] == 3
 
 
@@ -299,6 +299,44 @@ def test_a_row_that_is_refused_later_keeps_its_answer(tmp_path: Path, server: Fa
     (row,) = results_of(job)
     assert row["output"] == "x"
     assert row["error"].startswith("400: The input (6001 tokens)")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "reason", "more", "fails"),
+    [
+        ("(yes|no)", "yes", "stop", {}, False),
+        ("(yes|no)", "I think so.", "stop", {}, True),
+        ("(yes|no)", "yes, I think", "stop", {"stop": ["."]}, True),
+        ("(yes|no)", "ye", "stop", {}, True),
+        ("(yes|no)", "ye", "length", {}, False),
+        ("(yes|no)", "ye", "stop", {"stop": ["s"]}, False),
+        (" (yes|no)", "yes", "stop", {}, False),
+        (r".+\W\w+", "line\n\u00e9\u00e9", "stop", {}, False),
+        (r"\x{4e00}", "anything", "stop", {}, False),
+        ("(a+)+b", "a" * 5000, "stop", {}, False),
+        ("[a-z]", "5", "stop", {}, True),
+    ],
+)
+def test_an_answer_follows_its_regular_expression(
+    tmp_path: Path,
+    server: FakeSGLang,
+    pattern: str,
+    text: str,
+    reason: str,
+    more: dict[str, Any],
+    fails: bool,
+) -> None:
+    """A server that ignores `sampling.regex` fails its rows; where dialects differ an answer is believed."""
+    server.script = lambda sent: says(sent, text, reason)
+    write_rows(tmp_path / "input.parquet", 1, pattern=[pattern])
+    of_job = "yes" in pattern
+    sampling = {"regex": pattern if of_job else {"column": "pattern"}, **more}
+    job = job_of(tmp_path, server, sampling=sampling, limits={"max_failed_rows": 1})
+    batchrunner.run(job)
+    (row,) = results_of(job)
+    assert (row["output"], len(server.sent)) == (text, 1)
+    wrong = f"the answer does not match sampling.regex {pattern!r}: the server ignores it, it seems"
+    assert row["error"] == (wrong if fails else None)
 
 
 async def test_in_the_library(server: FakeSGLang) -> None:

@@ -79,6 +79,12 @@ def test_a_server_that_tells_no_load(server: FakeSGLang, tmp_path: Path) -> None
     assert len(results_of(job)) == 50
 
 
+def test_the_window_of_the_sample(tmp_path: Path) -> None:
+    """It is the estimate's own, and is not called the job's."""
+    result = batchrun("estimate", write_job(job_of(tmp_path, INSTANT), tmp_path))
+    assert "window 5 (for the sample)" in result.stderr
+
+
 def test_few_rows_can_be_sent(tmp_path: Path) -> None:
     """What the sample has taken of them is not to do."""
     job = job_of(tmp_path, INSTANT, sampling={"max_new_tokens": 20})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,10 @@ from pyroaring import BitMap64
 
 import batchrunner
 from batchrunner.core.errors import InputError, JobError, ResumeError, TaskHeldError
-from batchrunner.input import text_files
+from batchrunner.input import parquet_copy, text_files
 from batchrunner.job.load import load_job
 from batchrunner.output.task_lock import hold_task
-from batchrunner.runner.prepare import prepare
+from batchrunner.runner.prepare import drop_copies, new_task, prepare
 from tests.conftest import INSTANT, column_of, job_of, results_of, write_rows
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
 
@@ -71,6 +73,14 @@ FORMATS: dict[str, Callable[[range], bytes]] = {
         gzip.compress(as_json_lines(rows)[:999]) + gzip.compress(as_json_lines(rows)[999:])
     ),
     "a.jsonl.zst": lambda rows: compressed(as_json_lines(rows), "zstd"),
+    # compressed, whatever the name says
+    "gzip.jsonl": lambda rows: gzip.compress(as_json_lines(rows)),
+    "zstd.csv": lambda rows: compressed(as_csv(rows), "zstd"),
+    "lz4.jsonl.gz": lambda rows: compressed(as_json_lines(rows), "lz4"),
+    "bz2.tsv": lambda rows: bz2.compress(as_csv(rows, "\t")),
+    "plain.csv.zst": as_csv,
+    "gzip.arrow": lambda rows: gzip.compress(as_arrow(rows, pa.ipc.new_file)),
+    "padded.csv.gz": lambda rows: gzip.compress(as_csv(rows)) + b"\0" * 999,
     "a.arrow": lambda rows: as_arrow(rows, pa.ipc.new_file),
     "a.feather": lz4,
     "a.ipc": lambda rows: as_arrow(rows, pa.ipc.new_stream),
@@ -165,6 +175,39 @@ def test_a_second_start_leaves_the_copy_of_the_input(tmp_path: Path) -> None:
     assert not first.run_dir.copies.exists()
 
 
+def test_another_worker_ends_the_run_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It deletes the copies of the input; a worker that was starting makes those that it needs again."""
+    path = tmp_path / "a.csv"
+    path.write_bytes(as_csv(range(2)))
+    job = load_job(job_of(tmp_path, INSTANT, input={"path": str(path)}))
+    worker = prepare(job, new_task(), keeps_copies=True)
+    assert batchrunner.run(job, join=True).exit_code == 0
+    assert not worker.run_dir.copies.exists()
+    assert [len(batch) for batch in worker.batches(BitMap64([0, 1]))] == [2]
+    drop_copies(worker.run_dir, is_done=True)
+
+    def written_into_nothing(*arguments: Any) -> None:
+        monkeypatch.undo()
+        parquet_copy.write_parquet(*arguments)
+        shutil.rmtree(worker.run_dir.copies)
+
+    monkeypatch.setattr("batchrunner.input.files.write_parquet", written_into_nothing)
+    assert batchrunner.run(job, join=True).exit_code == 0
+
+
+def test_the_copies_of_a_run_at_work(tmp_path: Path) -> None:
+    """A worker that ends leaves them to the others."""
+    path = tmp_path / "a.csv"
+    path.write_bytes(as_csv(range(2)))
+    job = load_job(job_of(tmp_path, INSTANT, input={"path": str(path)}))
+    worker = prepare(job, new_task(), keeps_copies=True)
+    with hold_task(worker.run_dir):
+        batchrunner.run(job, join=True)
+        assert worker.run_dir.copies.exists()
+    batchrunner.run(job, join=True)
+    assert not worker.run_dir.copies.exists()
+
+
 def test_one_directory_of_one_kind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A directory is read where its files are of one kind; beside Parquet files it is said what is not."""
     source = tmp_path / "in"
@@ -194,6 +237,20 @@ def test_files_of_several_formats_that_are_named(tmp_path: Path) -> None:
         batchrunner.run(job)
     batchrunner.run(job, overrides=["input.types={id: int64}"])
     assert column_of(job, "id") == list(range(15))
+
+
+@pytest.mark.parametrize("first", ["sep=;", '"sep=;"\r', "SEP=;"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_the_delimiter_on_the_first_line(tmp_path: Path, first: str, encoding: str) -> None:
+    """What Excel is told there is the delimiter, and the header is the second line."""
+    path = tmp_path / "a.csv"
+    path.write_bytes(f"{first}\nid;text\n1;a,b\n2;c;d\n".encode(encoding))
+    source = {"path": str(path), "columns": ["id"], "encoding": encoding}
+    job = job_of(tmp_path, INSTANT, input=source, limits={"max_failed_rows": 1})
+    batchrunner.run(job)
+    good, bad = results_of(job)
+    assert (good["id"], good["error"]) == ("1", None)
+    assert bad["error"].endswith("line 4: 3 value(s), but the header has 2")
 
 
 def of_excel(encoding: str, delimiter: str) -> bytes:

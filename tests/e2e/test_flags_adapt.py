@@ -124,6 +124,14 @@ def test_what_the_job_says_stays(tmp_path: Path, engine: dict[str, Any]) -> None
     assert starts_of(tmp_path) == [4]
 
 
+def test_what_memory_caps_is_not_tried(tmp_path: Path) -> None:
+    """Where the log says that the state pool caps the running requests, no start asks for more of them."""
+    job = slotted(tmp_path, 200, environ={"STATES": "3"})
+    run_job(job, tmp_path)
+    rows_once(job, 200)
+    assert starts_of(tmp_path) == [3]
+
+
 async def test_one_of_the_runs_at_once_adapts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share the servers, and each would judge the steps of the other as its own."""
     adapting = list[Any]()

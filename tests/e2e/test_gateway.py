@@ -173,7 +173,7 @@ def test_a_worker_of_another_model(
 def test_what_stands_in_the_way(
     gateway: RealGateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A gateway that is not there, is not one, has no workers or wants a key: a sentence each, exit 2."""
+    """A gateway that is away, is none, has no workers, wants a key or is attached to: a sentence each."""
 
     def said(url: str) -> str:
         job = job_of(tmp_path, {"kind": "gateway", "url": url})
@@ -190,6 +190,9 @@ def test_what_stands_in_the_way(
         assert "refuses the API key" in said(gateway.url)
     monkeypatch.setenv(KEY_VARIABLE, gateway.key)
     assert "must be within reach from here" in said(gateway.url)
+    job = job_of(tmp_path, {"kind": "attach", "urls": [gateway.url]})
+    told = run_job(job, tmp_path, code=2).stderr
+    assert f"is a Model Gateway, not a server: write `engine: {{kind: gateway, url: {gateway.url}}}`" in told
     gateway.use()
 
 

@@ -1,4 +1,4 @@
-"""Input from the Hugging Face Hub, here a stand-in on this machine."""
+"""Input and models from the Hugging Face Hub, here a stand-in on this machine."""
 
 import asyncio
 import hashlib
@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from batchrunner.engines.http.connections import free_port
 from tests.conftest import (
     column_of,
     job_of,
+    run_job,
     started,
     started_python,
     write_job,
     write_rows,
 )
 from tests.support.fake_sglang import Behaviour, FakeSGLang, Sent
+from tests.support.launchable import with_slots
 from tests.support.refusals import told
 from tests.support.server_thread import ServerThread
 
@@ -32,6 +35,8 @@ class HubServer(ServerThread):
         super().__init__()
         self.files = files
         self.branches = {"main": files}
+        self.models: set[str] = set()
+        """Names of the models that there are."""
         self.gated = False
         """Whether the files are refused; their names are public."""
 
@@ -44,6 +49,7 @@ class HubServer(ServerThread):
         app.router.add_get(f"{api}/tree/{{revision}}/{{path:.*}}", self._tree)
         app.router.add_post(f"{api}/paths-info/{{revision}}", self._paths)
         app.router.add_get(f"/datasets/{REPO}/resolve/{{revision}}/{{path:.*}}", self._file)
+        app.router.add_get("/api/models/{name:.*}", self._model)
 
     @web.middleware
     async def _guard(
@@ -51,6 +57,8 @@ class HubServer(ServerThread):
     ) -> web.StreamResponse:
         """Refuse what is closed, another data set, and a branch that is not there."""
         await asyncio.sleep(0)
+        if request.path.startswith("/api/models/"):
+            return await handler(request)
         if self.gated and "/resolve/" in request.path:
             return _refuse(403, "GatedRepo")
         if f"datasets/{REPO}" not in request.path:
@@ -74,6 +82,10 @@ class HubServer(ServerThread):
         return web.json_response(
             {"id": REPO, "sha": _commit(self._of(request)), "private": False, "siblings": []}
         )
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        return web.json_response({"id": name}) if name in self.models else _refuse(404, "RepoNotFound")
 
     async def _tree(self, request: web.Request) -> web.Response:
         files = self._of(request)
@@ -226,3 +238,39 @@ def test_a_commit_during_the_run(tmp_path: Path, data_set: HubServer) -> None:
                 assert run.end() == code
         told(run.lines[-1], "en/train/0.parquet changed")
     assert column_of(job, "id") == list(range(60))
+
+
+@pytest.mark.usefixtures("quick_retries")
+@pytest.mark.parametrize("reachable", [True, False])
+def test_a_model_that_cannot_be_had(
+    tmp_path: Path, data_set: HubServer, monkeypatch: pytest.MonkeyPatch, *, reachable: bool
+) -> None:
+    """One line says so with exit code 2, before a server starts."""
+    if not reachable:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    job = job_of(tmp_path, with_slots(tmp_path) | {"model": "owner/nothing"})
+    (line,) = run_job(job, tmp_path, code=2).stderr.splitlines()
+    why = f"{data_set.url} has no such model" if reachable else "is not on this machine, and http"
+    told(line, "engine.model: owner/nothing: ", why)
+    assert not (tmp_path / "starts").exists()
+
+
+@pytest.mark.usefixtures("quick_retries", "data_set")
+@pytest.mark.parametrize("where", ["on the Hub", "in the cache", "elsewhere"])
+def test_a_model_that_may_be_had(
+    tmp_path: Path, data_set: HubServer, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The server starts, without a network too where the model is here or its variables lead elsewhere."""
+    engine = with_slots(tmp_path) | {"model": "owner/model"}
+    if where == "on the Hub":
+        data_set.models.add("owner/model")
+    else:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    if where == "in the cache":
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        (tmp_path / "models--owner--model" / "snapshots" / "main").mkdir(parents=True)
+    if where == "elsewhere":
+        engine["env"] |= {"HF_HOME": str(tmp_path)}
+    job = job_of(tmp_path, engine)
+    run_job(job, tmp_path)
+    assert len(column_of(job, "row")) == 10

@@ -17,11 +17,13 @@ from tests.conftest import (
     eventually,
     job_of,
     merged_table,
+    parts_of,
     report_of,
     results_of,
     run_job,
     started,
     write_job,
+    write_rows,
 )
 from tests.support.engine_processes import command_line, descendants_of
 from tests.support.fake_sglang import FakeSGLang
@@ -35,7 +37,10 @@ ECHO = "def prompt(row): return row['text']\n"
 
 def errors_of(job: dict[str, Any]) -> dict[int, str]:
     """Return the errors of the rows that failed."""
-    return {row["row"]: row["error"] for row in results_of(job) if row["error"] is not None}
+    rows = [
+        row for part in parts_of(job["output"]["path"]) for row in part.select(["row", "error"]).to_pylist()
+    ]
+    return {row["row"]: row["error"] for row in rows if row["error"] is not None}
 
 
 def test_prompts_of_every_kind(tmp_path: Path, server: FakeSGLang) -> None:
@@ -385,3 +390,68 @@ def test_a_child_that_comes_back_from_the_function(tmp_path: Path, end: str) -> 
     )
     run_job(job, tmp_path)
     assert column_of(job, "number") == list(range(60))
+
+
+UNREADABLE: dict[str, tuple[Any, str]] = {
+    "zone": (
+        pa.array([0, None, 0], pa.timestamp("us", "Mars/Phobos")),
+        "its time zone is in no database here",
+    ),
+    "year": (pa.array([0, 400_000_000_000, None], pa.timestamp("s")), "date value out of range"),
+    "text": (pa.array([b"\xff", b"a", None]).view(pa.string()), "can't decode byte 0xff"),
+    "list": (pa.array([[400_000_000_000], [], None], pa.list_(pa.timestamp("s"))), "date value out of range"),
+}
+"""Columns with values that Python cannot represent, and the reason that is given."""
+
+
+@pytest.mark.parametrize("field", ["parse", "accept"])
+@pytest.mark.parametrize("column", UNREADABLE)
+def test_a_value_that_python_cannot_represent(
+    tmp_path: Path, server: FakeSGLang, column: str, field: str
+) -> None:
+    """A function that takes the row never sees None for a value: the row fails by name and is not sent."""
+    values, why = UNREADABLE[column]
+    write_module(
+        tmp_path,
+        """
+        from typing import TypedDict
+
+        class Seen(TypedDict):
+            seen: bool
+
+        def parse(answer, row) -> Seen:
+            return {"seen": next(iter(row.values())) is not None}
+
+        def accept(answer, row):
+            return True
+        """,
+    )
+    write_rows(tmp_path / "input.parquet", 3, odd=values)
+    function = {"parse": "hooks:parse"} if field == "parse" else {"accept": {"python": "hooks:accept"}}
+    job = job_of(tmp_path, server, input={"columns": ["odd"]}, limits={"max_failed_rows": 3}, **function)
+    run_job(job, tmp_path)
+    bad = [row for row, value in enumerate(values) if value.is_valid and not is_readable(value)]
+    errors = errors_of(job)
+    assert sorted(errors) == bad
+    assert all(
+        error.startswith("column 'odd': unreadable value: ") and why in error for error in errors.values()
+    )
+    assert len(server.sent) == 3 - len(bad)
+    if field == "parse":
+        rows = {row["row"]: row["seen"] for row in parts_without(job, "odd")}
+        assert rows == {row: None if row in bad else values[row].is_valid for row in range(3)}
+
+
+def is_readable(value: Any) -> bool:
+    """Tell whether Python can represent a value."""
+    try:
+        value.as_py()
+    except (ValueError, OverflowError):
+        return False
+    return True
+
+
+def parts_without(job: dict[str, Any], column: str) -> list[dict[str, Any]]:
+    """Return the result rows of a job without a column that Python cannot read."""
+    tables = [part.drop_columns(column) for part in parts_of(job["output"]["path"])]
+    return [row for table in tables for row in table.to_pylist()]

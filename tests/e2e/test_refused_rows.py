@@ -212,15 +212,54 @@ def test_a_replica_that_refuses_everything(
     result = run_job(job, tmp_path)
     rows_once(job, MANY)
     (line,) = (line for line in result.stderr.splitlines() if "gets no rows" in line)
-    assert f"{wrong.url} gets no rows for 600 s: it refuses what others answer ({status}: No)" in line
+    assert f"{wrong.url} gets no rows for 30 s: others answer the rows that fail there ({status}: No)" in line
     assert events_of(job, "route_out") == ["route_out"]
     assert len(wrong.sent) <= MANY
 
 
+FAILURES: list[Behaviour] = ["disconnect", "broken 500", "abort", "empty", "no answer"]
+"""Ways to fail a row that may be the row's fault."""
+
+
+@pytest.mark.parametrize("what", [*FAILURES, *REFUSED])
+def test_a_replica_that_fails_everything(
+    tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, what: Behaviour
+) -> None:
+    """However it fails rows, no row fails that two other ones answer, and no attempt there counts."""
+    wrong.script, server.delay_s = lambda _: what, 0.01
+    with FakeSGLang(delay_s=0.01) as third:
+        job = job_of(tmp_path, [wrong, server, third], rows=MANY, limits={**PATIENT, "max_attempts": 1})
+        run_job(job, tmp_path)
+    rows_once(job, MANY)
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_replica_that_fails_is_suspended(
+    tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, what: Behaviour
+) -> None:
+    """It gets no rows once another one has answered three that it failed, and one line says why."""
+
+    def script(_: Sent) -> Behaviour:
+        if len(wrong.sent) == 8:
+            server.answer_held()
+        return what
+
+    wrong.script, server.script = script, lambda _: "hold"
+    job = job_of(tmp_path, [wrong, server], rows=MANY)
+    result = run_job(job, tmp_path)
+    rows_once(job, MANY)
+    (line,) = (line for line in result.stderr.splitlines() if "gets no rows" in line)
+    assert f"{wrong.url} gets no rows for 30 s: others answer the rows that fail there (" in line
+    assert events_of(job, "route_out") == ["route_out"]
+
+
+@pytest.mark.parametrize("what", [says(404), "disconnect"], ids=["404", "disconnect"])
 @pytest.mark.parametrize("kind", ["bundles", "lists", "families"])
-def test_other_ways_of_sending(tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, kind: str) -> None:
+def test_other_ways_of_sending(
+    tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, kind: str, what: Behaviour | OnWire
+) -> None:
     """Rows that share a request, or a prefix whose cache the wrong replica would have had."""
-    server.delay_s, rows = 0.01, MANY
+    server.delay_s, rows, wrong.script = 0.01, MANY, lambda _: what
     if kind == "bundles":
         job = bundled_job(tmp_path, [wrong, server], rows=MANY)
     elif kind == "lists":
@@ -251,7 +290,8 @@ def test_a_replica_that_turns_wrong_and_right(
     tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Families of rows that it has are no longer its own; after a while it is tried again."""
-    monkeypatch.setattr("batchrunner.dispatch.queue.OUT_S", 0.3)
+    monkeypatch.setattr("batchrunner.dispatch.queue.FIRST_SUSPENSION_S", 0.3)
+    monkeypatch.setattr("batchrunner.dispatch.queue.LONGEST_SUSPENSION_S", 0.3)
     wrong.script = lambda _: says(404) if 20 <= len(wrong.sent) < 60 else "answer"
     wrong.delay_s = server.delay_s = 0.02
     families(tmp_path, 1000)

@@ -1,9 +1,11 @@
 """Runs whose rows ask several times, by an asynchronous function of the job."""
 
 import json
+import logging
 import os
 import re
 import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.conftest import (
     eventually,
     job_of,
     merged_table,
+    parts_of,
     report_of,
     results_of,
     rows_in,
@@ -28,8 +31,9 @@ from tests.conftest import (
     started,
     write_job,
 )
-from tests.support.answers import Said
-from tests.support.fake_sglang import FakeSGLang
+from tests.e2e.test_checked_answers import says
+from tests.support.answers import Body, Said
+from tests.support.fake_sglang import FakeSGLang, Sent
 from tests.support.functions import write_module
 from tests.support.runs import failed_rows, until_stored
 
@@ -114,6 +118,10 @@ def test_rows_by_values(tmp_path: Path, server: FakeSGLang) -> None:
     job = job_of(tmp_path, server, rows=4, prompt=PROMPT)
     run_job(job, tmp_path)
     assert report_of(job)["rows_ok"] == 4
+    told = batchrun("merge", tmp_path / "run").stderr
+    assert re.findall(r"column '(\w+)' of what the rollouts returned holds texts and other values", told) == [
+        "mixed"
+    ]
     merged = merged_table(tmp_path / "run")
     types = {name: merged.schema.field(name).type for name in ("score", "turns", "mixed", "tags", "of")}
     assert types == {
@@ -299,6 +307,52 @@ def test_a_good_answer_or_an_exception(tmp_path: Path, server: FakeSGLang, free:
         assert made["why"].startswith("the answer is not JSON")
         assert (row["turns"], row["attempts"]) == (3, 3)
     assert Counter(prompt.split()[0] for prompt in server.prompts) == {"good": 6, "free": 3, "bad": 6}
+
+
+@pytest.mark.parametrize("tries", [None, 2])
+@pytest.mark.parametrize("on_length", [None, "keep"])
+def test_an_answer_off_its_schema(
+    tmp_path: Path, server: FakeSGLang, tries: int | None, on_length: str | None
+) -> None:
+    """It is asked again with a section `accept` only, and an answer that is truncated says so."""
+    write_module(
+        tmp_path,
+        """
+        from batchrunner import GenerateError
+
+        async def solve(row, generate):
+            errors = []
+            for prompt in ("prose", "whole", "half"):
+                schema = {"type": "object"} if prompt != "prose" else {"type": "integer"}
+                try:
+                    await generate(f"{prompt} 0", schema=schema)
+                    errors.append(None)
+                except GenerateError as failure:
+                    errors.append(str(failure))
+            free = await generate("free 0")
+            return {"errors": errors, "free": free.text}
+        """,
+    )
+    texts = {"prose": "seven", "whole": "{}", "half": '{"a": ', "free": "and so"}
+
+    def script(sent: Sent) -> Body:
+        name = sent.prompt.split()[0]
+        return says(sent, texts[name], "stop" if name == "prose" else "length")
+
+    server.script = script
+    job = job_of(tmp_path, server, rows=1, prompt=PROMPT, order="input")
+    job |= {"accept": {"tries": tries}} if tries else {}
+    job |= {"on_length": on_length} if on_length else {}
+    run_job(job, tmp_path)
+    made = json.loads(results_of(job)[0]["returned"])
+    truncated = "the answer was truncated at max_new_tokens"
+    prose, whole, half = made["errors"]
+    assert prose.startswith("the answer is not JSON")
+    assert (whole, half) == (None if on_length == "keep" else truncated, truncated)
+    assert made["free"] == "and so"
+    asked = Counter(prompt.split()[0] for prompt in server.prompts)
+    often = tries or 1
+    assert asked == {"prose": often, "half": often, "whole": 1 if whole is None else often, "free": 1}
 
 
 def test_nothing_is_asked_twice_after_a_kill(tmp_path: Path, server: FakeSGLang) -> None:
@@ -501,6 +555,46 @@ def test_a_blocked_loop_costs_no_answer(tmp_path: Path, server: FakeSGLang) -> N
     assert len(server.sent) == 26 * 3 + 4 * 2
 
 
+@pytest.mark.parametrize("call", ["time.sleep(0.1)", "await asyncio.to_thread(time.sleep, 0.1)"])
+def test_a_tool_that_blocks(
+    tmp_path: Path, server: FakeSGLang, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it blocks, the other rows of its process wait: a line says so, and what to write."""
+    monkeypatch.setattr("batchrunner.dispatch.rollouts.LOOK_S", 0.01)
+    blocks = call.startswith("time")
+    seen = tmp_path / "seen"
+
+    class Seen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "hooks:solve blocks" in record.getMessage():
+                seen.touch()
+
+    write_module(
+        tmp_path,
+        f"""
+        import asyncio, pathlib, time
+        seen = pathlib.Path(__file__).with_name("seen")
+        async def solve(row, generate):
+            await generate(row["text"])
+            while {blocks} and not seen.exists():
+                {call}
+                await asyncio.sleep(0)
+            {call}
+            return {{}}
+        """,
+    )
+    handler, logger = Seen(), logging.getLogger("batchrunner.dispatch.rollouts")
+    logger.addHandler(handler)
+    try:
+        job = job_of(tmp_path, server, prompt=PROMPT, limits={"python_processes": 1})
+        done = run_job(job, tmp_path)
+    finally:
+        logger.removeHandler(handler)
+    lines = [line for line in done.stderr.splitlines() if "blocks: all rows of its process wait" in line]
+    assert len(lines) == blocks
+    assert all("write `await asyncio.to_thread(tool, …)`" in line.lower() for line in lines)
+
+
 def test_turns_go_before_new_rows_and_where_their_prefix_is(tmp_path: Path) -> None:
     """All turns of a row go to one replica, and few more rows are open than there are slots."""
     write_module(
@@ -582,6 +676,11 @@ REFUSED = [
         {},
         "prompt.rollout: a result has a column 'error' already",
     ),
+    (
+        "from __future__ import annotations\nasync def solve(r: dict, g) -> Unknown: pass",
+        {},
+        "hooks:solve has an annotation that cannot be read: name 'Unknown' is not defined",
+    ),
 ]
 
 
@@ -591,3 +690,42 @@ def test_what_is_no_rollout_is_refused(tmp_path: Path, code: str, fields: dict[s
     write_module(tmp_path, code)
     done = batchrun("check", write_job(job_of(tmp_path, prompt=PROMPT, **fields), tmp_path))
     assert (done.exit_code, says in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.parametrize("module", ["typing", "typing_extensions"])
+def test_a_declared_type_is_the_column_s_or_is_refused(tmp_path: Path, module: str) -> None:
+    """A TypedDict within another is a struct; it is refused before Python 3.12, where pydantic takes none."""
+    write_module(
+        tmp_path,
+        f"""
+        from __future__ import annotations
+        from typing import TYPE_CHECKING
+        from {module} import TypedDict
+
+        if TYPE_CHECKING:
+            from nowhere import Generate
+
+        class Place(TypedDict):
+            page: int
+
+        class Quote(TypedDict):
+            places: list[Place]
+
+        async def solve(row: dict, generate: Generate) -> Quote:
+            await generate("Where?")
+            return {{"places": [{{"page": row["id"]}}]}}
+        """,
+    )
+    job = job_of(tmp_path, rows=2, prompt=PROMPT)
+    checked = batchrun("check", write_job(job, tmp_path))
+    if module == "typing" and sys.version_info < (3, 12):
+        assert checked.exit_code == 2
+        assert (
+            "hooks:solve returns a column places: Please use `typing_extensions.TypedDict`" in checked.stderr
+        )
+        return
+    assert checked.exit_code == 0
+    run_job(job, tmp_path)
+    (part,) = parts_of(tmp_path / "run")
+    assert part.schema.field("places").type == pa.list_(pa.struct([("page", pa.int64())]))
+    assert part.column("places").to_pylist() == [[{"page": 0}], [{"page": 1}]]

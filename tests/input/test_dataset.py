@@ -16,8 +16,11 @@ from batchrunner.input.dataset import Dataset, rows_of
 from batchrunner.input.job_input import MOST_LEASE_ROWS, cut_into_leases
 from batchrunner.job.spec import InputSpec
 from tests.conftest import (
+    INSTANT,
+    batchrun,
     job_of,
     results_of,
+    write_job,
     write_rows,
 )
 from tests.support.fake_sglang import FakeSGLang
@@ -114,6 +117,49 @@ def test_json_values(
     monkeypatch.setattr(text_files, "BATCH_ROWS", rows_at_once)
     content = "".join(json.dumps({"a": value}) + "\n" for value in values)
     assert values_in(tmp_path / "a.jsonl", content) == expected
+
+
+ODD: dict[str, tuple[Any, Any, str]] = {
+    "text for a list": ({"tags": ["a"], "by": {"name": "n"}}, {"tags": "a, b"}, "a.tags is text, but list"),
+    "text for an object": ({"by": {"name": "n"}}, {"by": "n"}, "a.by is text, but struct"),
+    "an object for a list": ([{"role": "user"}], {"role": "user"}, "a is an object, but list"),
+    "a number for a text in a list": ([{"role": "user"}], [{"role": 5}], "a[0].role is a number, but string"),
+    "a number of more than 64 bits": ({"n": 1}, {"n": 1 << 70}, "a.n is a number, but int64"),
+}
+"""A value of most rows, the value of one row, and what is said of that."""
+
+
+@pytest.mark.parametrize(("value", "odd", "cause"), ODD.values(), ids=ODD)
+@pytest.mark.parametrize("rows_at_once", [1, 7, 1000])
+def test_one_row_with_an_odd_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any, odd: Any, cause: str, rows_at_once: int
+) -> None:
+    """It fails alone, and a line names it: all others keep their lists and objects."""
+    monkeypatch.setattr(text_files, "BATCH_ROWS", rows_at_once)
+    path = tmp_path / "a.jsonl"
+    values = [value] * 300
+    values[216] = odd
+    path.write_text(
+        "".join(json.dumps({"text": f"t{at}", "a": each}) + "\n" for at, each in enumerate(values))
+    )
+    job = job_of(tmp_path, INSTANT, input={"path": str(path), "columns": ["a"]})
+    file = write_job(job, tmp_path)
+    problem = f"{path}: line 217: {cause}"
+    for command in (["check", file], ["init", path], [file]):
+        assert f"1 of 300 records cannot be sent: {problem}" in batchrun(*command).output
+    rows = results_of(job)
+    assert [row["a"] for row in rows if row["error"] is None] == [value] * 299
+    assert rows[216]["error"].startswith(problem)
+
+
+def test_many_odd_values(tmp_path: Path) -> None:
+    """With more of them than a tenth the column is text, and a line says why."""
+    values = [{"tags": ["a"]}, {"tags": ["b"]}, {"tags": "c"}]
+    content = "".join(json.dumps({"a": value}) + "\n" for value in values)
+    texts = ['{"tags":["a"]}', '{"tags":["b"]}', '{"tags":"c"}']
+    assert values_in(tmp_path / "a.jsonl", content) == texts
+    cause = "line 3: a.tags is text, but list<item: string> in other records: the column is JSON text"
+    assert cause in batchrun("init", tmp_path / "a.jsonl").output
 
 
 @given(ends=st.lists(st.integers(1, 60_000), min_size=1, max_size=6, unique=True), data=st.data())

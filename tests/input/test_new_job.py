@@ -1,5 +1,6 @@
 """`batchrun init`: a commented job for a data file, which is good as it stands."""
 
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,14 @@ def test_a_csv_of_another_kind(encoding: str, delimiter: str) -> None:
     Path("new.yaml").write_text(text)
     first, *_ = printed("check", "new.yaml")["prompts"]
     assert first["prompt"][-1]["content"] == f"Sehr gut,{delimiter}\n0"
+
+
+def test_a_csv_with_its_delimiter_on_the_first_line() -> None:
+    """The delimiter that Excel is told there is taken, and a name without the compression does not matter."""
+    Path("q.csv").write_bytes(gzip.compress(b"sep=|\nid|text, with commas\n1|a\n"))
+    text = batchrunner_init("q.csv")
+    assert yaml.safe_load(text)["input"]["delimiter"] == "|"
+    assert '"text, with commas": string' in text
 
 
 def test_what_tells_rows_apart() -> None:

@@ -160,6 +160,27 @@ def test_the_nearest_column_is_named(tmp_path: Path, template: str, hints: list[
     told(refusal(job_of(tmp_path, input=source, prompt={"user": template}), tmp_path), "prompt.user", *hints)
 
 
+JSON_TEXTS = ['{"name": "Ada", "tags": ["a", "b"]}', '"Bob"', None, "not JSON", '{"name": "Eve", "tags": []}']
+
+
+def test_a_column_of_json_texts(tmp_path: Path, server: FakeSGLang) -> None:
+    """`fromjson` reads it in templates and filters; a row whose text is not JSON, or is null, fails alone."""
+    table = pa.table({"meta": JSON_TEXTS, "struct": [{"name": "x"}] * 5})
+    pq.write_table(table, tmp_path / "input.parquet")
+    read = "{{ (struct | fromjson).name }} {{ (meta | fromjson).name }}{{ (meta | fromjson).tags[0] }}"
+    limits = {"max_failed_rows": 4, "abort_failed_share": 1}
+    job = job_of(tmp_path, server, prompt={"text": read}, limits=limits)
+    report = batchrunner.run(job)
+    assert (report.rows_ok, report.rows_failed, server.prompts) == (1, 4, ["x Adaa"])
+    errors = {row["row"]: row["error"] for row in results_of(job)}
+    assert errors[2] == "template: meta.name is null"
+    assert errors[3] == (
+        "template: ValueError: fromjson: 'not JSON' is not JSON: Expecting value: line 1 column 1 (char 0)"
+    )
+    job["input"]["filter"] = "(meta | fromjson) is mapping and (meta | fromjson).name == 'Eve'"
+    assert batchrunner.run(job, fresh=True).rows_total == 2  # the text that is not JSON fails, and is kept
+
+
 NULLS = {"id": [1, None, 3, 4], "lang": ["en", "en", None, "de"]}
 
 

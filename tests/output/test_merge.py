@@ -195,6 +195,51 @@ def test_csv(run: Path, name: str, delimiter: str, opened: Callable[[bytes], byt
         assert float(row["took"]) == wanted["took"].total_seconds()
 
 
+def test_values_that_python_cannot_represent(tmp_path: Path) -> None:
+    """Carried times of an unknown zone are written in UTC; a far date and bad UTF-8 are texts."""
+    far = 400_000_000_000
+    columns: dict[str, pa.Array[Any]] = {
+        "zone": pa.array([0, 1_000_000, None], pa.timestamp("us", "Mars/Phobos")),
+        "year": pa.array([far, 0, None], pa.timestamp("s", "Mars/Phobos")),
+        "words": pa.array([b"a\xff", b"b", None]).view(pa.string()),
+        "deep": pa.array(
+            [{"at": [far]}, {"at": [0, None]}, None], pa.struct([("at", pa.list_(pa.timestamp("s")))])
+        ),
+        "pairs": pa.array([[("a", far)], [], None], pa.map_(pa.string(), pa.timestamp("s"))),
+        "took": pa.array([1 << 62, 1, None], pa.duration("s")),
+    }
+    write_rows(tmp_path / "input.parquet", 3, **columns)
+    batchrunner.run(job_of(tmp_path, INSTANT, input={"columns": [*columns]}))
+    late = "14645-06-30T15:06:40.000"
+    rows = [json.loads(line) for line in written(tmp_path / "run", "a.jsonl").splitlines()]
+    assert [{name: row[name] for name in columns} for row in rows] == [
+        {
+            "zone": "1970-01-01T00:00:00+00:00",
+            "year": f"{late}+00:00",
+            "words": "a\ufffd",
+            "deep": {"at": [late]},
+            "pairs": [["a", late]],
+            "took": f"{1 << 62} s",
+        },
+        {
+            "zone": "1970-01-01T00:00:01+00:00",
+            "year": "1970-01-01T00:00:00+00:00",
+            "words": "b",
+            "deep": {"at": ["1970-01-01T00:00:00", None]},
+            "pairs": [],
+            "took": 1.0,
+        },
+        dict.fromkeys(columns),
+    ]
+    records = list(csv.DictReader(io.StringIO(written(tmp_path / "run", "a.csv").decode(errors="replace"))))
+    assert [record["zone"] for record in records] == [
+        "1970-01-01T00:00:00+00:00",
+        "1970-01-01T00:00:01+00:00",
+        "",
+    ]
+    assert json.loads(records[0]["deep"]) == {"at": [late]}
+
+
 def test_an_existing_file_is_kept(run: Path) -> None:
     """It is replaced with --force only, and never by half a file; the run may be where nothing is written."""
     file, written_at = run.parent / "answers.csv", run.stat().st_mtime_ns

@@ -70,6 +70,7 @@ REFUSALS: dict[str, tuple[int, str]] = {
     "busy 429": (429, "Too many requests"),
     "busy 503": (503, "The request queue is full."),
     "gateway 504": (504, "Gateway Time-out"),
+    "timeout 524": (524, "A timeout occurred"),
     "denied 401": (401, "Unauthorized"),
     "broken 500": (500, "Out of memory of the last running request"),
     "too long": (400, "The input (6001 tokens) is longer than the model's context length (4096 tokens)."),
@@ -116,8 +117,9 @@ def rows_of(body: dict[str, Any]) -> list[dict[str, Any]]:
     samplings = sampling if isinstance(sampling, list) else [sampling] * len(prompts)
     loras = lora if isinstance(lora, list) else [lora] * len(prompts)
     rows = []
-    for prompt, own, path in zip(prompts, samplings, loras, strict=True):
-        row = {"input_ids": prompt, "sampling_params": own} | {n: body[n] for n in ASKED if n in body}
+    for index, (prompt, own, path) in enumerate(zip(prompts, samplings, loras, strict=True)):
+        row = {"input_ids": prompt, "sampling_params": own, "rid": f"{body['rid']}_{index}"}
+        row |= {name: body[name] for name in ASKED if name in body}
         rows.append(row if path is None else {**row, "lora_path": path})
     return rows
 

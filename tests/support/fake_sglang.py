@@ -43,6 +43,7 @@ Behaviour: TypeAlias = Literal[
     "busy 429",
     "busy 503",
     "gateway 504",
+    "timeout 524",
     "denied 401",
     "broken 500",
     "abort",  # a 200 that says it was cut off
@@ -113,8 +114,9 @@ class FakeSGLang(ServerThread):
         self.others = others
         """Requests of other clients, which never end."""
         self.delay_s = delay_s
-        self.refusal_s = 0.0
         """Time that an answer takes; with one, `max_running` are answered at once and the others wait."""
+        self.refusal_s = 0.0
+        """Time until a row is refused, or its connection is closed."""
         self.port = port
         self.arguments = arguments or {}
         """Fields of the server and its model, which /server_info and /model_info return."""
@@ -323,7 +325,7 @@ class FakeSGLang(ServerThread):
         if self.delay_s and _is_good(what):
             async with self._slots:
                 await asyncio.sleep(self.delay_s)
-        elif what in REFUSALS:
+        elif what == "disconnect" or what in REFUSALS:
             await asyncio.sleep(self.refusal_s)
         if self._refuses_adapter(sent):
             return self._error(sent, 400, "Got LoRA adapter that has never been loaded")

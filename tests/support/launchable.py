@@ -146,11 +146,18 @@ import threading
 def option(name, default):
     return int(sys.argv[sys.argv.index(name) + 1]) if name in sys.argv else default
 
-slots = option("--max-running-requests", 4)
+asked = option("--max-running-requests", 4)
+states = int(os.environ.get("STATES", asked))  # requests whose states there is room for
+slots = min(asked, states)
 with open(os.environ["STARTS"], "a") as starts:
     print(slots, file=starts)
 exec(os.environ.get("AT_START", ""))
-print(f"server_args=ServerArgs(max_running_requests={slots}, schedule_conservativeness=1.0)", flush=True)
+print(f"server_args=ServerArgs(max_running_requests={asked}, schedule_conservativeness=1.0)", flush=True)
+if states < asked:
+    print(f"max_running_requests is capped to {states} by the mamba state cache "
+          f"(max_mamba_cache_size={states}, 1 state slots per request). To raise it: increase "
+          "--mamba-full-memory-ratio or --max-mamba-cache-size, or halve the state size with "
+          "--mamba-ssm-dtype bfloat16.", flush=True)
 print(f"max_total_num_tokens=9000, chunked_prefill_size=8192, max_running_requests={slots}, context_len=99")
 free, lock = threading.Semaphore(slots), threading.Lock()
 running = waiting = 0

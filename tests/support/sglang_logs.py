@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,6 +14,7 @@ from batchrunner.advise.rules import Advice, apply_all
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.engines.flags import of_arguments
 from batchrunner.engines.logs.reader import LogReader
+from batchrunner.job.spec import Job
 from tests.conftest import ROOT
 
 RETRACT = (
@@ -99,7 +100,8 @@ class LogWriter:
 
     def started(
         self, *, gpu_gb: float = 7.2, most: int = 2048, chunk: int = 8192,
-        card_gb: float = 78.5, weights_gb: float = 15.1, **arguments: object,
+        card_gb: float = 78.5, weights_gb: float = 15.1, before_ready: Sequence[str] = (),
+        **arguments: object,
     ) -> LogWriter:  # fmt: skip
         """Write what a server says when it starts."""
         values = {
@@ -121,6 +123,8 @@ class LogWriter:
             "Load weight end. elapsed=3.11 s, type=LlamaForCausalLM, "
             f"avail mem={card_gb - weights_gb:.2f} GB, mem usage={weights_gb:.2f} GB."
         )
+        for line in before_ready:
+            self.say(line)
         return self.say(
             f"max_total_num_tokens=450000, chunked_prefill_size={chunk}, max_prefill_tokens=16384, "
             f"max_running_requests={most}, context_len=8192, available_gpu_mem={gpu_gb:.2f} GB"
@@ -190,8 +194,21 @@ def judged(text: str, directory: Path, **options: Any) -> AdviceReport:
 
 
 def changes(judgement: AdviceReport) -> dict[str, str]:
-    """Return what is to be changed, by the rule that says so."""
-    return {advice.rule: advice.change for advice in judgement.advice if advice.change}
+    """Return what is to be changed, by the rule that says so; each field of the job in it has to exist."""
+    by_rule = {advice.rule: advice.change for advice in judgement.advice if advice.change}
+    for change in by_rule.values():
+        for quoted in re.findall("`([^`]*)`", change):
+            assert quoted in PROGRAMS or _first_key(quoted) in Job.model_fields, change
+    return by_rule
+
+
+PROGRAMS = {"ulimit -n", "dmesg", "oom-kill"}
+"""What advice quotes and is no field of a job."""
+
+
+def _first_key(setting: str) -> str:
+    """Return the job's field that a setting such as `engine.replicas` or `window: auto` begins with."""
+    return re.split("[.:]", setting)[0]
 
 
 def cuda_oom(frame: str) -> str:

@@ -23,7 +23,7 @@ BUSY = TrialSigns(running=30, max_running=256, queue=100, empty_share=0, usage=0
 PUT = "schedule-conservativeness"
 OF_SERVER = {
     "mem_fraction": 0.83, "spare_gb": None, "backend": None, "chunk": 2048, "model": None, "quantised": "",
-    "weights_gb": None,
+    "weights_gb": None, "memory_caps_running": False,
 }  # fmt: skip
 
 
@@ -35,7 +35,10 @@ def candidates(name: str, args: Args, told: dict[str, Any], machine: dict[str, A
     given = {key.replace("-", "_"): value for key, value in args.items() if value is not None}
     facts = Facts(
         arguments=arguments | given,
-        ready=ServerReady(None, own["chunk"], signs.max_running, gpu_gb=own["spare_gb"]),
+        ready=ServerReady(
+            None, own["chunk"], signs.max_running, gpu_gb=own["spare_gb"],
+            memory_caps_running=own["memory_caps_running"],
+        ),
         model=own["model"], quantised=own["quantised"], weights_gb=own["weights_gb"],
     )  # fmt: skip
     result = TrialResult("measured", "", 1.0, 100.0, signs=signs, facts=facts)
@@ -93,6 +96,7 @@ LEFT: list[tuple[str, Args, dict[str, Any], str]] = [
     (PUT, {}, {"usage": 0.95}, "not the case: requests wait although"),
     ("mem-fraction-static", {}, {}, "too little is known"),
     ("max-running-requests", {}, {"running": 250, "usage": 0.95}, "not the case: as many requests"),
+    ("max-running-requests", {}, {"running": 256, "memory_caps_running": True}, "no further value"),
     ("chunked-prefill-size", {}, {"prefill_per_pass": 300.0}, "not the case: prefill passes take all"),
     ("cuda-graph-max-bs-decode", {}, {"graph_off_share": 0.02}, "not the case: decode passes run without"),
     ("speculative-algorithm", {}, {"repeated": 1.1}, "no further value"),

@@ -73,9 +73,9 @@ class RouteEnds:
     output_tokens: int = 0
     retractions: int = 0
     """Times that these rows were retracted."""
-    recent: float = 0.0
-    """Rows that ended lately: see `shares`. At first it is the first window, so that all routes count as
-    about equally fast until a wave of rows has ended."""
+    recent: float = LEAST_ROWS
+    """Rows that ended lately, never 0: see `shares`. At first it is the first window, so that all routes
+    count as about equally fast until a wave of rows has ended."""
     counted: int = 0
     """Rows that `recent` has taken in."""
 
@@ -343,12 +343,14 @@ class ConcurrencyLimits:
 
     def _share_out(self, left: int, now: float) -> list[Decision]:
         """Limit each route to its share of what is left; return a decision when that begins to matter."""
-        if len(self.ends) == 1 or self.is_background:
+        if len(self.ends) == 1:
             return []
         silent = {r for r, on in self._on_route.items() if on and all(s.is_silent(now) for s in on)}
         gap_s = now - (now if self._shared_at is None else self._shared_at)
         self._shared_at = now
         before, found = self._most_of_rest, shares(self.ends, left, gap_s, silent)
+        if self.is_background:  # its users limit each route, and the speeds are all that is wanted
+            return []
         self._most_of_rest = {route: self._soon_used(route, share) for route, share in found.items()}
         return [
             Decision(route, self._wanted(route), most, "share", f"its share of the {left} rows that are left")

@@ -5,29 +5,17 @@ tokens. Closing the connection would not do: SGLang looks for that every 4 s.
 """
 
 import asyncio
-import contextlib
-import itertools
 import re
-import secrets
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-
-import aiohttp
-import orjson
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import EngineStartError, GivenBackError, RequestError
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, Completion, Request
-from batchrunner.engines.http.client import AttachedServers, Endpoint
-from batchrunner.engines.http.server_info import NOT_REACHED
-from batchrunner.engines.http.wire import GENERATE_PATH
+from batchrunner.core.types import Completion, Request
+from batchrunner.engines.http.client import AttachedServers, Endpoint, SentRequest
 
-ABORT_PATH = "/abort_request"
-NAMED = {GENERATE_PATH, CHAT_PATH, COMPLETIONS_PATH}
-"""Paths whose requests can be given back: elsewhere rows end with the pass that they are in."""
 LOWEST, HIGHEST = -(1 << 63), (1 << 63) - 1
 """The ends of SGLang's priorities; which of them comes last, a flag says."""
 YIELDS = "--enable-priority-scheduling --default-priority-value 0 --retraction-policy priority"
@@ -40,13 +28,9 @@ class BackgroundServers(AttachedServers):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._name = f"batchrunner-{secrets.token_hex(6)}"
-        self._numbers = itertools.count()
-        self._sent: defaultdict[str, dict[asyncio.Task[Any], str]] = defaultdict(dict)
-        """Rows in flight by the URLs of servers: their tasks and their requests' names, oldest first."""
         self._given_back: dict[asyncio.Task[Any], int] = {}
         """Rows that are being given back, and their output tokens."""
-        self._aborts: set[asyncio.Task[None]] = set()
+        self._taking: set[asyncio.Task[None]] = set()
 
     async def open(self) -> EngineInfo:
         """Connect, and say what the users of these servers will notice; see `Engine.open`."""
@@ -87,44 +71,41 @@ class BackgroundServers(AttachedServers):
 
     def give_back(self, route: str, kept: int) -> None:
         """Take the youngest rows of a route from the engine; see `Engine.give_back`."""
-        for task, name in [*self._sent[route].items()][kept:]:
+        endpoint = self.endpoints[route]
+        abortable = [(task, sent) for task, sent in endpoint.requests.items() if sent.rids]
+        for task, sent in abortable[kept:]:
             if task not in self._given_back:
                 self._given_back[task] = 0
-                abort = asyncio.create_task(self._abort(self.endpoints[route], task, name))
-                self._aborts.add(abort)
-                abort.add_done_callback(self._aborts.discard)
+                taking = asyncio.create_task(self._take_back(endpoint, task, sent))
+                self._taking.add(taking)
+                taking.add_done_callback(self._taking.discard)
 
-    async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
-        """Send a body with the lowest priority, and under a name by which it can be given back."""
-        task = asyncio.current_task()
-        assert task is not None
-        more: dict[str, Any] = {}
+    def _added_fields(self, endpoint: Endpoint, path: str) -> dict[str, Any]:
+        """Return the fields by which a request can be aborted, and has the lowest priority."""
+        fields = super()._added_fields(endpoint, path)
         server = self.arguments.get(endpoint.url) or next(iter(self.arguments.values()))
         if server.get("enable_priority_scheduling"):
-            more["priority"] = HIGHEST if server.get("schedule_low_priority_values_first") else LOWEST
-        if path in NAMED:  # SGLang aborts all whose names begin so: hence the end
-            more["rid"] = self._sent[endpoint.url][task] = f"{self._name}-{next(self._numbers)}-"
-        if more:
-            body = body.rstrip()[:-1] + b"," + orjson.dumps(more)[1:]
-        try:
-            reply = await super()._post(endpoint, path, body)
-        finally:
-            self._sent[endpoint.url].pop(task, None)
+            fields["priority"] = HIGHEST if server.get("schedule_low_priority_values_first") else LOWEST
+        return fields
+
+    async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
+        """Post a body, and count the output tokens of a row that is given back."""
+        reply = await super()._post(endpoint, path, body)
+        task = asyncio.current_task()
         if task in self._given_back:
             self._given_back[task] = sum(map(int, _OUTPUT_TOKENS.findall(reply)))
         return reply
 
-    async def _abort(self, endpoint: Endpoint, task: asyncio.Task[Any], name: str) -> None:
+    async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:
+        """Abort requests, unless they are given back and so aborted already."""
+        return asyncio.current_task() in self._given_back or await super()._abort(endpoint, rids)
+
+    async def _take_back(self, endpoint: Endpoint, task: asyncio.Task[Any], sent: SentRequest) -> None:
         """Abort a request; one that goes on all the same loses its connection."""
-        assert self._questions is not None
-        timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
-        with contextlib.suppress(*NOT_REACHED):
-            async with self._questions.post(
-                endpoint.url + ABORT_PATH, json={"rid": name}, timeout=timeout, raise_for_status=True
-            ):
-                pass
+        if await self._abort(endpoint, sent.rids):
             await asyncio.sleep(TIMING.status_timeout)
-        if self._sent[endpoint.url].get(task) == name and endpoint.requests.pop(task, 0.0):
+        if endpoint.requests.get(task) is sent:
+            del endpoint.requests[task]
             task.cancel()
 
 

@@ -11,15 +11,16 @@ workers: others restart them if they fail. The engine of servers that we start i
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import math
+import secrets
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 from yarl import URL
@@ -50,6 +51,8 @@ from batchrunner.engines.http.guard import (
     common_model,
     model_in,
 )
+from batchrunner.engines.http.proxies import by_proxy
+from batchrunner.engines.http.proxy_limit import ENDED_BY_PROXY, REQUESTS, ProxyLimit
 from batchrunner.engines.http.replies import JSON_BEGINS
 from batchrunner.engines.http.server_info import (
     NO_SUCH_PATH,
@@ -74,13 +77,21 @@ KEEPALIVE_S = 3.0
 """Seconds; SGLang (uvicorn) closes an idle connection after 5 s, so the client drops it before that."""
 LONGEST_TICK_S = 1.0
 """Pause between two looks for requests that take too long."""
-LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 START = "start the server, or correct engine.urls"
 """What to do where no server answers."""
 _END = b"[DONE]"
 _OK = HTTPStatus.OK.value  # a look into an enumeration takes as long as ten other lines
 
 Answer = TypeVar("Answer")
+
+
+class SentRequest(NamedTuple):
+    """A request that is sent and not answered."""
+
+    sent_at: float
+    """On the monotonic clock."""
+    rids: tuple[str, ...] = ()
+    """Names by which SGLang aborts it, one for each of its rows; none where it cannot be aborted."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,10 +101,11 @@ class Endpoint:
     url: str
     senders: dict[str, PostSender] = field(default_factory=dict)
     """What posts to a path."""
-    requests: dict[asyncio.Task[Any], float] = field(default_factory=dict)
-    """Tasks whose requests are sent and not answered, with the times at which they were sent (monotonic)."""
+    requests: dict[asyncio.Task[Any], SentRequest] = field(default_factory=dict)
+    """By task, the oldest first."""
     answers: int = 0
     """Requests answered so far, with whatever status."""
+    proxy_limit: ProxyLimit = field(default_factory=ProxyLimit)
     closed: str | None = None
     """Why no requests are sent here now; None while they are."""
 
@@ -109,7 +121,7 @@ class Endpoint:
 
     def end_requests(self, sent_before: float) -> None:
         """Cancel the requests that were sent before a time: their tasks are no longer among `requests`."""
-        for task in [task for task, sent_at in self.requests.items() if sent_at < sent_before]:
+        for task in [task for task, sent in self.requests.items() if sent.sent_at < sent_before]:
             del self.requests[task]
             task.cancel()
 
@@ -155,6 +167,8 @@ class HttpEngine(Engine):
         self._tells_load = False
         """Whether servers report their load."""
         self._clock: asyncio.Task[None] | None = None
+        self._rid_prefix = f"batchrunner-{secrets.token_hex(6)}"
+        self._rid_numbers = itertools.count()
         self._vocabulary: int | None = None
         self._vector_length = VectorLength()
         self._model_names: frozenset[str] = frozenset()
@@ -163,24 +177,25 @@ class HttpEngine(Engine):
         self._naming = asyncio.Lock()
 
     async def connect(self, urls: Sequence[str], remedy: str = START) -> EngineInfo:
-        """Connect to the replicas, and read the description of each.
+        """Connect to the replicas, and read the description of each that answers.
 
-        Raises EngineStartError where one cannot be reached, with the `remedy`, or cannot do the work.
+        Raises EngineStartError where none can be reached, with the `remedy`, or one cannot do the work.
         """
         self.replicas = urls
-        self.endpoints = {url: Endpoint(url) for url in urls}
         self._clock = asyncio.create_task(self._end_late_requests())
         connections, limited_by = open_connections(len(urls))
-        self._open_sessions(urls)
+        self._open_sessions()
         assert self._questions is not None
         self._asks = ServerQuestions(self._questions, remedy)
-        told = [await self._asks.at_start(url, self._task) for url in urls]
-        models, servers = [model for model, _ in told], [server for _, server in told]
-        self.arguments = dict(zip(urls, servers, strict=True))
+        answers = await self._described(self._asks, urls)
+        # those that answer come first: a question to any of them goes to the first
+        self.endpoints = {url: Endpoint(url) for url in [*answers, *urls]}
+        models, servers = [model for model, _ in answers.values()], [server for _, server in answers.values()]
+        self.arguments = dict(zip(answers, servers, strict=True))
         model = common_model([*map(model_in, models, servers)])
-        self._tells_load = await self._loads_of(urls[0]) != []
+        self._tells_load = await self._loads_of(next(iter(answers))) != []
         loads = await self.loads()
-        info = describe(models, servers, loads if {load.server for load in loads} >= set(urls) else [])
+        info = describe(models, servers, loads if {load.server for load in loads} >= answers.keys() else [])
         self.guard.model = model
         for url in urls:
             self.guard.watch(url, functools.partial(self._asks.model, url, model))
@@ -200,6 +215,30 @@ class HttpEngine(Engine):
             connections_by=limited_by,
             notes=tuple(notes),
         )
+
+    async def _described(
+        self, questions: ServerQuestions, urls: Sequence[str]
+    ) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+        """Return what each server says of its model, and of its arguments, by URL.
+
+        One that does not answer is left out while another does: it gets rows once it is there. Raises
+        EngineAwayError where none answers, EngineStartError where one cannot do the work.
+        """
+        asked = (questions.at_start(url, self._task) for url in urls)
+        descriptions: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        absences: list[EngineAwayError] = []
+        for url, answer in zip(urls, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+            if isinstance(answer, EngineAwayError):
+                absences.append(answer)
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                descriptions[url] = answer
+        if not descriptions:
+            raise absences[0]
+        for absence in absences:
+            log.warning("%s; the run goes on without it until it answers", absence)
+        return descriptions
 
     async def close(self) -> None:
         """Close all connections."""
@@ -308,10 +347,8 @@ class HttpEngine(Engine):
             answers=endpoint.answers,
         )
 
-    def _open_sessions(self, urls: Sequence[str]) -> None:
+    def _open_sessions(self) -> None:
         """Keep the connections of rows apart from those of polls and of questions about the model."""
-        # a proxy is for hosts elsewhere: it cannot reach our loopback
-        by_proxy = not {urlsplit(url).hostname for url in urls} <= LOOPBACK
 
         def session(connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
             return aiohttp.ClientSession(
@@ -319,7 +356,6 @@ class HttpEngine(Engine):
                 cookie_jar=aiohttp.DummyCookieJar(),
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S),
-                trust_env=by_proxy,
             )
 
         self._rows = session(GuardedConnector(self.guard, limit=0, keepalive_timeout=KEEPALIVE_S))
@@ -363,10 +399,22 @@ class HttpEngine(Engine):
 
     async def _post(self, endpoint: Endpoint, path: str, body: bytes) -> bytes:
         """Send a body and return the reply; raises RequestError, with its `body`, where that is no answer."""
-        answer = await self._exchange(endpoint, path, body, replies.whole)
+        fields = self._added_fields(endpoint, path)
+        rids = (str(fields["rid"]),) if "rid" in fields else ()
+        body = wire.with_fields(body, fields) if fields else body
+        answer = await self._exchange(endpoint, path, body, replies.whole, rids)
         if answer.status != _OK or not answer.content.lstrip().startswith(JSON_BEGINS):
             raise self._refusal(endpoint, answer)
         return answer.content
+
+    def _added_fields(self, endpoint: Endpoint, path: str) -> dict[str, Any]:  # noqa: ARG002 - for subclasses
+        """Return fields to add to a body: the name by which its request can be aborted.
+
+        All names have one length, as SGLang may abort every request whose name begins with the given one.
+        """
+        if path not in wire.ABORTABLE_PATHS:
+            return {}
+        return {"rid": f"{self._rid_prefix}-{next(self._rid_numbers):010}"}
 
     async def _post_task(self, endpoint: Endpoint, requests: Sequence[Request]) -> list[bytes]:
         """Send requests of one task without decoding, and return the replies; raises as `_post`."""
@@ -396,9 +444,12 @@ class HttpEngine(Engine):
 
     async def _send_bundle(self, endpoint: Endpoint, requests: Sequence[Request], ended: RowEnded) -> None:
         """Send prompts in one body, and pass on the answer of each when it comes."""
-        body = wire.bytes_of(wire.bundle_body(requests))
+        fields = self._added_fields(endpoint, wire.GENERATE_PATH)
+        body = wire.bytes_of(wire.bundle_body(requests) | fields)
         bundle = BundleAnswer(requests, ended, endpoint, self.guard)
-        answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read)
+        # SGLang names the rows of a bundle in this way.
+        rids = tuple(f"{fields['rid']}_{index}" for index in range(len(requests)))
+        answer = await self._exchange(endpoint, wire.GENERATE_PATH, body, bundle.read, rids)
         if answer is None:
             return
         if answer.status == _OK and answer.content.lstrip().startswith(JSON_BEGINS):
@@ -411,53 +462,114 @@ class HttpEngine(Engine):
         path: str,
         body: bytes,
         read: Callable[[PostedAnswer], Awaitable[Answer]],
+        rids: tuple[str, ...] = (),
     ) -> Answer:
-        """Send a body and read the answer; raises what a failure on the way means for the rows."""
+        """Send a body and read the answer; raises what a failure on the way means for the rows.
+
+        A request that ends without an answer is aborted before it raises: its rows may be sent again.
+        """
         if endpoint.closed:
             raise EngineDownError(endpoint.closed)
-        sender = endpoint.senders.get(path)
-        if sender is None:
-            assert self._rows is not None
-            sender = endpoint.senders[path] = PostSender(self._rows, URL(endpoint.url + path))
-        task, sent_at = asyncio.current_task(), time.monotonic()
+        task = asyncio.current_task()
         assert task is not None
-        endpoint.requests[task] = sent_at
+        sent = endpoint.requests[task] = SentRequest(time.monotonic(), rids)
         try:
-            if endpoint.url in self.guard.in_doubt:
-                await self.guard.confirm(endpoint.url)
-            posted = await sender.post(body)
-            try:
-                answer = await read(posted)
-            finally:
-                posted.release()
+            status, answer = await self._post_and_read(endpoint, path, body, read)
         except (RequestError, BatchrunError):
             raise
         except asyncio.CancelledError:
             if task in endpoint.requests or task.uncancel():  # others want the task to end
                 raise
-            late = f"no answer within {self._limits.request_timeout:g} s"
-            raise (EngineDownError(endpoint.closed) if endpoint.closed else NoAnswerError(late)) from None
+            if endpoint.closed:
+                raise EngineDownError(endpoint.closed) from None
+            await self._abort(endpoint, rids)
+            raise NoAnswerError(f"no answer within {self._limits.request_timeout:g} s") from None
         except Exception as failure:  # noqa: BLE001 - nothing that a server sends may end a run
-            raise await self._meaning(endpoint, failure, sent_at) from None
+            endpoint.requests.pop(task, None)  # nobody cancels the task any more
+            raise await self._meaning(endpoint, failure, sent) from None
         finally:
             endpoint.requests.pop(task, None)
         endpoint.answers += 1
+        limit = endpoint.proxy_limit
+        if status in ENDED_BY_PROXY:
+            await self._abandon(endpoint, sent, f"status {status}")
+        # while a bundle is answered part by part, a proxy waits on
+        elif len(rids) == 1 and (age_s := time.monotonic() - sent.sent_at) > limit.longest_answer_s:
+            limit.answered(age_s)
         if self.failures.dead:
             self.failures.record(endpoint.url, alive=True)
         return answer
 
-    async def _meaning(self, endpoint: Endpoint, failure: Exception, sent_at: float) -> Exception:
+    async def _post_and_read(
+        self,
+        endpoint: Endpoint,
+        path: str,
+        body: bytes,
+        read: Callable[[PostedAnswer], Awaitable[Answer]],
+    ) -> tuple[int, Answer]:
+        """Send a body; return the status of the answer, and what was read of it."""
+        sender = endpoint.senders.get(path)
+        if sender is None:
+            assert self._rows is not None
+            sender = endpoint.senders[path] = PostSender(self._rows, URL(endpoint.url + path))
+        if endpoint.url in self.guard.in_doubt:
+            await self.guard.confirm(endpoint.url)
+        posted = await sender.post(body)
+        try:
+            return posted.status, await read(posted)
+        finally:
+            posted.release()
+
+    async def _abandon(self, endpoint: Endpoint, sent: SentRequest, why: str) -> None:
+        """Abort a request that was ended without an answer; raises NoAnswerError at the limit of a proxy."""
+        limit = endpoint.proxy_limit
+        was_known, now = limit.limit_s is not None, time.monotonic()
+        is_limit = len(sent.rids) == 1 and limit.ended(sent.sent_at, now)
+        await self._abort(endpoint, sent.rids)
+        if not is_limit:
+            return
+        if not was_known:
+            log.warning(
+                "%s: the last %d requests without an answer all ended after %.0f s (%s), and no answer took "
+                "longer: a proxy on the way ends requests then. Raise its time limit, give the server's own "
+                "address, or lower sampling.max_new_tokens",
+                endpoint.url, REQUESTS, limit.limit_s, why,
+            )  # fmt: skip
+        raise NoAnswerError(f"no answer within {now - sent.sent_at:.0f} s, the limit of a proxy ({why})")
+
+    async def _abort(self, endpoint: Endpoint, rids: Sequence[str]) -> bool:
+        """Ask a server to abort requests, as far as it still has them; tell whether it took that."""
+        outcomes = await asyncio.gather(
+            *(self._post_abort(endpoint, rid) for rid in rids), return_exceptions=True
+        )
+        return not any(outcomes)
+
+    async def _post_abort(self, endpoint: Endpoint, rid: str) -> None:
+        assert self._questions is not None
+        timeout = aiohttp.ClientTimeout(total=TIMING.status_timeout)
+        async with self._questions.post(
+            endpoint.url + wire.ABORT_PATH, json={"rid": rid}, timeout=timeout, raise_for_status=True
+        ):
+            pass
+
+    async def _meaning(self, endpoint: Endpoint, failure: Exception, sent: SentRequest) -> Exception:
         """Return the error that a failure on the way means for the rows that were sent."""
         url = endpoint.url
         if isinstance(failure, (aiohttp.ClientError, OSError)):
             self.guard.doubt(url)
         match failure:
             case aiohttp.ConnectionTimeoutError():  # a host that is gone: no row is why
-                return EngineDownError(f"no connection to {url} within {CONNECT_TIMEOUT_S:g} s")
+                return EngineDownError(
+                    f"no connection to {url}{by_proxy(url)} within {CONNECT_TIMEOUT_S:g} s"
+                )
             case aiohttp.ClientConnectorError():
-                return EngineDownError(f"no connection to {url}: {in_words(failure)}")
+                return EngineDownError(f"no connection to {url}{by_proxy(url)}: {in_words(failure)}")
             case aiohttp.ClientError() | OSError():
-                return await self.failures.classify(url, sent_at, f"connection lost: {in_words(failure)}")
+                what = f"connection lost: {in_words(failure)}"
+                error = await self.failures.classify(url, sent.sent_at, what)
+                if isinstance(error, AttemptFailedError):  # the server is alive, and may compute on
+                    await self._abandon(endpoint, sent, what)
+                return error
         log.debug("an answer of %s", url, exc_info=failure)
         return AttemptFailedError(f"the answer cannot be read ({type(failure).__name__})")
 

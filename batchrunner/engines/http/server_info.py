@@ -17,6 +17,8 @@ from batchrunner.core.engine_info import EngineInfo, SchedulerLoad, TokenizerInf
 from batchrunner.core.errors import EngineAwayError, EngineDownError, EngineStartError
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.guard import Model, model_in
+from batchrunner.engines.http.proxies import by_proxy, proxy_of
+from batchrunner.engines.logs.reader import Facts
 from batchrunner.engines.model_files import model_identity, takes_mean
 from batchrunner.job.tasks import TASKS, TaskName
 
@@ -55,12 +57,14 @@ class ServerStatus:
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self.url = url
         self._session = session
+        proxy = proxy_of(url)
+        self._options = proxy.options if proxy else {}
 
     async def get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         """Return the status and the body of a path; a body that is too long comes back empty."""
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
-            async with self._session.get(self.url + path, timeout=timeout) as response:
+            async with self._session.get(self.url + path, timeout=timeout, **self._options) as response:
                 body = bytearray()
                 async for part in response.content.iter_any():
                     body += part
@@ -250,20 +254,33 @@ class ServerQuestions:
     async def at_start(self, url: str, task: TaskName) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what a server says of its model, and of its arguments and limits.
 
-        Raises EngineStartError where it does not, or where the model cannot do the task.
+        Raises EngineAwayError where it does not, EngineStartError where it is a gateway, or where the model
+        cannot do the task.
         """
         try:
             model = await self._model_info(url, TIMING.server_open)
             server = await self._ask(url, SERVER_INFO, TIMING.server_open)
         except EngineDownError as failure:
+            await self._refuse_gateway(url)
             hint = self._remedy if self._remedy in str(failure) else None
             raise EngineAwayError(str(failure), hint=hint) from None
+        if not server:
+            await self._refuse_gateway(url)
         _check_does(task, model, f"{url}: serves {model['model_path']}")
         if server.get("skip_tokenizer_init"):
             raise EngineStartError(
                 f"{url}: runs with --skip-tokenizer-init and returns no text", hint="start it without"
             )
         return model, server
+
+    async def _refuse_gateway(self, url: str) -> None:
+        """Raise EngineStartError where a Model Gateway is at the address of a server."""
+        with contextlib.suppress(EngineDownError):
+            await self.workers(url)
+            raise EngineStartError(
+                f"{url}: is a Model Gateway, not a server",
+                hint=f"write `engine: {{kind: gateway, url: {url}}}`",
+            )
 
     async def model(self, url: str, run_model: Model) -> dict[str, str]:
         """Return what a server says of its model now; raises EngineDownError where it does not say.
@@ -284,7 +301,9 @@ class ServerQuestions:
     async def _model_info(self, url: str, timeout_s: float) -> dict[str, Any]:
         found = await self._ask(url, MODEL_INFO, timeout_s)
         if not found.get("model_path"):
-            raise EngineDownError(f"{url}: something answers, but it is not SGLang (no {MODEL_INFO})")
+            raise EngineDownError(
+                f"{url}: something answers{by_proxy(url)}, but it is not SGLang (no {MODEL_INFO})"
+            )
         return found
 
     async def _ask(self, url: str, path: str, timeout_s: float) -> dict[str, Any]:
@@ -292,9 +311,13 @@ class ServerQuestions:
         try:
             status, found = await ServerStatus(self._session, url).mapping(path, timeout_s)
         except NOT_REACHED as failure:
-            raise EngineDownError(f"no connection to {url} ({in_words(failure)}): {self._remedy}") from None
+            raise EngineDownError(
+                f"no connection to {url}{by_proxy(url)} ({in_words(failure)}): {self._remedy}"
+            ) from None
         if status in KEY_REFUSED:
-            raise EngineDownError(f"{url}: refuses the API key ({status}): see engine.api_key_env")
+            raise EngineDownError(
+                f"{url}: refuses the API key ({status}){by_proxy(url)}: see engine.api_key_env"
+            )
         return found
 
 
@@ -310,7 +333,7 @@ _CHAT_ARGUMENTS = (
     "default_chat_template_kwargs",
     "preferred_sampling_params",
 )
-_OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
+OWN_CHAT_MODELS = {"gpt_oss", "gemma4", "gemma4_unified", "minimax_m3_vl"}
 """Models whose chats SGLang handles in its own way (special tokens in the answer, rules for messages)."""
 _IN_PIECES = ("incremental_streaming_output", "stream_output")
 """Arguments, the second being the older name, with which an event has only the text since the last one: so
@@ -332,6 +355,7 @@ def describe(
         or _sum(server.get("max_running_requests") for server in servers),
         max_total_tokens=_sum(load.max_total_tokens for load in loads)
         or _sum(server.get("max_total_num_tokens") for server in servers),
+        memory_caps_running=any(map(memory_caps_running, servers)),
         context_length=limit_of(first.get("context_length")) or limit_of(first.get("max_req_input_len")),
         prefill_tokens=prefill_tokens(first),
         caches_prefixes=not first.get("disable_radix_cache"),
@@ -364,6 +388,26 @@ def limit_in_effect(state: Mapping[str, Any], argument: str) -> Any:
     """Return one scheduler's limit; with DP attention `max_running_requests` is parted among the ranks."""
     own = state.get("effective_max_running_requests_per_dp") if argument == "max_running_requests" else None
     return own or state.get(argument)
+
+
+LEAST_DEFAULT_RUNNING = 2048
+"""Least `max_running_requests` that SGLang chooses where nothing caps it."""
+
+
+def memory_caps_running(server: Mapping[str, Any]) -> bool:
+    """Tell whether a server's first scheduler runs fewer requests than its arguments ask for.
+
+    `server` is its `/server_info`. A hybrid model, whose pool of states has `max_mamba_cache_size`, may run
+    fewer than SGLang's default.
+    """
+    state = next(iter(scheduler_states(server)), {})
+    in_effect = limit_of(state.get("effective_max_running_requests_per_dp"))
+    asked = limit_of(server.get("max_running_requests"))
+    if in_effect is None:
+        return False
+    if asked is None:
+        return bool(state.get("max_mamba_cache_size")) and in_effect < LEAST_DEFAULT_RUNNING
+    return in_effect < asked // Facts(arguments=dict(server)).attn_dp
 
 
 def tokenizer_info(model: Mapping[str, Any], server: Mapping[str, Any]) -> TokenizerInfo:
@@ -415,7 +459,7 @@ def _own_chat(model: Mapping[str, Any], server: Mapping[str, Any]) -> str | None
     """Say why only the server can make tokens of messages; None where the client can too."""
     if given := _runs_with(server, _CHAT_ARGUMENTS):
         return given
-    if str(model.get("model_type")) in _OWN_CHAT_MODELS:
+    if str(model.get("model_type")) in OWN_CHAT_MODELS:
         return f"SGLang has chat rules of its own for {model['model_type']}"
     return None
 

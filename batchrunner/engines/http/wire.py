@@ -3,20 +3,19 @@
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import aiohttp
 import msgspec
 import orjson
 from aiohttp.connector import Connection
-from aiohttp.helpers import get_env_proxy_for_url
 from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
 from batchrunner.core.errors import EngineDownError, RowRefusedError
 from batchrunner.core.media import PromptFile, file_of_part
-from batchrunner.core.types import CHAT_PATH, AskedColumns, Request, RequestBody
+from batchrunner.core.types import CHAT_PATH, COMPLETIONS_PATH, AskedColumns, Request, RequestBody
+from batchrunner.engines.http.proxies import proxy_of
 from batchrunner.input.request_bodies import prompts_in
 from batchrunner.job.output import OF_TOKENS
 
@@ -28,7 +27,9 @@ _CHAT_NAMES = {
 }
 
 
-GENERATE_PATH, TOKENIZE_PATH = "/generate", "/v1/tokenize"
+GENERATE_PATH, TOKENIZE_PATH, ABORT_PATH = "/generate", "/v1/tokenize", "/abort_request"
+ABORTABLE_PATHS = {GENERATE_PATH, CHAT_PATH, COMPLETIONS_PATH}
+"""Paths whose requests can be aborted: elsewhere rows end with the forward pass that they are in."""
 ANY_MODEL = "default"
 """Name by which SGLang serves its model, whatever that is called."""
 
@@ -87,6 +88,13 @@ def bytes_of(body: Mapping[str, Any], default: Callable[[Any], Any] | None = Non
         return orjson.dumps(body, default=default)
     except TypeError as failure:  # an unpaired surrogate, which a template can write
         raise RowRefusedError(f"the prompt cannot be sent: {failure}") from None
+
+
+def with_fields(body: bytes, fields: Mapping[str, Any]) -> bytes:
+    """Return a body with further fields, which go before its own of the same names."""
+    head = body.rstrip()[:-1].rstrip()
+    comma = b"" if head == b"{" else b","
+    return b"%b%b%b" % (head, comma, orjson.dumps(fields)[1:])
 
 
 def generate_body(request: Request) -> dict[str, Any]:
@@ -307,7 +315,8 @@ class PostSender:
         self._request = aiohttp.ClientRequest("POST", url, headers={**session.headers, "Content-Type": JSON})
         self._head = f"POST {url.raw_path_qs} HTTP/1.1\r\n{_lines(self._request.headers)}".encode()
         is_known = tuple(int(part) for part in aiohttp.__version__.split(".")[:2]) <= _NEWEST_KNOWN
-        self.is_direct = is_known and not (session.trust_env and _has_proxy(url))
+        self._proxy = proxy_of(str(url))
+        self.is_direct = is_known and self._proxy is None
 
     async def post(self, body: bytes) -> PostedAnswer:
         """Send a body, and wait for the head of the answer.
@@ -344,14 +353,8 @@ class PostSender:
 
     async def _post_by_session(self, body: bytes) -> PostedAnswer:
         payload = aiohttp.BytesPayload(body, content_type=JSON)
-        return await self._session.post(self._url, data=payload, allow_redirects=False)
-
-
-def _has_proxy(url: URL) -> bool:
-    """Tell whether the environment has a proxy for a URL."""
-    with suppress(LookupError):
-        return bool(get_env_proxy_for_url(url))
-    return False
+        options = self._proxy.options if self._proxy else {}
+        return await self._session.post(self._url, data=payload, allow_redirects=False, **options)
 
 
 def _lines(headers: Mapping[str, str]) -> str:

@@ -23,7 +23,14 @@ from batchrunner.engines.device import (
 from batchrunner.engines.http.client import HttpEngine
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.engines.launched.server import SGLangServer
-from batchrunner.engines.model_files import cards_of, check_model, model_identity, split_over, with_tp
+from batchrunner.engines.model_files import (
+    cards_of,
+    check_model,
+    check_on_hub,
+    model_identity,
+    split_over,
+    with_tp,
+)
 from batchrunner.engines.recovery import FlagMemory, Healer, learned_file
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import LimitsSpec
@@ -68,8 +75,11 @@ class LaunchedFleet(HttpEngine):
         """Start the servers, all at once, and wait until they are ready; see `Engine.open`."""
         model = self._spec.model
         check_model(model)
+        await asyncio.to_thread(check_on_hub, self._spec)
         spec = self._spec = with_tp(self._spec)
         cpu = on_cpu(spec.device)
+        if cpu and spec.device == "auto":
+            _refuse_several_gpus(spec)
         raise_file_limit()  # before they start: they inherit it
         if spec.heal or self._shape:
             file = await asyncio.to_thread(learned_file, spec, model, cpu=cpu)
@@ -154,6 +164,20 @@ class LaunchedFleet(HttpEngine):
             )
             for n, devices in enumerate(slices)
         ]
+
+
+def _refuse_several_gpus(spec: ServerEngine) -> None:
+    """Raise EngineStartError for a job that needs several GPUs on a machine that has none.
+
+    A job of one GPU is tried on the CPU instead, which several servers, or parts of one, would only share.
+    """
+    needed = cards_of(spec.args) * (1 if spec.replicas == "auto" else spec.replicas)
+    if needed > 1:
+        raise EngineStartError(
+            f"engine.replicas {spec.replicas} with {cards_of(spec.args)} each (engine.tp, times pp-size and "
+            f"dp-size) needs {needed} GPUs: none is here",
+            hint="run it on a machine that has them, or set engine.device: cpu to try it on the CPU",
+        )
 
 
 def gpu_slices(devices: Sequence[str], each: int, replicas: int | str) -> list[list[str]]:

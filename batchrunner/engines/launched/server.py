@@ -5,6 +5,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -42,6 +43,11 @@ GROUP = "BATCHRUN_RAY_GROUP"
 RAY_RANKS = Path(__file__).parents[2] / "ray" / "ranks.py"
 TOKENIZERS = "tokenizer-worker-num"
 """Argument above 1 of which SGLang 0.5.23 refuses to start with an API key."""
+NO_GPU = re.compile(
+    "No accelerator .* is available|No CUDA GPUs are available|Found no NVIDIA driver"
+    "|Torch not compiled with CUDA enabled"
+)
+"""What SGLang and torch say on a machine without a GPU that they can use."""
 MOST_QUICK_DEATHS = 8
 """More quick deaths in succession are a crash loop. A row that kills the engine is given up after four
 deaths, so the limit tolerates two such rows in succession."""
@@ -309,6 +315,11 @@ class SGLangServer:
             return (
                 f"{self.name} {what}: {self._python} has no SGLang: install batchrunner[engine], or set "
                 "engine.python"
+            )
+        if NO_GPU.search(cause):
+            return (
+                f"{self.name} {what}: SGLang finds no GPU on this machine ({cause}): start it where one is, "
+                f"or set engine.device: cpu to try the job [{self.log_path}]"
             )
         status = "" if self._exit_code is None else f" (exit {self._exit_code})"
         return f"{self.name} {what}{status}: {cause or 'its log says nothing'} [{self.log_path}]"

@@ -59,6 +59,12 @@ class ServerReady(NamedTuple):
     """Free memory of the GPU in GB, `available_gpu_mem`; None on a CPU."""
     cpu_gb: float | None = None
     """Free memory of the machine in GB, `available_cpu_mem`; None on a GPU."""
+    memory_caps_running: bool = False
+    """Whether memory allows fewer running requests than `--max-running-requests` asks for."""
+
+
+class RunningCapped(NamedTuple):
+    """The state pool of a hybrid model, or the KV pool, allows fewer running requests than were asked for."""
 
 
 class WeightsLoaded(NamedTuple):
@@ -110,7 +116,7 @@ class Arguments(NamedTuple):
     values: dict[str, Any]
 
 
-SGLangRecord: TypeAlias = LoggedBatch | Retraction | ServerReady | WeightsLoaded | Arguments
+SGLangRecord: TypeAlias = LoggedBatch | Retraction | RunningCapped | ServerReady | WeightsLoaded | Arguments
 """A record of a line that only SGLang writes."""
 Record: TypeAlias = SGLangRecord | OutOfMemory | Died | Raised | PhaseBegins
 
@@ -148,6 +154,9 @@ _RATE = re.compile(rf"throughput \(token/s\): *{_NUMBER}")
 _ACCEPTED = re.compile(rf"(?<!block )accept len: *{_NUMBER}")
 _READY = re.compile(
     r"\b(max_total_num_tokens|chunked_prefill_size|max_running_requests|context_len)=(-?\d{1,15})(?!\d)"
+)
+_RUNNING_CAPPED = re.compile(
+    "max_running_requests (?:is capped to .* by the mamba state cache|was reduced from the requested )"
 )
 _FREE_GB = re.compile(rf"available_([gc]pu)_mem={_NUMBER}")
 _RETRACTED = re.compile(rf"#retracted_reqs: {_COUNT}")
@@ -230,6 +239,8 @@ def _record(line: str) -> Record | None:
         return Retraction(_count(_GAINED, line))
     if "max_total_num_tokens=" in line and "server_args=" not in line:
         return _ready(line)
+    if "max_running_requests " in line and _RUNNING_CAPPED.search(line):
+        return RunningCapped()
     return _rare(line) if any(word in line for word in _RARE) else None
 
 
@@ -287,7 +298,7 @@ def _count(pattern: re.Pattern[str], line: str) -> int:
 
 
 def _ready(line: str) -> ServerReady | None:
-    limits = {name: int(value) for name, value in _READY.findall(line)}
+    limits: dict[str, Any] = {name: int(value) for name, value in _READY.findall(line)}
     free_gb = {device: float(gb) for device, gb in _FREE_GB.findall(line)}
     return ServerReady(**limits, gpu_gb=free_gb.get("gpu"), cpu_gb=free_gb.get("cpu"))
 

@@ -18,6 +18,7 @@ from batchrunner.engines.logs.lines import (
     Raised,
     Record,
     Retraction,
+    RunningCapped,
     ServerReady,
     SGLangRecord,
     WeightsLoaded,
@@ -231,6 +232,8 @@ class LogReader:
         """The rank whose lines count, by scheduler: with tensor parallelism all ranks may log the same."""
         self._phase: Phase = "general"
         self._running = 0
+        self._memory_caps_running = False
+        """Whether this start has logged that memory allows fewer running requests than were asked for."""
         self._old_death: Died | None = None
         """A death before the last restart: it counts until the server logs a batch again."""
 
@@ -281,8 +284,10 @@ class LogReader:
                     self.series.prefills.retracted_tokens += record.tokens
             case Arguments():
                 self._started(record)
+            case RunningCapped():
+                self._memory_caps_running = True
             case ServerReady():
-                self.facts.ready = record
+                self.facts.ready = record._replace(memory_caps_running=self._memory_caps_running)
                 self._phase = "general"
             case WeightsLoaded():
                 self._weights(record)
@@ -321,6 +326,7 @@ class LogReader:
             self._forget()
             self.facts = Facts(card=self.facts.card)
         self._old_death = self.facts.died
+        self._memory_caps_running = False
         self._speakers.clear()  # a restart may have changed the names of the ranks
         self.facts.arguments = record.values
         self._phase = "load"

@@ -28,6 +28,11 @@ RESERVED_ARGUMENTS = frozenset(
 apply_chat_template and of SGLang's chat endpoint."""
 
 
+_BEGINNING = 64
+"""Characters of a text that tell its first token."""
+_CONFIG = "tokenizer_config.json"
+
+
 class ChatTemplate:
     """A compiled chat template, which turns messages into the text of the prompt."""
 
@@ -42,16 +47,81 @@ class ChatTemplate:
             raise CannotTokenizeError(f"the chat template cannot be compiled: {failure}") from None
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] | None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any] | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """Return the prompt's text up to the assistant's answer; raises RowRefusedError where that fails."""
         values = {**self._special_tokens, **(arguments or {})}
         try:
             return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **values
+                messages=messages, tools=tools, documents=None, add_generation_prompt=True, **values
             )
         except Exception as failure:  # noqa: BLE001 - a template runs through any operator
             said = str(failure) or type(failure).__name__
             raise RowRefusedError(f"chat template: {' '.join(said.split())}") from None
+
+    def refuse_failing(self, body: Mapping[str, Any]) -> None:
+        """Raise RowRefusedError for the body of a chat of which the template makes no prompt in SGLang.
+
+        A chat whose prompt depends on more than this template and the body is not tried. A template that
+        fails with tools in OpenAI's form gets their functions alone.
+        """
+        arguments = dict(body.get("chat_template_kwargs") or {})
+        arguments.pop("spaces_between_special_tokens", None)
+        if body.get("reasoning_effort") is not None:
+            arguments.setdefault("reasoning_effort", body["reasoning_effort"])
+        messages, tools = _messages_shown(body), _tools_shown(body)
+        if messages is None or not RESERVED_ARGUMENTS.isdisjoint(arguments):
+            return
+        try:
+            self.render(messages, arguments, tools)
+        except RowRefusedError:
+            if tools is None:
+                raise
+            self.render(messages, arguments, [tool["function"] for tool in tools])
+
+
+def _messages_shown(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the messages of a chat as SGLang gives them to a template; None for contents in parts."""
+    shown: list[dict[str, Any]] = []
+    for message in body["messages"]:
+        given = {name: value for name, value in message.items() if value is not None}
+        if not isinstance(given.setdefault("content", ""), str):
+            return None
+        if "tool_calls" in given:
+            given["tool_calls"] = [_with_parsed_arguments(call) for call in given["tool_calls"]]
+        shown.append(given)
+    if shown[-1]["role"] == "assistant":
+        last = shown.pop()
+        if not body.get("continue_final_message"):
+            shown.append({"role": "user", "content": last["content"]})
+    return shown
+
+
+def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    if isinstance(function.get("arguments"), str):
+        function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function}
+
+
+def _tools_shown(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the tools of a chat as SGLang gives them to a template."""
+    tools, choice = body.get("tools") or [], body.get("tool_choice")
+    if isinstance(choice, Mapping):
+        tools = [tool for tool in tools if tool["function"]["name"] == choice["function"]["name"]]
+    if not tools or choice == "none":
+        return None
+    unset = {"description": None, "parameters": None, "strict": None}
+    return [{"type": "function", **tool, "function": {**unset, **tool["function"]}} for tool in tools]
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Tell whether the files of a model have a chat template."""
+    return bool(_source_in(directory))
 
 
 def load_chat_template(directory: Path) -> ChatTemplate:
@@ -59,18 +129,19 @@ def load_chat_template(directory: Path) -> ChatTemplate:
 
     `chat_template.jinja` wins over `chat_template` in tokenizer_config.json. Raises CannotTokenizeError.
     """
-    config = read_json(directory / "tokenizer_config.json")
-    source: Any
-    try:
-        source = (directory / "chat_template.jinja").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        source = config.get("chat_template")
-    if source and isinstance(source, list):
-        source = source[0]["template"]
+    source = _source_in(directory)
     if not source:
         raise CannotTokenizeError(f"{directory}: no chat template")
-    tokens = {**read_json(directory / "special_tokens_map.json"), **config}
+    tokens = {**read_json(directory / "special_tokens_map.json"), **read_json(directory / _CONFIG)}
     return ChatTemplate(source, _special_tokens(tokens))
+
+
+def _source_in(directory: Path) -> Any:
+    try:
+        return (directory / "chat_template.jinja").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        source = read_json(directory / _CONFIG).get("chat_template")
+    return source[0]["template"] if source and isinstance(source, list) else source
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -116,6 +187,13 @@ def _tojson(value: Any, ensure_ascii: bool = False, **named: Any) -> str:
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+def added_twice(tokenizer: Any, text: str) -> str | None:
+    """Return the token that a tokenizer puts before a text which begins with it; None for none."""
+    added = tokenizer.encode("", add_special_tokens=True).ids[:1]
+    begin = tokenizer.encode(text[:_BEGINNING], add_special_tokens=False).ids[:1]
+    return str(tokenizer.id_to_token(added[0])) if added and added == begin else None
 
 
 def load_tokenizer(directory: Path) -> Any:

@@ -48,7 +48,7 @@ class RunResults:
 
     counts: RowCounts = field(default_factory=RowCounts)
     lengths: list[tuple[Any, ...]] = field(default_factory=list)
-    """What has lengths, their unit, their mean, and what half, 90 %, 99 % and all of them are at most."""
+    """Name, unit, mean, median, 90th and 99th percentile, and maximum of what has a length."""
     answers: list[dict[str, Any]] = field(default_factory=list)
     """A few rows with the beginnings of their texts; `row` is the ordinal."""
 

@@ -13,9 +13,12 @@ READ = {
     "XDG_CACHE_HOME": "Directory of caches, `~/.cache` by default: what runs learned about flags, copies of "
     "runs in stores.",
     "HF_HOME": "Directory of Hugging Face's files and models, `~/.cache/huggingface` by default.",
-    "HF_HUB_CACHE": "Directory of its models, `$HF_HOME/hub` by default.",
+    "HF_HUB_CACHE, HUGGINGFACE_HUB_CACHE": "Directory of its models, `$HF_HOME/hub` by default.",
     "HF_HUB_OFFLINE": "Passed on to engines; `1` by default where the model is a directory.",
-    "HF_ENDPOINT": "Address of another Hub for `hf://`.",
+    "HF_ENDPOINT": "Address of another Hub, for `hf://` and for models.",
+    "SGLANG_USE_MODELSCOPE": "Passed on to engines; with it a model's name is not looked up on the Hub.",
+    "http_proxy, https_proxy, no_proxy": "Proxies for servers that run already; `no_proxy` has hosts, "
+    "domains and networks (`10.0.0.0/8`) that are reached directly, as the loopback always is.",
     "CUDA_VISIBLE_DEVICES": "GPUs for engines; with an empty text or `-1` they run on the CPU.",
     "AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_ENDPOINT": "Address of the store that `s3://` means, "
     "unless `storage.endpoint` gives it; the first that is set. Other variables of AWS's tools "

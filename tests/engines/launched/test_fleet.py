@@ -59,6 +59,29 @@ def test_the_jobs_own_gpus_are_dealt_out(
         asyncio.run(server.close())  # gives its port back
 
 
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [({"tp": 2, "replicas": 4}, 8), ({"replicas": 4}, 4), ({"tp": 2, "replicas": "auto"}, 2)],
+)
+def test_a_job_of_several_gpus_without_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], needed: int
+) -> None:
+    """It is refused before a server starts: on the CPU they would only share it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    engine = launchable(tmp_path, ANSWERS, SEEN=str(tmp_path / "seen")) | {"device": "auto"} | changes
+    with pytest.raises(EngineStartError, match=f"needs {needed} GPUs: none is here"):
+        batchrunner.run(job_of(tmp_path, engine))
+    assert not (tmp_path / "seen").exists()
+
+
+def test_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    """What SGLang says without a GPU is told with the field that asked for one."""
+    said = "RuntimeError: No accelerator (CUDA, XPU, HPU, NPU, MUSA, MPS) or platform plugin is available."
+    engine = launchable(tmp_path, f"sys.exit({said!r})")
+    with pytest.raises(EngineStartError, match=r"SGLang finds no GPU .*set engine\.device: cpu"):
+        batchrunner.run(job_of(tmp_path, engine))
+
+
 ANSWERS = """
 Path(os.environ["SEEN"]).write_text(json.dumps(sys.argv[1:]))
 if int(dict(zip(sys.argv, sys.argv[1:])).get("--tokenizer-worker-num", 1)) > 1:

@@ -9,9 +9,10 @@ import pytest
 import batchrunner
 from batchrunner.output.run_dir import RunDir
 from batchrunner.report.html.results import read_results
-from tests.conftest import batchrun, eventually, job_of, started, write_job, write_rows
-from tests.support.answers import REFUSALS
+from tests.conftest import batchrun, eventually, job_of, run_job, started, write_job, write_rows
+from tests.support.answers import REFUSALS, Body
 from tests.support.fake_sglang import FakeSGLang
+from tests.support.functions import write_module
 from tests.support.page import HOSTILE, page_of, sample
 
 
@@ -137,14 +138,36 @@ def test_a_run_of_tasks(tmp_path: Path) -> None:
 
 
 def test_lengths_are_those_of_every_row(tmp_path: Path) -> None:
-    """The page tells their mean, and what half, 90 %, 99 % and all of them are at most."""
+    """The page has their mean, median, percentiles and maximum."""
     texts = [*(" ".join(["word"] * (1 + at % 100)) for at in range(299)), "word " * 100_000]
     write_rows(tmp_path / "input.parquet", 300, text=texts)
     with FakeSGLang() as server:
         batchrunner.run(job_of(tmp_path, server))
-    name, unit, mean, half, *_, largest = read_results([RunDir(tmp_path / "run")]).lengths[0]
+    name, unit, mean, median, *_, largest = read_results([RunDir(tmp_path / "run")]).lengths[0]
     assert (name, unit, largest) == ("Prompts", "tokens", 100_000)
-    assert (mean, half) == (pytest.approx(383, abs=2), pytest.approx(50, abs=2))
+    assert (mean, median) == (pytest.approx(383, abs=2), pytest.approx(50, abs=2))
+    titles = "Mean Median 90th percentile 99th percentile Maximum Prompts, tokens"
+    assert titles in page_of(tmp_path / "run").text
+
+
+@pytest.mark.parametrize(
+    ("reported", "label"), [(True, "no request 3, stop 2"), (False, "no request 3, not reported 2")]
+)
+def test_why_outputs_ended(tmp_path: Path, label: str, *, reported: bool) -> None:
+    """A rollout that asked nothing, and an answer whose server reports no reason, are called that."""
+    write_module(
+        tmp_path,
+        """
+        async def solve(row, generate):
+            if row["id"] > 1:
+                return {"answer": "known"}
+            return {"answer": (await generate(row["text"])).text}
+        """,
+    )
+    without_reason = Body(b'{"text": "fine", "meta_info": {"prompt_tokens": 3, "completion_tokens": 2}}')
+    with FakeSGLang(lambda _: "answer" if reported else without_reason) as server:
+        run_job(job_of(tmp_path, server, rows=5, prompt={"rollout": "hooks:solve"}), tmp_path)
+    assert f"Why outputs ended: {label}." in page_of(tmp_path / "run").text
 
 
 def test_what_to_change_is_said(tmp_path: Path) -> None:

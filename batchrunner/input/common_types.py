@@ -1,0 +1,133 @@
+"""One type for the values of several: Arrow's permissive promotion, and what it lacks.
+
+Files of one input need not have the same types. Of two types that hold the same values in different layouts,
+such as `string` and `large_string`, the first is taken, so that a file that is added later changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.types as pt
+
+_TEXTS = {pa.string(), pa.large_string(), pa.string_view()}
+_BYTES = {pa.binary(), pa.large_binary(), pa.binary_view()}
+_UTC = {"UTC", "Etc/UTC", "GMT", "Etc/GMT", "Z", "Zulu", "+00:00", "-00:00", "+0000", "+00"}
+"""Names of the time zone UTC."""
+_DIGITS = {pa.int8(): 3, pa.int16(): 5, pa.int32(): 10, pa.int64(): 19,
+           pa.uint8(): 3, pa.uint16(): 5, pa.uint32(): 10, pa.uint64(): 20}  # fmt: skip
+"""Most decimal digits of integers."""
+_MOST_DIGITS_128, _MOST_DIGITS = 38, 76
+"""Most digits of a decimal of 128 bits, and of any."""
+
+
+def common_type(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return the type that holds the values of both types; None where there is none."""
+    if one == other or pt.is_null(other):
+        return one
+    if pt.is_null(one):
+        return other
+    if pt.is_dictionary(one) or pt.is_dictionary(other):
+        return _common_dictionary(one, other)
+    for is_of_kind, common_of_kind in _KINDS:
+        if is_of_kind(one) and is_of_kind(other):
+            return common_of_kind(one, other)
+    return _promoted(one, other)
+
+
+def _promoted(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return the type to which Arrow promotes both."""
+    schemas = [pa.schema([("", kind)]) for kind in (one, other)]
+    try:
+        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+    except (TypeError, pa.ArrowException):
+        return None
+
+
+def _common_dictionary(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    both = [kind.value_type if pt.is_dictionary(kind) else kind for kind in (one, other)]
+    values = common_type(*both)
+    if values is None or not pt.is_dictionary(one):
+        return values
+    is_ordered = one.ordered and pt.is_dictionary(other) and other.ordered
+    return pa.dictionary(pa.int32(), values, ordered=is_ordered)
+
+
+def _first(one: pa.DataType, other: pa.DataType) -> pa.DataType:  # noqa: ARG001 - as for the other kinds
+    return one
+
+
+def _common_map(one: pa.MapType, other: pa.MapType) -> pa.DataType | None:
+    key, item = common_type(one.key_type, other.key_type), common_type(one.item_type, other.item_type)
+    if key is None or item is None:
+        return None
+    return pa.map_(key, item, keys_sorted=one.keys_sorted and other.keys_sorted)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    lists = (pt.is_list, pt.is_large_list, pt.is_fixed_size_list, pt.is_list_view, pt.is_large_list_view)
+    return any(is_one(kind) for is_one in lists)
+
+
+def _common_list(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    values = common_type(one.value_type, other.value_type)
+    if values is None:
+        return None
+    item = one.value_field.with_type(values).with_nullable(True)
+    if pt.is_fixed_size_list(one) and pt.is_fixed_size_list(other) and one.list_size == other.list_size:
+        return pa.list_(item, one.list_size)
+    is_large = pt.is_large_list(one) or pt.is_large_list_view(one)
+    return pa.large_list(item) if is_large else pa.list_(item)
+
+
+def _common_struct(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
+    """Return a struct with the fields of both; a field that one of them lacks is null there."""
+    fields: dict[str, pa.Field[Any]] = {}
+    for struct in (one, other):
+        names = [field.name for field in struct]
+        if len({*names}) < len(names):
+            return None
+        for field in struct:
+            known = fields.get(field.name)
+            kind = field.type if known is None else common_type(known.type, field.type)
+            if kind is None:
+                return None
+            fields[field.name] = field.with_type(kind).with_nullable(True)
+    return pa.struct(list(fields.values()))
+
+
+def _common_timestamp(one: pa.TimestampType, other: pa.TimestampType) -> pa.DataType | None:
+    """Return the finer timestamp; zones that differ become UTC. A local time and a moment are not alike."""
+    if (one.tz is None) != (other.tz is None):
+        return None
+    zone = one.tz
+    if one.tz != other.tz and not {one.tz, other.tz} <= _UTC:
+        zone = "UTC"
+    finer = _promoted(pa.timestamp(one.unit), pa.timestamp(other.unit))
+    assert isinstance(finer, pa.TimestampType)
+    return pa.timestamp(finer.unit, zone)
+
+
+def _common_exact(one: Any, other: Any) -> pa.DataType | None:
+    """Return the common type of integers and decimals; Arrow's own decimal for both may be too narrow."""
+    if pt.is_integer(one) == pt.is_integer(other):
+        return _promoted(one, other)
+    integer, decimal = (one, other) if pt.is_integer(one) else (other, one)
+    digits = max(decimal.precision - decimal.scale, _DIGITS[integer]) + decimal.scale
+    if digits <= _MOST_DIGITS_128:
+        return pa.decimal128(digits, decimal.scale)
+    return pa.decimal256(digits, decimal.scale) if digits <= _MOST_DIGITS else None
+
+
+_KINDS: Sequence[tuple[Callable[[pa.DataType], bool], Callable[[Any, Any], pa.DataType | None]]] = (
+    (_TEXTS.__contains__, _first),
+    (_BYTES.__contains__, _first),
+    (_is_list, _common_list),
+    (pt.is_struct, _common_struct),
+    (pt.is_map, _common_map),
+    (pt.is_timestamp, _common_timestamp),
+    (lambda kind: pt.is_integer(kind) or pt.is_decimal(kind), _common_exact),
+)
+"""Kinds of types, and what gives the common type of two of a kind."""

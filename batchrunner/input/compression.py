@@ -1,0 +1,78 @@
+"""Compressed input: how a file is compressed by its first bytes, whatever its name says, and its content."""
+
+import gzip
+import io
+import shlex
+import zlib
+from typing import IO, Any, cast
+
+import pyarrow as pa
+
+from batchrunner.core.errors import InputError
+
+HEAD_BYTES = 64
+"""Bytes at the beginning of a file that show its compression."""
+BUFFER_BYTES = 1 << 20
+"""Bytes of the buffer through which a file is read."""
+DECOMPRESSION_ERRORS: tuple[type[Exception], ...] = (EOFError, zlib.error)
+"""Raised for damaged gzip data, beside what reading the file raises."""
+_MAGIC = {b"\x1f\x8b\x08": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"\x04\x22\x4d\x18": "lz4"}
+"""First bytes of a file by pyarrow's codec."""
+_BZ2, _BZ2_BLOCK = b"BZh", b"1AY&SY"
+_SKIPPABLE_FRAME = b"*M\x18"
+"""Bytes 2 to 4 of a frame of zstd or lz4 that holds no data, with which parallel tools begin a file."""
+_WORKBOOK = b"[Content_Types].xml"
+"""First file in the archive that an Excel workbook is."""
+_COMMANDS = {
+    "gzip": "gzip -dc", "zstd": "zstd -dc --long=31", "lz4": "lz4 -dc", "bz2": "bzip2 -dc",
+    "xz": "xz -dc", "ZIP": "unzip -p",
+}  # fmt: skip
+"""Commands that print what a compressed file holds."""
+
+
+def codec_of(head: bytes, codec: str | None) -> str | None:
+    """Return the codec of a file by its first bytes; None where it is not compressed.
+
+    `codec` is the one that the file's name says. Only brotli has no mark by which it is known.
+    """
+    for magic, name in _MAGIC.items():
+        if head.startswith(magic):
+            return name
+    if head.startswith(_BZ2) and head[4:].startswith(_BZ2_BLOCK):
+        return "bz2"
+    if head[1:].startswith(_SKIPPABLE_FRAME):
+        return codec or "zstd"
+    return codec if codec == "brotli" else None
+
+
+def refuse_archive(path: str, head: bytes) -> None:
+    """Raise InputError for a file that holds other files, or that no codec of pyarrow reads."""
+    if head.startswith(b"PK\x03\x04") and _WORKBOOK in head:
+        raise InputError(f"{path}: is an Excel workbook", hint="save it as CSV")
+    if kind := _archive_kind(head):
+        raise InputError(f"{path}: is a {kind} file", hint=unpacking(path, head))
+
+
+def _archive_kind(head: bytes) -> str | None:
+    if head.startswith(b"PK\x03\x04"):
+        return "ZIP"
+    return "xz" if head.startswith(b"\xfd7zXZ\0") else None
+
+
+def unpacking(path: str, head: bytes) -> str | None:
+    """Return the command that unpacks a compressed file; None for a file that is not compressed."""
+    kind = _archive_kind(head) or codec_of(head, None)
+    return kind and f"unpack it: {_COMMANDS[kind]} {shlex.quote(path)} > NEW_FILE"
+
+
+def decompressed(stream: pa.NativeFile, codec: str | None) -> io.BufferedReader:
+    """Return what reads the content of a stream.
+
+    Reading raises what the stream raises, ArrowException, or one of DECOMPRESSION_ERRORS.
+    """
+    raw: Any = stream
+    if codec == "gzip":  # pyarrow's codec takes zeros behind the data for the beginning of more data
+        raw = gzip.GzipFile(fileobj=cast("IO[bytes]", stream))
+    elif codec is not None:
+        raw = pa.CompressedInputStream(stream, codec)
+    return io.BufferedReader(raw, BUFFER_BYTES)

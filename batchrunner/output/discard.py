@@ -1,0 +1,108 @@
+"""Discards results: those of a whole run (`--fresh`), or its failed rows (`--retry-failed`).
+
+A process that sleeps for long loses its task to another one, whose results it would delete when it wakes. So
+the lock is verified before each deletion, as it is before each write.
+
+A run that is half discarded is none: its leases could say that rows are done whose parts are gone. While a
+run is discarded it has the file `discarding`. A start that finds it discards the rest before it does anything
+else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchrunner.core.errors import TaskHeldError
+from batchrunner.output.counts import RowCounts, counts_in, with_counts
+from batchrunner.output.files import create_file, whole_file, writing
+from batchrunner.output.liveness import POLL_S
+from batchrunner.output.parts import open_part
+from batchrunner.output.run_dir import RunDir
+from batchrunner.output.task_lock import TaskLock, hold_task
+
+log = logging.getLogger(__name__)
+
+Sleep = Callable[[float], None]
+"""Sleeps for some seconds; may raise to end the wait."""
+
+
+def check_nobody_works(run_dir: RunDir, sleep: Sleep) -> None:
+    """Raise TaskHeldError if another task is at work: what it writes may not be discarded."""
+    for task in run_dir.other_tasks():
+        with hold_task(task, sleep):
+            pass
+
+
+def discard_run(run_dir: RunDir, lock: TaskLock, sleep: Sleep) -> None:
+    """Delete all that earlier starts wrote; `lock` is that of the main task, which the caller holds.
+
+    Raises TaskHeldError where another task is at work, and TaskLockLostError; then nothing more is deleted.
+    Raises StorageError.
+    """
+    with writing(run_dir.path):
+        lock.verify()
+        create_file(run_dir.discarding, b"{}", lock.token, run_dir.store.add)
+        try:
+            # Not earlier: a task that takes its lock after this look finds the mark.
+            check_nobody_works(run_dir, sleep)
+        except BaseException:
+            run_dir.store.remove(run_dir.discarding)
+            raise
+        _discard_rest(run_dir, lock)
+
+
+def _discard_rest(run_dir: RunDir, lock: TaskLock) -> None:
+    run_dir.discard(before_each=lock.verify)
+    lock.replaced = None  # what the holder before left is gone
+    run_dir.store.remove(run_dir.discarding)
+
+
+@contextlib.contextmanager
+def hold_own_task(run_dir: RunDir, sleep: Sleep) -> Iterator[TaskLock]:
+    """Hold the task's lock (`hold_task`) in a run that nobody discards: what an earlier start left is done.
+
+    Raises TaskHeldError where a running process holds the task, OutputError or StorageError where nothing can
+    be written.
+    """
+    while True:
+        _finish_discarding(run_dir, sleep)
+        with hold_task(run_dir, sleep) as lock:
+            if not run_dir.is_being_discarded():
+                yield lock
+                return
+
+
+def _finish_discarding(run_dir: RunDir, sleep: Sleep) -> None:
+    """Discard what a start that died left of a run, or wait for another start that does."""
+    main = run_dir.of_task()
+    while run_dir.is_being_discarded():
+        try:
+            with hold_task(main, sleep) as lock, writing(run_dir.path):
+                if main.is_being_discarded():
+                    log.warning("%s: discards what an earlier start with --fresh left", run_dir.name)
+                    check_nobody_works(main, sleep)
+                    _discard_rest(main, lock)
+        except TaskHeldError:
+            sleep(POLL_S)
+
+
+def discard_failed_rows(run_dir: RunDir, lock: TaskLock) -> None:
+    """Rewrite the parts of the task of `run_dir` without their failed rows, each atomically.
+
+    Raises ResumeError where a part is damaged, StorageError where one cannot be written, TaskLockLostError.
+    """
+    for path in run_dir.own_parts():
+        with open_part(path) as part:
+            errors = part.read(["error"]).column("error")
+            if errors.null_count == len(errors):
+                continue
+            counts = counts_in(part.schema_arrow)._replace(failed=RowCounts())
+            kept = with_counts(part.read().filter(pc.is_null(errors)), counts)
+        with writing(path), whole_file(path, publish=run_dir.store.replace) as temporary:
+            pq.write_table(kept, temporary, compression="zstd")
+            lock.verify()
