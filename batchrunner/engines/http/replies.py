@@ -297,7 +297,11 @@ class Answer(msgspec.Struct):
 def _decoded(decoder: msgspec.json.Decoder[Any], reply: bytes) -> Any:
     """Decode a reply; raises AttemptFailedError for what is none."""
     try:
-        return decode_reply(decoder, reply)
+        return decoder.decode(reply)
+    except Exception:  # noqa: BLE001, S110 - it may be odd JSON
+        pass
+    try:
+        return decoder.decode(strict_json(reply))
     except Exception:  # noqa: BLE001 - as above
         raise AttemptFailedError(
             f"not an answer of SGLang: {short(reply.decode(errors='replace'))}"
