@@ -41,9 +41,11 @@ def _promoted(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:
     """Return the type to which Arrow promotes both."""
     schemas = [pa.schema([("", kind)]) for kind in (one, other)]
     try:
-        return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
+        promoted = pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except (TypeError, pa.ArrowException):
         return None
+    has_decimal = pt.is_decimal(one) or pt.is_decimal(other)
+    return pa.float64() if has_decimal and pt.is_floating(promoted) else promoted
 
 
 def _common_dictionary(one: pa.DataType, other: pa.DataType) -> pa.DataType | None:

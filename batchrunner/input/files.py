@@ -298,6 +298,8 @@ class SourceFile:
         """What reading it raises, see `files.read_errors`."""
         self.format = _batch_format(path) if is_batch else format_of(path)
         self._copies, self._source, self._is_batch = copies, source, is_batch
+        self.digest = ""
+        """Digest of its content; empty until it is known."""
         self.notes: list[str] = []
         """What a person should know of its records: which fail, and why a column is text."""
         self._copy: Path | None = None  # what is read of a file that is not Parquet
@@ -480,7 +482,7 @@ class SourceFile:
             make_directory(copy.parent)
         with _only_one(copy.with_suffix(".lock")):
             if not copy.exists():
-                self.digest = self._digest_of(self._size)
+                self.digest = self.digest or self._digest_of(self._size)  # of what an earlier copy has
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
                     write_parquet(self._rows(), temporary, {_DIGEST: self.digest.encode()}, self.path)
                     self.check_unchanged()  # it was read after its digest was made

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
@@ -206,28 +205,24 @@ class _Records:
         columns = dict(zip(batch.schema.names, batch.columns, strict=True))
         lines = columns[LINE].to_pylist()
         problems = columns[PROBLEM].to_pylist()
-        fields = [field for field in self._schema if field.name != PROBLEM]
-        for field in fields:
-            values = columns.get(field.name, pa.nulls(len(lines)))
-            odd = columns.get(f"{ODD}{field.name}", pa.nulls(len(lines), _TEXT))
-            kind = values.type if pt.is_string(field.type) else field.type
-            if not _fits(values.type, field.type):
-                odd = arrow_array([_json_of(value) for value in values.to_pylist()], _TEXT)
-                values = pa.nulls(len(lines), field.type)
-            columns[field.name] = _as_type(values, field.type)
-            odd_values = {at: msgspec.json.decode(text) for at, text in enumerate(odd.to_pylist()) if text}
-            causes = {
-                at: f"{self._source}: line {lines[at]}: {_difference(field.name, value, kind)}"
-                for at, value in odd_values.items()
-            }
-            if pt.is_string(field.type):
-                texts = [text_of(odd_values.get(at)) for at in range(len(lines))]
-                columns[field.name] = pc.coalesce(columns[field.name], arrow_array(texts, _TEXT))
-                for cause in causes.values():
-                    self._texts.setdefault(field.name, cause)
-            else:
-                problems = [problem or causes.get(at) for at, problem in enumerate(problems)]
-        self._count(problems)
+        for field in self._schema:
+            name, kind = field.name, field.type
+            if name == PROBLEM:
+                continue
+            values = columns.get(name, pa.nulls(len(lines)))
+            odd = _odd_values(values, columns.get(f"{ODD}{name}"), kind)
+            if not _fits(values.type, kind):
+                values = pa.nulls(len(lines))
+            columns[name] = _as_type(values, kind)
+            if odd and pt.is_string(kind):
+                columns[name] = _with_texts(columns[name], odd)
+                if pt.is_nested(values.type) and name not in self._texts:
+                    line = min(odd)
+                    self._texts[name] = self._cause(lines[line], name, odd[line], values.type)
+            elif odd:
+                for at, value in odd.items():
+                    problems[at] = problems[at] or self._cause(lines[at], name, value, kind)
+        self._count_failed(problems)
         columns[PROBLEM] = arrow_array(problems, _TEXT)
         return pa.RecordBatch.from_arrays([columns[name] for name in self._schema.names], schema=self._schema)
 
@@ -238,11 +233,32 @@ class _Records:
             notes.append(f"{self._failed:,} of {self._rows:,} records cannot be sent: {self._problem}")
         return notes
 
-    def _count(self, problems: Sequence[str | None]) -> None:
+    def _cause(self, line: int, name: str, value: Any, kind: pa.DataType) -> str:
+        return f"{self._source}: line {line}: {_difference(name, value, kind)}"
+
+    def _count_failed(self, problems: Sequence[str | None]) -> None:
         failed = [problem for problem in problems if problem]
         self._rows += len(problems)
         self._failed += len(failed)
         self._problem = self._problem or next(iter(failed), "")
+
+
+def _odd_values(values: pa.Array, odd: pa.Array | None, kind: pa.DataType) -> dict[int, Any]:
+    """Return by place the values of a column that do not fit into its type, and those that were odd."""
+    found: dict[int, Any] = {}
+    if odd is not None:
+        found = {at: msgspec.json.decode(text) for at, text in enumerate(odd.to_pylist()) if text is not None}
+    if not _fits(values.type, kind):
+        found |= {at: value for at, value in enumerate(values.to_pylist()) if value is not None}
+    return found
+
+
+def _with_texts(column: pa.Array, values: Mapping[int, Any]) -> pa.Array:
+    """Return a column of texts with the texts of these values."""
+    texts = column.to_pylist()
+    for at, value in values.items():
+        texts[at] = text_of(value)
+    return arrow_array(texts, column.type)
 
 
 def _fits(kind: pa.DataType, into: pa.DataType) -> bool:
@@ -250,23 +266,17 @@ def _fits(kind: pa.DataType, into: pa.DataType) -> bool:
     return bool(pt.is_string(into) or common_type(into, kind) == into)
 
 
-def _json_of(value: Any) -> str | None:
-    return None if value is None else msgspec.json.encode(value).decode()
-
-
 def _difference(name: str, value: Any, kind: pa.DataType) -> str:
     """Say how a value of JSON differs from a type: the part that has another type."""
+    parts: list[tuple[str, Any, pa.DataType]] = []
     if isinstance(value, dict) and pt.is_struct(kind):
-        parts = [
-            (f"{name}.{key}", part, key) for key, part in value.items() if kind.get_field_index(key) >= 0
-        ]
-        for place, part, key in parts:
-            if part is not None and not _is_of(part, kind.field(key).type):
-                return _difference(place, part, kind.field(key).type)
-    if isinstance(value, list) and pt.is_list(kind):
-        for at, part in enumerate(value):
-            if part is not None and not _is_of(part, kind.value_type):
-                return _difference(f"{name}[{at}]", part, kind.value_type)
+        fields = [field for field in kind if field.name in value]
+        parts = [(f"{name}.{field.name}", value[field.name], field.type) for field in fields]
+    elif isinstance(value, list) and pt.is_list(kind):
+        parts = [(f"{name}[{at}]", part, kind.value_type) for at, part in enumerate(value)]
+    for place, part, kind_of_part in parts:
+        if part is not None and not _is_of(part, kind_of_part):
+            return _difference(place, part, kind_of_part)
     return f"{name} is {_JSON_WORDS[type(value)]}, but {type_name(kind):.{MOST_SHOWN}} in other records"
 
 
@@ -361,7 +371,7 @@ def array_of(values: Sequence[Any]) -> pa.Array:
         return arrow_array([text_of(value) for value in values], pa.string())
 
 
-def parted(values: Sequence[Any]) -> tuple[pa.Array, pa.Array | None]:
+def main_and_odd(values: Sequence[Any]) -> tuple[pa.Array, pa.Array | None]:
     """Return values as Arrow has them, and as JSON those that have no type in common with most others.
 
     Those are null in the first. Where most values are no lists or objects, all are text.
@@ -384,8 +394,11 @@ def parted(values: Sequence[Any]) -> tuple[pa.Array, pa.Array | None]:
     if pt.is_nested(common) or pt.is_null(common):
         with contextlib.suppress(*UNFIT):
             main = pa.array([value if at in kept else None for at, value in enumerate(values)])
-            odd = [None if at in kept else _json_of(value) for at, value in enumerate(values)]
-            return main, arrow_array(odd, _TEXT)
+            odd = {at: value for at, value in enumerate(values) if at not in kept and value is not None}
+            texts = [
+                msgspec.json.encode(odd[at]).decode() if at in odd else None for at in range(len(values))
+            ]
+            return main, arrow_array(texts, _TEXT)
     return array_of(values), None
 
 
@@ -409,6 +422,8 @@ def _as_type(column: pa.Array, kind: pa.DataType) -> pa.Array:
     """Return a column as one of a type; raises ArrowException, also for a number that it cannot hold."""
     if column.type == kind:
         return column
+    if pt.is_dictionary(kind) and not pt.is_dictionary(column.type):
+        column = _as_type(column, kind.value_type).dictionary_encode()
     if pt.is_string(kind) and _normalized_type(column.type) not in {kind, pa.large_string()}:
         return pa.array([text_of(value, str) for value in column.to_pylist()], kind)
     try:

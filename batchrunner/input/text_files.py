@@ -18,15 +18,7 @@ import pyarrow as pa
 
 from batchrunner.core.errors import InputError
 from batchrunner.core.files import LONGEST_LINE_BYTES, FileFormat
-from batchrunner.input.parquet_copy import (
-    LINE,
-    MOST_SHOWN,
-    ODD,
-    PROBLEM,
-    in_chunks,
-    parted,
-    text_of,
-)
+from batchrunner.input.parquet_copy import LINE, MOST_SHOWN, ODD, PROBLEM, in_chunks, main_and_odd, text_of
 from batchrunner.input.request_bodies import BATCH_COLUMNS, TOO_LONG, request_lines, reviewed
 from batchrunner.job.arrow_types import PLAIN_TYPES, type_name
 from batchrunner.job.spec import InputSpec
@@ -97,7 +89,7 @@ def _batch_of(path: str, chunk: Sequence[Record], kinds: Mapping[str, pa.DataTyp
     for name, kind in kinds.items():
         values = [row.get(name) for _, row, _, _ in chunk]
         if kind is None:
-            columns[name], odd = parted(values)
+            columns[name], odd = main_and_odd(values)
             if odd is not None:
                 columns[f"{ODD}{name}"] = odd
             continue

@@ -200,8 +200,9 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
     They stay while another task is at work. One that starts meanwhile makes again what it misses.
     """
     with contextlib.suppress(OSError, BatchrunError):  # the directory is not empty; the store is away
-        others = run_dir.other_tasks() if is_done else run_dir.all_tasks()
-        if _is_held(others) or (run_dir.run_json.exists() and not is_done):
+        if run_dir.run_json.exists() and not is_done:
+            return
+        if run_dir.copies.exists() and _is_held(run_dir.other_tasks() if is_done else run_dir.all_tasks()):
             return
         shutil.rmtree(run_dir.copies, ignore_errors=True)
         run_dir.path.rmdir()

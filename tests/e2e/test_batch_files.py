@@ -322,6 +322,17 @@ def test_endpoints_that_are_not_answered(tmp_path: Path, urls: list[str], told: 
     assert not batch.run.exists()
 
 
+def test_a_line_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails alone, with its number; the lines around it are answered."""
+    monkeypatch.setattr("batchrunner.input.text_files.LONGEST_LINE_BYTES", 1000)
+    long = request_of(1, user="x" * 5000)
+    batch = Batch(tmp_path, [request_of(0), long, request_of(2)])
+    assert batch.do("--errors", batch.errors).exit_code == 0
+    assert [line["custom_id"] for line in lines_of(batch.results)] == ["request-0", "request-2"]
+    (failed,) = lines_of(batch.errors)
+    assert "line 2: not a request: it is longer than 64 MiB" in failed["error"]["message"]
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role: should be 'user'"),
     (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content: should be a valid string"),

@@ -28,6 +28,10 @@ PAIRS: list[tuple[pa.DataType, list[Any], pa.DataType, list[Any], pa.DataType, l
     (pa.string(), ["a"], pa.string_view(), ["b"], pa.string(), ["a", "b"]),
     (pa.string(), ["a"], DICTIONARY, ["b"], pa.string(), ["a", "b"]),
     (DICTIONARY, ["a"], pa.large_string(), ["b"], pa.dictionary(pa.int32(), pa.string()), ["a", "b"]),
+    (
+        pa.dictionary(pa.int8(), pa.int32()), [7], pa.int64(), [1 << 40],
+        pa.int64(), [7, 1 << 40],  # a Parquet file keeps dictionaries of texts only
+    ),
     (pa.binary(), [b"a"], pa.large_binary(), [b"b"], pa.binary(), [b"a", b"b"]),
     (pa.binary(2), [b"ab"], pa.binary(3), [b"abc"], pa.binary(), [b"ab", b"abc"]),
     (pa.int32(), [1], pa.int64(), [1 << 40], pa.int64(), [1, 1 << 40]),
