@@ -101,6 +101,9 @@ class KeptSample(msgspec.Struct):
         return BitMap64([attempt.row.row for attempt in self.attempts])
 
 
+_read_sample = msgspec.json.Decoder(KeptSample)
+
+
 class Survey(NamedTuple):
     """The rows to do, or blocks of them, as read."""
 
@@ -338,7 +341,7 @@ def _cards(job: Job, tp: int | None) -> int:
 def _kept(path: Path, job: Job, most: int) -> KeptSample | None:
     """Return the sample of an earlier estimate, where it was of the same engine, and as large."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        kept = msgspec.json.decode(path.read_bytes(), type=KeptSample)
+        kept = _read_sample.decode(path.read_bytes())
         return kept if kept.engine == _measured(job) and kept.most >= most else None
     return None
 

@@ -2,6 +2,7 @@
 
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import batchrunner
 from tests.conftest import (
     batchrun,
+    ended,
     eventually,
     job_of,
     printed,
@@ -39,6 +41,30 @@ def test_while_the_engine_starts(tmp_path: Path) -> None:
     assert "not running: run the same command again" in batchrun("status", run).stdout
     assert not any(steps(run))
     assert batchrun(file).exit_code == 0
+
+
+_FIRST_LOOKS = """
+import os, sys
+import batchrunner.runner.status
+sys.setswitchinterval(1e-6)
+codes = set()
+for _ in range(40):
+    child = os.fork()
+    if child == 0:
+        state = batchrunner.runner.status.status(sys.argv[1])
+        os._exit(state["rows_on_disk"] != 40)
+    codes.add(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(*codes)
+"""
+"""Looks at a run in 40 processes that have read no part yet, whose threads take turns all the time."""
+
+
+def test_the_first_look_of_a_process(tmp_path: Path) -> None:
+    """Four threads read parts at once, and each may be the first to read counts; none ends the process."""
+    job = job_of(tmp_path, rows=40, output={"part_rows": 2})
+    batchrunner.run(job)
+    looks = ended(sys.executable, "-c", _FIRST_LOOKS, tmp_path / "run")
+    assert looks.stdout.split() == ["0"], looks.stderr
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
