@@ -89,8 +89,8 @@ class TaskHeldError(OutputError):
     advice = "wait for its end, or take another output.path"
 
 
-class NoPartYetError(BatchrunError):
-    """All results of a run are in journals still, which become parts when its tasks end."""
+class NoResultYetError(BatchrunError):
+    """No row of a run is durable yet."""
 
 
 class ResumeError(BatchrunError):
