@@ -323,7 +323,8 @@ async def _estimate(
         copies = (copies or len(sample.info.routes)) * tasks
         told = _told(job, found, sample, left, copies, workers)
         if replicas is None and workers == 1:
-            sample.row_s = told.seconds.median / max(len(left), 1)
+            sending_s = max(0.0, told.seconds.median - sample.start_s)
+            sample.row_s = sending_s / max(len(left), 1)
         write_json(path, msgspec.to_builtins(sample))
         sampled, tp = len(sample.rows), sample.info.tp
     hours = told.seconds.times(_cards(job, tp) * copies / 3600)
