@@ -5,7 +5,9 @@ command. A `RequestError` concerns one try of one row and never ends a run: `dis
 Their texts hold no secret: see `hidden`.
 """
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 SECRETS = set[str]()
@@ -28,7 +30,8 @@ EXIT_INTERRUPTED, EXIT_TIME_UP, EXIT_TERMINATED = 130, 138, 143
 EXIT_MEANINGS = {
     EXIT_DONE: "All rows are done.",
     EXIT_STOPPED: "The run could not go on (engine lost, input gone, disk full, deadline).",
-    EXIT_WRONG: "The job, its input or the command is wrong; one line says what. Nothing was sent.",
+    EXIT_WRONG: "The job, its input or the command is wrong; a line for each fault says what. Nothing "
+    "was sent.",
     EXIT_FAILED_ROWS: "Done, but more rows failed than `limits.max_failed_rows`. "
     "After `check`: no row can be sent.",
     EXIT_INTERRUPTED: "Ctrl-C (SIGINT). Rows in flight end first; a second one stops at once.",
@@ -39,7 +42,7 @@ EXIT_MEANINGS = {
 
 
 class BatchrunError(Exception):
-    """Base class of all errors that end a run; its text is one line for the user."""
+    """Base class of all errors that end a run; its text is one line for the user, or one for each fault."""
 
     exit_code = 1
     advice: ClassVar[str] = "run the same command again: it resumes"
@@ -53,6 +56,8 @@ class BatchrunError(Exception):
         super().__init__(message if hint is None or hint in message else f"{message}: {hint}")
         self.message = message
         self.hint = hint or self.advice
+        self.lines = [str(self)]
+        """The text, in lines to print: of several faults one each."""
 
 
 def interrupted() -> BatchrunError:
@@ -74,6 +79,36 @@ class InputError(BatchrunError):
 
     exit_code = 2
     advice = "correct the file, or what names it; `batchrun check JOB` tries that and sends nothing"
+
+
+class Faults:
+    """The errors of a job's parts, so that a start names all of them and not only the first."""
+
+    def __init__(self) -> None:
+        """None was found yet."""
+        self._errors: list[JobError | InputError] = []
+
+    def add(self, error: JobError | InputError) -> None:
+        """Keep an error until `raise_all`."""
+        self._errors.append(error)
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep the JobError or InputError of the block until `raise_all`."""
+        try:
+            yield
+        except (JobError, InputError) as error:
+            self.add(error)
+
+    def raise_all(self) -> None:
+        """Raise what was collected, if anything: one error as it is, several as one with a line for each."""
+        if len(self._errors) > 1:
+            lines = dict.fromkeys(line for error in self._errors for line in error.lines)
+            together = type(self._errors[0])("\n".join(lines))
+            together.lines = [*lines]
+            raise together
+        for error in self._errors:
+            raise error from None
 
 
 class OutputError(BatchrunError):
