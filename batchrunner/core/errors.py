@@ -25,6 +25,11 @@ def hidden(text: str) -> str:
     return _USER_OF_URL.sub("***@", text)
 
 
+def install_command(extra: str) -> str:
+    """Return how to install an extra of this package, which is on no package index."""
+    return f"in a clone of batchrunner: pip install -c constraints.txt '.[{extra}]'"
+
+
 EXIT_DONE, EXIT_STOPPED, EXIT_WRONG, EXIT_FAILED_ROWS = 0, 1, 2, 3
 EXIT_INTERRUPTED, EXIT_TIME_UP, EXIT_TERMINATED = 130, 138, 143
 EXIT_MEANINGS = {

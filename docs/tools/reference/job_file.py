@@ -10,7 +10,7 @@ from docs.tools.reference.markdown import named, one_line
 
 HEAD = """# Job file
 
-All fields of a job file; any other key is an error, but those at the top that begin with `x-`, which hold YAML
+All fields of a job file. Any other key is an error, but those at the top that begin with `x-`: they hold YAML
 anchors. [Jobs](../jobs.md) shows how they go together, and `--set input.limit=100` overrides one.
 
 A *duration* is a number of seconds, or a text such as `90s`, `30m`, `2h30m` or `1d`. A *function* is
