@@ -64,7 +64,7 @@ def tell_failure(failure: BatchrunError, *, as_json: bool, of: BaseException | N
         report = failure.report.as_dict() if failure.report else {}
         error = {"type": type(of or failure).__name__, "message": failure.message, "hint": failure.hint}
         show({**report, "error": error, "exit_code": failure.exit_code})
-    tell(*(f"batchrun: {line}" for line in failure.lines))
+    tell(*(f"batchrun: {line}" for line in failure.faults or [str(failure)]))
     return failure.exit_code
 
 

@@ -61,8 +61,8 @@ class BatchrunError(Exception):
         super().__init__(message if hint is None or hint in message else f"{message}: {hint}")
         self.message = message
         self.hint = hint or self.advice
-        self.lines = [str(self)]
-        """The text, in lines to print: of several faults one each."""
+        self.faults: list[str] = []
+        """The lines of the text where it has several; none where it is one line."""
 
 
 def interrupted() -> BatchrunError:
@@ -108,9 +108,11 @@ class Faults:
     def raise_all(self) -> None:
         """Raise what was collected, if anything: one error as it is, several as one with a line for each."""
         if len(self._errors) > 1:
-            lines = dict.fromkeys(line for error in self._errors for line in error.lines)
-            together = type(self._errors[0])("\n".join(lines))
-            together.lines = [*lines]
+            faults = dict.fromkeys(
+                fault for error in self._errors for fault in (error.faults or [str(error)])
+            )
+            together = type(self._errors[0])("\n".join(faults))
+            together.faults = [*faults]
             raise together
         for error in self._errors:
             raise error from None
