@@ -1,10 +1,12 @@
 """The pages for people: their links, the files and targets that they name, and the help of `make`."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
+from batchrunner.core.errors import install_command
 from tests.conftest import ended
 
 ROOT = Path(__file__).parent.parent
@@ -89,6 +91,54 @@ def test_named_targets_exist(page: Path) -> None:
     """A target of `make` that a page names is there."""
     named = [code(page), code(page, "sh"), *re.findall(r"`[^`]+`", prose(page))]
     assert set(TARGET.findall("\n".join(named))) <= targets()
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PINNED = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+INSTALLED = re.compile(r"""pip (?:install|wheel) .*?['"](batchrunner|\.)\[([\w,]+)\](==[\d.]+)?['"].*""")
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "batchrunner"], ids=name_of)
+def test_extras_are_installed_from_a_clone(page: Path) -> None:
+    """The package is on no index: it is `.` in a clone, or comes from a folder that the command names."""
+    files = [page] if page.is_file() else sorted(page.rglob("*.py"))
+    text = re.sub(r"\bpip\s+install\s+", "pip install ", "\n".join(file.read_text() for file in files))
+    assert "install batchrunner[" not in text
+    for command in INSTALLED.finditer(text):
+        name, extras, version = command.groups()
+        assert name == "." or "--find-links" in command[0], command[0]
+        assert version in {None, f"=={PROJECT['version']}"}, command[0]
+        assert {*extras.split(",")} <= PROJECT["optional-dependencies"].keys(), command[0]
+
+
+def test_the_command_that_messages_name() -> None:
+    """It is one of the page on installing, and works for each extra."""
+    command = install_command("engine").partition(": ")[2]
+    assert command in (ROOT / "docs" / "start" / "install.md").read_text()
+
+
+def test_supported_versions_are_those_of_the_tests() -> None:
+    """The page names the versions that pyproject.toml asks for and constraints.txt pins."""
+    page = (ROOT / "docs" / "start" / "versions.md").read_text()
+    extras = PROJECT["optional-dependencies"]
+    ray = extras["ray"][0].removeprefix("ray[data]")
+    assert f"- Python: {PROJECT['requires-python'].removeprefix('>=')} or newer" in page
+    assert f"- SGLang: {PINNED['sglang']}: the version of the extra `engine`" in page
+    assert extras["engine"] == [f"sglang=={PINNED['sglang']}"]
+    assert f"- Model Gateway (`smg`): {PINNED['smg']} is the one" in page
+    assert re.findall(r"\bRay (\d\S*)", page) == [PINNED["ray"]]
+    assert f"the extra `ray` takes `{ray}`" in page
+
+
+def test_the_figures_of_the_readme() -> None:
+    """What the README says of a GPU stands on the page of benchmarks, and no page says that none was used."""
+    readme = (ROOT / "README.md").read_text()
+    benchmarks = (ROOT / "docs" / "benchmarks.md").read_text()
+    card, *figures = re.findall(r"on one (H\d+)|(\d\.\d+)(?= times| with an)", readme)
+    assert card[0] in benchmarks.partition("## On a card")[2].partition("\n\n| ")[0]
+    assert figures
+    assert all(figure in benchmarks for _, figure in figures)
+    assert [name_of(page) for page in PAGES if "not on a GPU yet" in prose(page)] == []
 
 
 def test_make_help_has_every_target() -> None:

@@ -86,6 +86,30 @@ def test_no_circle_of_imports(folder: Path) -> None:
     assert imported.keys() <= {*in_order}
 
 
+def test_msgspec_reads_types_with_decoders_of_modules() -> None:
+    """msgspec inspects a type when it is used first, and crashes where two threads do so at once.
+
+    A decoder that a module makes has inspected it while the module was imported, which one thread does.
+    """
+    wrong = [
+        f"{path}:{call.lineno}: {ast.unparse(call)}"
+        for path, tree in trees().items()
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and _inspects_a_type(call)
+    ]
+    assert wrong == []
+
+
+def _inspects_a_type(call: ast.Call) -> bool:
+    """Tell whether a call gives msgspec a type to read."""
+    name = ast.unparse(call.func)
+    if name in {"msgspec.json.Decoder", "msgspec.msgpack.Decoder", "msgspec.convert"}:
+        return True
+    return name.startswith("msgspec.") and any(keyword.arg == "type" for keyword in call.keywords)
+
+
 def test_class_names_are_unique() -> None:
     """Who searches for a class finds one."""
     classes = Counter(

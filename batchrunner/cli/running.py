@@ -25,7 +25,7 @@ from batchrunner.cli.options import (
     with_limit,
 )
 from batchrunner.core.console import show, tell
-from batchrunner.core.errors import BatchrunError, JobError
+from batchrunner.core.errors import BatchrunError, JobError, install_command
 
 
 @contextlib.contextmanager
@@ -272,7 +272,7 @@ def ray(
     except ModuleNotFoundError as missing:
         if missing.name != "ray":
             raise
-        raise JobError("Ray is not installed", hint="pip install 'batchrunner[ray]'") from None
+        raise JobError("Ray is not installed", hint=install_command("ray")) from None
     with telling_report(quiet=quiet or as_json):
         done = run_on_ray(
             job, with_limit(overrides, limit), workers=workers, address=address, cpus=cpus,

@@ -56,7 +56,7 @@ class LogLine(logging.Formatter):
 
 
 def tell_failure(failure: BatchrunError, *, as_json: bool, of: BaseException | None = None) -> int:
-    """Print an error as its line, and as JSON where that is wanted; return the exit code.
+    """Print an error as its lines, and as JSON where that is wanted; return the exit code.
 
     JSON also has the report of the rows done until then. Its `type` is the class of `of`, where given.
     """
@@ -64,7 +64,7 @@ def tell_failure(failure: BatchrunError, *, as_json: bool, of: BaseException | N
         report = failure.report.as_dict() if failure.report else {}
         error = {"type": type(of or failure).__name__, "message": failure.message, "hint": failure.hint}
         show({**report, "error": error, "exit_code": failure.exit_code})
-    tell(f"batchrun: {failure}")
+    tell(*(f"batchrun: {line}" for line in failure.faults or [str(failure)]))
     return failure.exit_code
 
 

@@ -5,7 +5,9 @@ command. A `RequestError` concerns one try of one row and never ends a run: `dis
 Their texts hold no secret: see `hidden`.
 """
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 SECRETS = set[str]()
@@ -23,12 +25,18 @@ def hidden(text: str) -> str:
     return _USER_OF_URL.sub("***@", text)
 
 
+def install_command(extra: str) -> str:
+    """Return how to install an extra of this package, which is on no package index."""
+    return f"in a clone of batchrunner: pip install -c constraints.txt '.[{extra}]'"
+
+
 EXIT_DONE, EXIT_STOPPED, EXIT_WRONG, EXIT_FAILED_ROWS = 0, 1, 2, 3
 EXIT_INTERRUPTED, EXIT_TIME_UP, EXIT_TERMINATED = 130, 138, 143
 EXIT_MEANINGS = {
     EXIT_DONE: "All rows are done.",
     EXIT_STOPPED: "The run could not go on (engine lost, input gone, disk full, deadline).",
-    EXIT_WRONG: "The job, its input or the command is wrong; one line says what. Nothing was sent.",
+    EXIT_WRONG: "The job, its input or the command is wrong; a line for each fault says what. Nothing "
+    "was sent.",
     EXIT_FAILED_ROWS: "Done, but more rows failed than `limits.max_failed_rows`. "
     "After `check`: no row can be sent.",
     EXIT_INTERRUPTED: "Ctrl-C (SIGINT). Rows in flight end first; a second one stops at once.",
@@ -39,7 +47,7 @@ EXIT_MEANINGS = {
 
 
 class BatchrunError(Exception):
-    """Base class of all errors that end a run; its text is one line for the user."""
+    """Base class of all errors that end a run; its text is one line for the user, or one for each fault."""
 
     exit_code = 1
     advice: ClassVar[str] = "run the same command again: it resumes"
@@ -53,6 +61,8 @@ class BatchrunError(Exception):
         super().__init__(message if hint is None or hint in message else f"{message}: {hint}")
         self.message = message
         self.hint = hint or self.advice
+        self.faults: list[str] = []
+        """The lines of the text where it has several; none where it is one line."""
 
 
 def interrupted() -> BatchrunError:
@@ -76,6 +86,38 @@ class InputError(BatchrunError):
     advice = "correct the file, or what names it; `batchrun check JOB` tries that and sends nothing"
 
 
+class Faults:
+    """The errors of a job's parts, so that a start names all of them and not only the first."""
+
+    def __init__(self) -> None:
+        """None was found yet."""
+        self._errors: list[JobError | InputError] = []
+
+    def add(self, error: JobError | InputError) -> None:
+        """Keep an error until `raise_all`."""
+        self._errors.append(error)
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[None]:
+        """Keep the JobError or InputError of the block until `raise_all`."""
+        try:
+            yield
+        except (JobError, InputError) as error:
+            self.add(error)
+
+    def raise_all(self) -> None:
+        """Raise what was collected, if anything: one error as it is, several as one with a line for each."""
+        if len(self._errors) > 1:
+            faults = dict.fromkeys(
+                fault for error in self._errors for fault in (error.faults or [str(error)])
+            )
+            together = type(self._errors[0])("\n".join(faults))
+            together.faults = [*faults]
+            raise together
+        for error in self._errors:
+            raise error from None
+
+
 class OutputError(BatchrunError):
     """The output path cannot hold results: it is a file, not writable, or on a full disk."""
 
@@ -89,8 +131,8 @@ class TaskHeldError(OutputError):
     advice = "wait for its end, or take another output.path"
 
 
-class NoPartYetError(BatchrunError):
-    """All results of a run are in journals still, which become parts when its tasks end."""
+class NoResultYetError(BatchrunError):
+    """No row of a run is durable yet."""
 
 
 class ResumeError(BatchrunError):

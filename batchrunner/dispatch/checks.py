@@ -161,7 +161,6 @@ class AnswerConditions:
             self._validator = _validator({**plan.schema}, where)
         self._kind = kind_of_schema(plan.schema)
         self._pattern = accept.regex
-        self._obeys_regex = job.engine.kind != "simulated"  # whose answers are made up
         conditions = (self._expression, self._pattern, plan.schema, job.sampling.regex)
         self.are_quick = not self._by_row and all(each is None for each in conditions)
         """Whether a check takes no longer than reading the answer does, whatever the answer."""
@@ -213,7 +212,7 @@ class AnswerConditions:
     def _regex_complaint(self, request: Request, completion: Completion, number: int) -> str | None:
         """Say which regular expression an answer does not match; None for none."""
         own = request.sampling.get("regex")
-        if own and self._obeys_regex and not _may_follow(own, request, completion, number):
+        if own and not _may_follow(own, request, completion, number):
             return f"the answer does not match sampling.regex {own!r}: the server ignores it, it seems"
         if self._pattern is None:
             return None

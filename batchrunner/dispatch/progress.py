@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,13 @@ PACE_ROWS, PACE_ROUNDS = 32, 4
 """Rows, and times the rows in flight, after which a row that ended counts half for the time that is left."""
 
 
+CONTRADICTION, LATE_SHARE = 0.5, 0.05
+"""An estimate is dropped where rows take longer or shorter by this share, and the run is late or early by
+this share of its estimated time: a run begins slowly."""
+CHANCE = 3.0
+"""Standard errors of the mean time of a row that chance explains; a row's time deviates by its mean."""
+
+
 class Rates:
     """Rates of several counts over the last 30 s."""
 
@@ -51,7 +59,8 @@ class Rates:
 class TimeLeft:
     """The time that the rows of an attempt still take, by the pace of those that ended last.
 
-    Until enough have ended it is that of an estimate, where there is one.
+    Until enough have ended it is that of an estimate, where there is one; an estimate that rows contradict is
+    dropped at once.
     """
 
     def __init__(self, now: float, row_s: float | None = None) -> None:
@@ -66,12 +75,16 @@ class TimeLeft:
         Without an estimate it is None before as many rows ended as are in flight: the first to end are the
         quick ones. It counts down until a row ends, however rarely rows do, and is None once one is overdue.
         """
+        if not done and not in_flight:  # input is still read or sorted
+            self._began = self._ended = now
         if ended := done - self._done:
             kept = 0.5 ** (ended / max(PACE_ROWS, PACE_ROUNDS * in_flight))
             self._rows = self._rows * kept + ended
             self._seconds = self._seconds * kept + now - self._ended
             self._done, self._ended = done, now
             self._trust *= kept
+        if self._trust and self._contradicts_estimate(now - self._began, done, in_flight, done + left):
+            self._trust = 0.0
         if done >= max(1, in_flight):
             row_s = self._trust * self._expected_s + (1 - self._trust) * self._seconds / self._rows
             left_s = left * row_s - (now - self._ended)
@@ -80,6 +93,27 @@ class TimeLeft:
         else:
             return None
         return round(left_s, 1) if left_s >= 0 else None
+
+    def _contradicts_estimate(self, elapsed_s: float, done: int, in_flight: int, total: int) -> bool:
+        """Tell whether rows are slower or quicker than the estimate, by more than chance and by much."""
+        material_s = LATE_SHARE * total * self._expected_s
+        # Even if all rows in flight ended now, they would have been expected by this time.
+        latest_s = (done + in_flight) * self._expected_s
+        is_late = elapsed_s > max(latest_s * _tolerance(done + in_flight), latest_s + material_s)
+        if done < max(1, in_flight):  # the first rows to end are the quick ones
+            return is_late
+        expected_s = done * self._expected_s
+        is_early = elapsed_s < min(expected_s / _tolerance(done, in_flight), expected_s - material_s)
+        return is_late or is_early
+
+
+def _tolerance(done: int, in_flight: int = 0) -> float:
+    """Return the factor by which the mean time of the rows that ended may differ from the true mean.
+
+    Rows that are in flight make it differ too: they were begun and have not ended.
+    """
+    done = max(1, done)
+    return 1 + max(CONTRADICTION, CHANCE / math.sqrt(done), in_flight / done)
 
 
 def sample_line(sample: Mapping[str, Any]) -> str:

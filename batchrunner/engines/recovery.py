@@ -191,10 +191,13 @@ class Learned(msgspec.Struct):
     """Since when these arguments are needed, and for what."""
 
 
+_read_learned = msgspec.json.Decoder(Learned)
+
+
 def recall(file: Path) -> Learned:
     """Return what was written down; nothing where the file is missing or damaged."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode(file.read_bytes(), type=Learned)
+        return _read_learned.decode(file.read_bytes())
     return Learned()
 
 

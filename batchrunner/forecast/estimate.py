@@ -101,6 +101,9 @@ class KeptSample(msgspec.Struct):
         return BitMap64([attempt.row.row for attempt in self.attempts])
 
 
+_read_sample = msgspec.json.Decoder(KeptSample)
+
+
 class Survey(NamedTuple):
     """The rows to do, or blocks of them, as read."""
 
@@ -320,7 +323,8 @@ async def _estimate(
         copies = (copies or len(sample.info.routes)) * tasks
         told = _told(job, found, sample, left, copies, workers)
         if replicas is None and workers == 1:
-            sample.row_s = told.seconds.median / max(len(left), 1)
+            sending_s = max(0.0, told.seconds.median - sample.start_s)
+            sample.row_s = sending_s / max(len(left), 1)
         write_json(path, msgspec.to_builtins(sample))
         sampled, tp = len(sample.rows), sample.info.tp
     hours = told.seconds.times(_cards(job, tp) * copies / 3600)
@@ -338,7 +342,7 @@ def _cards(job: Job, tp: int | None) -> int:
 def _kept(path: Path, job: Job, most: int) -> KeptSample | None:
     """Return the sample of an earlier estimate, where it was of the same engine, and as large."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        kept = msgspec.json.decode(path.read_bytes(), type=KeptSample)
+        kept = _read_sample.decode(path.read_bytes())
         return kept if kept.engine == _measured(job) and kept.most >= most else None
     return None
 

@@ -56,6 +56,7 @@ SAMPLE_BLOCKS, SAMPLE_BYTES = 64, 16 << 10
 with the content. Of up to their sum (1 MiB), and of other formats, all is read."""
 _DIGEST = b"batchrunner.digest"
 """Key of the original's digest in the metadata of a copy."""
+_read_notes = msgspec.json.Decoder(list[str])
 COPY_TRIES = 3
 """Most tries to make a copy in a directory that other processes may delete."""
 _COMMIT = re.compile(r"@[0-9a-f]{40}(?=/|$)")
@@ -319,7 +320,7 @@ class SourceFile:
             raise self._unreadable(failure) from None
         if self.format.kind != "Parquet":
             self.digest = schema.metadata[_DIGEST].decode()
-            self.notes = msgspec.json.decode(footer.metadata[NOTES], type=list[str])
+            self.notes = _read_notes.decode(footer.metadata[NOTES])
         self.has_problems = PROBLEM in schema.names
         """Whether some of its records cannot be read."""
         self.schema = pa.schema([field for field in schema if field.name != PROBLEM])

@@ -11,7 +11,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.types as pt
 
-from batchrunner.core.errors import InputError, JobError, RowRefusedError
+from batchrunner.core.errors import Faults, InputError, JobError, RowRefusedError
 from batchrunner.core.hook_worker import ROLLOUT
 from batchrunner.core.media import PromptFile
 from batchrunner.core.types import (
@@ -46,7 +46,7 @@ from batchrunner.job.answers import AnswerPlan, takes_row
 from batchrunner.job.arrow_types import is_text, type_name
 from batchrunner.job.prompt import PromptSpec
 from batchrunner.job.sampling import GRAMMARS, FromColumn, SamplingSpec
-from batchrunner.job.spec import Job
+from batchrunner.job.spec import InputSpec, Job
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -68,76 +68,79 @@ class Renderer:
     ) -> None:
         """Compile the templates and check the columns.
 
-        `functions` are the job's Python functions. Raises JobError for a bad template, InputError for a
-        missing column or one of a wrong type.
+        `functions` are the job's Python functions. Raises JobError for bad templates, InputError for missing
+        columns or those of a wrong type: for all of them in one go.
         """
-        source, prompt, sampling = job.input, job.prompt, job.sampling
+        source, prompt = job.input, job.prompt
+        faults = Faults()
         self._python: PythonPrompts | None = None
         self._media: MediaPrompts | None = None
-        if prompt.python and functions:
-            from batchrunner.input.python_prompts import PythonPrompts  # noqa: PLC0415 - few jobs have one
-
-            self._python = PythonPrompts(functions, dataset)
-            made = PromptSource(None, dict, self._python.columns)  # the row stands for its prompt at first
-        elif prompt.rollout and functions:
-            from batchrunner.input.python_prompts import columns_given  # noqa: PLC0415 - few jobs have one
-
-            names = columns_given(functions.facts[ROLLOUT], dataset)
-            made = PromptSource(None, lambda row: [{name: row[name] for name in names}], names)
-        else:
-            made = _prompt_source(prompt, dataset)
-        self.kind, self._prompt_of = made.kind, made.prompt_of
-        used = {*made.columns}
-        if prompt.media:
-            from batchrunner.input.media.prompts import MediaPrompts  # noqa: PLC0415 - few jobs have files
-
-            self._media = MediaPrompts(prompt, dataset, made.prompt_of, made.printed)
-            used |= {*self._media.columns}
-        self._sampling, self._per_row = _split_sampling(sampling, dataset)
-        if answers.task is not None:
-            self._sampling, self._per_row = {}, {}
-        used |= {*self._per_row.values()}
+        self._sampling: dict[str, Any] = {}
+        self._per_row: dict[str, str] = {}
         self._by_row: dict[str, ByColumn] = {}
         """Fields of requests, besides prompt and sampling, that differ from row to row."""
         self._shared: dict[str, Any] = {
             "chat_template_kwargs": prompt.chat_template_kwargs, "continues": prompt.continues,
             "asks": answers.asks, "task": answers.task,
         }  # fmt: skip
-        for field, value in {
-            "lora_path": _lora_path(sampling),
-            "tools": _tools(prompt, sampling, dataset),
-            "items": _items(prompt, dataset),
-        }.items():
-            if isinstance(value, ByColumn):
-                self._by_row[field] = value
-                used.add(value.column)
-            else:
-                self._shared[field] = value
-        self.predicate = None
-        if source.filter is not None:
-            self.predicate = Predicate(source.filter, where="input.filter", available=dataset.schema.names)
-            used |= {*self.predicate.columns}
-        expression = job.accept.expression
-        self._for_check = AnswerExpression(expression, dataset.schema.names).columns if expression else []
-        used |= {*self._for_check}
+        self.predicate: Predicate | None = None
+        self._for_check: Sequence[str] = []
+        self.carried_schema = pa.schema([])
+        made = PromptSource(None, dict, ())  # the row stands for the prompt of a Python function at first
+        if prompt.python and functions:
+            from batchrunner.input.python_prompts import PythonPrompts  # noqa: PLC0415 - few jobs have one
+
+            self._python = PythonPrompts(functions, dataset)
+            made = made._replace(columns=self._python.columns)
+        else:
+            with faults.collect():
+                made = _prompt_source(prompt, dataset, functions)
+        if prompt.media:
+            from batchrunner.input.media.prompts import MediaPrompts  # noqa: PLC0415 - few jobs have files
+
+            with faults.collect():
+                self._media = MediaPrompts(prompt, dataset, made.prompt_of, made.printed)
+        with faults.collect():
+            fixed, per_row = _split_sampling(job.sampling, dataset)
+            if answers.task is None:
+                self._sampling, self._per_row = fixed, per_row
+        with faults.collect():
+            for field, value in _other_fields(job, dataset).items():
+                (self._by_row if isinstance(value, ByColumn) else self._shared)[field] = value
+        self._compile_expressions(job, dataset.schema.names, faults)
+        self.kind, self._prompt_of = made.kind, made.prompt_of
         self._request_kind: PromptKind = self.kind or "messages"  # until the prompt is filled in
         self._same: tuple[Any, ...] | None = None
         """The fields of a request after its sampling, where all rows have the same ones."""
         if not (self._by_row or self._for_check or self._media):
             self._same = tuple({**Request._field_defaults, **self._shared}.values())
-        for name in sorted(used):
-            dataset.field(name, where="prompt")
-        self._carried = list(source.columns)
-        self._carried_names = source.carried_names
-        self.columns = sorted({*used, *self._carried})
-        # a function that is called with an answer and its row reads all carried columns
-        self._used = self.columns if takes_row(functions) else sorted(used)
-        self.carried_schema = pa.schema(
-            [
-                dataset.field(name, where="input.columns").with_name(new)
-                for name, new in zip(self._carried, self._carried_names, strict=True)
-            ]
-        )
+        self._used = self._columns_used(made)
+        with faults.collect():
+            self.carried_schema = _carried_schema(source, dataset, self._used)
+        faults.raise_all()
+        self._carried, self._carried_names = [*source.columns], source.carried_names
+        self.columns = sorted({*self._used, *self._carried})
+        if takes_row(functions):  # a function that is called with an answer and its row reads all of them
+            self._used = self.columns
+
+    def _compile_expressions(self, job: Job, columns: Sequence[str], faults: Faults) -> None:
+        """Compile the filter, and find the columns that checks of answers read."""
+        with faults.collect():
+            if job.input.filter is not None:
+                self.predicate = Predicate(job.input.filter, where="input.filter", available=columns)
+        with faults.collect():
+            if job.accept.expression:
+                self._for_check = AnswerExpression(job.accept.expression, columns).columns
+
+    def _columns_used(self, made: PromptSource) -> list[str]:
+        """Return the columns that requests are made of, and that filter and checks read."""
+        used = {*made.columns, *self._per_row.values(), *self._for_check}
+        used |= {value.column for value in self._by_row.values()}
+        if self._media is not None:
+            used |= {*self._media.columns}
+        if self.predicate is not None:
+            used |= {*self.predicate.columns}
+        return sorted(used)
 
     def carried(self, batch: RowBatch) -> pa.RecordBatch:
         """Return the carried columns of a batch, under their names in the results."""
@@ -213,7 +216,28 @@ class PromptSource(NamedTuple):
     """Columns of them that a template shows as they are."""
 
 
-def _prompt_source(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
+def _carried_schema(source: InputSpec, dataset: ColumnSource, used: Sequence[str]) -> pa.Schema:
+    """Return the schema of the carried columns, under their names in the results.
+
+    Raises InputError where one of them is missing, or one of the `used` columns.
+    """
+    fields, faults = [], Faults()
+    for name in used:
+        with faults.collect():
+            dataset.field(name, where="prompt")
+    for name, new in zip(source.columns, source.carried_names, strict=True):
+        with faults.collect():
+            fields.append(dataset.field(name, where="input.columns").with_name(new))
+    faults.raise_all()
+    return pa.schema(fields)
+
+
+def _prompt_source(prompt: PromptSpec, dataset: ColumnSource, functions: HookPool | None) -> PromptSource:
+    if prompt.rollout and functions:
+        from batchrunner.input.python_prompts import columns_given  # noqa: PLC0415 - few jobs have one
+
+        names = columns_given(functions.facts[ROLLOUT], dataset)
+        return PromptSource(None, lambda row: [{name: row[name] for name in names}], names)
     if isinstance(prompt.messages, str):
         column = prompt.messages
         wanted = "lists of {role, content} or {from, value}, or JSON texts of such lists"
@@ -248,12 +272,15 @@ def _from_templates(prompt: PromptSpec, dataset: ColumnSource) -> PromptSource:
             given.append((role, role, getattr(prompt, role)))
     available = [*dataset.schema.names, *([FIELDS] if prompt.fields else [])]
     templates: list[tuple[str, Template]] = []
+    faults = Faults()
     for field, role, source in given:
-        template = Template(source, where=f"prompt.{field}", available=available)
-        for name in template.printed:
-            if name != FIELDS and name not in prompt.media_columns:
-                _refuse_bytes(dataset, name, f"prompt.{field}")
-        templates.append((role, template))
+        with faults.collect():
+            template = Template(source, where=f"prompt.{field}", available=available)
+            for name in template.printed:
+                if name != FIELDS and name not in prompt.media_columns:
+                    _refuse_bytes(dataset, name, f"prompt.{field}")
+            templates.append((role, template))
+    faults.raise_all()
     columns = {name for _, template in templates for name in template.columns}
     if not columns:
         _refuse_single_braces(str(given), dataset)
@@ -329,6 +356,21 @@ class ByColumn(NamedTuple):
     """Makes the field of the column's value; raises RowRefusedError."""
 
 
+def _other_fields(job: Job, dataset: ColumnSource) -> dict[str, Any]:
+    """Return the fields of requests that are neither the prompt nor sampling; raises InputError."""
+    makers: dict[str, Callable[[], Any]] = {
+        "lora_path": lambda: _lora_path(job.sampling),
+        "tools": lambda: _tools(job.prompt, job.sampling, dataset),
+        "items": lambda: _items(job.prompt, dataset),
+    }
+    fields, faults = {}, Faults()
+    for field, make in makers.items():
+        with faults.collect():
+            fields[field] = make()
+    faults.raise_all()
+    return fields
+
+
 def _lora_path(sampling: SamplingSpec) -> ByColumn | str | None:
     lora = sampling.lora_path
     return ByColumn(lora.column, lambda value: value) if isinstance(lora, FromColumn) else lora
@@ -384,12 +426,13 @@ def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict
     """Return the parameters that all rows share, and the column of each other one."""
     fixed: dict[str, Any] = {}
     per_row: dict[str, str] = {}
+    faults = Faults()
     for name, field in type(sampling).model_fields.items():
         value = getattr(sampling, name)
         if isinstance(value, FromColumn):
-            _check(
-                dataset, value.column, f"sampling.{name}", *_COLUMN_TYPES.get(name, (_is_number, "numbers"))
-            )
+            kind = _COLUMN_TYPES.get(name, (_is_number, "numbers"))
+            with faults.collect():
+                _check(dataset, value.column, f"sampling.{name}", *kind)
         if name in {"lora_path", "tool_choice"}:  # no parameters of the sampler
             continue
         if isinstance(value, FromColumn):
@@ -397,6 +440,7 @@ def _split_sampling(sampling: SamplingSpec, dataset: ColumnSource) -> tuple[dict
             value = field.default  # the value for a null
         if value is not None:
             fixed[name] = value
+    faults.raise_all()
     if isinstance(fixed.get("json_schema"), dict):
         fixed["json_schema"] = orjson.dumps(fixed["json_schema"]).decode()
     if fixed["n"] == 1:

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -117,6 +117,12 @@ PythonFunction: TypeAlias = Annotated[
     WithJsonSchema({"type": "string", "pattern": f"^{REFERENCE}$"}),
 ]
 """A Python function as `module:function`; a program may give the function itself."""
+
+
+def refuse(faults: Iterable[str]) -> None:
+    """Raise ValueError with a line for each fault, where there are any."""
+    if lines := "\n".join(faults):
+        raise ValueError(lines)
 
 
 class Spec(BaseModel):

@@ -24,6 +24,7 @@ columns, an answer is judged."""
 MEDIA = "prompt"
 """Place of our own function that prepares the files of a row, and is run as those of the job are."""
 Columns = tuple[tuple[str, ColumnKind], ...]
+_read_mapping = msgspec.json.Decoder(dict)
 
 
 class Annotations(NamedTuple):
@@ -234,7 +235,7 @@ def row_value(value: Any, known: Annotations) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"returned {_a(value)}: return a dict")  # noqa: TRY004
     if not known.columns:
-        return msgspec.json.decode(msgspec.json.encode(given), type=dict)
+        return _read_mapping.decode(msgspec.json.encode(given))
     from batchrunner.job.arrow_types import fit  # noqa: PLC0415 - it loads pyarrow
 
     names = [name for name, _ in known.columns]

@@ -3,17 +3,17 @@
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from shlex import quote
-from typing import Any, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import yaml
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from batchrunner.core.errors import JobError
+from batchrunner.core.errors import Faults, JobError
 from batchrunner.core.files import known_format
 from batchrunner.job.engine import EngineSpec
 from batchrunner.job.fields import as_folder
@@ -25,6 +25,14 @@ KINDS = ("attach", "server", "gateway", "simulated")
 """Kinds of engines."""
 _YAML_MARKS = tuple("\"'|>!&*")
 """First characters of a text in YAML syntax: quoted, a block, tagged, an anchor or an alias."""
+EXAMPLES = {
+    "input": "input: {path: docs.parquet}",
+    "prompt": 'prompt: {user: "Summarise: {{ text }}"}',
+    "output": "output: {path: out/run}",
+    "engine": "engine: Qwen/Qwen3-8B, to start a server, or engine: http://HOST:PORT of one that runs",
+}
+"""Sections that every job has, as they may be written."""
+_TAB_HINT = "indent with spaces: YAML takes no tabs there"
 _YAML_HINT = (
     "put quotes around a text that begins with {{, % or *, or that has a colon and a space in it; the keys "
     "of one level begin in one column"
@@ -58,10 +66,13 @@ def load_job(
         tree.setdefault("engine", engine.model_dump(exclude_unset=True))
     if "engine" in tree:
         tree["engine"] = _engine_tree(tree["engine"])
+    faults = Faults()
     for override in overrides:
-        _override(tree, override)
-        if "engine" in tree:  # --set may give a whole one
-            tree["engine"] = _engine_tree(tree["engine"])
+        with faults.collect():
+            _override(tree, override)
+            if "engine" in tree:  # --set may give a whole one
+                tree["engine"] = _engine_tree(tree["engine"])
+    faults.raise_all()
     if isinstance(source, (str, Path)) and source != "-":
         tree.setdefault("python_path", [str(_job_path(source).absolute().parent)])
         name = name or str(source)
@@ -137,6 +148,8 @@ def parse(text: str, where: str) -> Any:
         line = f"line {mark.line + 1}: " if mark else ""
         problem = getattr(failure, "problem", None) or str(failure).splitlines()[0]
         hint = _YAML_HINT if mark and "given twice" not in problem else None
+        if r"\t" in problem:
+            hint = _TAB_HINT
         raise JobError(f"{where}: {line}not valid YAML: {problem}", hint=hint) from None
 
 
@@ -214,32 +227,71 @@ def validated(kind: Any, tree: dict[str, Any], name: str) -> Any:
     try:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as failure:
-        problem, hint = _explain(failure, kind, tree)
-        raise JobError(f"{name}: {problem}", hint=hint) from None
+        faults = Faults()
+        for problem, hint in _explain(failure, kind, tree):
+            faults.add(JobError(f"{name}: {problem}", hint=hint))
+        faults.raise_all()
 
 
-def _explain(failure: ValidationError, kind: Any, tree: object) -> tuple[str, str | None]:
-    """Return one line for the user from pydantic's list of errors, and a hint where there is one."""
-    problems = failure.errors(include_url=False)
-    # pydantic reports every branch of a union: the one that got furthest is the one that the user meant
-    problem = max(problems, key=lambda p: (p["type"] == "extra_forbidden", len(p["loc"])))
-    path = _path_in(tree, problem)
-    where = ".".join(path)
+class _Place(NamedTuple):
+    """Where pydantic found a problem."""
+
+    path: tuple[str, ...]
+    """Path in the user's job."""
+    branches: dict[tuple[str, ...], str]
+    """Paths at which a union is, and the branch of the union that has the problem."""
+
+
+def _explain(failure: ValidationError, kind: Any, tree: object) -> Iterator[tuple[str, str | None]]:
+    """Yield what is wrong, by pydantic's list of errors: a line for the user, and a hint or None."""
+    problems = [(_place_of(tree, problem), problem) for problem in failure.errors(include_url=False)]
+    unions = {union for place, _ in problems for union in place.branches}
+    for union in sorted(unions, key=len):
+        # pydantic reports every branch: the one that got furthest is the one that the user meant
+        rivals = [each for each in problems if union in each[0].branches]
+        best, _ = max(
+            rivals,
+            key=lambda each: (each[1]["type"] == "extra_forbidden", len(each[1]["loc"])),
+            default=(_Place(union, {}), None),
+        )
+        if best.path == union:  # no branch got further: together they say what is allowed
+            losers = [each for each in rivals if each[0].path != union]
+        else:
+            losers = [each for each in rivals if each[0].branches[union] != best.branches[union]]
+        problems = [each for each in problems if each not in losers]
+    faults: dict[tuple[str, ...], list[ErrorDetails]] = {}
+    for place, problem in problems:
+        faults.setdefault(place.path, []).append(problem)
+    meant = {
+        (*path[:-1], _closest(path[-1], _keys(kind, path[:-1])))
+        for path, of_path in faults.items()
+        if of_path[0]["type"] == "extra_forbidden"
+    }
+    for path, of_path in faults.items():
+        if of_path[0]["type"] != "missing" or path not in meant:
+            yield from _told(path, of_path, kind)
+
+
+def _told(path: Sequence[str], problems: list[ErrorDetails], kind: Any) -> Iterator[tuple[str, str | None]]:
+    """Yield the faults at a path of the user's job, each with a hint or None."""
+    problem, where = problems[0], ".".join(path)
     if problem["type"] == "union_tag_invalid":
-        kind = problem["ctx"]["tag"]
-        return f"{where}.kind: no kind of engine is {kind!r}", _near(kind, KINDS)
-    if problem["type"] == "extra_forbidden":
-        return f"unknown key {where!r}", _nearest(path, kind)
-    if problem["type"] == "missing":
-        return f"{where} is missing", None
-    # a union has an error for each member: together they say what is allowed
-    messages = dict.fromkeys(_message(p) for p in problems if _path_in(tree, p) == path)
-    got = problem["input"]
-    shown = "" if isinstance(got, (Mapping, BaseModel)) else f" (got {got!r:.200})"
-    hint = None
-    if isinstance(got, bool) and any(p["type"] == "string_type" for p in problems):
-        hint = "YAML reads yes, no, on and off as true and false: put quotes around a text"
-    return f"{where + ': ' if where else ''}{', or '.join(messages)}{shown}", hint
+        tag = problem["ctx"]["tag"]
+        yield f"{where}.kind: no kind of engine is {tag!r}", _near(tag, KINDS)
+    elif problem["type"] == "extra_forbidden":
+        yield f"unknown key {where!r}", _nearest(path, kind)
+    elif problem["type"] == "missing":
+        example = EXAMPLES.get(where)
+        yield f"{where} is missing", example and f"for example {example}"
+    else:
+        messages = dict.fromkeys(map(_message, problems))
+        got = problem["input"]
+        shown = "" if isinstance(got, (Mapping, BaseModel)) else f" (got {got!r:.200})"
+        hint = None
+        if isinstance(got, bool) and any(each["type"] == "string_type" for each in problems):
+            hint = "YAML reads yes, no, on and off as true and false: put quotes around a text"
+        for line in ", or ".join(messages).split("\n"):  # of rules between fields
+            yield f"{where + ': ' if where else ''}{line}{shown}", hint
 
 
 def _message(problem: ErrorDetails) -> str:
@@ -252,40 +304,53 @@ def _message(problem: ErrorDetails) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _path_in(tree: object, problem: ErrorDetails) -> list[str]:
-    """Return the path of an error in the user's job, without pydantic's names for the branches of unions."""
-    path: list[str] = []
-    for step in problem["loc"]:
+def _place_of(tree: object, problem: ErrorDetails) -> _Place:
+    """Return the place of an error in the user's job."""
+    path: tuple[str, ...] = ()
+    branches: dict[tuple[str, ...], str] = {}
+    is_missing = problem["type"] == "missing"
+    for step in problem["loc"][:-1] if is_missing else problem["loc"]:
         if isinstance(tree, Mapping) and step in tree:
-            path.append(str(step))
+            path = (*path, str(step))
             tree = tree[step]
         elif isinstance(tree, (list, tuple)) and isinstance(step, int):
-            path.append(str(step))
+            path = (*path, str(step))
             tree = tree[step] if step < len(tree) else None
-    if problem["type"] == "missing":
-        path.append(str(problem["loc"][-1]))
-    return path
+        elif not (isinstance(tree, Mapping) and step == tree.get("kind")):  # which chose the branch
+            branches.setdefault(path, str(step))
+    if is_missing:
+        path = (*path, str(problem["loc"][-1]))
+    return _Place(path, branches)
 
 
-def _nearest(path: list[str], kind: Any) -> str:
+def _nearest(path: Sequence[str], kind: Any) -> str:
     """Return what may be meant by an unknown key of a job, or of another `kind` of part."""
     known = _keys(kind, path[:-1])
     if path[-1] in known:
         return "another kind has it: leave it out, or change the kind"
     hint = _near(path[-1], sorted(known))
-    return f"{hint} (arguments of SGLang go into engine.args)" if path[:-1] == ["engine"] else hint
+    return f"{hint} (arguments of SGLang go into engine.args)" if [*path[:-1]] == ["engine"] else hint
 
 
 def _near(word: str, known: Sequence[str]) -> str:
     """Return which of the known words may be meant, or all of them."""
+    near = _closest(word, known)
+    return f"did you mean {near!r}?" if near else f"known: {', '.join(known)}"
+
+
+def _closest(word: str, known: Collection[str]) -> str | None:
+    """Return the known word that may be meant."""
     near = get_close_matches(word, known, n=1)
-    near = near or [name for name in known if word in name.split("_")][:1]  # seed: sampling_seed
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+    near = near or [name for name in known if word in name.split("_")]  # seed: sampling_seed
+    return near[0] if near else None
 
 
 def _keys(kind: Any, path: Sequence[str]) -> set[str]:
-    """Return the keys that stand below a path in a part of a job: a class, or a union of classes."""
+    """Return the keys that stand below a path in a part of a job: a class, a list or a union of classes."""
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return {key for member in get_args(kind) for key in _keys(member, path)}
     fields = {field.alias or name: field.annotation for name, field in kind.model_fields.items()}
-    return _keys(fields.get(path[0]), path[1:]) if path else set(fields)
+    if not path:
+        return set(fields)
+    below = [step for step in path[1:] if not step.isdigit()]  # without places in a list
+    return _keys(fields.get(path[0]), below)

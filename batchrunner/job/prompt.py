@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from batchrunner.core.media import KIND_OF_FIELD, PDF_FIELD, page_ranges
-from batchrunner.job.fields import PythonFunction, Spec, UserPath
+from batchrunner.job.fields import PythonFunction, Spec, UserPath, refuse
 from batchrunner.job.sampling import FromColumn
 
 DEFAULT_DPI = 150.0
@@ -219,12 +219,14 @@ class PromptSpec(Spec):
         }
         for name in KIND_OF_FIELD:
             allowed.setdefault(name, kind in {"user", "messages", "text"})
-        for name, is_allowed in allowed.items():
-            if getattr(self, name) is not None and not is_allowed:
-                others = ", ".join(f"`{key}`" for key in self.model_dump(exclude_none=True) if key != name)
-                raise ValueError(f"`{name.rstrip('_')}` has no effect beside {others}: leave it out")
+        useless = [
+            name.rstrip("_") for name, fits in allowed.items() if getattr(self, name) is not None and not fits
+        ]
+        beside = ", ".join(f"`{key}`" for key in self.model_dump(exclude_none=True) if key not in useless)
+        faults = [f"`{name}` has no effect beside {beside}: leave it out" for name in useless]
         if isinstance(self.messages, list) and all(m.role == "assistant" for m in self.messages):
-            raise ValueError("`messages` has no message that the assistant could answer")
+            faults.append("`messages` has no message that the assistant could answer")
+        refuse(faults)
         return self
 
 

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 from pathlib import Path
 
-from batchrunner.core.errors import JobError
+from batchrunner.core.errors import JobError, install_command
 from batchrunner.core.hook_pool import HookPool
 from batchrunner.core.hook_worker import ROLLOUT, HookFacts, HookLoadError, WorkerSetup
 from batchrunner.core.media import IMAGE, PDF_FIELD
@@ -67,7 +67,7 @@ def _check_packages(job: Job) -> None:
     for field in job.prompt.media:
         for module in _PACKAGES.get(field, ()):
             if importlib.util.find_spec(module) is None:
-                raise JobError(f"prompt.{field}: needs {module}", hint="install batchrunner[images]")
+                raise JobError(f"prompt.{field}: needs {module}", hint=install_command("images"))
 
 
 def _function(where: str, function: PythonFunction) -> HookFunction:

@@ -7,11 +7,12 @@ current directory; a leading `~`, `~user` or `$HOME` is a home directory.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from batchrunner.core.media import KIND_OF_FIELD
 from batchrunner.core.types import ForwardTask
@@ -24,6 +25,7 @@ from batchrunner.job.fields import (
     Share,
     Spec,
     UserPath,
+    refuse,
 )
 from batchrunner.job.output import (
     REQUEST_DIGEST,
@@ -60,8 +62,8 @@ def given_fields(job: BaseModel) -> list[str]:
     return found
 
 
-def check_task_fields(task: TaskName, given: Collection[str]) -> None:
-    """Raise ValueError where a field does not go with the task, or one that it needs is missing."""
+def task_faults(task: TaskName, given: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong where a field does not go with the task, or one that it needs is missing."""
     refused = [] if task == GENERATE else [*OF_GENERATING]
     if CHOICES in given:
         refused += [*WHOLE_PROMPTS, "output.softmax"]
@@ -70,17 +72,15 @@ def check_task_fields(task: TaskName, given: Collection[str]) -> None:
     for field in given:
         owners = [name for name, kind in TASKS.items() if field in kind.takes]
         if owners and task not in owners:
-            raise ValueError(f"{field}: goes with task: {' or '.join(owners)}")
+            yield f"{field}: goes with task: {' or '.join(owners)}"
         is_refused = any(f"{field}.".startswith(f"{other}.") for other in refused)
         if is_refused and not field.startswith("sampling.lora_path"):
             beside = f" with {CHOICES}" if CHOICES in given else ""
-            raise ValueError(f"{field}: does not go with task: {task}{beside}")
+            yield f"{field}: does not go with task: {task}{beside}"
     if task == RerankTask.name and DOCUMENTS not in given:
-        raise ValueError(
-            f"task: rerank: {DOCUMENTS} is missing: name the column with documents of each query"
-        )
+        yield f"task: rerank: {DOCUMENTS} is missing: name the column with documents of each query"
     if task == ScoreTask.name and ("labels" in given) == (CHOICES in given):
-        raise ValueError(f"task: score: takes either labels, which are single tokens, or {CHOICES}")
+        yield f"task: score: takes either labels, which are single tokens, or {CHOICES}"
 
 
 OnLength: TypeAlias = Literal["keep", "fail", "longer"]
@@ -204,7 +204,9 @@ Label: TypeAlias = Annotated[str, Field(min_length=1)] | Annotated[int, Field(ge
 
 
 class Job(Spec):
-    """A batch-inference job."""
+    """A batch-inference job. Keys at the top that begin with `x-` are ignored: they hold YAML anchors."""
+
+    model_config = ConfigDict(json_schema_extra={"patternProperties": {"^x-": {}}})
 
     task: TaskName = "generate"
     """`generate`: write a text. `embed`: make a vector. `score`: tell how probable `labels` or
@@ -265,9 +267,23 @@ class Job(Spec):
         values = {name: given[name] for name in known & given.keys() if given[name] is not None}
         return kind(**values | {"labels": tuple(self.labels)} if self.labels else values)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_anchors(cls, tree: Any) -> Any:
+        if not isinstance(tree, Mapping):
+            return tree
+        return {key: value for key, value in tree.items() if not str(key).startswith("x-")}
+
     @model_validator(mode="after")
     def _fields_go_together(self) -> Job:
-        check_task_fields(self.task, given_fields(self))
+        faults = [*task_faults(self.task, given_fields(self))]
+        if not faults:  # else the columns of the results are not known
+            faults += self._name_faults()
+        refuse([*faults, *self._rule_faults()])
+        return self
+
+    def _rule_faults(self) -> Iterator[str]:
+        """Yield what is wrong between fields of several sections."""
         prompt, sampling, accept, asked = self.prompt, self.sampling, self.accept, self.output.asked
         fails_cut = self.on_length in {"fail", "longer"}
         has_schema = sampling.json_schema is not None and accept.json_ is not False
@@ -309,30 +325,26 @@ class Job(Spec):
                 "output.columns: SGLang gives tool_calls of chats only, and prompt_logprobs of other prompts",
             ),
         )
-        for is_wrong, message in rules:
-            if is_wrong:
-                raise ValueError(message)
-        return self
+        yield from (message for is_wrong, message in rules if is_wrong)
 
     @property
     def has_check(self) -> bool:
         """Whether the job says how answers are checked."""
         return self.accept != AcceptSpec()
 
-    @model_validator(mode="after")
-    def _result_names(self) -> Job:
+    def _name_faults(self) -> Iterator[str]:
+        """Yield what is wrong with the names of carried columns in the results."""
         carried = dict(zip(self.input.carried_names, self.input.columns, strict=True))
         for name in self.input.rename:
             if name not in self.input.columns:
-                raise ValueError(f"input.rename names {name!r}, which is not in input.columns")
-        if len(carried) < len(self.input.columns):
-            twice = next(name for name in carried if self.input.carried_names.count(name) > 1)
-            raise ValueError(f"input.columns, as renamed, has {twice!r} twice")
+                yield f"input.rename names {name!r}, which is not in input.columns"
+        for name, times in Counter(self.input.carried_names).items():
+            if times > 1:
+                yield f"input.columns, as renamed, has {name!r} twice"
         more = [REQUEST_DIGEST, *([RESPONSE] if self.prompt.is_batch else [])]
         for name in (*result_columns(self.forward), *self.output.asked, *more):
             if name in carried:
-                raise ValueError(
+                yield (
                     f"input.columns: a result has a column {name!r} of its own: carry yours under another "
                     f"name: input.rename: {{{carried[name]}: input_{name}}}"
                 )
-        return self

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from batchrunner.core.errors import BatchrunError
+from batchrunner.core.errors import BatchrunError, install_command
 from batchrunner.job.output import StorageSpec
 
 _STORE = re.compile(r"(s3|gs|az)://([^/?#]+)/?(.*)", re.DOTALL | re.IGNORECASE)
@@ -53,5 +53,4 @@ def endpoint_of(address: StoreAddress, storage: StorageSpec) -> str | None:
 def check_client(address: object, error: type[BatchrunError]) -> None:
     """Raise `error` where the client of object stores is not installed."""
     if find_spec("obstore") is None:
-        hint = "install its client: pip install 'batchrunner[stores]'"
-        raise error(f"{address}: object stores need a package", hint=hint)
+        raise error(f"{address}: object stores need a package", hint=install_command("stores"))

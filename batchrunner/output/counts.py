@@ -224,6 +224,10 @@ class TableCounts(NamedTuple):
     failed: RowCounts
 
 
+# A module makes its decoders: msgspec inspects a type at its first use, and crashes where two threads do so.
+_read_counts = msgspec.json.Decoder(TableCounts, dec_hook=lambda kind, value: kind(value))
+
+
 def count(outcomes: Iterable[Outcome]) -> TableCounts:
     """Return the counts of outcomes."""
     counts = TableCounts(RowCounts(), RowCounts())
@@ -237,7 +241,7 @@ def counts_in(schema: pa.Schema) -> TableCounts:
     content = (schema.metadata or {}).get(_COUNTS)
     if content is None:
         return TableCounts(RowCounts(), RowCounts())
-    return msgspec.json.decode(content, type=TableCounts, dec_hook=lambda kind, value: kind(value))
+    return _read_counts.decode(content)
 
 
 def sum_of(counts: Sequence[TableCounts]) -> TableCounts:

@@ -1,4 +1,4 @@
-"""Merges the parts of a run into one dataset, file or batch file, in input order and bounded memory."""
+"""Merges the results of a run into one dataset, file or batch file, in input order and bounded memory."""
 
 import base64
 import contextlib
@@ -20,20 +20,20 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pyarrow.types as pt
+from pyroaring import BitMap64
 
-from batchrunner.core.errors import NoPartYetError, OutputError, ResumeError, StorageError, TaskHeldError
+from batchrunner.core.errors import NoResultYetError, OutputError, ResumeError, StorageError
 from batchrunner.core.files import COMPRESSIONS, ENDINGS, FileFormat, known_format
+from batchrunner.core.types import rows_of_column
 from batchrunner.job.output import REQUEST_DIGEST, RESPONSE, RETURNED
 from batchrunner.output.arrow_arrays import arrow_array, shown_values
 from batchrunner.output.buckets import BUFFER_BYTES, Buckets, release_unused
 from batchrunner.output.columns import kinds_returned, with_returned
 from batchrunner.output.counts import with_counts
 from batchrunner.output.files import file_to_write, json_line, sync_directory, whole_file, writing
-from batchrunner.output.parts import open_part, recover
-from batchrunner.output.resume import done_by_all
+from batchrunner.output.parts import open_part, read_journal
 from batchrunner.output.run_dir import RunDir, look_at_run
-from batchrunner.output.run_json import holds_run, require_run_json
-from batchrunner.output.task_lock import hold_task
+from batchrunner.output.run_json import require_run_json
 
 BUCKET_ROWS = 100_000
 """Most rows in a bucket, which becomes a merged file."""
@@ -64,20 +64,24 @@ class Merged(NamedTuple):
 
 
 def merge(run: str | Path | RunDir, file: str | None = None, *, force: bool = False) -> Merged:
-    """Write the rows of all parts in input order to `merged/*.parquet` of the run, or to a file.
+    """Write the durable rows of a run in input order to `merged/*.parquet` of the run, or to a file.
 
-    Rows are partitioned into buckets of consecutive ordinals, then each bucket is sorted: two passes over
-    the data with one bucket in memory. Journals of tasks that no process holds become parts first. The ending
-    of `file` tells its format; it is whole when it appears, and replaces an existing file with `force` only.
-    Raises OutputError where there is nothing to merge or it cannot be written, ResumeError where a part is
-    damaged.
+    The run may be at work. Rows are partitioned into buckets of consecutive ordinals, then each bucket is
+    sorted: two passes over the data with one bucket in memory. The ending of `file` tells its format; it is
+    whole when it appears, and replaces an existing file with `force` only. Raises NoResultYetError where no
+    row is durable, OutputError where the path holds no run or nothing can be written, ResumeError where a
+    part is damaged.
     """
     run_dir = look_at_run(run)
     form = _format(file) if file is not None else None
     target = run_dir.merged if file is None else file_to_write(file, force=force)
-    parts = finished_parts(run_dir)
+    if not run_dir.all_tasks():
+        raise OutputError(
+            f"{run_dir.name}: nothing to merge: not a run's output path, or no row has finished yet",
+            hint="give the job's output.path, without /parts",
+        )
     with writing(target, OutputError), _work_directory(run_dir, target.parent) as work:
-        tables = in_order(run_dir, parts, work)
+        tables = in_order(run_dir, durable_results(run_dir, work), work)
         if form is not None:
             with whole_file(target, secrets.token_hex(4)) as temporary:
                 return Merged(target, write_tables(tables, temporary, form))
@@ -120,28 +124,28 @@ def _format(file: str) -> FileFormat:
     return found
 
 
-def finished_parts(run_dir: RunDir) -> list[Path]:
-    """Return the parts of a run; journals of tasks that no process holds become parts first.
+def durable_results(run_dir: RunDir, work: Path) -> list[Path]:
+    """Return the parts of a run, and copies of the journals as parts in the directory `work`.
 
-    Raises OutputError where there are none, or NoPartYetError where the rows are in journals still.
+    Some rows may be in two of these files. Tasks at work are not disturbed. Raises OSError where a copy
+    cannot be written, NoResultYetError where no row is durable.
     """
+    copies = []
+    # A journal may become a part at any moment: its rows are in what is listed later.
     for task in run_dir.all_tasks():
-        if task.journals():
-            with contextlib.suppress(TaskHeldError), hold_task(task) as lock, writing(task.parts):
-                recover(task, lock)
-    parts = run_dir.all_parts()
-    if not parts and holds_run(run_dir.path):
-        raise NoPartYetError(
-            f"{run_dir.name}: no part is written yet, "
-            f"{len(done_by_all(run_dir).rows):,} rows are in journals",
-            hint="wait for the run's end if it is at work, else run the same command again; then merge again",
+        for journal in task.journals():
+            with contextlib.suppress(FileNotFoundError):
+                if tables := [*read_journal(journal)]:
+                    copies.append(work / f"{task.task}-{journal.name}.parquet")
+                    pq.write_table(pa.concat_tables(tables), copies[-1], compression="zstd")
+    run_dir.bring_results()
+    results = [*run_dir.all_parts(), *copies]
+    if not results:
+        raise NoResultYetError(
+            f"{run_dir.name}: no row is on disk yet",
+            hint="wait for the run if it is at work, else run the same command again; then merge again",
         )
-    if not parts:
-        raise OutputError(
-            f"{run_dir.name}: no parts to merge: not a run's output path, or nothing has finished yet",
-            hint="give the job's output.path, without /parts",
-        )
-    return parts
+    return results
 
 
 def in_order(
@@ -154,9 +158,10 @@ def in_order(
 ) -> Iterator[pa.Table]:
     """Yield the rows of parts of a run as tables in input order, each of bounded size.
 
-    A table has about `bucket_bytes` at most, by default BUCKET_BYTES; memory is about three times as much.
-    `work` takes files meanwhile; `columns` are those to read, by default all. Raises OutputError where
-    these files cannot be written, ArrowException, KeyError or ResumeError.
+    Where two parts have a row, the first one's results are taken. A table has about `bucket_bytes` at most,
+    by default BUCKET_BYTES; memory is about three times as much. `work` takes files meanwhile; `columns` are
+    those to read, by default all. Raises OutputError where these files cannot be written, ArrowException,
+    KeyError or ResumeError.
     """
     bucket_bytes = bucket_bytes or BUCKET_BYTES
     rows = _bucket_rows(parts, columns, bucket_bytes)
@@ -164,8 +169,11 @@ def in_order(
     buckets = Buckets(work, "row", ends, min(BUFFER_BYTES, bucket_bytes))
     schema = _common_schema(parts, columns)
     with writing(run_dir.path, OutputError):
+        earlier = BitMap64()
         for part in parts:
-            buckets.put(_with_all_columns(_read(part, columns), schema))
+            table = _without_rows(_with_all_columns(_read(part, columns), schema), earlier)
+            earlier |= rows_of_column(table.column("row"))
+            buckets.put(table)
     tables = buckets.take()
     returned = (_read(part, [RETURNED]) for part in parts)
     kinds = kinds_returned(returned) if RETURNED in schema.names else None
@@ -207,6 +215,15 @@ def _with_all_columns(table: pa.Table, schema: pa.Schema) -> pa.Table:
         raise KeyError("a part lacks the column 'row'")
     table = table.select([name for name in schema.names if name in table.schema.names])
     return pa.concat_tables([pa.Table.from_batches([], schema), table], promote_options="default")
+
+
+def _without_rows(table: pa.Table, rows: BitMap64) -> pa.Table:
+    """Return the results of all but some rows of the input."""
+    repeated = rows_of_column(table.column("row")) & rows
+    if not repeated:
+        return table
+    values = pa.array([*repeated], table.schema.field("row").type)
+    return table.filter(pc.invert(pc.is_in(table.column("row"), value_set=values)))
 
 
 def _bucket_rows(parts: list[Path], columns: list[str] | None, bucket_bytes: int) -> int:
@@ -354,29 +371,32 @@ def publish(run_dir: RunDir, results: Path, errors: Path | None) -> dict[str, An
     facts = require_run_json(run_dir)
     digest = facts["fingerprint"]["files"][0]["digest"]
     errors = errors or results
-    rows, last, tokens = 0, -1, Counter[str]()
+    rows, tokens = 0, Counter[str]()
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(writing(run_dir.path))
             work = stack.enter_context(_work_directory(run_dir, run_dir.path))
             files = {path: stack.enter_context(_result_file(path)) for path in {results, errors}}
             tables = in_order(
-                run_dir, finished_parts(run_dir), work, RESULT_COLUMNS, bucket_bytes=RESULT_BUCKET_BYTES
+                run_dir,
+                durable_results(run_dir, work),
+                work,
+                RESULT_COLUMNS,
+                bucket_bytes=RESULT_BUCKET_BYTES,
             )
             for batch in (batch for table in tables for batch in table.to_batches(CHUNK_ROWS)):
                 lines: dict[Path, list[bytes]] = {path: [] for path in files}
                 for row in batch.to_pylist():
-                    if row["row"] != last:  # two parts may hold a row
-                        rows, last = rows + 1, row["row"]
-                        tokens.update({name: row[name] or 0 for name in TOKENS})
-                        path = results if row["error"] is None else errors
-                        lines[path].append(json_line(_result_line(row, digest)))
+                    rows += 1
+                    tokens.update({name: row[name] or 0 for name in TOKENS})
+                    path = results if row["error"] is None else errors
+                    lines[path].append(json_line(_result_line(row, digest)))
                 for path, file in files.items():
                     with writing(path):
                         file.writelines(lines[path])
             if rows < facts["rows_total"]:
-                raise NoPartYetError  # noqa: TRY301 - so that the files do not appear
-    except NoPartYetError:  # a task that is at work writes its parts at its end
+                raise NoResultYetError  # noqa: TRY301 - so that the files do not appear
+    except NoResultYetError:
         return None
     except OutputError as failure:  # the work directory: what is to be done is the same as for the results
         raise StorageError(failure.message, hint=failure.hint) from None

@@ -4,13 +4,15 @@
 (`whole_job.py`). `import batchrunner` imports nothing of this.
 """
 
+from batchrunner.core.errors import install_command
+
 try:
     from batchrunner.ray.stages import generate
 except ModuleNotFoundError as missing:
     if (missing.name or "").partition(".")[0] != "ray":
         raise
     raise ModuleNotFoundError(
-        "batchrunner.ray: Ray is not installed: pip install 'batchrunner[ray]'", name="ray"
+        f"batchrunner.ray: Ray is not installed: {install_command('ray')}", name="ray"
     ) from None
 
 __all__ = ["generate"]

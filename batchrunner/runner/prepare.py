@@ -17,7 +17,7 @@ from typing import Any, cast
 import pyarrow as pa
 from pyroaring import BitMap64
 
-from batchrunner.core.errors import BatchrunError, InputError, OutputError, ResumeError
+from batchrunner.core.errors import BatchrunError, Faults, InputError, OutputError, ResumeError
 from batchrunner.core.types import EMBEDDINGS_PATH
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.input.dataset import Dataset, rows_of
@@ -134,7 +134,15 @@ def prepare(
         dataset = _open_dataset(job, run_dir, run, run_dir.copies if keeps_copies else None)
         functions = open_functions(job)
         answers = plan_answers(job, functions)
-        renderer = Renderer(job, dataset, answers, functions)
+        faults = Faults()
+        if answers.checks:
+            from batchrunner.dispatch.checks import AnswerConditions  # noqa: PLC0415 - only for such jobs
+
+            with faults.collect():
+                AnswerConditions(job, answers, dataset.schema.names)  # raises what is wrong with the checks
+        with faults.collect():
+            renderer = Renderer(job, dataset, answers, functions)
+        faults.raise_all()
         dataset.log_notes(renderer.columns)
         known = None if fresh else _fingerprint_of(run_dir)
         if known is not None:
@@ -142,10 +150,6 @@ def prepare(
         elif job.output.reuse is not None:  # so that prompts are equal
             known = _fingerprint_of(look_at_run(job.output.reuse, job.storage))
         job, renderer = _with_field_order(job, renderer, dataset, answers, known)
-        if answers.checks:
-            from batchrunner.dispatch.checks import AnswerConditions  # noqa: PLC0415 - only for such jobs
-
-            AnswerConditions(job, answers, dataset.schema.names)  # raises what is wrong with the checks
     except BaseException:
         drop_copies(run_dir)
         if functions is not None:

@@ -239,6 +239,9 @@ class KeptTrial:
     result: TrialResult
 
 
+_read_trial = msgspec.json.Decoder(KeptTrial)
+
+
 class TrialHistory:
     """The finished trials of one job on one machine, one JSON line each, from which a search resumes."""
 
@@ -273,7 +276,7 @@ class TrialHistory:
 
     def _read_line(self, line: bytes) -> None:
         with contextlib.suppress(msgspec.DecodeError):  # cut short by a crash
-            trial = msgspec.json.decode(line, type=KeptTrial)
+            trial = _read_trial.decode(line)
             if trial.about == self._about:
                 self._found[key_of(trial.args)].append(trial.result)
 

@@ -1,5 +1,6 @@
 """The time that is left is smooth however rows end, and a run that stops says so."""
 
+import bisect
 import itertools
 
 import pytest
@@ -39,3 +40,39 @@ def test_an_estimate_tells_the_time_left_at_once() -> None:
     told = [time_left.update(30.0 + 3.0 * done, 4 + done, 40, 996 - done) for done in range(1, 400)]
     assert all(left_s is not None for left_s in told)
     assert told[-1] == pytest.approx(3.0 * 597, rel=0.1)
+
+
+@pytest.mark.parametrize("in_flight", [1, 16, 1000])
+@pytest.mark.parametrize("factor", [0.01, 0.4, 2.5, 100])
+def test_an_estimate_that_rows_contradict(in_flight: int, factor: float) -> None:
+    """After a tenth of the rows, and twice those in flight, the pace of the rows counts alone."""
+    rows, row_s = 10_000, 0.1
+    time_left = TimeLeft(0.0, row_s=row_s * factor)
+    for done in range(max(rows // 10, 2 * in_flight)):
+        time_left.update(row_s * done, done, in_flight, rows - done)
+    assert time_left.update(row_s * (done + 1), done + 1, in_flight, rows - done - 1) == pytest.approx(
+        row_s * (rows - done - 1), rel=0.01
+    )
+
+
+def test_an_estimate_while_no_row_ends() -> None:
+    """Nobody knows the time left of rows that all take far longer than estimated, until some end."""
+    time_left = TimeLeft(0.0, row_s=0.01)
+    assert time_left.update(30.0, 0, 0, 100_000) == 1000.0  # input is still read
+    assert time_left.update(31.0, 0, 50, 100_000) == 999.0
+    assert time_left.update(90.0, 0, 50, 100_000) is None
+    assert time_left.update(130.0, 50, 50, 99_950) == pytest.approx(100 / 50 * 99_950)
+
+
+def test_an_estimate_that_rows_confirm() -> None:
+    """Rows of different lengths that all begin at once are no contradiction: it counts down evenly."""
+    lengths = itertools.cycle([2.0, 60.0, 20.0, 100.0, 38.0, 80.0])  # of 50 s in the mean
+    in_flight, rows, row_s = 100, 3000, 0.5
+    time_left = TimeLeft(0.0, row_s=row_s)
+    ends = sorted(next(lengths) for _ in range(in_flight))
+    for done in range(1, rows // 2):
+        now = ends.pop(0)
+        bisect.insort(ends, now + next(lengths))
+        left_s = time_left.update(now, done, in_flight, rows - done)
+        assert left_s is not None
+        assert now + left_s == pytest.approx(row_s * rows, rel=0.1)

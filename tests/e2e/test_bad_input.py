@@ -45,6 +45,31 @@ def test_input_that_cannot_be_read(tmp_path: Path, name: str, content: bytes | N
     told(refusal(job_of(tmp_path, input={"path": place}), tmp_path), place, problem)
 
 
+def test_all_columns_and_templates_in_one_go(tmp_path: Path) -> None:
+    """Everything that does not fit the input gets a line, in `check` and at a start."""
+    job = job_of(
+        tmp_path,
+        input={"columns": ["id", "nam", "ttl"], "filter": "ide > 3"},
+        prompt={"system": "{{ tone }}", "user": "Say {{ text }} {% if %}"},
+        sampling={"temperature": {"column": "temp"}, "stop": {"column": "id"}},
+        accept={"expression": "outptu == 1", "regex": "a"},
+    )
+    file = write_job(job, tmp_path)
+    wrong = [
+        "accept.expression: unknown column 'outptu'", "prompt.system: unknown column 'tone'",
+        "prompt.user: line 1: ", "sampling.temperature: unknown column 'temp'",
+        "sampling.stop: column 'id' must hold texts", "input.filter: unknown column 'ide'",
+        "input.columns: unknown column 'nam'", "input.columns: unknown column 'ttl'",
+    ]  # fmt: skip
+    for command in (["check", file], [file]):
+        refused = batchrun(*command)
+        assert refused.exit_code == 2
+        lines = refused.stderr.splitlines()
+        assert [line[: len(f"batchrun: {begin}")] for line, begin in zip(lines, wrong, strict=True)] == [
+            f"batchrun: {begin}" for begin in wrong
+        ]
+
+
 def test_a_pipe(tmp_path: Path) -> None:
     """Its rows would be gone after they were read once; nothing waits for its writer."""
     pipe = tmp_path / "pipe.parquet"
@@ -337,11 +362,6 @@ FILES = [
         "id,text\n1,a\n2,ü\n".encode("cp1252"),
         "line 3 is not UTF-8: write input.encoding; cp1252 and",
     ),
-    (
-        "a.csv",
-        b"id;text\n1;a\n",
-        "unknown column 'text'; if ';' divides the columns of the file, write input.delimiter: \";\"",
-    ),
     ("a.csv", b'id,"te"xt\n9,a\n', "line 1: the header has misplaced quotes: ',' expected after '\"'"),
     ("a.csv", b"id,text,text\n1,a,b\n", "line 1: the header has 'text' twice"),
     (
@@ -388,6 +408,17 @@ def test_a_compressed_file(tmp_path: Path, name: str, content: bytes, problem: s
     """Where it cannot be read, the line has the command that unpacks it."""
     line = refusal(job_on(tmp_path, name, content), tmp_path)
     assert problem.format(path=tmp_path / name) in line
+
+
+def test_another_delimiter(tmp_path: Path) -> None:
+    """Each column that is missing is named, and what to write where another character divides columns."""
+    refused = batchrun(write_job(job_on(tmp_path, "a.csv", b"id;text\n1;a\n"), tmp_path))
+    assert refused.exit_code == 2
+    hint = "; if ';' divides the columns of the file, write input.delimiter: \";\" (the input has: id;text)"
+    assert refused.stderr.splitlines() == [
+        f"batchrun: prompt.text: unknown column 'text'{hint}",
+        f"batchrun: input.columns: unknown column 'id'{hint}",
+    ]
 
 
 CLASSES = [

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from unittest.mock import Mock
 
+import pyarrow.parquet as pq
 import pytest
 
 import batchrunner
@@ -15,7 +16,17 @@ from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import READ_AHEAD_ROWS
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import RunDir
-from tests.conftest import eventually, job_of, rows_in, run_job, started, write_job, write_rows
+from tests.conftest import (
+    eventually,
+    job_of,
+    merged_table,
+    printed,
+    rows_in,
+    run_job,
+    started,
+    write_job,
+    write_rows,
+)
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.runs import Task, held_from, rows_once, rows_sent, status_of, until_stored
 
@@ -54,6 +65,35 @@ def test_a_dead_task_is_replaced(tmp_path: Path, server: FakeSGLang) -> None:
     assert rows_in(job) == list(range(rows))
     sent = Counter(rows_sent(server))
     assert all(sent[row] == 1 for row in kept)
+
+
+def test_merge_while_tasks_work(tmp_path: Path, server: FakeSGLang) -> None:
+    """What is done is merged, whoever did it: a task that was killed, or one that goes on."""
+    server.script = lambda _: "hold"
+    run, rows = tmp_path / "run", 4 * READ_AHEAD_ROWS
+    job = job_of(tmp_path, server, rows=rows, output={"durable": 0.1}, window=rows // 3)
+    file = write_job(job, tmp_path)
+    with started(file, "--join") as first, started(file, "--join") as second:
+        eventually(lambda: len((status_of(run).get("leases") or {}).get("held", {})) == 2)
+        server.script = lambda sent: "hold" if sent.row % 4 == 3 else "answer"
+        server.ask_again()
+        eventually(lambda: len(_tasks_with_rows(run)) == 2)
+        first.kill()
+        second.wait_for_line("took over from")
+        until_stored(run, 3 * rows // 4)
+        assert len(_tasks_with_rows(run)) == 2
+        merged = printed("merge", run, code=1)
+        assert merged["report"]["rows_ok"] == merged["rows"] == 3 * rows // 4
+        table = pq.read_table(run / "merged")
+        assert table.column("row").to_pylist() == [row for row in range(rows) if row % 4 != 3]
+        server.answer_held()
+        assert second.end() == 0
+    assert merged_table(run).column("row").to_pylist() == list(range(rows))
+
+
+def _tasks_with_rows(run: Path) -> list[str]:
+    """Return the tasks of a run that have rows on disk."""
+    return [task["task"] for task in status_of(run).get("tasks", []) if task["rows_on_disk"]]
 
 
 def test_a_stopped_task_gives_back(tmp_path: Path, server: FakeSGLang) -> None:

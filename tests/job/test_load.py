@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from shlex import quote
 
+import jsonschema_rs
 import pytest
 import yaml
 from hypothesis import given
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from batchrunner.core.errors import JobError
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.load import load_job
+from batchrunner.job.spec import Job
 from tests.support.example_job import EXAMPLE, example, refusal
 
 
@@ -159,12 +161,96 @@ def test_wrong_jobs_are_explained(overrides: str, told: str) -> None:
         (EXAMPLE + "input: {path: x}\n", "line 7: not valid YAML: the key 'input' is given twice"),
         ("input: 2024-13-45", "not valid YAML: month must be in 1..12"),
         ("prompt:\n  user: {{ text }}", ": put quotes around a text that begins with {{"),
+        (
+            "prompt:\n\tuser: a",
+            "line 2: not valid YAML: found character '\\t' that cannot start any token: indent",
+        ),
         (b"\xff\xfe\xfa", "cannot be read as a job file"),
     ],
 )
 def test_wrong_files_are_explained(tmp_path: Path, text: str | bytes, told: str) -> None:
     """A file that is no job is refused with its name and the line."""
     assert told in file_refusal(tmp_path / "job.yaml", text)
+
+
+def test_all_faults_in_one_go(tmp_path: Path) -> None:
+    """A file with several faults gets a line for each."""
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "input: {pth: docs.parquet, limit: 0}\n"
+        "prompt: {user: hello, input_ids: ids, messages: [{role: boss}, {role: user, contnt: x}]}\n"
+        "sampling: {temperature: hot, top_p: {colum: p}, n: 3, max_tokens: 1}\n"
+        "output: {}\n"
+        "windw: 3\n"
+    )
+    with pytest.raises(JobError) as caught:
+        load_job(path)
+    lines = [line.removeprefix(f"{path}: ") for line in str(caught.value).splitlines()]
+    assert lines[:-2] == [
+        "input.limit: should be greater than or equal to 1 (got 0)",
+        "unknown key 'input.pth': did you mean 'path'?",
+        "prompt.messages.0.role: should be 'system', 'user' or 'assistant' (got 'boss')",
+        "prompt.messages.0.content is missing",
+        "unknown key 'prompt.messages.1.contnt': did you mean 'content'?",
+        "sampling.temperature: should be a valid number, or should be {column: NAME} (got 'hot')",
+        "unknown key 'sampling.top_p.colum': did you mean 'column'?",
+        "unknown key 'sampling.max_tokens': did you mean 'max_new_tokens'?",
+        "output.path is missing",
+    ]
+    assert lines[-2].startswith("engine is missing: for example engine: ")
+    assert lines[-1] == "unknown key 'windw': did you mean 'window'?"
+
+
+def test_all_rules_in_one_go() -> None:
+    """Fields that are right, each alone, and do not go together get a line for each rule."""
+    assert refusal("prompt={text: a, system: b, tools: c}").splitlines() == [
+        "job: prompt: `system` has no effect beside `text`: leave it out",
+        "job: prompt: `tools` has no effect beside `text`: leave it out",
+    ]
+    lines = refusal("accept={feedback: true}", "input.columns=[error, row]", "sampling.n=2").splitlines()
+    assert lines == [
+        (
+            "job: input.columns: a result has a column 'row' of its own: carry yours under another name: "
+            "input.rename: {row: input_row}"
+        ),
+        (
+            "job: input.columns: a result has a column 'error' of its own: carry yours under another name: "
+            "input.rename: {error: input_error}"
+        ),
+        "job: accept: nothing is checked: give json, regex, expression or python",
+        "job: accept.feedback goes with one output of a row, not with sampling.n",
+    ]
+
+
+def test_all_overrides_in_one_go() -> None:
+    """Each --set that is wrong gets a line."""
+    lines = refusal("output.path", "input=[", "engine=simulted").splitlines()
+    beginnings = ["--set output.path: ", "--set input: line 1: ", "engine: simulted: "]
+    assert [line.startswith(begin) for line, begin in zip(lines, beginnings, strict=True)] == [True] * 3
+
+
+def test_keys_that_hold_anchors(tmp_path: Path) -> None:
+    """Keys at the top that begin with `x-` are the user's own, for parts that `<<` or `*` uses below."""
+    path = tmp_path / "job.yaml"
+    anchored = "x-quiet: &quiet {temperature: 0}\n" + re.sub(
+        "sampling: .*", "sampling: {<<: *quiet, n: 2}", EXAMPLE
+    )
+    path.write_text(anchored)
+    sampling = load_job(path).sampling
+    assert (sampling.temperature, sampling.n) == (0, 2)
+    jsonschema_rs.validate(Job.model_json_schema(), yaml.safe_load(anchored))
+    assert "unknown key 'sampling.x-a'" in refusal("sampling.x-a=1")
+
+
+@pytest.mark.parametrize("section", ["input", "prompt", "output", "engine"])
+def test_a_missing_section_is_shown(section: str) -> None:
+    """Who leaves out a section sees one, which is right as it stands."""
+    tree = yaml.safe_load(EXAMPLE)
+    del tree[section]
+    with pytest.raises(JobError, match=f"^job: {section} is missing: for example {section}: ") as caught:
+        load_job(tree)
+    written = str(caught.value).partition("for example ")[2].partition(", to start")[0]
+    assert load_job(tree | yaml.safe_load(written))
 
 
 @given(content=st.binary(max_size=60) | texts.map(str.encode))

@@ -2,6 +2,7 @@
 
 import re
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import batchrunner
 from tests.conftest import (
     batchrun,
+    ended,
     eventually,
     job_of,
     printed,
@@ -41,6 +43,30 @@ def test_while_the_engine_starts(tmp_path: Path) -> None:
     assert batchrun(file).exit_code == 0
 
 
+_FIRST_LOOKS = """
+import os, sys
+import batchrunner.runner.status
+sys.setswitchinterval(1e-6)
+codes = set()
+for _ in range(40):
+    child = os.fork()
+    if child == 0:
+        state = batchrunner.runner.status.status(sys.argv[1])
+        os._exit(state["rows_on_disk"] != 40)
+    codes.add(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(*codes)
+"""
+"""Looks at a run in 40 processes that have read no part yet, whose threads take turns all the time."""
+
+
+def test_the_first_look_of_a_process(tmp_path: Path) -> None:
+    """Four threads read parts at once, and each may be the first to read counts; none ends the process."""
+    job = job_of(tmp_path, rows=40, output={"part_rows": 2})
+    batchrunner.run(job)
+    looks = ended(sys.executable, "-c", _FIRST_LOOKS, tmp_path / "run")
+    assert looks.stdout.split() == ["0"], looks.stderr
+
+
 def steps(run: Path) -> list[dict[str, Any]]:
     """Return what each task of a run does before its first row."""
     return [task["starting"] or {} for task in status_of(run).get("tasks", [])]
@@ -48,7 +74,8 @@ def steps(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("parts", [0, 1])
 def test_merge_of_a_run_at_work(tmp_path: Path, server: FakeSGLang, parts: int) -> None:
-    """`merge` says how many rows are missing, and what to do; exit code 1."""
+    """`merge` writes what is done, says how many rows are missing, and what to do; exit code 1."""
+    missing = "merged: 30 of 40 rows, 10 are missing: wait for tasks at work, or run the same command"
     server.script = lambda sent: "hold" if sent.row >= 30 else "answer"
     part_rows = 20 if parts else 10_000
     job = job_of(tmp_path, server, rows=40, output={"part_rows": part_rows, "durable": 0.1}, window=10)
@@ -57,18 +84,13 @@ def test_merge_of_a_run_at_work(tmp_path: Path, server: FakeSGLang, parts: int) 
         eventually(lambda: status_of(tmp_path / "run").get("rows_on_disk") == 30)
         merged = batchrun("merge", tmp_path / "run")
         assert merged.exit_code == 1
-        if parts:
-            assert "merged: 20 of 40 rows, 20 are missing: wait for tasks at work" in merged.stderr
-        else:
-            assert "no part is written yet, 30 rows are in journals: wait for the run's end" in merged.stderr
+        assert missing in merged.stderr
+        assert len(list((tmp_path / "run").glob("parts/*"))) == parts
         process.process.kill()
         process.process.wait()
     merged = batchrun("merge", tmp_path / "run")
     assert merged.exit_code == 1
-    assert (
-        "merged: 30 of 40 rows, 10 are missing: wait for tasks at work, or run the same command"
-        in merged.stderr
-    )
+    assert missing in merged.stderr
     server.answer_held()
     assert batchrun(file).exit_code == 0
     assert batchrun("merge", tmp_path / "run").exit_code == 0

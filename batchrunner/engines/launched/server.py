@@ -17,7 +17,7 @@ import aiohttp
 import orjson
 
 from batchrunner.core.engine_info import Incident
-from batchrunner.core.errors import EngineDownError, EngineLostError, EngineStartError
+from batchrunner.core.errors import EngineDownError, EngineLostError, EngineStartError, install_command
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.device import oom_kills, program_environment, server_args
 from batchrunner.engines.flags import arguments_in, command_line, spellings, variables_in
@@ -313,8 +313,8 @@ class SGLangServer:
         cause = self._cause()
         if "No module named 'sglang'" in cause or "No module named sglang" in cause:
             return (
-                f"{self.name} {what}: {self._python} has no SGLang: install batchrunner[engine], or set "
-                "engine.python"
+                f"{self.name} {what}: {self._python} has no SGLang: set engine.python, or, "
+                f"{install_command('engine')}"
             )
         if NO_GPU.search(cause):
             return (
