@@ -27,8 +27,8 @@ from typer.testing import CliRunner, Result
 
 from batchrunner.cli import app
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.flags import Flags
 from batchrunner.output.events import read_events
+from batchrunner.sglang.flags import Flags
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.scheduling import GroupScheduling, by_group
 from tests.support.server_thread import PATIENCE_S

@@ -11,12 +11,12 @@ from batchrunner.advise.rules import BY_NAME, Advice, apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.core.console import counted
 from batchrunner.core.errors import InputError, hidden
-from batchrunner.engines.flags import CHECK_HELP, Flags, installed, of_arguments
-from batchrunner.engines.logs.reader import KNOWN_CARDS, Facts, LogReader, architecture_of
-from batchrunner.engines.logs.series import GUIDES
-from batchrunner.engines.model_files import read_config
 from batchrunner.output.addresses import store_address
 from batchrunner.output.run_dir import look_at_run
+from batchrunner.sglang.flags import CHECK_HELP, Flags, installed, of_arguments
+from batchrunner.sglang.logs.reader import KNOWN_CARDS, Facts, LogReader, architecture_of
+from batchrunner.sglang.logs.series import GUIDES
+from batchrunner.sglang.model_files import read_config
 
 log = logging.getLogger(__name__)
 

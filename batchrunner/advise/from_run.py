@@ -13,14 +13,14 @@ import pyarrow.parquet as pq
 
 from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.core.errors import InputError
-from batchrunner.engines.logs.lines import ServerReady
-from batchrunner.engines.logs.reader import LogReader, number
-from batchrunner.engines.logs.series import LoadSample, Prefills, Series
 from batchrunner.job.tasks import GENERATE
 from batchrunner.output.columns import has_texts
 from batchrunner.output.events import read_events
 from batchrunner.output.run_dir import RunDir, look_at_run
 from batchrunner.output.run_json import require_run_json
+from batchrunner.sglang.logs.lines import ServerReady
+from batchrunner.sglang.logs.reader import LogReader, number
+from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
 
 MOST_PARTS = 20
 """Newest parts that are read for the lengths of outputs."""

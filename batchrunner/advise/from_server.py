@@ -28,9 +28,9 @@ from batchrunner.engines.http.server_info import (
     memory_caps_running,
     scheduler_states,
 )
-from batchrunner.engines.logs.lines import ServerReady
-from batchrunner.engines.logs.reader import Facts, number
-from batchrunner.engines.logs.series import LoadSample, Series
+from batchrunner.sglang.logs.lines import ServerReady
+from batchrunner.sglang.logs.reader import Facts, number
+from batchrunner.sglang.logs.series import LoadSample, Series
 
 KEY_VARIABLE = "SGLANG_API_KEY"
 

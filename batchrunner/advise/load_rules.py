@@ -13,8 +13,8 @@ from batchrunner.engines.flag_table import (
     next_setting,
     with_memory,
 )
-from batchrunner.engines.flags import CLIP, Flags, command_line, variables_in
-from batchrunner.engines.logs.series import GUIDES, SIGNS
+from batchrunner.sglang.flags import CLIP, Flags, command_line, variables_in
+from batchrunner.sglang.logs.series import GUIDES, SIGNS
 
 _OTHER_WAY = {
     False: "`engine.replicas`: servers with a front process each",

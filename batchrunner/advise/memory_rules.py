@@ -6,10 +6,10 @@ from typing import Any
 
 from batchrunner.advise.situation import LONGEST_LINE, Finding, Situation
 from batchrunner.engines.flag_table import FRACTION_STEP, next_setting
-from batchrunner.engines.flags import Flags, command_line
-from batchrunner.engines.logs.lines import OutOfMemory, Phase
-from batchrunner.engines.logs.reader import FP8
 from batchrunner.engines.recovery import Death, safer
+from batchrunner.sglang.flags import Flags, command_line
+from batchrunner.sglang.logs.lines import OutOfMemory, Phase
+from batchrunner.sglang.logs.reader import FP8
 
 
 def memory_left(s: Situation, flags: Flags) -> Finding | None:

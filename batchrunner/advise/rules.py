@@ -10,9 +10,9 @@ from typing import Any
 from batchrunner.advise import load_rules, memory_rules, setup_rules
 from batchrunner.advise.situation import Certainty, Finding, Situation
 from batchrunner.engines.flag_table import FLAGS, Move, next_setting
-from batchrunner.engines.flags import Flags, command_line
-from batchrunner.engines.logs.lines import Phase
 from batchrunner.engines.recovery import STEPS, Kind
+from batchrunner.sglang.flags import Flags, command_line
+from batchrunner.sglang.logs.lines import Phase
 
 
 @dataclass(frozen=True, slots=True)

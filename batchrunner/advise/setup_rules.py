@@ -8,8 +8,8 @@ import re
 from batchrunner.advise.situation import Finding, Situation
 from batchrunner.core.console import counted
 from batchrunner.engines.flag_table import best_backends, next_setting
-from batchrunner.engines.flags import Flags, command_line
-from batchrunner.engines.logs.series import GUIDES
+from batchrunner.sglang.flags import Flags, command_line
+from batchrunner.sglang.logs.series import GUIDES
 
 ROOM_FOR_KV = 0.6
 """Share of a GPU's memory that all weights may take for one GPU to be enough; the rest holds the KV pool."""

@@ -6,10 +6,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 from batchrunner.engines.flag_table import Server, in_effect
-from batchrunner.engines.logs.lines import ServerReady
-from batchrunner.engines.logs.reader import Facts
-from batchrunner.engines.logs.series import GUIDES, Series
-from batchrunner.engines.model_files import kv_bytes
+from batchrunner.sglang.logs.lines import ServerReady
+from batchrunner.sglang.logs.reader import Facts
+from batchrunner.sglang.logs.series import GUIDES, Series
+from batchrunner.sglang.model_files import kv_bytes
 
 Certainty = Literal["high", "medium", "low"]
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from batchrunner.engines.flags import CLIP, Flags
-from batchrunner.engines.logs.reader import FP8, Architecture, Facts, prefill_graph_off
-from batchrunner.engines.logs.series import GUIDES
+from batchrunner.sglang.flags import CLIP, Flags
+from batchrunner.sglang.logs.reader import FP8, Architecture, Facts, prefill_graph_off
+from batchrunner.sglang.logs.series import GUIDES
 
 SIGNS = {
     "oom": "memory ran out",

@@ -24,14 +24,14 @@ import msgspec
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.errors import BatchrunError
 from batchrunner.core.files import cache_directory
-from batchrunner.engines.device import cards
 from batchrunner.engines.flag_table import FLAGS, Server, in_effect, next_setting
-from batchrunner.engines.flags import Flags, command_line, name_in, of_arguments, version_of
-from batchrunner.engines.logs.lines import Phase, clean
-from batchrunner.engines.logs.reader import Facts, LogReader
-from batchrunner.engines.model_files import model_identity, split_over
 from batchrunner.job.engine import ServerEngine
 from batchrunner.output.files import make_directory, write_json
+from batchrunner.sglang.device import cards
+from batchrunner.sglang.flags import Flags, command_line, name_in, of_arguments, version_of
+from batchrunner.sglang.logs.lines import Phase, clean
+from batchrunner.sglang.logs.reader import Facts, LogReader
+from batchrunner.sglang.model_files import model_identity, split_over
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from batchrunner.core.engine_info import Incident
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.base import Engine
 from batchrunner.engines.flag_table import LESS_CONSERVATIVE, next_setting
-from batchrunner.engines.flags import command_line, of_arguments
 from batchrunner.engines.launched.fleet import LaunchedFleet
 from batchrunner.engines.launched.server import SGLangServer
 from batchrunner.engines.recovery import FlagMemory
 from batchrunner.output.run_dir import RunDir
+from batchrunner.sglang.flags import command_line, of_arguments
 
 log = logging.getLogger(__name__)
 

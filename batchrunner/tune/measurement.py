@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 from batchrunner.core.console import counted
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.logs.reader import Facts
-from batchrunner.engines.logs.series import GUIDES
+from batchrunner.sglang.logs.reader import Facts
+from batchrunner.sglang.logs.series import GUIDES
 
 MOST_STEADY_S = 120.0
 """Seconds of steady time that a trial is measured at most, for slow rows."""

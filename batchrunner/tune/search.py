@@ -14,7 +14,7 @@ import orjson
 
 from batchrunner.core.console import counted
 from batchrunner.engines.flag_table import FLAGS, Flag
-from batchrunner.engines.flags import command_line, name_in
+from batchrunner.sglang.flags import command_line, name_in
 from batchrunner.tune.measurement import WORTH, Incumbent, TrialResult, TrialSigns
 from batchrunner.tune.space import TUNED_FLAGS, Args, FlagChange, Machine, candidates, together
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchrunner.advise.situation import pool_tokens
-from batchrunner.engines.device import cards, free_bytes, gpus, on_cpu
 from batchrunner.engines.flag_table import FLAGS, NEEDS, SIGNS, Flag, Server, with_memory
-from batchrunner.engines.flags import CLIP, Flags, installed
-from batchrunner.engines.logs.series import GUIDES
-from batchrunner.engines.model_files import cards_of, read_config
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import Job
+from batchrunner.sglang.device import cards, free_bytes, gpus, on_cpu
+from batchrunner.sglang.flags import CLIP, Flags, installed
+from batchrunner.sglang.logs.series import GUIDES
+from batchrunner.sglang.model_files import cards_of, read_config
 from batchrunner.tune.measurement import TrialResult, TrialSigns
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from batchrunner.advise.advise import advise
-from batchrunner.engines.flags import CHECK_HELP, parse_help
-from batchrunner.engines.logs.series import GUIDES as THRESHOLDS
+from batchrunner.sglang.flags import CHECK_HELP, parse_help
+from batchrunner.sglang.logs.series import GUIDES as THRESHOLDS
 from tests.conftest import ROOT, batchrun, printed
 from tests.support.sglang_logs import GENERATIONS, GUIDES, RETRACTIONS, LogWriter, changes, judged, stamped
 

@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.device import has_gpu
 from batchrunner.job.load import load_job
 from batchrunner.output.events import read_events
 from batchrunner.runner.prepare import prepare
+from batchrunner.sglang.device import has_gpu
 from batchrunner.tune.sample import write_sample
 from batchrunner.tune.search import TrialRequest
 from batchrunner.tune.trial import TrialRunner

@@ -10,9 +10,9 @@ import yaml
 
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.flags import Flags
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
+from batchrunner.sglang.flags import Flags
 from batchrunner.tune.space import Machine
 from tests.conftest import batchrun, eventually, job_of, started, write_job
 from tests.support.fake_sglang import FakeSGLang

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from batchrunner.engines.flag_table import FLAGS, OF_DECODING, SIGNS, Server, next_setting, with_memory
-from batchrunner.engines.flags import Flags
-from batchrunner.engines.logs.lines import ServerReady
-from batchrunner.engines.logs.reader import Facts
+from batchrunner.sglang.flags import Flags
+from batchrunner.sglang.logs.lines import ServerReady
+from batchrunner.sglang.logs.reader import Facts
 
 
 def server(device: str = "cuda", spare_gb: float = 13.5, **arguments: Any) -> Server:

@@ -10,10 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.engines.flags import Flags, of_arguments
 from batchrunner.engines.hang_detector import WARM_UP, HangDetector, SilenceTimer
-from batchrunner.engines.logs.lines import Phase, ServerReady
-from batchrunner.engines.logs.reader import Facts, LogReader
 from batchrunner.engines.recovery import (
     Death,
     EndedServer,
@@ -23,6 +20,9 @@ from batchrunner.engines.recovery import (
     examine,
     safer,
 )
+from batchrunner.sglang.flags import Flags, of_arguments
+from batchrunner.sglang.logs.lines import Phase, ServerReady
+from batchrunner.sglang.logs.reader import Facts, LogReader
 
 READY = (
     "[2025-08-11 17:17:03 TP0] max_total_num_tokens=665690, chunked_prefill_size=8192, "

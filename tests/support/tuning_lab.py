@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from batchrunner.engines.flags import CLIP, Flags
-from batchrunner.engines.logs.lines import ServerReady
-from batchrunner.engines.logs.reader import Facts
 from batchrunner.engines.simulation.replica import CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
+from batchrunner.sglang.flags import CLIP, Flags
+from batchrunner.sglang.logs.lines import ServerReady
+from batchrunner.sglang.logs.reader import Facts
 from batchrunner.tune.measurement import TrialResult, TrialWatch
 from batchrunner.tune.search import Search, TrialRequest, key_of
 from batchrunner.tune.space import Args, Machine

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.flag_table import FLAGS
-from batchrunner.engines.flags import CLIP
-from batchrunner.engines.logs.reader import Facts
+from batchrunner.sglang.flags import CLIP
+from batchrunner.sglang.logs.reader import Facts
 from batchrunner.tune.measurement import Incumbent, TrialResult
 from batchrunner.tune.search import Search, TrialRequest, compare, key_of, trial_noise
 from batchrunner.tune.space import TUNED_FLAGS, Args

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from batchrunner.engines.device import Gpu
 from batchrunner.engines.flag_table import FLAGS
-from batchrunner.engines.flags import CLIP, Flags, arguments_in, command_line, numbers_in, variables_in
-from batchrunner.engines.logs.lines import ServerReady
-from batchrunner.engines.logs.reader import Facts
 from batchrunner.job.load import load_job
+from batchrunner.sglang.device import Gpu
+from batchrunner.sglang.flags import CLIP, Flags, arguments_in, command_line, numbers_in, variables_in
+from batchrunner.sglang.logs.lines import ServerReady
+from batchrunner.sglang.logs.reader import Facts
 from batchrunner.tune.measurement import TrialResult, TrialSigns
 from batchrunner.tune.space import Args, machine_for
 from batchrunner.tune.space import candidates as candidates_of

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from batchrunner.engines.logs.lines import ServerReady
-from batchrunner.engines.logs.reader import Facts
+from batchrunner.sglang.logs.lines import ServerReady
+from batchrunner.sglang.logs.reader import Facts
 from batchrunner.tune.measurement import TrialResult, TrialSigns
 from batchrunner.tune.tuner import TrialHistory
 

@@ -11,8 +11,8 @@ from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
-from batchrunner.engines.logs.series import GUIDES
 from batchrunner.report.html.history import RETRACTIONS, IncidentMark, Line, TaskHistory, Timeline
+from batchrunner.sglang.logs.series import GUIDES
 
 WIDTH, HEIGHT = 1000.0, 100.0
 COLOURS = 8

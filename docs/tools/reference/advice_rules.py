@@ -4,7 +4,7 @@ from collections import Counter
 
 from batchrunner.advise.rules import RULES, Rule
 from batchrunner.engines.flag_table import FLAGS, SIGNS, Flag
-from batchrunner.engines.flags import VARIABLES
+from batchrunner.sglang.flags import VARIABLES
 from docs.tools.reference.markdown import named
 
 HEAD = """# Rules of advice

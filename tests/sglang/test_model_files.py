@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from batchrunner.engines.device import gpus, oom_kills
+from batchrunner.sglang.device import gpus, oom_kills
 from tests.support.sglang_logs import LogWriter, changes, judged
 
 

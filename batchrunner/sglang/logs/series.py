@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from batchrunner.core.console import counted
-from batchrunner.engines.logs.lines import LoggedBatch
+from batchrunner.sglang.logs.lines import LoggedBatch
 
 
 @dataclass(slots=True)

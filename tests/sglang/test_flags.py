@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from batchrunner.engines.flags import installed, parse_help
+from batchrunner.sglang.flags import installed, parse_help
 from tests.conftest import require_engine
 
 OLD = """usage: launch_server.py [-h] --model-path MODEL_PATH [--cuda-graph-max-bs CUDA_GRAPH_MAX_BS]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from batchrunner.core.errors import InputError
-from batchrunner.engines.logs.lines import (
+from batchrunner.sglang.logs.lines import (
     STEPS_A_LINE,
     Arguments,
     Died,
@@ -26,8 +26,8 @@ from batchrunner.engines.logs.lines import (
     origin_of,
     record_in,
 )
-from batchrunner.engines.logs.series import LoadSample, Prefills, Series
-from batchrunner.engines.model_files import has_experts, has_latent_attention, has_sparse_attention
+from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
+from batchrunner.sglang.model_files import has_experts, has_latent_attention, has_sparse_attention
 
 Architecture = Literal["hopper", "blackwell", "ada", "ampere"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from batchrunner.engines.device import has_gpu, output_of, program_environment
+from batchrunner.sglang.device import has_gpu, output_of, program_environment
 
 HELP_TIMEOUT_S = 120.0
 """Seconds; `--help` imports torch, which takes 6 s, and more from a cold network disk."""

@@ -14,9 +14,9 @@ from typing import Any
 from batchrunner.core.errors import EngineStartError
 from batchrunner.core.files import read_json
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.flags import name_in
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.fields import is_hub_name
+from batchrunner.sglang.flags import name_in
 
 log = logging.getLogger(__name__)
 

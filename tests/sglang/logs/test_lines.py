@@ -2,7 +2,7 @@
 
 import pytest
 
-from batchrunner.engines.logs.lines import step_in
+from batchrunner.sglang.logs.lines import step_in
 
 CAPTURE = "Capture target decode CUDA graph"
 

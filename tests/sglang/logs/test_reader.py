@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from batchrunner.advise.advise import advise
 from batchrunner.advise.rules import apply_all
 from batchrunner.advise.situation import Situation
-from batchrunner.engines.flags import Flags
-from batchrunner.engines.logs.lines import ServerReady, origin_of, record_in
-from batchrunner.engines.logs.reader import LogReader
+from batchrunner.sglang.flags import Flags
+from batchrunner.sglang.logs.lines import ServerReady, origin_of, record_in
+from batchrunner.sglang.logs.reader import LogReader
 from tests.conftest import batchrun
 from tests.support.sglang_logs import GUIDES, RETRACTIONS, LogWriter, changes, cuda_oom, interleaved, judged
 
