@@ -15,8 +15,8 @@ from batchrunner.output.addresses import store_address
 from batchrunner.output.run_dir import look_at_run
 from batchrunner.sglang.flags import CHECK_HELP, Flags, installed, of_arguments
 from batchrunner.sglang.logs.reader import KNOWN_CARDS, Facts, LogReader, architecture_of
-from batchrunner.sglang.logs.series import GUIDES
 from batchrunner.sglang.model_files import read_config
+from batchrunner.tuning.signals import GUIDES, has_enough, share, span_in_words
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class AdviceReport:
     def healthy(self) -> bool:
         """Whether there are enough samples and nothing is wrong."""
         wrong = any(advice.change and not BY_NAME[advice.rule].option for advice in self.advice)
-        return self.situation.is_judged and self.situation.load.enough and not wrong
+        return self.situation.is_judged and has_enough(self.situation.load) and not wrong
 
     def lines(self) -> list[str]:
         """Return the lines for the terminal."""
@@ -55,7 +55,7 @@ class AdviceReport:
         return {
             "source": self.source,
             "healthy": self.healthy,
-            "enough": load.enough,
+            "enough": has_enough(load),
             "reading": {
                 **self.situation.evidence("empty", "in_band", "deep", "conservative", "full", "no_graph"),
                 "schedulers": len(load.tracks),
@@ -76,11 +76,11 @@ class AdviceReport:
             return "simulated: there is no advice on figures that are made up"
         if not load.counted and client is None:
             return "no request was running when the load was sampled"
-        if load.enough:
-            return load.over()
+        if has_enough(load):
+            return span_in_words(load)
         steady = " between its start and its drain or tail" if client else ""
         return (
-            f"{self.figures()}. A reading, not advice: {load.over()}{steady}, and advice needs "
+            f"{self.figures()}. A reading, not advice: {span_in_words(load)}{steady}, and advice needs "
             f"{GUIDES.samples:g} over {GUIDES.span_s:g} s"
         )
 
@@ -90,7 +90,7 @@ class AdviceReport:
         rate, retractions = load.median("rate"), counted(self.situation.retractions, "retraction")
         return (
             f"median #running-req {load.median('running'):.0f}, #queue-req {load.median('queue'):.0f} "
-            f"(0 in {load.share('empty'):.0%}), token usage {load.median('usage'):.2f}, "
+            f"(0 in {share(load.samples, 'empty'):.0%}), token usage {load.median('usage'):.2f}, "
             f"{retractions}" + (f", {rate:,.0f} tokens/s" if rate else "")
         )
 

@@ -21,6 +21,7 @@ from batchrunner.output.run_json import require_run_json
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import LogReader, number
 from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
+from batchrunner.tuning.signals import has_enough
 
 MOST_PARTS = 20
 """Newest parts that are read for the lengths of outputs."""
@@ -50,7 +51,7 @@ def read_run(run: Path | RunDir) -> Situation:
                 log.read(path)
     load.settle()
     _lengths(run_dir, client)
-    if not load.enough:  # what the log has is of the start and the end too
+    if not has_enough(load):  # what the log has is of the start and the end too
         log.series.tracks, log.series.prefills = {}, Prefills()
     server = log.facts
     server.version = facts["engine"].get("version")
@@ -210,7 +211,7 @@ class ServerWatch:
     @property
     def busy_s(self) -> float:
         """Seconds of the window; 0 while it has too little to say."""
-        enough = self._load.enough and self._log.series.counted >= FEWEST_PASSES and all(self.rates)
+        enough = has_enough(self._load) and self._log.series.counted >= FEWEST_PASSES and all(self.rates)
         return self._load.busy_s if enough else 0.0
 
     @property

@@ -14,7 +14,17 @@ from batchrunner.engines.flag_table import (
     with_memory,
 )
 from batchrunner.sglang.flags import CLIP, Flags, command_line, variables_in
-from batchrunner.sglang.logs.series import GUIDES, SIGNS
+from batchrunner.tuning.signals import (
+    ADMITS_TOO_FEW,
+    GUIDES,
+    SIGNS,
+    frequent,
+    has_enough,
+    is_frequent,
+    retractions_cost,
+    retracts_often,
+    span_in_words,
+)
 
 _OTHER_WAY = {
     False: "`engine.replicas`: servers with a front process each",
@@ -31,7 +41,7 @@ def conservativeness(s: Situation) -> float:
 
 def queue_empty(s: Situation, flags: Flags) -> Finding | None:
     """Find that the queue runs empty, and what on the client's side is too slow."""
-    if not s.load.frequent("empty"):
+    if not frequent(s.load, "empty"):
         return None
     band = QueueBand(int(GUIDES.queue_low), int(GUIDES.queue_deep)).scaled(s.max_running)
     keep = f"keep {band.low}-{band.high} requests waiting"
@@ -75,10 +85,14 @@ def _slow_part(client: ClientActivity, keep: str) -> tuple[str, str]:
 
 def queue_deep(s: Situation, _: Flags) -> Finding | None:
     """Find that more requests wait than the scheduler should sort through before each pass."""
-    if not s.load.frequent("deep"):
+    if not frequent(s.load, "deep"):
         return None
-    how = "send requests evenly, not in bursts" if s.load.frequent("empty") else "send fewer requests at once"
-    how = "`window: auto` in the job" if s.client else how
+    if s.client:
+        how = "`window: auto` in the job"
+    elif frequent(s.load, "empty"):
+        how = "send requests evenly, not in bursts"
+    else:
+        how = "send fewer requests at once"
     return Finding(
         f"#queue-req is above {GUIDES.queue_deep:.0f} {s.often('deep')}",
         change=f"{how}: keep {GUIDES.queue_low:.0f}-{GUIDES.queue_deep:.0f} waiting",
@@ -88,7 +102,7 @@ def queue_deep(s: Situation, _: Flags) -> Finding | None:
 
 def conservative(s: Situation, flags: Flags) -> Finding | None:
     """Find that SGLang reserves memory for longer outputs than there are."""
-    if not s.load.frequent("conservative") or s.retracts_often or s.fills_up:
+    if not s.admits_too_few or s.fills_up:
         return None
     if s.client and s.client.ignore_eos:  # outputs have max_new_tokens, which is what SGLang reserves
         return None
@@ -103,7 +117,7 @@ def conservative(s: Situation, flags: Flags) -> Finding | None:
     cause, tighter, certainty = _cause(share, clip, GUIDES.short_output)
     return Finding(
         f"token usage is below {GUIDES.usage_good:g} (median {s.load.median('usage'):.2f}) with requests "
-        f"waiting {s.often('conservative')}: SGLang admits too few; {cause}",
+        f"waiting {s.often('conservative')}: {ADMITS_TOO_FEW}; {cause}",
         args,
         ", or ".join(filter(None, (command_line(args), tighter))),
         {**s.evidence("conservative"), "output_share_of_max_new_tokens": share},
@@ -132,7 +146,7 @@ def _cause(share: float | None, clip: dict[str, str], short: float) -> tuple[str
 def running_capped(s: Situation, _: Flags) -> Finding | None:
     """Find that `max_running_requests` is the limit while the KV pool has room."""
     most = s.max_running or 0
-    if not s.load.frequent("capped") or s.fills_up or not 0 < most < MOST_RUNNING:
+    if not frequent(s.load, "capped") or s.fills_up or not 0 < most < MOST_RUNNING:
         return None
     if s.log.median("usage") >= GUIDES.usage_good:  # a hybrid model: /v1/loads leaves out its states
         return None
@@ -148,18 +162,18 @@ def retractions(s: Situation, flags: Flags) -> Finding | None:
     if not s.retractions:
         return None
     rate = s.retractions_per_min
-    seen = f"{counted(s.retractions, 'retraction')}, {rate:.1f} a minute, in {s.load.over()}"
+    seen = f"{counted(s.retractions, 'retraction')}, {rate:.1f} a minute, in {span_in_words(s.load)}"
     evidence = {**s.evidence("full"), "retractions": s.retractions, "retractions_per_min": round(rate, 2)}
-    if rate <= GUIDES.retractions_per_min:
+    if not retracts_often(rate):
         return Finding(f"{seen}: up to about one a minute is fine", evidence=evidence, fine=True)
-    if not s.load.enough:  # the reading has their number
+    if not has_enough(s.load):  # the reading has their number
         return None
     sign = f"{seen}, with token usage at {s.server.usage:.2f}: requests lose their place and their work"
     share, again = s.log.recomputed_share, s.log.prefills.retracted_tokens
     if share is not None:
         cost = f"{again:,} tokens are computed again, {share:.0%} of those generated"
         evidence |= {"tokens_computed_again": again, "recomputed_share": round(share, 4)}
-        if not s.log.retractions_cost:
+        if not retractions_cost(s.log):
             fine = f"{seen}: {cost}, which costs less than running fewer requests would"
             return Finding(fine, evidence=evidence, fine=True)
         sign += f": {cost}"
@@ -192,10 +206,10 @@ LARGE_TP = 4
 
 def running_low(s: Situation, flags: Flags) -> Finding | None:
     """Find that prefill admits requests no faster than others end."""
-    if not s.load.frequent("far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
+    if not frequent(s.load, "far_below") or s.fills_up or conservativeness(s) > LESS_CONSERVATIVE:
         return None
     prefills = s.log.prefills
-    if prefills.passes < GUIDES.samples or prefills.filled < GUIDES.frequent * prefills.passes:
+    if prefills.passes < GUIDES.samples or not is_frequent(prefills.filled / max(1, prefills.passes)):
         return None
     return Finding(
         f"{s.load.median('running'):.0f} of at most {s.max_running} requests run, others wait and "
@@ -209,7 +223,7 @@ def prefill_full(s: Situation, flags: Flags) -> Finding | None:
     """Find that full prefill passes are many and short: their fixed cost is paid too often."""
     prefills = s.log.prefills
     share = prefills.filled_waiting / max(1, prefills.passes)
-    if prefills.passes < GUIDES.samples or share < GUIDES.frequent:
+    if prefills.passes < GUIDES.samples or not is_frequent(share):
         return None
     chunk = int(s.server.now("chunked-prefill-size") or 0)
     if chunk >= SURELY_LARGE:
@@ -227,7 +241,7 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     name = "prefill-decode-interval"
     prefills, chunk = s.log.prefills, s.facts.chunk or 0
     args = next_setting("small-prefills", name, s.server, flags)
-    if name not in flags.names or not args or not s.log.enough:
+    if name not in flags.names or not args or not has_enough(s.log):
         return None
     if s.facts.arguments.get("enable_mixed_chunk"):  # requests decode during prefill passes
         return None
@@ -235,7 +249,7 @@ def small_prefills(s: Situation, flags: Flags) -> Finding | None:
     if (
         prefills.passes < GUIDES.samples
         or mean > min(SMALL_PASS * chunk, LIKE_A_STEP)
-        or s.load.frequent("empty")
+        or frequent(s.load, "empty")
     ):
         return None
     steps, outputs, interval = s.decode_steps, s.server.output_tokens, args[name]
@@ -257,7 +271,7 @@ def long_prompts(s: Situation, flags: Flags) -> Finding | None:
     """Find that one or two prompts fill a prefill pass."""
     prefills = s.log.prefills
     share = prefills.few_long / max(1, prefills.passes)
-    if prefills.passes < GUIDES.samples or share < GUIDES.frequent:
+    if prefills.passes < GUIDES.samples or not is_frequent(share):
         return None
     tokens = prefills.mean_prompt
     if tokens < GUIDES.long_prompt:
@@ -278,7 +292,7 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
     sign = "no_graph_small" if small else "no_graph_tp" if s.facts.tp >= LARGE_TP else "no_graph"
     without = [sample.running for sample in s.log.samples if SIGNS[sign](sample)]
     share = len(without) / max(1, s.log.counted)
-    if not s.log.enough or share < GUIDES.frequent:
+    if not has_enough(s.log) or not is_frequent(share):
         return None
     running = median(without)
     if s.facts.graph_disabled:
@@ -291,7 +305,7 @@ def cuda_graph(s: Situation, flags: Flags) -> Finding | None:
         largest = s.facts.graph_max_bs
         why = f"they are captured up to {largest}" if largest else "they are captured for smaller batches"
     return Finding(
-        f"cuda graph: False in {share:.0%} of {s.log.over()}, at {running:.0f} running: {why}",
+        f"cuda graph: False in {share:.0%} of {span_in_words(s.log)}, at {running:.0f} running: {why}",
         args,
         evidence={**s.evidence(), "no_graph_share": round(share, 4)},
         certainty="high" if s.facts.graph_disabled else None,

@@ -9,7 +9,7 @@ from batchrunner.advise.situation import Finding, Situation
 from batchrunner.core.console import counted
 from batchrunner.engines.flag_table import best_backends, next_setting
 from batchrunner.sglang.flags import Flags, command_line
-from batchrunner.sglang.logs.series import GUIDES
+from batchrunner.tuning.signals import GUIDES, frequent
 
 ROOM_FOR_KV = 0.6
 """Share of a GPU's memory that all weights may take for one GPU to be enough; the rest holds the KV pool."""
@@ -83,7 +83,7 @@ def dp_attention(s: Situation, _: Flags) -> Finding:
 def torch_compile(s: Situation, _: Flags) -> Finding | None:
     """Find a small model with small batches."""
     gb = (s.facts.weights_gb or 0.0) * s.facts.tp
-    if not 0 < gb <= GUIDES.small_model_gb or not s.load.frequent("small_batch"):
+    if not 0 < gb <= GUIDES.small_model_gb or not frequent(s.load, "small_batch"):
         return None
     return Finding(f"a small model ({gb:.1f} GB), {s.server.running:.0f} requests running")
 
@@ -91,7 +91,7 @@ def torch_compile(s: Situation, _: Flags) -> Finding | None:
 def pool_full(s: Situation, _: Flags) -> Finding | None:
     """Find that memory limits the batch."""
     sign = f"the KV pool is full {s.often('kv_bound')}"
-    return Finding(sign, evidence=s.evidence("kv_bound")) if s.load.frequent("kv_bound") else None
+    return Finding(sign, evidence=s.evidence("kv_bound")) if frequent(s.load, "kv_bound") else None
 
 
 def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
@@ -120,7 +120,7 @@ def host_cache(s: Situation, _: Flags) -> Finding | None:
     shared = GUIDES.shared <= prefills.cached_share <= GUIDES.cached_well
     if prefills.prompts < FEW_PROMPTS or not shared or prefills.mean_prompt < LONG_ENOUGH:
         return None
-    if not s.load.frequent("full"):
+    if not frequent(s.load, "full"):
         return None
     return Finding(
         f"prompts of {prefills.mean_prompt:,.0f} tokens share prefixes, {prefills.cached_share:.0%} was in "

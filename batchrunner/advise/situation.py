@@ -8,8 +8,17 @@ from typing import Any, Literal
 from batchrunner.engines.flag_table import Server, in_effect
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
-from batchrunner.sglang.logs.series import GUIDES, Series
+from batchrunner.sglang.logs.series import Series
 from batchrunner.sglang.model_files import kv_bytes
+from batchrunner.tuning.signals import (
+    GUIDES,
+    admits_too_few,
+    frequent,
+    has_enough,
+    retracts_often,
+    share,
+    span_in_words,
+)
 
 Certainty = Literal["high", "medium", "low"]
 
@@ -87,7 +96,7 @@ class Situation:
     @property
     def is_judged(self) -> bool:
         """Whether there may be advice: a run has to be real, and long enough in steady work."""
-        return self.client is None or (self.load.enough and not self.client.simulated)
+        return self.client is None or (has_enough(self.load) and not self.client.simulated)
 
     @property
     def decodes(self) -> bool:
@@ -132,7 +141,7 @@ class Situation:
     @property
     def fills_up(self) -> bool:
         """Whether the KV pool is full repeatedly, though perhaps not all the time."""
-        return self.load.share("full") >= GUIDES.peaks
+        return share(self.load.samples, "full") >= GUIDES.peaks
 
     @property
     def reserved_share(self) -> float:
@@ -147,8 +156,8 @@ class Situation:
     @property
     def short_of_pool(self) -> bool:
         """Whether requests wait for room in the KV pool, not for places or for a bolder scheduler."""
-        return self.load.frequent("kv_bound") or (
-            self.reserved_share >= RESERVED and self.load.frequent("conservative")
+        return frequent(self.load, "kv_bound") or (
+            self.reserved_share >= RESERVED and frequent(self.load, "conservative")
         )
 
     @property
@@ -164,15 +173,21 @@ class Situation:
     @property
     def retracts_often(self) -> bool:
         """Whether there are more retractions than the guides call fine."""
-        return self.load.enough and self.retractions_per_min > GUIDES.retractions_per_min
+        return has_enough(self.load) and retracts_often(self.retractions_per_min)
+
+    @property
+    def admits_too_few(self) -> bool:
+        """Whether the server admits too few requests, by enough samples."""
+        held = share(self.load.samples, "conservative")
+        return has_enough(self.load) and admits_too_few(share_held=held, retracts=self.retracts_often)
 
     def often(self, sign: str) -> str:
         """Describe how often a sign was seen."""
-        return f"in {self.load.share(sign):.0%} of {self.load.over()}"
+        return f"in {share(self.load.samples, sign):.0%} of {span_in_words(self.load)}"
 
     def evidence(self, *signs: str) -> dict[str, Any]:
         """Return the figures behind signs, for `--json`."""
-        shares = {f"{sign}_share": round(self.load.share(sign), 4) for sign in signs}
+        shares = {f"{sign}_share": round(share(self.load.samples, sign), 4) for sign in signs}
         return {
             "samples": self.load.counted,
             "span_s": round(self.load.busy_s, 1),

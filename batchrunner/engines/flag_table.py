@@ -12,40 +12,13 @@ from typing import Any, Literal, NamedTuple
 
 from batchrunner.sglang.flags import CLIP, Flags
 from batchrunner.sglang.logs.reader import FP8, Architecture, Facts, prefill_graph_off
-from batchrunner.sglang.logs.series import GUIDES
+from batchrunner.tuning.signals import GUIDES
 
-SIGNS = {
-    "oom": "memory ran out",
-    "no-pool": "the weights leave no room for a KV pool",
-    "held": "requests wait although the KV pool has room",
-    "retracting": "more than one retraction a minute from a full KV pool",
-    "full": "requests wait for room in the KV pool",
-    "memory-left": "memory of the card is unused",
-    "memory-tight": "little memory of the card is left",
-    "chunk-full": "prefill passes take all the tokens that they may",
-    "capped": "as many requests run as may, and the KV pool has room",
-    "graph-off": "decode passes run without a CUDA graph",
-    "reordered": "the server takes rows in an order of its own",
-    "shared": "prompts share prefixes, and few requests wait",
-    "slow-backend": "the card has an attention backend of its own",
-    "evicted": "prompts share prefixes, and the KV pool is full",
-    "starved": "no request waits, and fewer run than may",
-    "split-experts": "each expert is split over several GPUs",
-    "kv-copies": "several GPUs keep the same KV cache",
-    "layout": "the GPUs could hold more or fewer replicas",
-    "wide-numbers": "weights or KV cache have 16-bit numbers",
-    "repeated": "outputs repeat what earlier outputs say",
-    "small-prefills": "decoding stops often for small prefill passes",
-    "large-pages": "requests are short beside a page",
-    "cache-off": "the prefix cache is off, and prompts share prefixes",
-    "small-model": "a small model runs small batches",
-}
-"""The signs that call for flags, in words."""
 OF_DECODING = frozenset({
     "held", "retracting", "full", "memory-left", "capped", "graph-off", "evicted", "small-prefills",
     "large-pages", "small-model", "wide-numbers",
 })  # fmt: skip
-"""Those that say something only where requests decode."""
+"""Signs that say something only where requests decode."""
 
 
 class MemoryBand(NamedTuple):

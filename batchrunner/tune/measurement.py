@@ -12,7 +12,8 @@ from batchrunner.core.console import counted
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.sglang.logs.reader import Facts
-from batchrunner.sglang.logs.series import GUIDES
+from batchrunner.sglang.logs.series import LoadSample
+from batchrunner.tuning.signals import is_frequent, share
 
 MOST_STEADY_S = 120.0
 """Seconds of steady time that a trial is measured at most, for slow rows."""
@@ -25,10 +26,8 @@ WORTH = 0.02
 """A smaller gain, as a share, is not worth a further trial."""
 NEARLY_ALL = 0.99
 """Share of the outputs that stay under the longest one that counts."""
-AT_LIMIT = 0.9
-"""Share of max-running-requests from which it counts as the limit; the mean of a wave stays below 1."""
-EMPTY_OFTEN = 0.5
-"""Share of readings with an empty queue from which work rarely waits."""
+MEASURED = ("empty", "waiting", "conservative", "capped", "at_cap", "full", "kv_bound")
+"""Signs of the load that a trial measures."""
 
 Ended = Literal["measured", "behind", "died", "cut"]
 End = tuple[Ended, str]
@@ -37,7 +36,7 @@ End = tuple[Ended, str]
 
 @dataclass(frozen=True, slots=True)
 class TrialSigns:
-    """What limits a trial: means over steady time; None where they are not known."""
+    """What limits a trial: means over steady time, and how often it showed each sign; None is unknown."""
 
     running: float = 0.0
     """Requests that decode, SGLang's `#running-req`."""
@@ -45,8 +44,8 @@ class TrialSigns:
     """Most requests that decode at once."""
     queue: float = 0.0
     """Requests that wait, SGLang's `#queue-req`."""
-    empty_share: float = 1.0
-    """Share of the readings in which no request waited."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Share of the readings that showed each sign of the load."""
     usage: float = 0.0
     """Fraction of the KV pool in use."""
     pool_tokens: int | None = None
@@ -72,20 +71,9 @@ class TrialSigns:
     repeated: float = 1.0
     """Words that a decode step would bring on average, were n-grams of earlier answers tried."""
 
-    @property
-    def waits(self) -> bool:
-        """Whether requests waited most of the time; else no flag of the scheduler can help."""
-        return self.empty_share < EMPTY_OFTEN
-
-    @property
-    def at_limit(self) -> bool:
-        """Whether max-running-requests is the limit; a request in its prefill is not in `running`."""
-        return self.max_running is not None and self.running >= AT_LIMIT * self.max_running - 1
-
-    @property
-    def full(self) -> bool:
-        """Whether the KV pool is full."""
-        return self.usage >= GUIDES.usage_good
+    def shows(self, sign: str) -> bool:
+        """Tell whether the trial showed a sign of the load frequently."""
+        return is_frequent(self.shares.get(sign, 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +132,8 @@ class TrialWatch:
     """The last reading in which a request waited."""
     _peak: int = 0
     _readings: list[SchedulerLoad] = field(default_factory=list)
+    _busy_readings: int = 0
+    """Readings up to the last in which a request waited: those of the drain show no sign."""
     _outputs: list[int] = field(default_factory=list)
     _retractions: int = 0
     _prompt_tokens: int = 0
@@ -172,6 +162,7 @@ class TrialWatch:
         self._readings += signals
         if any(signal.queue for signal in signals):
             self._busy = now
+            self._busy_readings = len(self._readings)
         return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)
 
     def _behind(self, at_s: float, warm: TrialProgress) -> End | None:
@@ -236,7 +227,7 @@ class TrialWatch:
             running=round(mean("running"), 1),
             max_running=limit("max_running"),
             queue=round(mean("queue"), 1),
-            empty_share=round(sum(reading.queue == 0 for reading in readings) / len(readings), 3),
+            shares=_shares(readings[: self._busy_readings] or readings),
             usage=round(mean("token_usage", len(readings)), 3),
             pool_tokens=limit("max_total_tokens"),
             retractions_per_min=round(60 * self._retractions / span_s, 1),
@@ -245,3 +236,11 @@ class TrialWatch:
             output_tokens=round(fmean(outputs or [0]), 1),
             longest_output=outputs[int(NEARLY_ALL * (len(outputs) - 1))] if outputs else None,
         )
+
+
+def _shares(readings: Sequence[SchedulerLoad]) -> dict[str, float]:
+    """Return the share of the readings that show each sign."""
+    samples = [
+        LoadSample(None, load.running, load.queue, load.token_usage, load.max_running) for load in readings
+    ]
+    return {sign: round(share(samples, sign), 3) for sign in MEASURED}

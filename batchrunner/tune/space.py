@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from batchrunner.advise.situation import pool_tokens
-from batchrunner.engines.flag_table import FLAGS, NEEDS, SIGNS, Flag, Server, with_memory
+from batchrunner.engines.flag_table import FLAGS, NEEDS, Flag, Server, with_memory
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import Job
 from batchrunner.sglang.device import cards, free_bytes, gpus, on_cpu
 from batchrunner.sglang.flags import CLIP, Flags, installed
-from batchrunner.sglang.logs.series import GUIDES
 from batchrunner.sglang.model_files import cards_of, read_config
 from batchrunner.tune.measurement import TrialResult, TrialSigns
+from batchrunner.tuning.signals import FLAG_SIGNS, GUIDES, admits_too_few, retracts_often
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,30 +105,30 @@ class FlagChange:
     why: str
 
 
-def _admits_too_few(s: TrialSigns) -> bool:
+def _waits_below_cap(s: TrialSigns) -> bool:
     """Tell whether requests wait although fewer run than max-running-requests allows."""
-    return s.waits and not s.at_limit
+    return s.shows("conservative") or s.shows("kv_bound")
 
 
 SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
     "layout": lambda _, __: True,
-    "held": lambda s, _: s.waits and not s.full,
-    "retracting": lambda s, _: (
-        _admits_too_few(s) and s.full and s.retractions_per_min > GUIDES.retractions_per_min
+    "held": lambda s, _: admits_too_few(
+        share_held=s.shares["conservative"], retracts=retracts_often(s.retractions_per_min)
     ),
-    "full": lambda s, _: _admits_too_few(s),
+    "retracting": lambda s, _: s.shows("kv_bound") and retracts_often(s.retractions_per_min),
+    "full": lambda s, _: _waits_below_cap(s),
     "chunk-full": lambda s, v: (s.prefill_per_pass or 0.0) >= PASS_IS_FULL * (v.facts.chunk or 1),
-    "capped": lambda s, _: s.waits and s.at_limit and not s.full,
+    "capped": lambda s, _: s.shows("capped"),
     "graph-off": lambda s, _: (s.graph_off_share or 0.0) >= GRAPH_OFF_OFTEN,
     "reordered": lambda _, __: True,
     "shared": lambda s, _: s.cached_share >= GUIDES.shared and s.queue <= GUIDES.lpm_queue,
     "slow-backend": lambda _, __: True,
-    "evicted": lambda s, _: s.cached_share >= GUIDES.shared and s.full,
-    "starved": lambda s, _: not s.waits and not s.at_limit,
+    "evicted": lambda s, _: s.cached_share >= GUIDES.shared and s.shows("full"),
+    "starved": lambda s, _: s.shows("empty") and not s.shows("at_cap"),
     "split-experts": lambda _, __: True,
     "kv-copies": lambda _, __: True,
     "small-prefills": lambda s, v: (
-        s.waits
+        s.shows("waiting")
         and (s.prefill_per_pass or math.inf) < SMALL_PASS * (v.facts.chunk or 0)
         and (s.decodes_per_prefill or math.inf) < math.sqrt(2 * s.output_tokens)
     ),
@@ -157,12 +157,12 @@ def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChan
         if settings and len(more := with_memory(sign, flag.name, server, machine.flags)) > 1:
             settings.append(more)
         warning = "; it changes answers" if flag.changes_answers else ""
-        found += [FlagChange(args, f"{SIGNS[sign]}: {figures}{warning}") for args in settings]
+        found += [FlagChange(args, f"{FLAG_SIGNS[sign]}: {figures}{warning}") for args in settings]
     if found:
         return found
     if seen:
         return "no further value is left to try, or too little is known"
-    return f"not the case: {', '.join(SIGNS[sign] for sign in calls)}"
+    return f"not the case: {', '.join(FLAG_SIGNS[sign] for sign in calls)}"
 
 
 def _with_others(flag: Flag, value: Any, server: Server) -> list[Args]:

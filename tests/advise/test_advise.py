@@ -8,7 +8,7 @@ import pytest
 
 from batchrunner.advise.advise import advise
 from batchrunner.sglang.flags import CHECK_HELP, parse_help
-from batchrunner.sglang.logs.series import GUIDES as THRESHOLDS
+from batchrunner.tuning.signals import GUIDES as THRESHOLDS
 from tests.conftest import ROOT, batchrun, printed
 from tests.support.sglang_logs import GENERATIONS, GUIDES, RETRACTIONS, LogWriter, changes, judged, stamped
 

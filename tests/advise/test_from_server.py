@@ -11,7 +11,7 @@ import pytest
 from batchrunner.advise.advise import AdviceReport, advise
 from batchrunner.core.errors import InputError
 from batchrunner.core.timing import TIMING
-from batchrunner.sglang.logs.series import GUIDES
+from batchrunner.tuning.signals import GUIDES
 from tests.conftest import batchrun, eventually, started
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.server_thread import PATIENCE_S

@@ -9,7 +9,7 @@ from batchrunner.advise.rules import RULES, apply_all
 from batchrunner.advise.situation import Situation
 from batchrunner.sglang.flags import Flags, installed
 from batchrunner.sglang.logs.reader import LogReader
-from batchrunner.sglang.logs.series import GUIDES
+from batchrunner.tuning.signals import GUIDES
 from tests.conftest import ROOT, require_engine
 from tests.support.sglang_logs import FLAG_LOGS, LogWriter, advice_of, changes, cuda_oom, judged
 

@@ -139,7 +139,7 @@ async def test_a_trial_of_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     own = await bench.run(TrialRequest({"max-running-requests": 2}, "", 0), 0, START_S)
     assert own.ended == "measured", own
     assert own.tokens_per_s > 0
-    assert (own.signs.max_running, own.signs.at_limit, own.signs.waits) == (2, True, True)
+    assert (own.signs.max_running, own.signs.shows("at_cap"), own.signs.shows("waiting")) == (2, True, True)
     assert own.signs.tokens_per_pass == pytest.approx(16 * 2 / 17, rel=0.15)  # a prefill pass for each two
     assert own.facts.chunk
     assert own.facts.arguments["max_running_requests"] == 2

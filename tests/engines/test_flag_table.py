@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from batchrunner.engines.flag_table import FLAGS, OF_DECODING, SIGNS, Server, next_setting, with_memory
+from batchrunner.engines.flag_table import FLAGS, OF_DECODING, Server, next_setting, with_memory
 from batchrunner.sglang.flags import Flags
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
+from batchrunner.tuning.signals import FLAG_SIGNS
 
 
 def server(device: str = "cuda", spare_gb: float = 13.5, **arguments: Any) -> Server:
@@ -29,7 +30,7 @@ def test_a_server_must_have_what_a_flag_needs() -> None:
     assert next_setting("full", "max-total-tokens", server(), Flags()) == {}
     for flag in FLAGS.values():
         for sign in flag.moves:
-            assert sign in SIGNS
+            assert sign in FLAG_SIGNS
             assert flag.fits(sign, on_cpu) == (flag.needs in {None, "a CPU"})
             embedding = Server(server().facts, decodes=False)
             assert flag.fits(sign, embedding) == (flag.needs != "a CPU" and sign not in OF_DECODING)

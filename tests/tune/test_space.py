@@ -6,20 +6,21 @@ from typing import Any
 
 import pytest
 
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.engines.flag_table import FLAGS
 from batchrunner.job.load import load_job
 from batchrunner.sglang.device import Gpu
 from batchrunner.sglang.flags import CLIP, Flags, arguments_in, command_line, numbers_in, variables_in
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
-from batchrunner.tune.measurement import TrialResult, TrialSigns
+from batchrunner.tune.measurement import TrialResult, TrialSigns, TrialWatch
 from batchrunner.tune.space import Args, machine_for
 from batchrunner.tune.space import candidates as candidates_of
 from batchrunner.tune.tuner import engine_to_tune
 from tests.conftest import job_of
 from tests.support.tuning_lab import CARD, CPU, ROWS, Lab, tuned
 
-BUSY = TrialSigns(running=30, max_running=256, queue=100, empty_share=0, usage=0.5)
+BUSY = {"running": 30, "max_running": 256, "queue": 100, "usage": 0.5}
 PUT = "schedule-conservativeness"
 OF_SERVER = {
     "mem_fraction": 0.83, "spare_gb": None, "backend": None, "chunk": 2048, "model": None, "quantised": "",
@@ -27,10 +28,29 @@ OF_SERVER = {
 }  # fmt: skip
 
 
+def trial_signs(empty_share: float = 0.0, **figures: Any) -> TrialSigns:
+    """The signs of a trial whose readings are all alike, but for those with an empty queue."""
+    load: dict[str, Any] = {name: figures.get(name, value) for name, value in BUSY.items()}
+    watch = TrialWatch()
+    watch.rows = load["running"]
+    for at in range(101):
+        reading = SchedulerLoad(
+            scheduler="one",
+            source="simulated",
+            running=load["running"],
+            queue=0 if at <= 100 * empty_share else load["queue"],
+            token_usage=load["usage"],
+            max_running=load["max_running"],
+        )
+        watch.record_load(float(at), [reading])
+    signs = watch.result("measured", "", at_s=101.0, cost_s=101.0).signs
+    return replace(signs, **(load | figures))
+
+
 def candidates(name: str, args: Args, told: dict[str, Any], machine: dict[str, Any]) -> list[Args] | str:
     """Return the flags that are tried after a trial with these signs and facts, or why none is."""
     own = OF_SERVER | {key: value for key, value in told.items() if key in OF_SERVER}
-    signs = replace(BUSY, **{key: value for key, value in told.items() if key not in OF_SERVER})
+    signs = trial_signs(**{key: value for key, value in told.items() if key not in OF_SERVER})
     arguments = {"attention_backend": own["backend"], "mem_fraction_static": own["mem_fraction"]}
     given = {key.replace("-", "_"): value for key, value in args.items() if value is not None}
     facts = Facts(
@@ -59,7 +79,7 @@ TRIED: list[tuple[str, Args, dict[str, Any], list[Args]]] = [
         [{"chunked-prefill-size": 4096}, {"chunked-prefill-size": 16_384}],
     ),
     (
-        "max-running-requests", {}, {"running": 0, "max_running": 1, "usage": 0},
+        "max-running-requests", {}, {"running": 1, "max_running": 1, "usage": 0},
         [{"max-running-requests": 32}, {"max-running-requests": 6}],
     ),
     (

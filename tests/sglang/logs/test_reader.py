@@ -13,6 +13,7 @@ from batchrunner.advise.situation import Situation
 from batchrunner.sglang.flags import Flags
 from batchrunner.sglang.logs.lines import ServerReady, origin_of, record_in
 from batchrunner.sglang.logs.reader import LogReader
+from batchrunner.tuning.signals import share
 from tests.conftest import batchrun
 from tests.support.sglang_logs import GUIDES, RETRACTIONS, LogWriter, changes, cuda_oom, interleaved, judged
 
@@ -180,7 +181,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert found.situation.load.counted == 16_384
-    assert found.situation.load.share("empty") == pytest.approx(0.007, abs=0.0005)
+    assert share(found.situation.load.samples, "empty") == pytest.approx(0.007, abs=0.0005)
 
 
 @pytest.mark.parametrize("others", ["TP0", "PP0 ATTN_CP0 MOE_DP1 TP0 EP0"])
