@@ -1,5 +1,7 @@
-"""Tuning: the signs of a server's load, what SGLang's flags do, and which of them to change. Pure decisions.
+"""Tuning: which of SGLang's flags to change, by the signs of a server's load.
 
-`signals` has the only thresholds and words of the signs. The law of concurrency, advice, changes during a run
-and `batchrun tune` read them there.
+`signals` has the only thresholds and words of the signs, `flags` the table of what each flag does, `memory`
+what was learned about a model on a machine. Four parts read them: advice (`rules`, `advise`), changes during
+a run (`runner/adapt.py`), recovery after a death (`recover`), and the search of `batchrun tune` (`search`).
+The decisions are pure; engines and runner act on them.
 """

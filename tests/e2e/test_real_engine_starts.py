@@ -20,11 +20,11 @@ from batchrunner.core.timing import TIMING
 from batchrunner.job.load import load_job
 from batchrunner.output.events import read_events
 from batchrunner.runner.prepare import prepare
+from batchrunner.runner.trial import TrialRunner
+from batchrunner.runner.tune import engine_to_tune
+from batchrunner.runner.tuning_sample import write_sample
 from batchrunner.sglang.device import has_gpu
-from batchrunner.tune.sample import write_sample
-from batchrunner.tune.search import TrialRequest
-from batchrunner.tune.trial import TrialRunner
-from batchrunner.tune.tuner import engine_to_tune
+from batchrunner.tuning.search import TrialRequest
 from tests.conftest import SMALL_MODEL, eventually, report_of, require_engine, write_job
 from tests.support.engine_processes import (
     START_S,

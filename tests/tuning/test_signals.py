@@ -7,17 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from batchrunner.advise.rules import apply_all
-from batchrunner.advise.situation import Situation
 from batchrunner.core.engine_info import QueueBand, SchedulerLoad
 from batchrunner.dispatch.concurrency.law import Controller, Reading
-from batchrunner.engines.flag_table import Server
 from batchrunner.runner.adapt import STEPS
 from batchrunner.sglang.flags import Flags
 from batchrunner.sglang.logs.reader import Facts, LogReader
 from batchrunner.sglang.logs.series import LoadSample, Series
-from batchrunner.tune.measurement import TrialSigns, TrialWatch
-from batchrunner.tune.space import SEEN
+from batchrunner.tuning.flags import Server
+from batchrunner.tuning.measurement import TrialSigns, TrialWatch
+from batchrunner.tuning.rules import apply_all
 from batchrunner.tuning.signals import (
     GUIDES,
     SIGNS,
@@ -32,6 +30,8 @@ from batchrunner.tuning.signals import (
     share,
     waits_beside_room,
 )
+from batchrunner.tuning.situation import Situation
+from batchrunner.tuning.space import SEEN
 
 LOGS = Path(__file__).parents[1] / "support" / "logs"
 STEP_S = 0.5

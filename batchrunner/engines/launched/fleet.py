@@ -17,7 +17,6 @@ from batchrunner.engines.base import RowEnded
 from batchrunner.engines.http.client import HttpEngine
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.engines.launched.server import SGLangServer
-from batchrunner.engines.recovery import FlagMemory, Healer, learned_file
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TaskName
@@ -35,6 +34,8 @@ from batchrunner.sglang.model_files import (
     split_over,
     with_tp,
 )
+from batchrunner.tuning.memory import FlagMemory, learned_file
+from batchrunner.tuning.recover import Healer
 
 log = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from batchrunner.advise.rules import RULES, Rule
-from batchrunner.engines.flag_table import FLAGS, Flag
 from batchrunner.sglang.flags import VARIABLES
+from batchrunner.tuning.flags import FLAGS, Flag
+from batchrunner.tuning.rules import RULES, Rule
 from batchrunner.tuning.signals import FLAG_SIGNS
 from docs.tools.reference.markdown import named
 

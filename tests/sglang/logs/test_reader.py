@@ -7,13 +7,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from batchrunner.advise.advise import advise
-from batchrunner.advise.rules import apply_all
-from batchrunner.advise.situation import Situation
+from batchrunner.runner.advise import advise
 from batchrunner.sglang.flags import Flags
 from batchrunner.sglang.logs.lines import ServerReady, origin_of, record_in
 from batchrunner.sglang.logs.reader import LogReader
+from batchrunner.tuning.rules import apply_all
 from batchrunner.tuning.signals import share
+from batchrunner.tuning.situation import Situation
 from tests.conftest import batchrun
 from tests.support.sglang_logs import GUIDES, RETRACTIONS, LogWriter, changes, cuda_oom, interleaved, judged
 

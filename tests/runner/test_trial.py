@@ -6,14 +6,14 @@ import pytest
 
 from batchrunner.core.errors import JobError
 from batchrunner.job.load import load_job
-from batchrunner.tune.trial import (
+from batchrunner.runner.trial import (
     logged_passes,
     output_rate,
     server_facts,
     signs_of_passes,
     words_a_step,
 )
-from batchrunner.tune.tuner import engine_to_tune
+from batchrunner.runner.tune import engine_to_tune
 from tests.conftest import job_of
 from tests.support.tuning_lab import LOG
 

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from batchrunner.runner.tune import TrialHistory
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
-from batchrunner.tune.measurement import TrialResult, TrialSigns
-from batchrunner.tune.tuner import TrialHistory
+from batchrunner.tuning.measurement import TrialResult, TrialSigns
 
 RESULT = TrialResult(
     "measured", "all rows", 40.0, 100.0, 12.0, signs=TrialSigns(running=3.5),

@@ -17,7 +17,6 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from batchrunner.core.errors import EngineStartError, JobError
-from batchrunner.engines.flag_table import FLAGS
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.fields import Duration
 from batchrunner.job.load import load_job
@@ -29,13 +28,14 @@ from batchrunner.output.run_json import fingerprint
 from batchrunner.output.task_lock import hold_task
 from batchrunner.report.report import duration
 from batchrunner.runner.prepare import PreparedJob, prepare
+from batchrunner.runner.trial import TrialRunner
+from batchrunner.runner.tuning_sample import write_sample
 from batchrunner.sglang.flags import arguments_in, command_line, numbers_in, variables_in
 from batchrunner.sglang.model_files import check_model, with_tp
-from batchrunner.tune.measurement import TrialResult, TrialSigns
-from batchrunner.tune.sample import write_sample
-from batchrunner.tune.search import FlagSetting, Search, TrialRequest, changes, key_of
-from batchrunner.tune.space import Args, Machine, machine_for
-from batchrunner.tune.trial import TrialRunner
+from batchrunner.tuning.flags import FLAGS
+from batchrunner.tuning.measurement import TrialResult, TrialSigns
+from batchrunner.tuning.search import FlagSetting, Search, TrialRequest, changes, key_of
+from batchrunner.tuning.space import Args, Machine, machine_for
 
 log = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import Literal
 import orjson
 
 from batchrunner.core.console import counted
-from batchrunner.engines.flag_table import FLAGS, Flag
 from batchrunner.sglang.flags import command_line, name_in
-from batchrunner.tune.measurement import WORTH, Incumbent, TrialResult, TrialSigns
-from batchrunner.tune.space import TUNED_FLAGS, Args, FlagChange, Machine, candidates, together
+from batchrunner.tuning.flags import FLAGS, Flag
+from batchrunner.tuning.measurement import WORTH, Incumbent, TrialResult, TrialSigns
+from batchrunner.tuning.space import TUNED_FLAGS, Args, FlagChange, Machine, candidates, together
 
 GUESS, GUESS_WEIGHT = 0.05, 4
 """Assumed standard deviation of a trial's log speed, and how many repetitions it counts as. A shared 2-core

@@ -20,19 +20,19 @@ from batchrunner.core.errors import (
 )
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import Engine, HeardEngine
-from batchrunner.engines.flag_table import FLAGS
-from batchrunner.engines.recovery import EndedServer, read_server
 from batchrunner.engines.registry import make_engine
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import AcceptSpec, InputSpec, Job
 from batchrunner.runner.control import Control
 from batchrunner.runner.run import execute
+from batchrunner.runner.tuning_sample import TuningSample
 from batchrunner.sglang.flags import arguments_in, name_in, variables_in
 from batchrunner.sglang.logs.lines import LoggedBatch, ServerReady, clean, origin_of, record_in
 from batchrunner.sglang.logs.reader import Facts
-from batchrunner.tune.measurement import End, TrialProgress, TrialResult, TrialWatch
-from batchrunner.tune.sample import TuningSample
-from batchrunner.tune.search import TrialRequest
+from batchrunner.tuning.flags import FLAGS
+from batchrunner.tuning.measurement import End, TrialProgress, TrialResult, TrialWatch
+from batchrunner.tuning.recover import EndedServer, read_server
+from batchrunner.tuning.search import TrialRequest
 
 LOG_INTERVAL = 10
 """`decode-log-interval` of trials, in passes: they are counted to within 10, at almost no cost."""

@@ -4,12 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from batchrunner.advise.situation import LONGEST_LINE, Finding, Situation
-from batchrunner.engines.flag_table import FRACTION_STEP, next_setting
-from batchrunner.engines.recovery import Death, safer
 from batchrunner.sglang.flags import Flags, command_line
 from batchrunner.sglang.logs.lines import OutOfMemory, Phase
 from batchrunner.sglang.logs.reader import FP8
+from batchrunner.tuning.flags import FRACTION_STEP, next_setting
+from batchrunner.tuning.recover import Death, safer
+from batchrunner.tuning.situation import LONGEST_LINE, Finding, Situation
 
 
 def memory_left(s: Situation, flags: Flags) -> Finding | None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from batchrunner.advise.advise import AdviceReport, advise
 from batchrunner.core.errors import InputError
 from batchrunner.core.timing import TIMING
+from batchrunner.runner.advise import advise
+from batchrunner.tuning.advise import AdviceReport
 from batchrunner.tuning.signals import GUIDES
 from tests.conftest import batchrun, eventually, started
 from tests.support.fake_sglang import FakeSGLang

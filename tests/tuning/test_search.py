@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchrunner.core.errors import EngineStartError
-from batchrunner.engines.flag_table import FLAGS
+from batchrunner.runner.tune import run_search
 from batchrunner.sglang.flags import CLIP
 from batchrunner.sglang.logs.reader import Facts
-from batchrunner.tune.measurement import Incumbent, TrialResult
-from batchrunner.tune.search import Search, TrialRequest, compare, key_of, trial_noise
-from batchrunner.tune.space import TUNED_FLAGS, Args
-from batchrunner.tune.tuner import run_search
+from batchrunner.tuning.flags import FLAGS
+from batchrunner.tuning.measurement import Incumbent, TrialResult
+from batchrunner.tuning.search import Search, TrialRequest, compare, key_of, trial_noise
+from batchrunner.tuning.space import TUNED_FLAGS, Args
 from tests.conftest import examples
 from tests.support.tuning_lab import CARD, CPU, ROWS, WRONG, Card, Kept, Lab, chat_rows, tuned
 

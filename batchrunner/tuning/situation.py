@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from batchrunner.engines.flag_table import Server, in_effect
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
 from batchrunner.sglang.logs.series import Series
 from batchrunner.sglang.model_files import kv_bytes
+from batchrunner.tuning.flags import Server, in_effect
 from batchrunner.tuning.signals import (
     GUIDES,
     admits_too_few,

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchrunner.advise import load_rules, memory_rules, setup_rules
-from batchrunner.advise.situation import Certainty, Finding, Situation
-from batchrunner.engines.flag_table import FLAGS, Move, next_setting
-from batchrunner.engines.recovery import STEPS, Kind
 from batchrunner.sglang.flags import Flags, command_line
 from batchrunner.sglang.logs.lines import Phase
+from batchrunner.tuning import load_rules, memory_rules, setup_rules
+from batchrunner.tuning.flags import FLAGS, Move, next_setting
+from batchrunner.tuning.recover import STEPS, Kind
+from batchrunner.tuning.situation import Certainty, Finding, Situation
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 
 from batchrunner.core.engine_info import SchedulerLoad
-from batchrunner.engines.flag_table import FLAGS
 from batchrunner.job.load import load_job
+from batchrunner.runner.tune import engine_to_tune
 from batchrunner.sglang.device import Gpu
 from batchrunner.sglang.flags import CLIP, Flags, arguments_in, command_line, numbers_in, variables_in
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
-from batchrunner.tune.measurement import TrialResult, TrialSigns, TrialWatch
-from batchrunner.tune.space import Args, machine_for
-from batchrunner.tune.space import candidates as candidates_of
-from batchrunner.tune.tuner import engine_to_tune
+from batchrunner.tuning.flags import FLAGS
+from batchrunner.tuning.measurement import TrialResult, TrialSigns, TrialWatch
+from batchrunner.tuning.space import Args, machine_for
+from batchrunner.tuning.space import candidates as candidates_of
 from tests.conftest import job_of
 from tests.support.tuning_lab import CARD, CPU, ROWS, Lab, tuned
 
@@ -222,7 +222,7 @@ def test_the_gpus_that_a_job_may_take(
         "gpus": lambda _: visible,
         "installed": lambda *_: Flags(),
     }.items():
-        monkeypatch.setattr(f"batchrunner.tune.space.{name}", answer)
+        monkeypatch.setattr(f"batchrunner.tuning.space.{name}", answer)
     job = load_job(job_of(tmp_path, {"kind": "server", "model": "org/name", **engine}))
     machine = machine_for(job, engine_to_tune(job))
     assert (machine.cards, machine.replicas, machine.says_tp) == expected

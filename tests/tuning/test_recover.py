@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.engines.hang_detector import WARM_UP, HangDetector, SilenceTimer
-from batchrunner.engines.recovery import (
+from batchrunner.sglang.flags import Flags, of_arguments
+from batchrunner.sglang.logs.lines import Phase, ServerReady
+from batchrunner.sglang.logs.reader import Facts, LogReader
+from batchrunner.tuning.memory import FlagMemory
+from batchrunner.tuning.recover import (
     Death,
     EndedServer,
-    FlagMemory,
     Healer,
     Kind,
     examine,
     safer,
 )
-from batchrunner.sglang.flags import Flags, of_arguments
-from batchrunner.sglang.logs.lines import Phase, ServerReady
-from batchrunner.sglang.logs.reader import Facts, LogReader
 
 READY = (
     "[2025-08-11 17:17:03 TP0] max_total_num_tokens=665690, chunked_prefill_size=8192, "

@@ -3,17 +3,16 @@
 from dataclasses import replace
 from statistics import median
 
-from batchrunner.advise.situation import Certainty, ClientActivity, Finding, Situation
 from batchrunner.core.console import counted
 from batchrunner.core.engine_info import QueueBand
-from batchrunner.engines.flag_table import (
+from batchrunner.sglang.flags import CLIP, Flags, command_line, variables_in
+from batchrunner.tuning.flags import (
     FLAGS,
     LESS_CONSERVATIVE,
     MOST_RUNNING,
     next_setting,
     with_memory,
 )
-from batchrunner.sglang.flags import CLIP, Flags, command_line, variables_in
 from batchrunner.tuning.signals import (
     ADMITS_TOO_FEW,
     GUIDES,
@@ -25,6 +24,7 @@ from batchrunner.tuning.signals import (
     retracts_often,
     span_in_words,
 )
+from batchrunner.tuning.situation import Certainty, ClientActivity, Finding, Situation
 
 _OTHER_WAY = {
     False: "`engine.replicas`: servers with a front process each",

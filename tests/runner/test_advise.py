@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from batchrunner.advise.advise import advise
+from batchrunner.runner.advise import advise
 from batchrunner.sglang.flags import CHECK_HELP, parse_help
 from batchrunner.tuning.signals import GUIDES as THRESHOLDS
 from tests.conftest import ROOT, batchrun, printed
@@ -118,7 +118,7 @@ def test_flags_are_those_of_the_version(
     guessed = judged(text, tmp_path).lines()[-1] == f"({CHECK_HELP})"
     assert guessed is (not arguments)
     old = parse_help("  --cuda-graph-max-bs N", "0.5.2")
-    monkeypatch.setattr("batchrunner.advise.advise.installed", lambda _: old)
+    monkeypatch.setattr("batchrunner.runner.advise.installed", lambda _: old)
     assert changes(judged(text, tmp_path)) == expected
 
 

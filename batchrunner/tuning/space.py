@@ -9,15 +9,15 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from batchrunner.advise.situation import pool_tokens
-from batchrunner.engines.flag_table import FLAGS, NEEDS, Flag, Server, with_memory
 from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import Job
 from batchrunner.sglang.device import cards, free_bytes, gpus, on_cpu
 from batchrunner.sglang.flags import CLIP, Flags, installed
 from batchrunner.sglang.model_files import cards_of, read_config
-from batchrunner.tune.measurement import TrialResult, TrialSigns
+from batchrunner.tuning.flags import FLAGS, NEEDS, Flag, Server, with_memory
+from batchrunner.tuning.measurement import TrialResult, TrialSigns
 from batchrunner.tuning.signals import FLAG_SIGNS, GUIDES, admits_too_few, retracts_often
+from batchrunner.tuning.situation import pool_tokens
 
 
 @dataclass(frozen=True, slots=True)

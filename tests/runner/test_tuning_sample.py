@@ -11,12 +11,12 @@ import pytest
 import batchrunner
 from batchrunner.job.load import load_job
 from batchrunner.runner.prepare import prepare
-from batchrunner.tune.sample import BLOCK_ROWS, write_sample
+from batchrunner.runner.tuning_sample import BLOCK_ROWS, write_sample
 from tests.conftest import job_of
 
 
 def sampled(tmp_path: Path, rows: int, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
-    monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
+    monkeypatch.setattr("batchrunner.runner.tuning_sample.MOST_ROWS", 512)
     job = load_job(job_of(tmp_path, rows=rows, **changes))
     sample = write_sample(prepare(job), tmp_path / "tune")
     texts: list[str] = pq.read_table(sample.path)["text"].to_pylist()
@@ -49,7 +49,7 @@ def test_a_job_on_the_sample_sends_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prompt: dict[str, Any]
 ) -> None:
     """Rows that all ask the same are sampled too, and those whose function may read all columns."""
-    monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
+    monkeypatch.setattr("batchrunner.runner.tuning_sample.MOST_ROWS", 512)
     job = job_of(tmp_path, rows=600, prompt=prompt, sampling={"temperature": 1})
     with contextlib.closing(prepare(load_job(job))) as prepared:
         sample = write_sample(prepared, tmp_path / "tune")
@@ -61,7 +61,7 @@ def test_a_job_on_the_sample_sends_its_rows(
 def test_rows_that_begin_alike_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the job sorts its rows by prefix the blocks are taken from the sorted order."""
     prompt = {"text": '{{ ("document %d " % (id % 40)) * 40 }}: row {{ id }}'}
-    monkeypatch.setattr("batchrunner.tune.sample.MOST_ROWS", 512)
+    monkeypatch.setattr("batchrunner.runner.tuning_sample.MOST_ROWS", 512)
     job = load_job(job_of(tmp_path, rows=8000, prompt=prompt, order="prefix"))
     sample = write_sample(prepare(job), tmp_path / "tune")
     documents = [row % 40 for row in pq.read_table(sample.path)["id"].to_pylist()]

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from batchrunner.advise.rules import RULES, apply_all
-from batchrunner.advise.situation import Situation
 from batchrunner.sglang.flags import Flags, installed
 from batchrunner.sglang.logs.reader import LogReader
+from batchrunner.tuning.rules import RULES, apply_all
 from batchrunner.tuning.signals import GUIDES
+from batchrunner.tuning.situation import Situation
 from tests.conftest import ROOT, require_engine
 from tests.support.sglang_logs import FLAG_LOGS, LogWriter, advice_of, changes, cuda_oom, judged
 

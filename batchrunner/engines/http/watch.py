@@ -10,7 +10,6 @@ from typing import Any
 
 import aiohttp
 
-from batchrunner.advise.situation import Situation
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.errors import InputError
 from batchrunner.core.timing import TIMING
@@ -31,6 +30,7 @@ from batchrunner.engines.http.server_info import (
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts, number
 from batchrunner.sglang.logs.series import LoadSample, Series
+from batchrunner.tuning.situation import Situation
 
 KEY_VARIABLE = "SGLANG_API_KEY"
 

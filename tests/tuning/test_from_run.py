@@ -8,8 +8,9 @@ from typing import Any
 import orjson
 import pytest
 
-from batchrunner.advise.advise import advise, advise_run
 from batchrunner.api import run
+from batchrunner.runner.advise import advise
+from batchrunner.tuning.advise import advise_run
 from tests.conftest import job_of
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import launchable

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from batchrunner.advise.situation import ClientActivity, Situation
 from batchrunner.core.errors import InputError
 from batchrunner.job.tasks import GENERATE
 from batchrunner.output.columns import has_texts
@@ -22,6 +21,7 @@ from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import LogReader, number
 from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
 from batchrunner.tuning.signals import has_enough
+from batchrunner.tuning.situation import ClientActivity, Situation
 
 MOST_PARTS = 20
 """Newest parts that are read for the lengths of outputs."""

@@ -5,11 +5,11 @@ Each is pure, and finds nothing where the model or the GPU is not known.
 
 import re
 
-from batchrunner.advise.situation import Finding, Situation
 from batchrunner.core.console import counted
-from batchrunner.engines.flag_table import best_backends, next_setting
 from batchrunner.sglang.flags import Flags, command_line
+from batchrunner.tuning.flags import best_backends, next_setting
 from batchrunner.tuning.signals import GUIDES, frequent
+from batchrunner.tuning.situation import Finding, Situation
 
 ROOM_FOR_KV = 0.6
 """Share of a GPU's memory that all weights may take for one GPU to be enough; the rest holds the KV pool."""

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from batchrunner.engines.flag_table import FLAGS, OF_DECODING, Server, next_setting, with_memory
 from batchrunner.sglang.flags import Flags
 from batchrunner.sglang.logs.lines import ServerReady
 from batchrunner.sglang.logs.reader import Facts
+from batchrunner.tuning.flags import FLAGS, OF_DECODING, Server, next_setting, with_memory
 from batchrunner.tuning.signals import FLAG_SIGNS
 
 
