@@ -23,8 +23,8 @@ import pyarrow.parquet as pq
 
 import batchrunner
 from batchrunner.core.timing import TIMING
-from batchrunner.engines import device
-from batchrunner.engines.logs.lines import STEPS_A_LINE, LoggedBatch, origin_of, record_in
+from batchrunner.sglang import device
+from batchrunner.sglang.logs.lines import STEPS_A_LINE, LoggedBatch, origin_of, record_in
 from tests.conftest import SMALL_MODEL
 from tests.support.tiny_model import make_tiny_llama
 

@@ -41,7 +41,7 @@ import uvloop
 
 from batchrunner.core.console import tell
 from batchrunner.dispatch.concurrency.law import Controller, CornerChange, Decision, Reading
-from batchrunner.engines.device import card_name, cpu_environment, has_gpu, server_args
+from batchrunner.sglang.device import card_name, cpu_environment, has_gpu, server_args
 from benchmarks.engine import (
     KEY_VARIABLE,
     Log,

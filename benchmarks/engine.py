@@ -35,10 +35,10 @@ import pyarrow.parquet as pq
 import uvloop
 
 from batchrunner.core.console import tell
-from batchrunner.engines.device import cpu_environment, has_gpu, server_args
 from batchrunner.engines.http.connections import free_port
 from batchrunner.engines.launched.server import LAUNCHER, to_argv
 from batchrunner.runner.foreground import run_in_foreground
+from batchrunner.sglang.device import cpu_environment, has_gpu, server_args
 from benchmarks.measure import in_fresh_process, in_turns, interval, post_all, save
 from tests.support.tiny_model import make_tiny_llama
 

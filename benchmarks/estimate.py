@@ -28,9 +28,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import batchrunner
-from batchrunner.engines.logs.lines import LoggedBatch, clean, record_in
 from batchrunner.engines.simulation.scheduler import Scheduler, SchedulerConfig, SimulatedRequest
 from batchrunner.forecast.job_time import Attempt, JobRow, Setting, choose, forecast
+from batchrunner.sglang.logs.lines import LoggedBatch, clean, record_in
 from benchmarks.measure import save
 from tests.conftest import SMALL_MODEL
 from tests.support.tiny_model import make_tiny_llama

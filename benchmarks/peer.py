@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from batchrunner.engines.device import cpu_environment, server_args
+from batchrunner.sglang.device import cpu_environment, server_args
 from benchmarks.engine import SERVER_ARGS, SERVER_ENVIRONMENT, Log
 
 SAMPLING = {"ignore_eos": True, "temperature": 0, "skip_special_tokens": False}

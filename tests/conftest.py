@@ -27,8 +27,8 @@ from typer.testing import CliRunner, Result
 
 from batchrunner.cli import app
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.flags import Flags
 from batchrunner.output.events import read_events
+from batchrunner.sglang.flags import Flags
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.scheduling import GroupScheduling, by_group
 from tests.support.server_thread import PATIENCE_S
@@ -129,7 +129,7 @@ def _for_all_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-LOGGERS = tuple(map(logging.getLogger, (None, "batchrunner", "batchrunner.tune")))
+LOGGERS = tuple(map(logging.getLogger, (None, "batchrunner", "batchrunner.runner.tune")))
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -158,7 +158,7 @@ def _process_set_back() -> Iterator[None]:
 def _no_installed_sglang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Advice does not ask an installed SGLang for its --help, 20 s of CPU, but in tests marked `engine`."""
     if not request.node.get_closest_marker("engine"):
-        monkeypatch.setattr("batchrunner.advise.advise.installed", lambda _: Flags())
+        monkeypatch.setattr("batchrunner.runner.advise.installed", lambda _: Flags())
 
 
 @pytest.fixture

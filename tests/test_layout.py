@@ -16,8 +16,8 @@ from tests.support.scheduling import GROUPS, group_of
 
 PACKAGE = Path(batchrunner.__file__).parent
 FOLDERS = (
-    "core", "job", "output", "input", "engines", "advise", "report", "dispatch",
-    "runner", "forecast", "tune", "api", "ray", "serve", "cli",
+    "core", "job", "output", "input", "sglang", "tuning", "engines", "report", "dispatch",
+    "runner", "forecast", "api", "ray", "serve", "cli",
 )  # fmt: skip
 """The package's folders and files, each of which imports only from those before it."""
 FILES = {

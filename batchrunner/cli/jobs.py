@@ -122,12 +122,12 @@ def tune(
     Example: batchrun tune jobs/summarize.yaml --budget 30m
     """
     from batchrunner.runner.foreground import log_to_stderr  # noqa: PLC0415
-    from batchrunner.tune.tuner import parse_budget  # noqa: PLC0415
-    from batchrunner.tune.tuner import tune as tune_job  # noqa: PLC0415
+    from batchrunner.runner.tune import parse_budget  # noqa: PLC0415
+    from batchrunner.runner.tune import tune as tune_job  # noqa: PLC0415
 
     log_to_stderr(quiet=True)
     # what its trials' runs say is no news
-    logging.getLogger("batchrunner.tune").setLevel(logging.ERROR if quiet else logging.INFO)
+    logging.getLogger("batchrunner.runner.tune").setLevel(logging.ERROR if quiet else logging.INFO)
     found = tune_job(
         job,
         overrides=with_limit(overrides, limit),

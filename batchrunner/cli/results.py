@@ -90,7 +90,7 @@ def advise(
 
     Example: batchrun advise out/summarize
     """
-    from batchrunner.advise.advise import advise as judge  # noqa: PLC0415
+    from batchrunner.runner.advise import advise as judge  # noqa: PLC0415
 
     found = judge(source, span_s=span, card=card)
     show(found.as_dict() if as_json else found.lines())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 
@@ -139,30 +138,6 @@ class Incident(NamedTuple):
     why: str = ""
     facts: Mapping[str, Any] = {}
     """Further values of the event, such as `kind`, `old` and `new` (arguments)."""
-
-
-class Corner(StrEnum):
-    """Where a scheduler is; the values are in the event log and in report.json."""
-
-    SHORT = "short"
-    FULL = "full"
-    GOOD = "good"
-    FILLING = "filling"
-    HELD = "held"
-
-    @property
-    def words(self) -> str:
-        """The corner in a few words, for the display."""
-        return _WORDS[self]
-
-
-_WORDS = {
-    Corner.SHORT: "queue short",
-    Corner.FULL: "KV pool full",
-    Corner.GOOD: "KV pool well used",
-    Corner.FILLING: "KV pool fills up",
-    Corner.HELD: "server holds back",
-}
 
 
 USUAL_MAX_RUNNING = 256

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from batchrunner.core.engine_info import Corner, SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.concurrency.law import CornerChange, Decision
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog, Slots
 from batchrunner.engines.base import Engine
 from batchrunner.output.events import EventLog
+from batchrunner.tuning.signals import Corner
 
 log = logging.getLogger(__name__)
 

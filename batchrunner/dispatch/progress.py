@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from batchrunner.core.engine_info import Corner, SchedulerLoad
+from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.dispatch.concurrency.background import BackgroundController
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
 from batchrunner.dispatch.queue import Backlog, RowSource, Slots
@@ -18,6 +18,7 @@ from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog
 from batchrunner.output.resume import DoneRows
 from batchrunner.report.report import background_line, duration
+from batchrunner.tuning.signals import Corner
 
 if TYPE_CHECKING:
     from batchrunner.dispatch.rollouts import Rollouts

@@ -27,13 +27,13 @@ from batchrunner.core.files import read_json
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome, PromptKind, Request
 from batchrunner.engines.base import Engine
-from batchrunner.engines.model_files import class_names, vocabulary_of
 from batchrunner.input.tokenize.chat_template import RESERVED_ARGUMENTS
 from batchrunner.input.tokenize.encoder import Encoder, TokenBudget
 from batchrunner.job.hook_loading import MEDIA
 from batchrunner.job.spec import Job
 from batchrunner.job.tasks import ChoiceTask, ClassifyTask, RerankTask, ScoreTask
 from batchrunner.output.events import EventLog
+from batchrunner.sglang.model_files import class_names, vocabulary_of
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool

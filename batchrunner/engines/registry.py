@@ -6,9 +6,7 @@ from typing import assert_never
 
 from batchrunner.core.errors import EngineStartError
 from batchrunner.engines.base import Engine
-from batchrunner.engines.device import MEAN_POOLING, on_cpu
 from batchrunner.engines.http.server_info import check_architecture
-from batchrunner.engines.model_files import model_identity, read_config, takes_mean
 from batchrunner.job.engine import (
     AttachEngine,
     EngineSpec,
@@ -18,6 +16,8 @@ from batchrunner.job.engine import (
 )
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import GENERATE, TASKS, TaskName, pooling_args
+from batchrunner.sglang.device import MEAN_POOLING, on_cpu
+from batchrunner.sglang.model_files import model_identity, read_config, takes_mean
 
 
 def make_engine(

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from batchrunner.core.errors import JobError
-from batchrunner.engines.model_files import (
+from batchrunner.forecast.job_time import Forecast, Interval, JobRow, tokens_of
+from batchrunner.sglang.model_files import (
     STATIC_SHARE,
     kv_bytes,
     model_directory,
     read_config,
     weights_bytes,
 )
-from batchrunner.forecast.job_time import Forecast, Interval, JobRow, tokens_of
 
 CARDS = {
     "A100": (80e9, 2.0e12, 312e12), "H100": (80e9, 3.35e12, 989e12), "H200": (141e9, 4.8e12, 989e12),

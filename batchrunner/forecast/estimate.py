@@ -21,9 +21,7 @@ from batchrunner.core.types import Completion, Outcome, Request, RequestBody
 from batchrunner.dispatch.concurrency.law import BYTES_A_TOKEN, UNKNOWN_ENGINE_WINDOW
 from batchrunner.dispatch.tokenize import make_encoder
 from batchrunner.engines.base import HeardEngine
-from batchrunner.engines.flags import CLIP
 from batchrunner.engines.http.server_info import limit_of
-from batchrunner.engines.model_files import cards_of, model_directory
 from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.engines.simulation.scheduler import CLIP_TOKENS, SchedulerConfig
 from batchrunner.forecast.cold import cold_forecast
@@ -49,6 +47,8 @@ from batchrunner.runner.control import Control
 from batchrunner.runner.open_engine import cancelled_once, open_portal
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
 from batchrunner.runner.run import execute, open_engine_of
+from batchrunner.sglang.flags import CLIP
+from batchrunner.sglang.model_files import cards_of, model_directory
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,7 +21,6 @@ from batchrunner.api import open_engine
 from batchrunner.core.console import counted
 from batchrunner.core.errors import BatchrunError, InputError, JobError
 from batchrunner.core.types import Outcome
-from batchrunner.engines.model_files import cards_of
 from batchrunner.input.templates import unknown_column
 from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.call import CallOptions, LibraryCall
@@ -32,6 +31,7 @@ from batchrunner.job.spec import Job, LimitsSpec
 from batchrunner.output.columns import schema_of_run, table_of
 from batchrunner.runner.open_engine import EngineLoop, OpenEngine
 from batchrunner.runner.stream import MOST_ROWS, ProgramRows, RowBuffer, send_stream
+from batchrunner.sglang.model_files import cards_of
 
 
 def gpus_asked(engine: EngineSpec, on_nodes: Sequence[float]) -> int:

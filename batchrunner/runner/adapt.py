@@ -16,19 +16,19 @@ from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from batchrunner.advise.from_run import ServerWatch
-from batchrunner.advise.load_rules import conservativeness
-from batchrunner.advise.rules import apply_all
-from batchrunner.advise.situation import Situation
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.base import Engine
-from batchrunner.engines.flag_table import LESS_CONSERVATIVE, next_setting
-from batchrunner.engines.flags import command_line, of_arguments
 from batchrunner.engines.launched.fleet import LaunchedFleet
 from batchrunner.engines.launched.server import SGLangServer
-from batchrunner.engines.recovery import FlagMemory
 from batchrunner.output.run_dir import RunDir
+from batchrunner.sglang.flags import command_line, of_arguments
+from batchrunner.tuning.flags import LESS_CONSERVATIVE, next_setting
+from batchrunner.tuning.from_run import ServerWatch
+from batchrunner.tuning.load_rules import conservativeness
+from batchrunner.tuning.memory import FlagMemory
+from batchrunner.tuning.rules import apply_all
+from batchrunner.tuning.situation import Situation
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,6 @@ from batchrunner.core.errors import (
 from batchrunner.core.files import known_format
 from batchrunner.core.types import CHAT_PATH, Outcome, Request, RequestBody
 from batchrunner.engines.http import wire
-from batchrunner.engines.model_files import check_model
 from batchrunner.engines.registry import launched_model, model_of
 from batchrunner.engines.request_limits import refuse_invalid
 from batchrunner.input.order import OrderDecision, decide_order
@@ -30,6 +29,7 @@ from batchrunner.output.resume import read_done
 from batchrunner.report.report import cause_lines
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
 from batchrunner.runner.prompt_check import PromptCheck
+from batchrunner.sglang.model_files import check_model
 
 PROMPTS_SHOWN = 3
 ROWS_LOOKED_AT = 1000

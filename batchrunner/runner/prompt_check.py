@@ -9,9 +9,7 @@ from typing import Any
 
 from batchrunner.core.console import counted
 from batchrunner.core.errors import CannotTokenizeError, RowRefusedError
-from batchrunner.engines.flags import name_in
 from batchrunner.engines.http.server_info import OWN_CHAT_MODELS
-from batchrunner.engines.model_files import model_directory, read_config
 from batchrunner.input.tokenize.chat_template import (
     ChatTemplate,
     added_twice,
@@ -21,6 +19,8 @@ from batchrunner.input.tokenize.chat_template import (
 )
 from batchrunner.job.engine import ServerEngine, SimulatedEngine
 from batchrunner.job.spec import Job
+from batchrunner.sglang.flags import name_in
+from batchrunner.sglang.model_files import model_directory, read_config
 
 CHAT_ARGUMENTS = ("chat-template", "hf-chat-template-name", "default-chat-template-kwargs", "tokenizer-path")
 """Arguments of a server that decide how it makes prompts of chats."""

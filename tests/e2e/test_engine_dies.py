@@ -17,7 +17,7 @@ from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.queue import MOST_DEATHS
 from batchrunner.engines.hang_detector import WARM_UP
 from batchrunner.engines.launched.server import MOST_QUICK_DEATHS
-from batchrunner.engines.recovery import MOST_CHANGES
+from batchrunner.tuning.recover import MOST_CHANGES
 from tests.conftest import (
     batchrun,
     ended,

@@ -10,8 +10,8 @@ import pytest
 
 import batchrunner
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.logs.series import GUIDES
 from batchrunner.runner import adapt, sending
+from batchrunner.tuning.signals import GUIDES
 from tests.conftest import events_of, job_of, report_of, run_job
 from tests.support.launchable import with_slots
 from tests.support.runs import rows_once

@@ -17,14 +17,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.device import has_gpu
 from batchrunner.job.load import load_job
 from batchrunner.output.events import read_events
 from batchrunner.runner.prepare import prepare
-from batchrunner.tune.sample import write_sample
-from batchrunner.tune.search import TrialRequest
-from batchrunner.tune.trial import TrialRunner
-from batchrunner.tune.tuner import engine_to_tune
+from batchrunner.runner.trial import TrialRunner
+from batchrunner.runner.tune import engine_to_tune
+from batchrunner.runner.tuning_sample import write_sample
+from batchrunner.sglang.device import has_gpu
+from batchrunner.tuning.search import TrialRequest
 from tests.conftest import SMALL_MODEL, eventually, report_of, require_engine, write_job
 from tests.support.engine_processes import (
     START_S,
@@ -139,7 +139,7 @@ async def test_a_trial_of_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     own = await bench.run(TrialRequest({"max-running-requests": 2}, "", 0), 0, START_S)
     assert own.ended == "measured", own
     assert own.tokens_per_s > 0
-    assert (own.signs.max_running, own.signs.at_limit, own.signs.waits) == (2, True, True)
+    assert (own.signs.max_running, own.signs.shows("at_cap"), own.signs.shows("waiting")) == (2, True, True)
     assert own.signs.tokens_per_pass == pytest.approx(16 * 2 / 17, rel=0.15)  # a prefill pass for each two
     assert own.facts.chunk
     assert own.facts.arguments["max_running_requests"] == 2

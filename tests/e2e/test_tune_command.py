@@ -10,10 +10,10 @@ import yaml
 
 from batchrunner.core.errors import JobError
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.flags import Flags
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
-from batchrunner.tune.space import Machine
+from batchrunner.sglang.flags import Flags
+from batchrunner.tuning.space import Machine
 from tests.conftest import batchrun, eventually, job_of, started, write_job
 from tests.support.fake_sglang import FakeSGLang
 from tests.support.launchable import launchable
@@ -126,11 +126,11 @@ def test_trials_of_another_machine_or_job_do_not_count(
         found.append(about)
         raise JobError("enough")
 
-    monkeypatch.setattr("batchrunner.tune.tuner.TrialHistory", history)
+    monkeypatch.setattr("batchrunner.runner.tune.TrialHistory", history)
     file = write_job(limited_job(tmp_path), tmp_path)
     h100 = Machine(Flags(), cpu=False, card="NVIDIA H100 80GB HBM3", card_gb=80)
     for machine in (h100, CPU):
-        monkeypatch.setattr("batchrunner.tune.tuner.machine_for", lambda *_, **__: machine)  # noqa: B023
+        monkeypatch.setattr("batchrunner.runner.tune.machine_for", lambda *_, **__: machine)  # noqa: B023
         for setting in ("window=auto", "window=8"):
             assert "enough" in batchrun("tune", file, "--set", setting).stderr
     assert len(set(found)) == len(found) == 4

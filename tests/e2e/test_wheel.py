@@ -23,7 +23,7 @@ DATA = (
     "batchrunner/report/html/page.css",
     "batchrunner/report/html/page.html",
     "batchrunner/report/html/page.js",
-    "batchrunner/engines/cpu_shim/sgl_kernel/__init__.py",
+    "batchrunner/sglang/cpu_shim/sgl_kernel/__init__.py",
     "batchrunner/engines/launched/launcher.py",
 )
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from batchrunner.engines.model_files import check_model
 from batchrunner.job.load import parse_engine
+from batchrunner.sglang.model_files import check_model
 
 NAMES = [
     "gpt2",

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from batchrunner.advise.situation import Situation
 from batchrunner.core.engine_info import Incident
-from batchrunner.engines.logs.lines import ServerReady
-from batchrunner.engines.logs.reader import Facts
-from batchrunner.engines.logs.series import LoadSample, Prefills, Series
-from batchrunner.engines.recovery import FlagMemory
 from batchrunner.runner.adapt import EXPECTED, WORTH, Adaptation
+from batchrunner.sglang.logs.lines import ServerReady
+from batchrunner.sglang.logs.reader import Facts
+from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
+from batchrunner.tuning.memory import FlagMemory
+from batchrunner.tuning.situation import Situation
 
 TICK_S = 2.0
 START_S = 10.0

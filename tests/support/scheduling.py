@@ -11,8 +11,8 @@ GROUPS = {
     "replicas": ("test_real_replicas.py",),
     "answers": (
         "test_real_engine.py",
-        "tests/advise/test_rules.py::test_the_installed_server_takes_every_flag",
-        "tests/engines/test_flags.py::test_the_real_help_is_read",
+        "tests/tuning/test_rules.py::test_the_installed_server_takes_every_flag",
+        "tests/sglang/test_flags.py::test_the_real_help_is_read",
     ),
     "deaths": ("test_real_engine_starts.py",),
     "slurm": ("test_slurm.py",),

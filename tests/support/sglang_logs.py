@@ -9,12 +9,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from batchrunner.advise.advise import AdviceReport, advise
-from batchrunner.advise.rules import Advice, apply_all
-from batchrunner.advise.situation import ClientActivity, Situation
-from batchrunner.engines.flags import of_arguments
-from batchrunner.engines.logs.reader import LogReader
 from batchrunner.job.spec import Job
+from batchrunner.runner.advise import advise
+from batchrunner.sglang.flags import of_arguments
+from batchrunner.sglang.logs.reader import LogReader
+from batchrunner.tuning.advise import AdviceReport
+from batchrunner.tuning.rules import Advice, apply_all
+from batchrunner.tuning.situation import ClientActivity, Situation
 from tests.conftest import ROOT
 
 RETRACT = (

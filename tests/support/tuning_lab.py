@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from batchrunner.engines.flags import CLIP, Flags
-from batchrunner.engines.logs.lines import ServerReady
-from batchrunner.engines.logs.reader import Facts
 from batchrunner.engines.simulation.replica import CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
-from batchrunner.tune.measurement import TrialResult, TrialWatch
-from batchrunner.tune.search import Search, TrialRequest, key_of
-from batchrunner.tune.space import Args, Machine
-from batchrunner.tune.tuner import TrialHistory, TuningSummary, run_search, summarize
+from batchrunner.runner.tune import TrialHistory, TuningSummary, run_search, summarize
+from batchrunner.sglang.flags import CLIP, Flags
+from batchrunner.sglang.logs.lines import ServerReady
+from batchrunner.sglang.logs.reader import Facts
+from batchrunner.tuning.measurement import TrialResult, TrialWatch
+from batchrunner.tuning.search import Search, TrialRequest, key_of
+from batchrunner.tuning.space import Args, Machine
 
 TICK_S = 0.25
 TINY_CPU = CostModel(base_s=6e-3, sample_s=2.5e-4, kv_token_s=1e-7, prefill_token_s=5e-5)

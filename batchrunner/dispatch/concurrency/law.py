@@ -37,8 +37,16 @@ Sources: integral control with dead time, K·τ ≤ 1/e; Past-Future Scheduler (
 import math
 from dataclasses import dataclass
 
-from batchrunner.core.engine_info import Corner, QueueBand
+from batchrunner.core.engine_info import QueueBand
 from batchrunner.core.timing import TIMING
+from batchrunner.tuning.signals import (
+    GUIDES,
+    Corner,
+    corner_of,
+    holds_back,
+    is_overfull,
+    reaches_cap,
+)
 
 GAIN = 0.37
 """Share of the error that one step corrects: 1/e, the largest that does not overshoot with a delay."""
@@ -46,14 +54,11 @@ DEAD_BAND = 0.25
 """Error, as a share of q*, that is left alone."""
 IN_USE = 0.8
 """Share of the window that must be in use before it grows: else it is the input that is slow."""
-GOOD_USAGE = 0.9
-"""Token usage from which the KV pool is well used (SGLang's tuning guides)."""
+GOOD_USAGE = GUIDES.usage_good
 NEAR_USAGE = 0.8
 """Token usage from which the pool counts as nearly full."""
-AT_CAP = 0.95
-"""Running requests, as a share of `max_running_requests`, from which that is the limit."""
-OVERFULL, MOST_COUNTED, MINUTE_S = 3.0, 12.0, 60.0
-"""Count of retractions from which the pool is overfull, the most that it comes to, and its half-life."""
+MOST_COUNTED, MINUTE_S = 12.0, 60.0
+"""Most that the count of recent retractions comes to, and its half-life in seconds."""
 HALF_LIFE_S = 4.0
 """Half-life of what runs or travels, in seconds."""
 LEAST_LIFE_S, LONGEST_LIFE_S = 30.0, 600.0
@@ -66,9 +71,10 @@ SMALL = 0.05
 """Change of the window, as a share of it, that is not told."""
 TOLD_AFTER_S = 5.0
 """Seconds that a corner lasts before it is told."""
-HELD_SHARE, HELD_ENDS, HELD_HALF_LIFE_S = 0.34, 0.2, 100.0
-"""Share of the recent time with a queue and an unused pool from which the server holds back, until which, and
-the half-life of recent time: one minute without a break is a third of it."""
+HELD_HALF_LIFE_S = 144.0
+"""Half-life of the time in which the server held back: a minute without a break makes that frequent."""
+HELD_ENDS = 0.8
+"""Fraction of the frequent share at which the state `held` ends, so that it does not flicker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +183,7 @@ class Controller:
     @property
     def is_overfull(self) -> bool:
         """Whether more than about one request a minute is retracted."""
-        return self._retracted >= OVERFULL
+        return is_overfull(self._retracted)
 
     def _learn(self, now: float, seen: Reading) -> float:
         """Take a sample into the averages; return the seconds since the one before."""
@@ -206,9 +212,8 @@ class Controller:
 
     def _is_full(self, now: float, seen: Reading) -> bool:
         """Tell whether the KV pool is nearly full, or overfull."""
-        most = seen.max_running
-        at_cap = most is not None and max(seen.running, self._running) >= AT_CAP * most
-        if seen.usage >= NEAR_USAGE and not at_cap:
+        is_at_cap = reaches_cap(max(seen.running, self._running), seen.max_running)
+        if seen.usage >= NEAR_USAGE and not is_at_cap:
             self._near_at = now
         return self.is_overfull or now - self._near_at < max(self._life_s, self._period_s)
 
@@ -262,27 +267,17 @@ class Controller:
         if corner is None or corner is self._told:
             return []
         self._told = corner
-        what = f"#queue-req {seen.queue}, token usage {seen.usage:.2f}{WHAT[corner]}"
+        what = f"#queue-req {seen.queue}, token usage {seen.usage:.2f}{corner.meaning}"
         return [CornerChange(self.scheduler, corner, seen.queue, round(seen.usage, 4), what)]
 
     def _corner(self, gap_s: float, seen: Reading, *, in_use: bool) -> Corner | None:
-        holds_back = (
-            in_use
-            and seen.queue >= self.band.low
-            and 0 < seen.usage < GOOD_USAGE
-            and not self.is_overfull
-            and (seen.max_running is None or seen.running < AT_CAP * seen.max_running)
-        )
-        self._held += _weight(gap_s, HELD_HALF_LIFE_S) * (holds_back - self._held)
+        # token usage 0: rows without decoding, of which the pool says nothing
+        is_held_now = in_use and seen.usage > 0 and holds_back(seen) and not self.is_overfull
+        self._held += _weight(gap_s, HELD_HALF_LIFE_S) * (is_held_now - self._held)
         if not in_use:
             return None
-        if self.is_overfull:
-            return Corner.FILLING
-        if self._held >= (HELD_ENDS if self._now is Corner.HELD else HELD_SHARE):
-            return Corner.HELD
-        if seen.usage >= GOOD_USAGE:
-            return Corner.GOOD if seen.queue else Corner.FULL
-        return None if seen.queue else Corner.SHORT
+        share = self._held / HELD_ENDS if self._now is Corner.HELD else self._held
+        return corner_of(seen, overfull=self.is_overfull, share_held=share)
 
     def _move(self, window: int, reason: str, *, always: bool = False) -> list[Decision]:
         """Set the window; return the change unless it is small."""
@@ -291,16 +286,6 @@ class Controller:
             return []
         old, self._logged = self._logged, self.window
         return [Decision(self.scheduler, old, self.window, self.state, reason)]
-
-
-WHAT = {
-    Corner.SHORT: ": more rows are sent",
-    Corner.FULL: ": the pool is full, more rows in the queue cannot help",
-    Corner.GOOD: ": as it should be",
-    Corner.FILLING: ", more than about one retraction a minute: rows are sent as the pool takes them",
-    Corner.HELD: " for most of a minute: the server admits too few, sending more cannot help",
-}
-"""What a corner means, behind its figures."""
 
 
 def _weight(gap_s: float, half_life_s: float) -> float:

@@ -65,10 +65,10 @@ from batchrunner.engines.http.server_info import (
     pooling_note,
 )
 from batchrunner.engines.http.wire import PostedAnswer, PostSender
-from batchrunner.engines.model_files import vocabulary_of
 from batchrunner.input.request_bodies import with_model
 from batchrunner.job.spec import LimitsSpec
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName, VectorLength
+from batchrunner.sglang.model_files import vocabulary_of
 
 log = logging.getLogger(__name__)
 

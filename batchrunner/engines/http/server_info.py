@@ -18,9 +18,9 @@ from batchrunner.core.errors import EngineAwayError, EngineDownError, EngineStar
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.http.guard import Model, model_in
 from batchrunner.engines.http.proxies import by_proxy, proxy_of
-from batchrunner.engines.logs.reader import Facts
-from batchrunner.engines.model_files import model_identity, takes_mean
 from batchrunner.job.tasks import TASKS, TaskName
+from batchrunner.sglang.logs.reader import Facts
+from batchrunner.sglang.model_files import model_identity, takes_mean
 
 MODEL_INFO, SERVER_INFO = "/model_info", "/server_info"
 """Paths of the server's description of itself."""

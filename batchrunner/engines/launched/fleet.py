@@ -14,16 +14,19 @@ from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import EngineDownError, EngineStartError
 from batchrunner.core.types import Completion, Request
 from batchrunner.engines.base import RowEnded
-from batchrunner.engines.device import (
+from batchrunner.engines.http.client import HttpEngine
+from batchrunner.engines.http.connections import raise_file_limit
+from batchrunner.engines.launched.server import SGLangServer
+from batchrunner.job.engine import ServerEngine
+from batchrunner.job.spec import LimitsSpec
+from batchrunner.job.tasks import GENERATE, TaskName
+from batchrunner.sglang.device import (
     CPU_NOTE,
     card_name,
     gpus,
     on_cpu,
 )
-from batchrunner.engines.http.client import HttpEngine
-from batchrunner.engines.http.connections import raise_file_limit
-from batchrunner.engines.launched.server import SGLangServer
-from batchrunner.engines.model_files import (
+from batchrunner.sglang.model_files import (
     cards_of,
     check_model,
     check_on_hub,
@@ -31,10 +34,8 @@ from batchrunner.engines.model_files import (
     split_over,
     with_tp,
 )
-from batchrunner.engines.recovery import FlagMemory, Healer, learned_file
-from batchrunner.job.engine import ServerEngine
-from batchrunner.job.spec import LimitsSpec
-from batchrunner.job.tasks import GENERATE, TaskName
+from batchrunner.tuning.memory import FlagMemory, learned_file
+from batchrunner.tuning.recover import Healer
 
 log = logging.getLogger(__name__)
 

@@ -19,15 +19,16 @@ import orjson
 from batchrunner.core.engine_info import Incident
 from batchrunner.core.errors import EngineDownError, EngineLostError, EngineStartError, install_command
 from batchrunner.core.timing import TIMING
-from batchrunner.engines.device import oom_kills, program_environment, server_args
-from batchrunner.engines.flags import arguments_in, command_line, spellings, variables_in
 from batchrunner.engines.hang_detector import Hang
 from batchrunner.engines.http.connections import HeldPort, free_port
 from batchrunner.engines.http.guard import FailureClassifier
-from batchrunner.engines.logs.lines import step_in
-from batchrunner.engines.model_files import model_directory, model_identity
-from batchrunner.engines.recovery import EndedServer, FlagMemory, Healer, cause_in, head_and_tail
 from batchrunner.job.engine import ServerEngine
+from batchrunner.sglang.device import oom_kills, program_environment, server_args
+from batchrunner.sglang.flags import arguments_in, command_line, spellings, variables_in
+from batchrunner.sglang.logs.lines import step_in
+from batchrunner.sglang.model_files import model_directory, model_identity
+from batchrunner.tuning.memory import FlagMemory
+from batchrunner.tuning.recover import EndedServer, Healer, cause_in, head_and_tail
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from functools import partial
 from statistics import fmean
 from typing import NamedTuple
 
-from batchrunner.engines.logs.series import GUIDES
 from batchrunner.report.html.history import RETRACTIONS, IncidentMark, Line, TaskHistory, Timeline
+from batchrunner.tuning.signals import ADMITS_TOO_FEW, GUIDES
 
 WIDTH, HEIGHT = 1000.0, 100.0
 COLOURS = 8
@@ -203,7 +203,7 @@ def load_charts(
         ),
         draw(
             "usage", "Token usage",
-            f"Used share of the KV pool. Below {GOOD_USAGE} while requests wait, the server admits too few.",
+            f"Used share of the KV pool. Below {GOOD_USAGE} while requests wait, {ADMITS_TOO_FEW}.",
             by_replica("token_usage", "token usage"),
             zones=[ValueZone(GOOD_USAGE, GOOD_USAGE, f"{GOOD_USAGE}")], top=1.0,
         ),

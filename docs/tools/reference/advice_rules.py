@@ -2,9 +2,10 @@
 
 from collections import Counter
 
-from batchrunner.advise.rules import RULES, Rule
-from batchrunner.engines.flag_table import FLAGS, SIGNS, Flag
-from batchrunner.engines.flags import VARIABLES
+from batchrunner.sglang.flags import VARIABLES
+from batchrunner.tuning.flags import FLAGS, Flag
+from batchrunner.tuning.rules import RULES, Rule
+from batchrunner.tuning.signals import FLAG_SIGNS
 from docs.tools.reference.markdown import named
 
 HEAD = """# Rules of advice
@@ -50,7 +51,7 @@ def _values(flag: Flag) -> str:
     values = []
     for sign, move in flag.moves.items():
         is_plain = in_a_rule and ways[move.rule.partition(":")[0]] == 1
-        values.append(f"{'' if is_plain else f'*{SIGNS[sign]}*: '}{move.rule} ({move.source})")
+        values.append(f"{'' if is_plain else f'*{FLAG_SIGNS[sign]}*: '}{move.rule} ({move.source})")
     return "; ".join(values)
 
 

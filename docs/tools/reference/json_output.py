@@ -2,9 +2,9 @@
 
 import inspect
 
-from batchrunner.advise.rules import Advice
 from batchrunner.report.report import Report
 from batchrunner.runner.check import Check
+from batchrunner.tuning.rules import Advice
 from docs.tools.reference.markdown import field_list, meanings
 
 HEAD = """# report.json and --json

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchrunner.core.engine_info import Corner, QueueBand
+from batchrunner.core.engine_info import QueueBand
 from batchrunner.dispatch.concurrency.law import (
     BACK_OFF,
     MINUTE_S,
@@ -22,6 +22,7 @@ from batchrunner.dispatch.concurrency.law import (
 )
 from batchrunner.engines.simulation.replica import CostModel
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
+from batchrunner.tuning.signals import Corner
 from benchmarks.control_simulated import Case, Fleet, run
 from tests.conftest import ROOT, examples
 

@@ -1,0 +1,166 @@
+"""Watch a live server for a while: its load, counters and arguments."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+
+from batchrunner.core.engine_info import SchedulerLoad
+from batchrunner.core.errors import InputError
+from batchrunner.core.timing import TIMING
+from batchrunner.engines.http.proxies import by_proxy
+from batchrunner.engines.http.server_info import (
+    KEY_REFUSED,
+    METRICS,
+    MODEL_INFO,
+    NOT_REACHED,
+    NOT_SGLANG,
+    SERVER_INFO,
+    ServerStatus,
+    counters_in,
+    limit_in_effect,
+    memory_caps_running,
+    scheduler_states,
+)
+from batchrunner.sglang.logs.lines import ServerReady
+from batchrunner.sglang.logs.reader import Facts, number
+from batchrunner.sglang.logs.series import LoadSample, Series
+from batchrunner.tuning.situation import Situation
+
+KEY_VARIABLE = "SGLANG_API_KEY"
+
+
+def watch_server(url: str, span_s: float) -> Situation:
+    """Watch a server for `span_s` seconds, or until Ctrl-C, and return its situation.
+
+    Raises InputError where no server answers, or one that is not SGLang.
+    """
+    return asyncio.run(_watch(url.rstrip("/"), span_s))
+
+
+async def _watch(url: str, span_s: float) -> Situation:
+    enough = asyncio.Event()
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # not in the main thread
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, enough.set)
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        server = _Server(ServerStatus(session, url))
+        await server.ask_arguments()
+        end = time.monotonic() + span_s
+        while not enough.is_set() and time.monotonic() < end:
+            await server.poll()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(enough.wait(), TIMING.load_poll)
+        return server.situation()
+
+
+class _Server:
+    """One server that is polled."""
+
+    def __init__(self, status: ServerStatus) -> None:
+        self._status = status
+        self._series = Series()
+        self._facts = Facts()
+        self._seen: dict[str, float | None] = {}
+        self._first: dict[str, float] = {}
+        self._last: dict[str, float] = {}
+        self._next_metrics = 0.0
+
+    async def ask_arguments(self) -> None:
+        """Read the server's arguments and limits; raises InputError."""
+        url, wait_s = self._status.url, TIMING.advise_timeout
+        try:
+            status, info = await self._status.mapping(SERVER_INFO, wait_s)
+        except NOT_REACHED as failure:
+            reason = str(getattr(failure, "os_error", failure)) or f"no answer within {wait_s:g} s"
+            raise InputError(f"{url}: no server answers there{by_proxy(url)}: {reason}") from None
+        if status in KEY_REFUSED:
+            raise InputError(f"{url}: refuses the API key", hint=f"set {KEY_VARIABLE}")
+        if "model_path" not in info:
+            raise InputError(
+                f"{url}: not an SGLang server (no {SERVER_INFO})",
+                hint="give a server's own address, not a gateway's",
+            )
+        self._facts.version = info.get("version")
+        self._facts.arguments = {k: v for k, v in info.items() if k not in {"version", "internal_states"}}
+        state = next(iter(scheduler_states(info)), {})
+        memory = state.get("memory_usage")
+        memory = memory if isinstance(memory, dict) else {}
+        self._facts.ready = _limits(info, state, memory)
+        self._facts.weights_gb = number(memory.get("weight"))
+        self._facts.card_gb = _free_at_first(memory)
+        with contextlib.suppress(*NOT_REACHED):  # the model's class is optional
+            _, model = await self._status.mapping(MODEL_INFO, TIMING.advise_timeout)
+            classes = model.get("architectures")
+            self._facts.model = str(classes[0]) if isinstance(classes, list) and classes else None
+
+    async def poll(self) -> None:
+        """Record one sample of each scheduler; a poll that fails is skipped."""
+        with contextlib.suppress(*NOT_REACHED, *NOT_SGLANG):
+            if time.monotonic() >= self._next_metrics:
+                await self._metrics()
+            self._add(await self._status.load(TIMING.advise_timeout))
+
+    def situation(self) -> Situation:
+        """Return the situation, with the growth of the counters."""
+        grown = {name: max(0.0, value - self._first.get(name, 0.0)) for name, value in self._last.items()}
+        prefills, prompt = self._series.prefills, grown.get("prompt_tokens_total", 0.0)
+        prefills.cached_tokens = int(grown.get("cached_tokens_total", 0))
+        prefills.new_tokens = max(0, int(prompt) - prefills.cached_tokens)
+        prefills.prompts = int(grown.get("num_requests_total", 0))
+        self._series.retractions = int(grown.get("num_retracted_requests_total", 0))
+        self._series.settle()
+        self._facts.mute = not self._seen
+        return Situation(self._series, self._series, self._facts)
+
+    async def _metrics(self) -> None:
+        """Record the counters of `/metrics`, if the server has it."""
+        self._next_metrics = time.monotonic() + TIMING.advise_metrics
+        status, body = await self._status.get(METRICS, TIMING.advise_timeout)
+        text = body.decode(errors="replace") if status == 200 else ""  # noqa: PLR2004
+        self._facts.metrics = "sglang:" in text
+        if self._facts.metrics:
+            self._last = counters_in(text)
+            self._first = self._first or self._last
+
+    def _add(self, loads: Sequence[SchedulerLoad]) -> None:
+        """Record a load of each scheduler; the counters are summed over them."""
+        graph, rate = self._last.get("is_cuda_graph"), self._last.get("gen_throughput")
+        for load in loads:
+            new = load.taken_at is None or self._seen.get(load.scheduler) != load.taken_at
+            self._seen[load.scheduler] = load.taken_at
+            if new and load.has_work:
+                sample = LoadSample(
+                    time.monotonic(), load.running, load.queue, load.token_usage, load.max_running,
+                    None if graph is None or not load.running else bool(graph),
+                    rate and rate / len(loads),
+                )  # fmt: skip
+                self._series.add(load.scheduler, sample)
+
+
+def _free_at_first(memory: dict[str, Any]) -> float | None:
+    """Return the GPU memory in GB that was free before the weights were loaded: the sum of its uses."""
+    graphs = memory.get("graph")
+    parts = [memory.get(name) for name in ("weight", "kvcache", "startup_available")]
+    parts += graphs.values() if isinstance(graphs, dict) else []
+    known = [part for part in map(number, parts) if part is not None]
+    return sum(known) if len(known) == len(parts) else None
+
+
+def _limits(info: dict[str, Any], state: dict[str, Any], memory: dict[str, Any]) -> ServerReady:
+    """Return the first scheduler's limits: its state has numbers where arguments may be null."""
+    merged = {**info, **{name: value for name, value in state.items() if value}}
+    most = "max_running_requests"
+    merged[most] = limit_in_effect(state, most) or merged.get(most)
+    names = ("max_total_num_tokens", "chunked_prefill_size", "max_running_requests", "context_length")
+    pool, chunk, running, context = (
+        None if (limit := number(merged.get(name))) is None else int(limit) for name in names
+    )
+    left = None if info.get("device") == "cpu" else number(memory.get("startup_available"))
+    return ServerReady(pool, chunk, running, context, left, memory_caps_running=memory_caps_running(info))

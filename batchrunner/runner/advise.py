@@ -1,0 +1,65 @@
+"""`batchrun advise`: read a log, watch a server or read a run, and apply the rules."""
+
+from pathlib import Path
+
+from batchrunner.core.errors import InputError, hidden
+from batchrunner.engines.http.watch import watch_server
+from batchrunner.output.addresses import store_address
+from batchrunner.output.run_dir import look_at_run
+from batchrunner.sglang.flags import Flags, installed, of_arguments
+from batchrunner.sglang.logs.reader import KNOWN_CARDS, LogReader, architecture_of
+from batchrunner.tuning.advise import AdviceReport, config_of
+from batchrunner.tuning.from_run import read_run
+from batchrunner.tuning.rules import apply_all
+from batchrunner.tuning.situation import Situation
+
+WATCH_S = 20.0
+"""Seconds for which a live server is watched."""
+
+
+def advise(
+    source: str,
+    *,
+    span_s: float = WATCH_S,
+    card: str | None = None,
+    python: str | None = None,
+) -> AdviceReport:
+    """Advise on a log file, the server at a URL (watched for `span_s` seconds) or a run's output path.
+
+    `card` is the GPU's name where the source lacks it; `python` is the interpreter that has SGLang. Raises
+    InputError or OutputError where the source is none of these, InputError for an unknown card.
+    """
+    if card and architecture_of(card) is None:
+        raise InputError(f"--card {card}: not known here; known are {KNOWN_CARDS}")
+    situation = _read(source, span_s)
+    situation.facts.card = card or situation.facts.card
+    situation.facts.config = config_of(situation.facts)
+    names_flags = any(found.args for found in apply_all(situation, Flags()))
+    flags = _flags(situation, python, ask=names_flags)
+    return AdviceReport(hidden(source), situation, apply_all(situation, flags), flags)
+
+
+def _read(source: str, span_s: float) -> Situation:
+    if source.startswith(("http://", "https://")):
+        return watch_server(source, span_s)
+    if store_address(source):
+        return read_run(look_at_run(source))
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return read_run(path)
+    if not path.exists():
+        raise InputError(
+            f"{source}: no such file or directory",
+            hint="give a log, a run's output path or an http:// URL",
+        )
+    log = LogReader().read(path)
+    return Situation(log.series, log.series, log.facts)
+
+
+def _flags(situation: Situation, python: str | None, *, ask: bool) -> Flags:
+    """Return the server's flags; with `ask`, those of the installed SGLang where versions may agree."""
+    facts = situation.facts
+    if facts.arguments:
+        return of_arguments(facts.version, facts.arguments)
+    here = installed(python) if ask else Flags()
+    return here if facts.version in {None, here.version} else Flags(facts.version)

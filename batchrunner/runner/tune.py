@@ -1,0 +1,326 @@
+"""`batchrun tune`: trials of the job's own rows under other flags within a time budget, and their summary."""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+import msgspec
+import uvloop
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from batchrunner.core.errors import EngineStartError, JobError
+from batchrunner.job.engine import ServerEngine
+from batchrunner.job.fields import Duration
+from batchrunner.job.load import load_job
+from batchrunner.job.spec import Job
+from batchrunner.output.addresses import store_address
+from batchrunner.output.files import writing
+from batchrunner.output.run_dir import TUNE
+from batchrunner.output.run_json import fingerprint
+from batchrunner.output.task_lock import hold_task
+from batchrunner.report.report import duration
+from batchrunner.runner.prepare import PreparedJob, prepare
+from batchrunner.runner.trial import TrialRunner
+from batchrunner.runner.tuning_sample import write_sample
+from batchrunner.sglang.flags import arguments_in, command_line, numbers_in, variables_in
+from batchrunner.sglang.model_files import check_model, with_tp
+from batchrunner.tuning.flags import FLAGS
+from batchrunner.tuning.measurement import TrialResult, TrialSigns
+from batchrunner.tuning.search import FlagSetting, Search, TrialRequest, changes, key_of
+from batchrunner.tuning.space import Args, Machine, machine_for
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TuningSummary:
+    """The outcome of a tuning."""
+
+    job: str
+    """Path of the job file."""
+    sample: str
+    """The rows of the trials, in words."""
+    spent_s: float
+    """Seconds spent on trials with their launches, those of earlier attempts included."""
+    reason: str
+    """Why the search ended."""
+    own_tokens_per_s: float
+    """Output tokens per second with the job's own flags, the geometric mean of their trials."""
+    best_tokens_per_s: float
+    """The same with the best flags."""
+    args: Args
+    """Changes to `engine.args`; empty where the job's own flags are the fastest."""
+    trials: list[dict[str, Any]] = field(default_factory=list)
+    """For each setting that was tried: flags that differ from the job's, speeds, signs, verdict."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """For each flag: what came of it, or why it was not tried."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Changes to `engine.env`."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """Other changes to `engine`: its kind, its replicas, the GPUs of each (`tp`)."""
+    warnings: list[str] = field(default_factory=list)
+    """What the best flags change beside the speed."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the summary as `--json` prints it."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return the lines for the terminal."""
+        head = f"{'output tok/s':>20} {'running':>8} {'KV':>5} {'queue':>6} {'retracted':>10}  flags"
+        lines = [f"trials: {self.sample}", head]
+        for trial in self.trials:
+            lines += _trial_lines(trial)
+        lines += ["", *(f"{name}: {note}" for name, note in self.notes.items()), ""]
+        lines.append(f"{self.reason}, after {duration(self.spent_s)}")
+        block = {name: found for name, found in (("args", self.args), ("env", self.env)) if found}
+        block = self.layout | block
+        if not block:
+            return [*lines, "the job's own flags stay: nothing was faster by more than the noise"]
+        gain = self.best_tokens_per_s / self.own_tokens_per_s
+        speeds = f"{self.own_tokens_per_s:,.0f} -> {self.best_tokens_per_s:,.0f} output tok/s"
+        lines.append(f"{gain:.2f} x as fast as the job's own flags ({speeds}) with")
+        lines += ["", *yaml.safe_dump({"engine": block}, sort_keys=False).splitlines(), "", *self.warnings]
+        return [*lines, f"put this into {self.job}"]
+
+
+def summarize(search: Search, machine: Machine, source: str, sample: str, spent_s: float) -> TuningSummary:
+    """Summarize a search; raises EngineStartError where not even the job's own flags work."""
+    own, best = search.own, search.winner
+    if not own.speeds:
+        raise EngineStartError(search.reason)
+    found = changes(best.args, own.args)
+    layout: dict[str, Any] = {}
+    if best.replicas != machine.replicas:
+        layout = {"replicas": best.replicas}
+    if machine.says_tp and "tp-size" in found:
+        layout["tp"] = found.pop("tp-size")
+    risky = [name for name in found if name in FLAGS and FLAGS[name].changes_answers]
+    held, waiting = "held by the runner's own controller", own.newest.signs.queue
+    return TuningSummary(
+        job=source,
+        sample=sample,
+        spent_s=round(spent_s, 1),
+        reason=search.reason,
+        own_tokens_per_s=round(geometric_mean(own.speeds) * machine.replicas / own.replicas, 1),
+        best_tokens_per_s=round(geometric_mean(best.speeds), 1),
+        args=arguments_in(found),
+        env=variables_in(found),
+        layout=layout,
+        trials=[
+            _trial(setting, own.args) | {"best": setting is best}
+            for setting in search.settings.values()
+            if setting.results
+        ],
+        notes={"queue": f"{held}; {waiting:.0f} requests waited with the job's own flags", **search.notes},
+        warnings=[f"{name}: answers change: compare some before the run" for name in risky],
+    )
+
+
+def _trial(setting: FlagSetting, own: Args) -> dict[str, Any]:
+    return {
+        "args": changes(setting.args, own),
+        "replicas": setting.replicas,
+        "tokens_per_s": setting.speeds or [setting.newest.tokens_per_s],
+        "ended": setting.newest.ended,
+        "verdict": setting.verdict,
+        "cost_s": round(sum(result.cost_s for result in setting.results), 1),
+        "signs": asdict(setting.newest.signs),
+    }
+
+
+def _trial_lines(trial: dict[str, Any]) -> list[str]:
+    signs, speeds = trial["signs"], trial["tokens_per_s"]
+    speed = "died" if trial["ended"] == "died" else " ".join(f"{value:,.0f}" for value in speeds)
+    limited = f"{signs['running']:.0f}" + (f"/{signs['max_running']}" if signs["max_running"] else "")
+    flags = command_line(trial["args"]) or "the job's own"
+    flags += f", {trial['replicas']} replicas" if trial["replicas"] > 1 else ""
+    line = (
+        f"{speed:>20} {limited:>8} {signs['usage']:>5.2f} {signs['queue']:>6.0f} "
+        f"{signs['retractions_per_min']:>6.0f}/min  {flags}{'  <- best' if trial['best'] else ''}"
+    )
+    return [line, *([f"{'':>54}{trial['verdict']}"] if trial["verdict"] else [])]
+
+
+def tune(
+    source: str,
+    *,
+    overrides: Sequence[str],
+    budget_s: float,
+    allow_fp8: bool = False,
+) -> TuningSummary:
+    """Find the fastest safe flags for a job on this machine; with `allow_fp8` also numbers of 8 bits.
+
+    Trials are kept under `output.path`/tune, from which the same command resumes. Raises BatchrunError:
+    JobError where the run does not launch the engine; TaskHeldError while another process tunes there.
+    """
+    job = load_job(source, overrides=overrides)
+    if job.forward is not None:
+        raise JobError(f"task: {job.task}: only generating is tuned", hint="tune with a job of task generate")
+    engine = engine_to_tune(job)
+    if store_address(job.output.path):
+        raise JobError(
+            f"output.path {job.output.path}: trials are kept on a disk",
+            hint="tune with --set output.path=DIRECTORY",
+        )
+    check_model(engine.model)
+    with contextlib.closing(prepare(job)) as prepared:
+        directory = prepared.run_dir.path / TUNE
+        with hold_task(prepared.run_dir, directory=directory):
+            machine = machine_for(job, engine, allow_fp8=allow_fp8)
+            return _search(source, prepared, engine, directory, budget_s, machine)
+
+
+def _search(
+    source: str,
+    prepared: PreparedJob,
+    engine: ServerEngine,
+    directory: Path,
+    budget_s: float,
+    machine: Machine,
+) -> TuningSummary:
+    """Try flags within the time; trials that the directory holds are not run again."""
+    job = prepared.job
+    sample = write_sample(prepared, directory)
+    log.info("sample: %s", sample)
+    facts = {
+        "rows": fingerprint(job, prepared.dataset.facts(), engine.model),
+        "job": [job.order, job.dedupe, job.window, job.tokenize],
+        "engine": [engine.args, engine.env, machine.flags.version],
+        "machine": [machine.cpu, machine.card, machine.card_gb],
+        "signs": [sign.name for sign in fields(TrialSigns)],  # results of other versions do not count
+    }
+    own = {**engine.args, **numbers_in(engine.env)}
+    history = TrialHistory(directory / "trials.jsonl", hashlib.sha256(key_of(facts)).hexdigest(), own)
+    trials = TrialRunner(job, engine, sample, directory)
+    search = Search(own, machine)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        spent_s = runner.run(run_search(search, history, trials.run, budget_s))
+    return summarize(search, machine, source, str(sample), spent_s)
+
+
+def parse_budget(text: str) -> float:
+    """Return a duration in seconds; raises JobError."""
+    try:
+        seconds: float = TypeAdapter(Duration).validate_python(text)
+    except ValidationError as failure:
+        why = failure.errors()[0]["msg"].removeprefix("Value error, ")
+        raise JobError(f"--budget {text}: {why}") from None
+    return seconds
+
+
+def engine_to_tune(job: Job) -> ServerEngine:
+    """Return the server that trials launch, which stands for all replicas.
+
+    Raises JobError for an engine that the run does not launch.
+    """
+    if not isinstance(job.engine, ServerEngine):
+        raise JobError(
+            f"engine.kind {job.engine.kind}: tuning starts SGLang with other flags, and this job starts none",
+            hint="use kind server, or see what `batchrun advise` says",
+        )
+    return with_tp(job.engine).model_copy(update={"replicas": 1})
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTrial:
+    """A line of the history."""
+
+    about: str
+    args: Args
+    result: TrialResult
+
+
+_read_trial = msgspec.json.Decoder(KeptTrial)
+
+
+class TrialHistory:
+    """The finished trials of one job on one machine, one JSON line each, from which a search resumes."""
+
+    def __init__(self, path: Path, about: str, base: Args) -> None:
+        """Read the trials with the digest `about`, which covers rows, job, engine and machine.
+
+        `base` are the job's own flags. Only flags that differ from them are written, so no secret of the
+        job is. Raises StorageError.
+        """
+        self._path = path
+        self._about = about
+        self._base = base
+        self._found: defaultdict[bytes, list[TrialResult]] = defaultdict(list)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_bytes().splitlines() if path.exists() else []
+        for line in lines:
+            self._read_line(line)
+
+    def find(self, args: Args, turn: int) -> TrialResult | None:
+        """Return the result of a finished trial; `turn` counts the trials of the same flags from 0."""
+        found = self._found[key_of(changes(args, self._base))]
+        return found[turn] if turn < len(found) else None
+
+    def add(self, args: Args, result: TrialResult) -> None:
+        """Write a result; raises StorageError."""
+        own = changes(args, self._base)
+        line = msgspec.json.encode(KeptTrial(self._about, own, result), enc_hook=str)
+        with writing(self._path), self._path.open("ab") as file:
+            file.write(b"\n" + line)  # the last line may be cut short
+        self._found[key_of(own)].append(result)
+
+    def _read_line(self, line: bytes) -> None:
+        with contextlib.suppress(msgspec.DecodeError):  # cut short by a crash
+            trial = _read_trial.decode(line)
+            if trial.about == self._about:
+                self._found[key_of(trial.args)].append(trial.result)
+
+
+async def run_search(
+    search: Search,
+    history: TrialHistory,
+    run: Callable[[TrialRequest, int, float], Awaitable[TrialResult]],
+    budget_s: float,
+) -> float:
+    """Run a search within its budget, from kept results or by trials; return the seconds spent.
+
+    No trial begins when less time is left than the last measured trial took. A trial that runs when the time
+    is over is cut short, and its result is not kept.
+    """
+    steps = search.steps()
+    spent_s, last_s, number = 0.0, 0.0, 0
+    request = next(steps)
+    while True:
+        result = history.find(request.args, request.turn)
+        if result is None:
+            left_s = budget_s - spent_s
+            if left_s <= last_s:
+                search.reason = "the time for tuning is over"
+                return spent_s
+            result = await run(request, number, left_s)
+            if result.ended == "cut":
+                search.reason = "the time for tuning is over"
+                return spent_s + result.cost_s
+            history.add(request.args, result)
+        number += 1
+        spent_s += result.cost_s
+        if result.ended == "measured":
+            last_s = result.cost_s
+        _log_trial(number, request, result, search)
+        try:
+            request = steps.send(result)
+        except StopIteration:
+            return spent_s
+
+
+def _log_trial(number: int, request: TrialRequest, result: TrialResult, search: Search) -> None:
+    flags = command_line(changes(request.args, search.own.args)) or "the job's own flags"
+    speed = "" if result.ended == "died" else f"{result.tokens_per_s:,.0f} output tok/s, "
+    log.info(
+        "trial %d: %s (%s): %s%s, %s", number, flags, request.why, speed, result.why, duration(result.cost_s)
+    )

@@ -1,0 +1,136 @@
+"""The flags that a version of SGLang has, and its spelling of those that were renamed."""
+
+import functools
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchrunner.sglang.device import has_gpu, output_of, program_environment
+
+HELP_TIMEOUT_S = 120.0
+"""Seconds; `--help` imports torch, which takes 6 s, and more from a cold network disk."""
+CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
+"""Environment variable: most tokens that SGLang reserves for the output of a request (schedule_policy)."""
+VARIABLES = frozenset({CLIP})
+"""Variables that count as flags."""
+CHECK_HELP = "unknown version: these are the newest spellings, check them with --help"
+"""Note for the reader of advice where the version's flags are not known."""
+_SPELLINGS = (
+    ("cuda-graph-max-bs-decode", "cuda-graph-max-bs"),
+    ("cuda-graph-backend-decode", "disable-cuda-graph"),
+    ("cuda-graph-backend-prefill", "enable-piecewise-cuda-graph"),
+    ("attn-dp-size", "enable-dp-attention"),
+    ("tp-size", "tensor-parallel-size", "tp"),
+    ("dp-size", "data-parallel-size", "dp"),
+    ("pp-size", "pipeline-parallel-size", "pp"),
+    ("ep-size", "expert-parallel-size", "ep"),
+)
+"""The spellings of each renamed flag, newest first."""
+_OPTION = re.compile(r"^  (?:-\w,? .*)?--.*", re.MULTILINE)  # argparse puts an option's names on one line
+_NAME = re.compile(r"--([a-z0-9][\w-]*)(?: \{([^}]*)\})?")
+_VERSION = "import importlib.metadata as m; print(m.version('sglang'))"
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """The flags of one version of SGLang; without `names` they are not known."""
+
+    version: str | None = None
+    names: frozenset[str] = frozenset()
+    """Names without the leading dashes."""
+    choices: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """The values that a flag takes, where it takes only some."""
+
+    def spelling(self, name: str) -> str | None:
+        """Return a flag's name in this version, given any of its names; None where it lacks the flag."""
+        known = spellings(name)
+        if not self.names:
+            return known[0]
+        return next((spelling for spelling in known if spelling in self.names), None)
+
+    def setting(self, name: str, value: Any) -> dict[str, Any]:
+        """Return `engine.args` for a flag's value, as this version takes it; empty where it cannot."""
+        spelling = name if name in VARIABLES else self.spelling(name)
+        if spelling is None or str(value) not in self.choices.get(spelling, {str(value)}):
+            return {}
+        if spelling == "enable-dp-attention":
+            return {spelling: True, "dp-size": value}
+        if spelling.startswith("enable-"):
+            return {spelling: None if value == "disabled" else True}
+        if spelling == "disable-cuda-graph":
+            return {spelling: True if value == "disabled" else None}
+        return {spelling: value}
+
+
+def name_in(args: Mapping[str, Any], name: str) -> str:
+    """Return the spelling under which `engine.args` has a flag; the given name where it has none."""
+    return next((spelling for spelling in spellings(name) if spelling in args), name)
+
+
+def arguments_in(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what belongs into `engine.args`."""
+    return {name: value for name, value in args.items() if name not in VARIABLES}
+
+
+def variables_in(args: Mapping[str, Any]) -> dict[str, str]:
+    """Return what belongs into `engine.env`, whose values are texts."""
+    return {name: str(value) for name, value in args.items() if name in VARIABLES}
+
+
+def numbers_in(env: Mapping[str, str]) -> dict[str, int]:
+    """Return the variables of a job that count as flags; the server reads each as a number."""
+    return {name: int(value) for name, value in env.items() if name in VARIABLES and value.isdecimal()}
+
+
+def command_line(args: Mapping[str, Any]) -> str:
+    """Write flags and variables as a person types them, the variables first."""
+    ordered = {**variables_in(args), **args}
+    return " ".join(_option(name, value) for name, value in ordered.items())
+
+
+def _option(name: str, value: Any) -> str:
+    if name in VARIABLES:
+        return f"{name}={value}"
+    if value is None:
+        return f"without --{name}"
+    return f"--{name}" if value is True else f"--{name} {value}"
+
+
+def installed(python: str | None = None, environ: Mapping[str, str] | None = None) -> Flags:
+    """Return the flags of an interpreter's SGLang; without names where it has none.
+
+    `environ` is the job's `engine.env`. The first call runs `--help`, some 6 s; later ones are cached.
+    """
+    return _ask(python or sys.executable, tuple(sorted((environ or {}).items())))
+
+
+def version_of(python: str | None, environ: Mapping[str, str]) -> str | None:
+    """Return the version of an interpreter's SGLang; `environ` is the job's. None where it has none."""
+    command = [python or sys.executable, "-c", _VERSION]
+    return output_of(command, HELP_TIMEOUT_S, program_environment(environ)).strip() or None
+
+
+def of_arguments(version: str | None, arguments: Iterable[str]) -> Flags:
+    """Return the flags of a server by all its arguments, from `/server_info` or its log."""
+    return Flags(version, frozenset(name.replace("_", "-") for name in arguments))
+
+
+def parse_help(text: str, version: str | None = None) -> Flags:
+    """Read the output of `python -m sglang.launch_server --help`."""
+    found = [name.groups() for option in _OPTION.findall(text) for name in _NAME.finditer(option)]
+    choices = {name: frozenset(values.split(",")) for name, values in found if values}
+    return Flags(version, frozenset(name for name, _ in found), choices)
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """Return all names of a flag, the newest first."""
+    return next((names for names in _SPELLINGS if name in names), (name,))
+
+
+@functools.cache
+def _ask(python: str, environ: tuple[tuple[str, str], ...]) -> Flags:
+    environment = program_environment(dict(environ), cpu=not has_gpu())
+    help_text = output_of([python, "-m", "sglang.launch_server", "--help"], HELP_TIMEOUT_S, environment)
+    return parse_help(help_text, version_of(python, dict(environ)))

@@ -1,0 +1,362 @@
+"""A log of any size → the load over time and facts about its server, in bounded memory."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from batchrunner.core.errors import InputError
+from batchrunner.sglang.logs.lines import (
+    STEPS_A_LINE,
+    Arguments,
+    Died,
+    LoggedBatch,
+    OutOfMemory,
+    Phase,
+    PhaseBegins,
+    Raised,
+    Record,
+    Retraction,
+    RunningCapped,
+    ServerReady,
+    SGLangRecord,
+    WeightsLoaded,
+    clean,
+    origin_of,
+    record_in,
+)
+from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
+from batchrunner.sglang.model_files import has_experts, has_latent_attention, has_sparse_attention
+
+Architecture = Literal["hopper", "blackwell", "ada", "ampere"]
+
+_CARDS: dict[Architecture, str] = {
+    "hopper": "H100 H200 H800 H20 GH200",
+    "blackwell": "B200 B300 GB200 GB300 B100",
+    "ada": "L40S L40 L20 L4 4090 RTX_6000_ADA",
+    "ampere": "A100 A800 A10G A10 A30 A40 A6000 3090",
+}
+FP8: frozenset[Architecture] = frozenset({"hopper", "blackwell", "ada"})
+"""Generations of cards that compute in 8-bit floats: NVIDIA's from compute capability 8.9 on."""
+_KV_OF_16_BITS = (None, "auto", "bf16", "bfloat16")
+LARGEST = 1e15
+"""Larger numbers are no argument, limit or memory of a server."""
+KNOWN_CARDS = " ".join(_CARDS.values()).replace(" ", ", ")
+_MOE = re.compile(
+    "Moe|MoE|Mixtral|Deepseek|GptOss|Kimi|MiniMax|Grok|Dbrx|Llama4|Qwen3Next|LongcatFlash|MiMoV2|Step3VL|Step3p5"
+    "|MistralLarge3|Glm5Next|HYV3|HYV4"
+)
+_MLA = re.compile(
+    "DeepseekV2|DeepseekV3|Kimi|LongcatFlash|MistralLarge3|GlmMoeDsa|Glm5Next|Glm4MoeLite|SarvamMLA|MiniCPM3"
+)
+_SPARSE = re.compile("DeepseekV32|GlmMoeDsa|Glm5Next")
+"""Parts of the names of classes (0.5.23), for models whose config.json is not on this machine."""
+
+
+@dataclass(slots=True)
+class Facts:
+    """Facts that are filled in while a source is read; what is not known is None or empty."""
+
+    version: str | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Server arguments by SGLang's own names, with underscores."""
+    ready: ServerReady | None = None
+    troubles: dict[Phase, OutOfMemory] = field(default_factory=dict)
+    """The last time that memory ran out, by phase."""
+    last_trouble: OutOfMemory | None = None
+    """The last one since the last batch: the server survived those before."""
+    died: Died | None = None
+    """The line that explains a death best: a SIGKILL, the exception, or that there was one."""
+    card: str | None = None
+    card_gb: float | None = None
+    """Memory of one GPU in GB."""
+    weights_gb: float | None = None
+    """Weights on one rank in GB."""
+    quantised: str | None = None
+    """The checkpoint's quantisation; empty where it has none."""
+    model: str | None = None
+    """The model's class, such as LlamaForCausalLM."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The model's config.json, see `read_config`; empty where it is not on this machine."""
+    metrics: bool | None = None
+    """Whether `/metrics` answers."""
+    mute: bool = False
+    """Whether a live server does not report its load."""
+    idle_gpus: int = 0
+    """GPUs that were visible to a run's server, and that it did not use."""
+
+    def number(self, name: str) -> float | None:
+        """Return an argument that is a number; None where it is not known."""
+        return number(self.arguments.get(name))
+
+    @property
+    def tp(self) -> int:
+        """GPUs that the weights of one replica are split over."""
+        return int(self.number("tp_size") or 1)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that the server takes."""
+        replicas = 1 if self.attn_dp > 1 else self.number("dp_size") or 1
+        return int(self.tp * (self.number("pp_size") or 1) * replicas)
+
+    @property
+    def in_16_bits(self) -> bool:
+        """Whether the weights are known to be unquantised."""
+        return self.quantised == "" and not self.arguments.get("quantization")
+
+    @property
+    def kv_in_16_bits(self) -> bool:
+        """Whether the KV pool is known to hold 16-bit numbers."""
+        return bool(self.arguments) and self.arguments.get("kv_cache_dtype") in _KV_OF_16_BITS
+
+    @property
+    def attn_dp(self) -> int:
+        """Ranks among which DP attention divides the requests of one replica; 1 without DP attention."""
+        ranks = self.number("attn_dp_size") or 1
+        older = ranks == 1 and self.arguments.get("enable_dp_attention")  # before --attn-dp-size
+        return int((self.number("dp_size") if older else ranks) or 1)
+
+    @property
+    def max_running(self) -> int | None:
+        """Limit on the running requests of one scheduler, `max_running_requests`."""
+        logged = self.ready.max_running_requests if self.ready else None
+        return logged or int(self.number("max_running_requests") or 0) // self.attn_dp or None
+
+    @property
+    def steps_a_line(self) -> int:
+        """Decode steps between two lines of the log, `--decode-log-interval`."""
+        return max(0, int(self.number("decode_log_interval") or 0)) or STEPS_A_LINE
+
+    @property
+    def chunk(self) -> int | None:
+        """Tokens of a prefill chunk of one scheduler, `chunked_prefill_size`."""
+        logged = self.ready.chunked_prefill_size if self.ready else None
+        return logged or int(self.number("chunked_prefill_size") or 0) or None
+
+    @property
+    def architecture(self) -> Architecture | None:
+        """The card's generation; None where its name is not known."""
+        return architecture_of(self.card or "")
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the server computes on a CPU."""
+        return self.arguments.get("device") == "cpu"
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether the model has experts, by its config.json, else by the name of its class."""
+        return has_experts(self.config) if self.config else self._class_has(_MOE)
+
+    @property
+    def is_mla(self) -> bool:
+        """Whether the model's attention is multi-head latent (MLA), by its config.json, else by its class."""
+        return has_latent_attention(self.config) if self.config else self._class_has(_MLA)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether an indexer chooses what attention reads (DSA), by its config.json, else by its class."""
+        return has_sparse_attention(self.config) if self.config else self._class_has(_SPARSE)
+
+    def _class_has(self, names: re.Pattern[str]) -> bool:
+        return names.search(self.model or "") is not None
+
+    @property
+    def graph_disabled(self) -> bool:
+        """Whether the arguments switch CUDA graphs off for decoding."""
+        arguments = self.arguments
+        backend = _phase(arguments, "decode").get("backend") or arguments.get("cuda_graph_backend_decode")
+        return backend == "disabled" or bool(arguments.get("disable_cuda_graph"))
+
+    @property
+    def graph_max_bs(self) -> int | None:
+        """The largest batch for which a CUDA graph was captured."""
+        config = _phase(self.arguments, "decode").get("max_bs")
+        names = ("cuda_graph_max_bs_decode", "cuda_graph_max_bs")
+        found = number(config or next(filter(None, map(self.arguments.get, names)), None))
+        return int(found) if found else None
+
+
+def number(value: Any) -> float | None:
+    """Return a value from another program if it is a usable number, else None."""
+    counts = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+    return float(value) if counts else None
+
+
+def architecture_of(card: str) -> Architecture | None:
+    """Return the generation of a card whose name contains a known one's words."""
+    words = f"_{re.sub('[^A-Z0-9]+', '_', card.upper())}_"
+    known = ((name, generation) for generation, names in _CARDS.items() for name in names.split())
+    return next((generation for name, generation in known if f"_{name}_" in words), None)
+
+
+def _phase(arguments: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
+    config = arguments.get("cuda_graph_config")
+    found = config.get(phase) if isinstance(config, dict) else None
+    return found if isinstance(found, dict) else {}
+
+
+def prefill_graph_off(arguments: Mapping[str, Any]) -> bool:
+    """Tell whether the arguments switch CUDA graphs off for prefill passes."""
+    backend = _phase(arguments, "prefill").get("backend") or arguments.get("cuda_graph_backend_prefill")
+    return backend == "disabled" or arguments.get("enable_piecewise_cuda_graph") is False
+
+
+LONGEST_LINE = 1 << 18
+"""Most characters that are read as one line: SGLang writes no longer ones."""
+_TUNED = (
+    "schedule_conservativeness", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
+    "max_total_tokens", "model_path", "tp_size", "attention_backend", "kv_cache_dtype", "quantization",
+    "max_prefill_tokens", "prefill_max_requests", "prefill_decode_interval", "enable_mixed_chunk",
+    "page_size", "disable_radix_cache", "schedule_policy",
+)  # fmt: skip
+"""Arguments that change the load: when a server restarts with others, what was read before is dropped."""
+_FORWARD = {"prefill", "decode"}
+"""Phases of forward passes, which in a traceback may belong to a capture of graphs."""
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class LogReader:
+    """Reads logs line by line into one series of loads and one set of facts."""
+
+    def __init__(self) -> None:
+        self.series = Series()
+        self.facts = Facts()
+        self.records = 0
+        """Number of lines that only SGLang writes."""
+        self.source = ""
+        """Prefix of the schedulers' names, where several logs are read."""
+        self._speakers: dict[str, str] = {}
+        """The rank whose lines count, by scheduler: with tensor parallelism all ranks may log the same."""
+        self._phase: Phase = "general"
+        self._running = 0
+        self._memory_caps_running = False
+        """Whether this start has logged that memory allows fewer running requests than were asked for."""
+        self._old_death: Died | None = None
+        """A death before the last restart: it counts until the server logs a batch again."""
+
+    def read(self, path: Path) -> Self:
+        """Read a file to its end; raises InputError where it is not an SGLang log."""
+        others, self._old_death = self.facts, None
+        self.facts = replace(others, arguments={}, troubles={}, last_trouble=None, died=None)
+        try:
+            with path.open(encoding="utf-8", errors="replace") as log:  # all that matters is ASCII
+                while line := log.readline(LONGEST_LINE):
+                    self.take(line)
+        except OSError as failure:
+            raise InputError(f"{path}: cannot be read: {failure.strerror or failure}") from None
+        finally:
+            self._add(others)
+        if not self.records:
+            raise InputError(
+                f"{path}: not a log of SGLang: no line of it is one that SGLang writes "
+                "(such as `Decode batch, #running-req: …` or `server_args=…`)"
+            )
+        self.series.settle()
+        return self
+
+    def _add(self, others: Facts) -> None:
+        """Add the troubles of the servers of other logs."""
+        facts = self.facts
+        facts.arguments = facts.arguments or others.arguments
+        facts.troubles = others.troubles | facts.troubles
+        if facts.died is None:
+            facts.died, facts.last_trouble = others.died, others.last_trouble
+
+    def take(self, line: str) -> None:
+        """Take one line."""
+        line = clean(line)
+        record = record_in(line)
+        if record is not None:
+            self.records += isinstance(record, SGLangRecord)
+            self._take(record, line)
+
+    def _take(self, record: Record, line: str) -> None:
+        match record:
+            case LoggedBatch():
+                self._batch(record, line)
+            case Retraction():
+                scheduler, _ = self._speaker(line)
+                if scheduler is not None:
+                    self.series.retractions += 1
+                    self.series.prefills.retracted_tokens += record.tokens
+            case Arguments():
+                self._started(record)
+            case RunningCapped():
+                self._memory_caps_running = True
+            case ServerReady():
+                self.facts.ready = record._replace(memory_caps_running=self._memory_caps_running)
+                self._phase = "general"
+            case WeightsLoaded():
+                self._weights(record)
+            case PhaseBegins(phase) if self._phase != "graph" or phase not in _FORWARD:
+                self._phase = phase
+            case OutOfMemory() | Died() | Raised():
+                self._failed(record)
+
+    def _batch(self, batch: LoggedBatch, line: str) -> None:
+        scheduler, at = self._speaker(line)
+        if scheduler is None:
+            return
+        self._phase, self._running = "decode" if batch.decode else "prefill", batch.running
+        if self.facts.died is self._old_death:  # after a new death other ranks log on for seconds
+            self.facts.died = self._old_death = self.facts.last_trouble = None
+        most = self.facts.max_running
+        if batch.decode:
+            sample = LoadSample(
+                at, batch.running, batch.queue, batch.usage, most, batch.graph, batch.throughput
+            )
+            self.series.add(scheduler, sample)
+        else:
+            self.series.prefills.add(batch, self.facts.chunk or 0)
+
+    def _speaker(self, line: str) -> tuple[str | None, float | None]:
+        """Return a line's scheduler and time; no scheduler where another rank's lines count for it."""
+        origin = origin_of(line)
+        scheduler = f"{self.source} {origin.server} {origin.dp}"
+        speaks = self._speakers.setdefault(scheduler, origin.rank) == origin.rank
+        return scheduler if speaks else None, origin.at
+
+    def _started(self, record: Arguments) -> None:
+        """Drop what was read if the server restarted with other arguments: only its card is the same."""
+        before = self.facts.arguments
+        if before and any(before.get(name) != record.values.get(name) for name in _TUNED):
+            self._forget()
+            self.facts = Facts(card=self.facts.card)
+        self._old_death = self.facts.died
+        self._memory_caps_running = False
+        self._speakers.clear()  # a restart may have changed the names of the ranks
+        self.facts.arguments = record.values
+        self._phase = "load"
+
+    def _forget(self) -> None:
+        """Drop this log's schedulers, and the sums over all logs with the last of them."""
+        series = self.series
+        tracks = series.tracks.items()
+        series.tracks = {name: track for name, track in tracks if not name.startswith(f"{self.source} ")}
+        if not series.tracks:
+            series.prefills, series.retractions = Prefills(), 0
+
+    def _weights(self, record: WeightsLoaded) -> None:
+        facts = self.facts
+        self._phase = "load" if record.free_gb is not None else "general"
+        if record.free_gb is not None and facts.card_gb is None:
+            facts.card_gb = record.free_gb
+        if record.used_gb is not None and record.used_gb > (facts.weights_gb or 0):  # a draft model follows
+            facts.weights_gb, facts.model = record.used_gb, record.model
+            facts.quantised = record.quantised
+
+    def _failed(self, record: OutOfMemory | Died | Raised) -> None:
+        """Keep the record that explains a death best: a SIGKILL, or else the first exception."""
+        known = None if self.facts.died is self._old_death else self.facts.died
+        if isinstance(record, OutOfMemory):
+            phase = self._phase if record.phase == "general" else record.phase
+            trouble = record._replace(phase=phase, running=self._running)
+            self.facts.last_trouble = trouble
+            self.facts.troubles = {**self.facts.troubles, phase: trouble}
+        elif isinstance(record, Died) and (known is None or (record.killed and not known.killed)):
+            self.facts.died = record
+        elif known is not None and known.text.endswith(_TRACEBACK):
+            self.facts.died = known._replace(text=record.text)

@@ -1,0 +1,169 @@
+"""The load of schedulers over time in bounded memory: their newest samples, and sums over their passes."""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import NamedTuple
+
+from batchrunner.sglang.logs.lines import LoggedBatch
+
+WHOLE = 0.9
+"""Fraction of its limit in tokens from which a prefill pass counts as full."""
+FEW = 2
+"""Most prompts in a full pass that counts as filled by long prompts."""
+
+
+@dataclass(slots=True)
+class Prefills:
+    """Sums over the prefill passes of all schedulers."""
+
+    passes: int = 0
+    prompts: int = 0
+    new_tokens: int = 0
+    """Prompt tokens computed."""
+    cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    retracted_tokens: int = 0
+    """Tokens computed and then lost to a retraction."""
+    filled: int = 0
+    """Passes that took a whole chunk."""
+    filled_waiting: int = 0
+    """Such passes after which requests still waited."""
+    few_long: int = 0
+    """Passes that one or two prompts filled."""
+
+    def add(self, batch: LoggedBatch, chunk: int) -> None:
+        """Count one pass; `chunk` is `chunked_prefill_size`, 0 where that is not known."""
+        is_full = 0 < WHOLE * chunk <= batch.new_tokens
+        self.passes += 1
+        self.prompts += batch.new_seqs
+        self.new_tokens += batch.new_tokens
+        self.cached_tokens += batch.cached_tokens
+        self.filled += is_full
+        self.filled_waiting += is_full and batch.queue > 0
+        self.few_long += is_full and batch.new_seqs <= FEW
+
+    @property
+    def cached_share(self) -> float:
+        """Fraction of prompt tokens that were in the cache."""
+        return self.cached_tokens / max(1, self.cached_tokens + self.new_tokens)
+
+    @property
+    def mean_prompt(self) -> float:
+        """Mean tokens of a prompt; each chunk of a long one counts as a prompt."""
+        return (self.cached_tokens + self.new_tokens) / max(1, self.prompts)
+
+
+class LoadSample(NamedTuple):
+    """The load of a scheduler that has work, at one time."""
+
+    at: float | None
+    """Seconds since an unknown time; None where the log has no times."""
+    running: int
+    queue: int
+    usage: float
+    """Fraction of the KV pool in use."""
+    max_running: int | None = None
+    graph: bool | None = None
+    """Whether a CUDA graph ran; None where that is not known."""
+    rate: float | None = None
+    """Tokens generated per second."""
+    unsent: int | None = None
+    """Rows that the client had still to send; None where that is not known."""
+
+
+MOST_SAMPLES = 16_384
+"""Newest samples kept of a scheduler."""
+PAUSE_S = 30.0
+"""A gap of more seconds between two samples is a pause: it counts as no work, and the job before it ended.
+So does time that runs backwards by as much: an older log follows a newer one."""
+
+
+@dataclass(slots=True)
+class Track:
+    """The samples of one scheduler."""
+
+    samples: deque[LoadSample] = field(default_factory=lambda: deque(maxlen=MOST_SAMPLES))
+    """The newest, oldest first."""
+    busy_s: float = 0.0
+    """Seconds under load, without pauses."""
+
+    def add(self, sample: LoadSample) -> None:
+        """Count a sample."""
+        last = self.samples[-1].at if self.samples else None
+        gap_s = 0.0 if sample.at is None or last is None else sample.at - last
+        if abs(gap_s) > PAUSE_S:
+            self.settle()
+        else:
+            self.busy_s += max(0.0, gap_s)
+        self.samples.append(sample)
+
+    def settle(self) -> None:
+        """End a stretch of work: the empty queue at its end is no sign, as no rows were left to send."""
+        samples = self.samples
+        dry = list(takewhile(lambda sample: not sample.queue and sample.unsent is None, reversed(samples)))
+        if len(dry) < len(samples) and samples[-len(dry) - 1].queue:
+            for at, sample in enumerate(dry, 1):
+                samples[-at] = sample._replace(unsent=0)
+
+
+@dataclass(slots=True)
+class Series:
+    """The samples of all schedulers of one source."""
+
+    tracks: dict[str, Track] = field(default_factory=dict)
+    prefills: Prefills = field(default_factory=Prefills)
+    retractions: int = 0
+    """Retractions of all schedulers."""
+
+    def add(self, scheduler: str, sample: LoadSample) -> None:
+        """Count a sample."""
+        self.tracks.setdefault(scheduler, Track()).add(sample)
+
+    def settle(self) -> None:
+        """End the series: the source has no more samples."""
+        for track in self.tracks.values():
+            track.settle()
+
+    @property
+    def samples(self) -> list[LoadSample]:
+        """The newest samples of all schedulers."""
+        return [sample for track in self.tracks.values() for sample in track.samples]
+
+    @property
+    def counted(self) -> int:
+        """Number of these samples."""
+        return sum(len(track.samples) for track in self.tracks.values())
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds under load of the scheduler that was under load for longest."""
+        return max((track.busy_s for track in self.tracks.values()), default=0.0)
+
+    @property
+    def retractions_per_min(self) -> float:
+        """Retractions per minute of a scheduler, on average; less than a minute counts as one."""
+        return self.retractions / max(1, len(self.tracks)) / max(1.0, self.busy_s / 60)
+
+    @property
+    def recomputed_share(self) -> float | None:
+        """Tokens lost to retractions, as a fraction of those generated; None if the log does not say both."""
+        generated = self.median("rate") * sum(track.busy_s for track in self.tracks.values())
+        again = self.prefills.retracted_tokens
+        return again / generated if again and generated else None
+
+    def median(self, name: str) -> float:
+        """Return the median of a field over the newest samples, 0 if none of them has it."""
+        values = [getattr(sample, name) for sample in self.samples]
+        return float(statistics.median([value for value in values if value is not None] or [0]))
+
+    @property
+    def longest_queue(self) -> int:
+        """The longest queue of a scheduler."""
+        return max((sample.queue for sample in self.samples), default=0)
+
+    @property
+    def max_running(self) -> int:
+        """The largest limit on the running requests of a scheduler; 0 where it is not known."""
+        return max((sample.max_running or 0 for sample in self.samples), default=0)

@@ -1,0 +1,101 @@
+"""The advice on a situation, as `batchrun advise` and a run's page show it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchrunner.core.console import counted
+from batchrunner.sglang.flags import CHECK_HELP, Flags, of_arguments
+from batchrunner.sglang.logs.reader import Facts
+from batchrunner.sglang.model_files import read_config
+from batchrunner.tuning.from_run import read_run
+from batchrunner.tuning.rules import BY_NAME, Advice, apply_all
+from batchrunner.tuning.signals import GUIDES, has_enough, share, span_in_words
+from batchrunner.tuning.situation import Situation
+
+
+@dataclass(frozen=True, slots=True)
+class AdviceReport:
+    """A situation and the advice that follows from it."""
+
+    source: str
+    situation: Situation
+    advice: list[Advice]
+    flags: Flags
+
+    @property
+    def healthy(self) -> bool:
+        """Whether there are enough samples and nothing is wrong."""
+        wrong = any(advice.change and not BY_NAME[advice.rule].option for advice in self.advice)
+        return self.situation.is_judged and has_enough(self.situation.load) and not wrong
+
+    def lines(self) -> list[str]:
+        """Return the lines for the terminal."""
+        lines = [f"{self.source}: {self.reading()}"]
+        if self.healthy:
+            lines.append(f"healthy: {self.figures()}")
+        lines += [line for advice in self.advice for line in advice.lines()]
+        if any(advice.args for advice in self.advice) and not self.flags.names:
+            lines.append(f"({CHECK_HELP})")
+        return lines
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as `--json` prints it."""
+        load = self.situation.load
+        return {
+            "source": self.source,
+            "healthy": self.healthy,
+            "enough": has_enough(load),
+            "reading": {
+                **self.situation.evidence("empty", "in_band", "deep", "conservative", "full", "no_graph"),
+                "schedulers": len(load.tracks),
+                "retractions": self.situation.retractions,
+                "retractions_per_min": round(self.situation.retractions_per_min, 2),
+            },
+            "version": self.flags.version,
+            "flags_known": bool(self.flags.names),
+            "advice": [advice.as_dict() for advice in self.advice],
+        }
+
+    def reading(self) -> str:
+        """Describe the samples; where they are too few for advice, say how many advice needs."""
+        load, client = self.situation.load, self.situation.client
+        if self.situation.facts.mute:
+            return "the server does not tell its load (no /v1/loads)"
+        if client is not None and client.simulated:
+            return "simulated: there is no advice on figures that are made up"
+        if not load.counted and client is None:
+            return "no request was running when the load was sampled"
+        if has_enough(load):
+            return span_in_words(load)
+        steady = " between its start and its drain or tail" if client else ""
+        return (
+            f"{self.figures()}. A reading, not advice: {span_in_words(load)}{steady}, and advice needs "
+            f"{GUIDES.samples:g} over {GUIDES.span_s:g} s"
+        )
+
+    def figures(self) -> str:
+        """Return the usual figures: medians, and the retractions."""
+        load = self.situation.load
+        rate, retractions = load.median("rate"), counted(self.situation.retractions, "retraction")
+        return (
+            f"median #running-req {load.median('running'):.0f}, #queue-req {load.median('queue'):.0f} "
+            f"(0 in {share(load.samples, 'empty'):.0%}), token usage {load.median('usage'):.2f}, "
+            f"{retractions}" + (f", {rate:,.0f} tokens/s" if rate else "")
+        )
+
+
+def advise_run(run: Path) -> AdviceReport:
+    """Advise on a run, without asking an installed SGLang. Raises OutputError where the path holds no run."""
+    situation = read_run(run)
+    situation.facts.config = config_of(situation.facts)
+    flags = of_arguments(situation.facts.version, situation.facts.arguments)
+    return AdviceReport(str(run), situation, apply_all(situation, flags), flags)
+
+
+def config_of(facts: Facts) -> dict[str, Any]:
+    """Return the model's config.json, where the server's arguments name a model that is on this machine."""
+    model, revision = facts.arguments.get("model_path"), facts.arguments.get("revision")
+    return (
+        read_config(model, revision if isinstance(revision, str) else None) if isinstance(model, str) else {}
+    )

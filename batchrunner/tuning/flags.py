@@ -1,0 +1,704 @@
+"""What SGLang's flags do: what each needs, its steps, what a step costs, and which sign calls for it. Pure.
+
+The one place that knows. Advice names the next value of a flag whose sign it sees, `batchrun tune` tries the
+steps, and recovery takes those of the sign `oom`. A variable of the server's environment is a flag too.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from batchrunner.sglang.flags import CLIP, Flags
+from batchrunner.sglang.logs.reader import FP8, Architecture, Facts, prefill_graph_off
+from batchrunner.tuning.signals import GUIDES
+
+OF_DECODING = frozenset({
+    "held", "retracting", "full", "memory-left", "capped", "graph-off", "evicted", "small-prefills",
+    "large-pages", "small-model", "wide-numbers",
+})  # fmt: skip
+"""Signs that say something only where requests decode."""
+
+
+class MemoryBand(NamedTuple):
+    """GPU memory that should be free when the server is ready, in GB."""
+
+    low: float
+    good: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A server whose flags may change: its facts, and means of its load."""
+
+    facts: Facts
+    running: float = 0.0
+    """Requests that run, or ran before a death."""
+    usage: float = 0.0
+    """Fraction of the KV pool in use."""
+    decodes: bool = True
+    output_tokens: float = 0.0
+    """Tokens of an output, on average."""
+    longest_output: int | None = None
+    """Tokens that nearly all outputs stay under."""
+    repeated: float = 1.0
+    """Tokens that a decode step would bring by n-grams of earlier outputs."""
+    most_pool_tokens: float = 0.0
+    """Tokens of the largest KV pool that a CPU's memory allows."""
+    why: str = ""
+    """The line that says why it died."""
+
+    def now(self, flag: str) -> float | None:
+        """Return a flag's value in effect; see `in_effect`."""
+        return in_effect(self.facts, flag)
+
+    @property
+    def spare_gb(self) -> float | None:
+        """`available_gpu_mem` when it was ready."""
+        return self.facts.ready.gpu_gb if self.facts.ready else None
+
+    @property
+    def band(self) -> MemoryBand:
+        """The memory that the guides leave free on this card with this prefill chunk."""
+        chunk = self.now("chunked-prefill-size") or 0
+        scale = min(1.0, (self.facts.card_gb or WHOLE_CARD_GB) / WHOLE_CARD_GB)
+        more = max(0.0, chunk - USUAL_CHUNK) * CHUNK_GB_A_TOKEN
+        return MemoryBand(
+            scale * GUIDES.memory_low_gb, scale * GUIDES.memory_good_gb + more,
+            scale * GUIDES.memory_high_gb + more,
+        )  # fmt: skip
+
+
+WHOLE_CARD_GB = 40.0
+"""GPU memory from which the guides' figures hold; a smaller card has smaller batches, and needs less."""
+USUAL_CHUNK = 8192
+"""Tokens of the guides' `--chunked-prefill-size`; a larger chunk needs more memory."""
+CHUNK_GB_A_TOKEN = 1.5 / 1024
+"""Memory for activations of a prefill chunk, in GB a token (SGLang's memory_hook)."""
+GRAPH_GB_A_REQUEST = 2 / 1024
+"""Memory of a decode graph, in GB a request (SGLang's memory_hook)."""
+USUAL_CAPTURED = 160
+"""Largest batch with a graph, in requests, where the log lacks it; the guides: "typically 160-256"."""
+LEAST_POOL = 0.05
+"""Fraction of a card that a useful KV pool needs at least."""
+DP_ATTENTION_CONSERVATIVENESS = 0.3
+"""Factor by which SGLang multiplies `--schedule-conservativeness` with DP attention (parallel_hook.py)."""
+_DIVIDED = {"chunked-prefill-size", "max-running-requests"}
+"""Flags whose values DP attention divides by the number of its ranks, each of which logs its own part."""
+_AT_READY = {
+    "chunked-prefill-size": "chunked_prefill_size",
+    "max-running-requests": "max_running_requests",
+    "max-total-tokens": "max_total_num_tokens",
+    "context-length": "context_len",
+}
+"""Flags whose value in effect the scheduler logs before it takes requests, and its name there."""
+
+
+def in_effect(facts: Facts, flag: str) -> float | None:
+    """Return a flag's value in effect, as it would be given; None where it is not known."""
+    if flag.startswith("cuda-graph-max-bs"):
+        return facts.graph_max_bs
+    at_ready = getattr(facts.ready, _AT_READY.get(flag, ""), None)
+    value = facts.number(flag.replace("-", "_")) if at_ready is None else at_ready
+    if value is None or (at_ready is None and flag == "max-running-requests"):  # logged as it was given
+        return None if value is None else int(value)
+    value = as_flag(facts, flag, value)
+    return int(value) if value == int(value) else value
+
+
+def as_flag(facts: Facts, flag: str, value: float) -> float:
+    """Return the flag's value with which one scheduler gets `value`."""
+    if facts.attn_dp > 1 and flag in _DIVIDED:
+        return value * facts.attn_dp
+    if facts.attn_dp > 1 and flag == "schedule-conservativeness":
+        return round(value / DP_ATTENTION_CONSERVATIVENESS, 2)
+    return value
+
+
+def least_fraction(facts: Facts) -> float:
+    """Return the `--mem-fraction-static` that the weights and a useful pool take; 0 where it is not known."""
+    weights, card = facts.weights_gb, facts.card_gb
+    return weights / card + LEAST_POOL if weights and card else 0.0
+
+
+LESS_CONSERVATIVE, NORMAL = 0.3, 1.0
+"""`--schedule-conservativeness` by the guides, where SGLang admits too few requests, and its default."""
+LEAST_CONSERVATIVE = 0.1
+"""A value below the guides', which only trials take."""
+MORE_CONSERVATIVE = 1.3
+"""`--schedule-conservativeness` against frequent retractions."""
+MOST_CONSERVATIVE = 1 / 0.7
+"""`--schedule-conservativeness` from which a scheduler reserves all of `max_new_tokens`: the fraction that it
+reserves is min(0.7 x conservativeness, 1)."""
+MOST_CLIP, SHORTER = 4096, 0.9
+"""SGLang's default of the clip, and the share of the present one below which a lower one is worth it."""
+FEWER = 0.9
+"""Share of the running requests that `--max-running-requests` is lowered to, where the pool is too small."""
+MOST_RUNNING, MOST_RAISE = 4096, 32
+"""SGLang's largest default of `--max-running-requests`, and the factor by which it is raised at most."""
+LEAST_RUNNING = 4
+"""Least `--max-running-requests` that is tried."""
+MOST_TIMES = 8
+"""Most times by which a chunk is made larger at once, where twice the size shows no gain."""
+CHUNKS, LARGEST_CHUNK = (4096, 2048), 16_384
+"""`--chunked-prefill-size` in tokens: the guides' two steps down, and SGLang's largest default."""
+FRACTIONS = (0.8, 0.7, 0.6)
+"""`--mem-fraction-static`: the guides' two steps, and one more for a card that other programs use too."""
+FRACTION_STEP, HIGHEST_FRACTION = 0.01, 0.95
+"""The guides' step up of `--mem-fraction-static`, and its highest value."""
+ROOM_STEP = 0.05
+"""Step by which it rises if the weights leave no room for a pool."""
+MOST_POOL = 8
+"""Most times by which a CPU's pool is made larger at once."""
+LARGER_POOL = 1.1
+"""Least factor by which a larger pool is worth it."""
+GRAPH_SIZES = (256, 512, 1024, 2048, 4096)
+"""Values of `--cuda-graph-max-bs-decode`, in requests."""
+GRAPH, LEAST_GRAPH = 64, 16
+"""Largest batch of a graph where it is not known, and the least that is tried: SGLang itself proposes 16."""
+REPEATED = 1.3
+"""Tokens of a decode step from which n-grams are worth a trial: a step that checks guesses takes longer."""
+TOKENIZERS = 4
+"""`--tokenizer-worker-num` where one front process is too slow."""
+_BACKENDS: Mapping[Architecture, tuple[str, str]] = {
+    "hopper": ("fa3", "flashinfer"),
+    "blackwell": ("trtllm_mha", "flashinfer"),
+    "ada": ("flashinfer", "triton"),
+    "ampere": ("flashinfer", "triton"),
+}
+"""The guides' attention backend for each generation of GPUs, and the one to compare it with."""
+_CHOSEN_FOR = (
+    "GptOss", "GraniteSWA", "GraniteMoeSWA", "IQuestQ1", "MiMoV2", "EmbeddingGemma", "Gemma4", "Exaone",
+    "Inkling", "MiniCPM", "Llama4",
+)  # fmt: skip
+"""Models for which SGLang chooses the backend itself: some have attention sinks, which flashinfer lacks (its
+model_config and model_overrides)."""
+
+Steps = Callable[[Server], Sequence[Any]]
+
+
+def _bolder(s: Server) -> list[float]:
+    name = "schedule-conservativeness"
+    now, less, least = (
+        s.now(name) or NORMAL,
+        *(as_flag(s.facts, name, value) for value in (LESS_CONSERVATIVE, LEAST_CONSERVATIVE)),
+    )
+    return [value for value in (less if now > less else least, NORMAL) if value < now]
+
+
+def _calmer(s: Server) -> list[float]:
+    name = "schedule-conservativeness"
+    most = round(as_flag(s.facts, name, MOST_CONSERVATIVE), 2)
+    return [value for value in (MORE_CONSERVATIVE, most) if value > (s.now(name) or NORMAL)]
+
+
+def _clip(s: Server) -> list[int]:
+    longest = s.longest_output or MOST_CLIP
+    return [longest] if longest < SHORTER * (s.now(CLIP) or MOST_CLIP) else []
+
+
+def _larger_pool(s: Server) -> list[int]:
+    """Take room for all requests that may run, or twice as much, as far as memory allows."""
+    now, most = s.now("max-total-tokens") or 0, s.facts.max_running or 0
+    larger = min(now * min(MOST_POOL, most / max(s.running, 1)), s.most_pool_tokens)
+    double = min(2 * now, s.most_pool_tokens)
+    return [int(value) for value in dict.fromkeys((larger, double)) if value >= LARGER_POOL * now > 0]
+
+
+def _half_pool(s: Server) -> list[int]:
+    lower = int(s.now("max-total-tokens") or 0) // 2
+    return [lower] if lower >= (s.now("context-length") or 1) else []
+
+
+def _good_fraction(s: Server) -> list[float]:
+    """Leave the guides' memory, and enough for weights and a pool."""
+    now, left, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb
+    if now is None or left is None or not card:
+        return []
+    up = left > s.band.good
+    steps = math.floor((left - s.band.good) / card / FRACTION_STEP) or int(up)  # at least one step up
+    least = math.ceil(least_fraction(s.facts) / FRACTION_STEP) * FRACTION_STEP
+    target = round(min(HIGHEST_FRACTION, max(least, now + steps * FRACTION_STEP)), 3)
+    return [target] if target != now and (target > now) is up else []
+
+
+def _higher_fraction(s: Server) -> list[float]:
+    """Leave the guides' memory at once, then go on in small steps to the edge.
+
+    A server that dies of a step is a result; the guides' 5 GB are for a card on which nobody tries. Half of
+    them stays: servers on an H200 took 2.0 to 2.5 GB once they were ready (docs/benchmarks.md).
+    """
+    now, left, card = s.now("mem-fraction-static"), s.spare_gb, s.facts.card_gb or 0.0
+    if now is None or left is None or left - FRACTION_STEP * card < s.band.low / 2:
+        return []
+    good = _good_fraction(s) if left > s.band.high else []
+    return [v for v in dict.fromkeys([*good, round(now + FRACTION_STEP, 3)]) if v < 1]
+
+
+def _lower_fraction(s: Server) -> list[float]:
+    now, least = s.now("mem-fraction-static"), least_fraction(s.facts)
+    return [share for share in FRACTIONS if (now is None or share < now) and share > least]
+
+
+def _fraction_for_pool(s: Server) -> list[float]:
+    """Raise the fraction for weights and pool above the least that SGLang names."""
+    least = re.search(r"above (0\.\d+)", s.why)
+    now = max(s.now("mem-fraction-static") or FRACTIONS[0], float(least[1]) if least else 0.0)
+    share = round(now + ROOM_STEP, 3)
+    return [share] if share <= HIGHEST_FRACTION else []
+
+
+def _larger_chunk(s: Server) -> list[int]:
+    now = int(s.now("chunked-prefill-size") or 0)
+    bolder = (max(2 * now, CHUNKS[-1]), MOST_TIMES * now)
+    return [min(value, LARGEST_CHUNK) for value in bolder] if 0 < now < LARGEST_CHUNK else []
+
+
+def _smaller_chunk(s: Server) -> list[int]:
+    now = s.now("chunked-prefill-size")
+    return [chunk for chunk in CHUNKS if now is None or now <= 0 or chunk < now]
+
+
+def _more_running(s: Server) -> list[int]:
+    """Let as many run as the pool holds, rounded up to a power of two: it sets the true limit.
+
+    Where memory already allows fewer than the flag asks for, a higher value changes nothing.
+    """
+    if s.facts.ready and s.facts.ready.memory_caps_running:
+        return []
+    most = int(s.now("max-running-requests") or 0)
+    fits = as_flag(s.facts, "max-running-requests", max(s.running, 1) / max(s.usage, 1 / MOST_RAISE))
+    wanted = min(2 ** math.ceil(math.log2(fits)), MOST_RAISE * most, max(MOST_RUNNING, most))
+    return [value for value in (wanted, round(math.sqrt(wanted * most))) if value > most > 0]
+
+
+def _fewer_running(s: Server) -> list[int]:
+    most, ran = int(s.now("max-running-requests") or 0), int(_running(s))
+    lower = 3 * min(ran or most, most or ran) // 4
+    return [lower] if lower >= LEAST_RUNNING else []
+
+
+def _running(s: Server) -> float:
+    return as_flag(s.facts, "max-running-requests", s.running)
+
+
+def _fewer_retracted(s: Server) -> list[int]:
+    """Come after the conservativeness that reserves all."""
+    fewer = int(FEWER * _running(s))
+    return [fewer] if fewer and not _calmer(s) else []
+
+
+def _larger_graphs(s: Server) -> list[int]:
+    size = next((size for size in GRAPH_SIZES if size >= s.running), GRAPH_SIZES[-1])
+    return [size] if size > (s.facts.graph_max_bs or 0) and not s.facts.graph_disabled else []
+
+
+def _smaller_graphs(s: Server) -> list[int]:
+    captured = s.facts.graph_max_bs or 2 * GRAPH
+    lower = max(LEAST_GRAPH, captured // 2)
+    return [lower] if lower < captured and not s.facts.graph_disabled else []
+
+
+def best_backends(facts: Facts) -> Sequence[str]:
+    """Return the guides' attention backend for a card and a model, then the one to compare it with.
+
+    Empty where SGLang has to choose itself.
+    """
+    card = facts.architecture
+    if card is None or facts.is_sparse or any(name in (facts.model or "") for name in _CHOSEN_FOR):
+        return ()
+    if not facts.is_mla or card == "hopper":
+        return _BACKENDS[card]
+    return ("trtllm_mla", "flashinfer") if card == "blackwell" else ()  # elsewhere triton
+
+
+def _other_backends(s: Server) -> list[str]:
+    return [name for name in best_backends(s.facts) if name != s.facts.arguments.get("attention_backend")]
+
+
+def _interval(s: Server) -> list[int]:
+    """Return the best number of decode steps between two prefill passes that take as long as one.
+
+    A place that a request leaves stands empty for half of that number on average, so of `output_tokens`
+    steps of a request that many are lost; in return there are fewer prefill passes. The number for which both
+    are equal is the best.
+    """
+    return [] if s.now("prefill-decode-interval") else [round(math.sqrt(2 * s.output_tokens))]
+
+
+def _set(flag: str, value: Any) -> Steps:
+    """Return the one step of a flag that is set or not."""
+    return lambda s: [] if s.facts.arguments.get(flag.replace("-", "_")) == value else [value]
+
+
+def _other_layouts(s: Server) -> list[int]:
+    """Halve or double the GPUs of a replica, where weights and heads allow that, and the GPUs are there."""
+    now, heads = s.facts.tp, s.facts.config.get("num_attention_heads") or MOST_RUNNING
+    fits = (
+        now > 1
+        and least_fraction(s.facts) + (s.facts.weights_gb or 0) / (s.facts.card_gb or 1) < HIGHEST_FRACTION
+    )
+    sizes = ([now // 2] if fits else []) + ([2 * now] if s.facts.idle_gpus >= s.facts.gpus else [])
+    return [size for size in sizes if heads % size == 0 and s.facts.attn_dp == 1]
+
+
+def _ngrams(s: Server) -> list[str]:
+    on = s.facts.arguments.get("speculative_algorithm") or s.facts.attn_dp > 1
+    return ["NGRAM"] if s.repeated >= REPEATED and not on else []
+
+
+def _experts_whole(s: Server) -> list[int]:
+    return [s.facts.tp] if s.facts.is_moe and s.facts.tp > 1 >= (s.now("ep-size") or 1) else []
+
+
+def _kv_once(s: Server) -> list[int]:
+    return [s.facts.tp] if s.facts.is_mla and s.facts.tp > 1 >= s.facts.attn_dp else []
+
+
+class Move(NamedTuple):
+    """What a sign does to a flag."""
+
+    steps: Steps
+    """The values to take, the next one first; empty where none is left, or too little is known."""
+    rule: str
+    """What the steps do, in words."""
+    source: str
+    """SGLang, or its tuning guides: G1 is the newest, G2 SGLang's own of 2025, G3 the oldest, G4 in
+    Chinese."""
+    cost: str = ""
+
+
+Need = Literal["a GPU", "a CPU", "FP8"]
+NEEDS: Mapping[Need, Callable[[Facts], bool]] = {
+    "a GPU": lambda facts: not facts.on_cpu,
+    "a CPU": lambda facts: facts.on_cpu,
+    "FP8": lambda facts: facts.architecture in FP8 and not facts.on_cpu,
+}
+"""Whether a server has what a flag needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag of SGLang, or a variable."""
+
+    name: str
+    moves: Mapping[str, Move]
+    needs: Need | None = None
+    memory: str = ""
+    """Memory that a step up takes."""
+    takes_gb: Callable[[Server, Any], float] = lambda _, __: 0.0
+    """The same in GB, of a card."""
+    schedules: bool = False
+    """Whether it changes only which rows run when."""
+    small_steps: bool = False
+    """Whether its steps are too small for noisy times to show them."""
+    changes_answers: bool = False
+
+    def fits(self, sign: str, server: Server) -> bool:
+        """Tell whether a server has what the flag needs, and the sign says something of it."""
+        has = self.needs is None or NEEDS[self.needs](server.facts)
+        return has and (server.decodes or sign not in OF_DECODING)
+
+    def values(self, sign: str, server: Server) -> Sequence[Any]:
+        """Return the values that a sign calls for, the next one first; none where the flag does not fit."""
+        return self.moves[sign].steps(server) if self.fits(sign, server) else ()
+
+
+FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in (
+    Flag(
+        "tp-size",
+        {
+            "layout": Move(
+                _other_layouts, "halved or doubled, with replicas to match",
+                "arithmetic; not tried on a GPU",
+                "fewer GPUs a replica: less room for its KV pool; more: the GPUs wait for each other",
+            )
+        },
+        "a GPU",
+    ),
+    Flag(
+        "schedule-conservativeness",
+        {
+            "held": Move(
+                _bolder, "down: 0.3", "G1-G4",
+                "where outputs turn out long, requests are retracted; about one a minute is fine",
+            ),
+            "retracting": Move(
+                _calmer, "up: 1.3, then 1.43, which reserves all of `max_new_tokens`", "G1-G4",
+                "fewer requests run until their output lengths are known: a few per cent, up or down",
+            ),
+        },
+        schedules=True,
+    ),
+    Flag(
+        CLIP,
+        {
+            "held": Move(
+                _clip,
+                "down: a length that 99% of the outputs stay under", "SGLang",
+                "where outputs turn out long, requests are retracted",
+            )
+        },
+        schedules=True,
+    ),
+    Flag(
+        "max-total-tokens",
+        {
+            "full": Move(
+                _larger_pool,
+                "up: for all places, 8 times as large at most",
+                "measured", "memory of the machine",
+            ),
+            "oom": Move(_half_pool, "down: halved", "SGLang", "a smaller KV pool"),
+        },
+        "a CPU", "the KV cache of the tokens", schedules=True,
+    ),
+    Flag(
+        "mem-fraction-static",
+        {
+            "full": Move(
+                _higher_fraction, "up: so that 6.5 GB are left, then 0.01", "G1, G2, G4",
+                "nearer to running out of memory",
+            ),
+            "memory-left": Move(
+                _good_fraction, "up: so that 6.5 GB are left", "G1, G2, G4",
+                "nearer to running out of memory: lower it by 0.01 where that happens",
+            ),
+            "memory-tight": Move(
+                _good_fraction, "down: so that 6.5 GB are left",
+                "G1, G2, G4", "a smaller KV pool",
+            ),
+            "oom": Move(_lower_fraction, "down: 0.8, then 0.7, 0.6", "G1-G4", "a smaller KV pool"),
+            "no-pool": Move(_fraction_for_pool, "up: 0.05 more", "SGLang", "a smaller rest"),
+        },
+        "a GPU", "a hundredth of the card for each 0.01", schedules=True, small_steps=True,
+    ),
+    Flag(
+        "chunked-prefill-size",
+        {
+            "chunk-full": Move(
+                _larger_chunk,
+                "up: doubled, from 2048 to 16384, with a lower mem-fraction-static",
+                "G1, measured",
+                "1.5 MB of memory a token of the chunk; longer pauses in decoding",
+            ),
+            "oom": Move(_smaller_chunk, "down: 4096, then 2048", "G1-G4", "slower prefill of long prompts"),
+        },
+        memory="1.5 MB a token",
+        takes_gb=lambda s, new: CHUNK_GB_A_TOKEN * (new - (s.now("chunked-prefill-size") or 0)),
+    ),
+    Flag(
+        "max-running-requests",
+        {
+            "capped": Move(
+                _more_running, "up: what the pool holds, rounded up to a power of two",
+                "G1", "each request decodes more slowly",
+            ),
+            "retracting": Move(
+                _fewer_retracted, "down: 9/10 of what runs, where all is reserved", "G1",
+                "fewer requests at once",
+            ),
+            "oom": Move(_fewer_running, "down: 3/4 of what ran", "G1-G4", "fewer requests at once"),
+        },
+        schedules=True,
+    ),
+    Flag(
+        "cuda-graph-max-bs-decode",
+        {
+            "graph-off": Move(
+                _larger_graphs,
+                "up: 256, 512, 1024, 2048 or 4096, with a lower mem-fraction-static", "G1, G2, G4",
+                "about 2 MB for each request, seconds at the start",
+            ),
+            "oom": Move(
+                _smaller_graphs, "down: halved", "G1, SGLang", "larger batches run without graphs"
+            ),
+        },
+        "a GPU", "2 MB a request",
+        lambda s, new: GRAPH_GB_A_REQUEST * (new - (s.facts.graph_max_bs or USUAL_CAPTURED)),
+    ),
+    Flag(
+        "cuda-graph-backend-decode",
+        {
+            "graph-off": Move(
+                lambda s: ["full"] if s.facts.graph_disabled else [], "on: where they are disabled", "G1",
+                "about 2 MB for each request, seconds at the start",
+            ),
+            "oom": Move(
+                lambda s: [] if s.facts.graph_disabled else ["disabled"], "off: at last",
+                "SGLang", "slower decode steps",
+            ),
+        },
+        "a GPU",
+    ),
+    Flag(
+        "cuda-graph-backend-prefill",
+        {
+            "chunk-full": Move(
+                lambda s: ["breakable"] if prefill_graph_off(s.facts.arguments) else [],
+                "on: where they are disabled",
+                "G1", "memory, and seconds at the start",
+            ),
+            "oom": Move(
+                lambda s: [] if s.facts.graph_disabled else ["disabled"], "off: at last",
+                "SGLang", "slower prefill of long prompts",
+            ),
+        },
+        "a GPU",
+    ),
+    Flag(
+        "schedule-policy",
+        {
+            "reordered": Move(
+                lambda s: [] if s.facts.arguments.get("schedule_policy") in {None, "fcfs"} else ["fcfs"],
+                "set: fcfs", "SGLang; not measured",
+            ),
+            "shared": Move(
+                _set("schedule-policy", "lpm"), "set: lpm, for queues under 128", "G1-G4",
+                "more scheduling work, and late requests wait",
+            ),
+        },
+        schedules=True,
+    ),
+    Flag(
+        "attention-backend",
+        {
+            "slow-backend": Move(
+                _other_backends,
+                "set: Hopper `fa3`, Blackwell `trtllm_mha` or `trtllm_mla`, Ampere and Ada `flashinfer`",
+                "G1",
+                "SGLang, or a person, may have chosen it for a reason",
+            )
+        },
+        "a GPU",
+    ),
+    Flag(
+        "enable-hierarchical-cache",
+        {
+            "evicted": Move(
+                _set("enable-hierarchical-cache", value=True), "on", "G1",
+                "host memory of twice the pool's size, and transfers",
+            )
+        },
+        "a GPU",
+    ),
+    Flag(
+        "tokenizer-worker-num",
+        {
+            "starved": Move(
+                lambda s: [TOKENIZERS] if (s.now("tokenizer-worker-num") or 1) < TOKENIZERS else [],
+                "up: 4", "SGLang", "cores of the machine",
+            )
+        },
+        "a GPU",
+    ),
+    Flag(
+        "ep-size",
+        {
+            "split-experts": Move(
+                _experts_whole, "up: that of `--tp-size`", "G1, G2, G4",
+                "the load of experts is uneven",
+            )
+        },
+        "a GPU",
+    ),
+    Flag(
+        "attn-dp-size",
+        {
+            "kv-copies": Move(
+                _kv_once,
+                "up: that of `--tp-size` (`--enable-dp-attention`)",
+                "G1, G2, G4", "single answers are slower",
+            )
+        },
+        "a GPU",
+    ),
+    Flag(
+        "prefill-decode-interval",
+        {
+            "small-prefills": Move(
+                _interval, "up: √(2 · output tokens)", "SGLang; not tried on a GPU",
+                "a request that ended leaves its place empty for some steps; not tried on a GPU here",
+            )
+        },
+        schedules=True,
+    ),
+    Flag(
+        "page-size",
+        {
+            "large-pages": Move(
+                _set("page-size", 1), "down: 1", "measured",
+                "some attention kernels are faster with pages",
+            )
+        },
+    ),
+    Flag(
+        "disable-radix-cache",
+        {"cache-off": Move(lambda _: [None], "off", "measured")},
+    ),
+    Flag(
+        "quantization",
+        {
+            "wide-numbers": Move(
+                lambda s: ["fp8"] if s.facts.in_16_bits else [], "set: fp8", "G1, G2, G4",
+                "answers change a little",
+            )
+        },
+        "FP8", changes_answers=True,
+    ),
+    Flag(
+        "kv-cache-dtype",
+        {
+            "wide-numbers": Move(
+                lambda s: ["fp8_e4m3"] if s.facts.kv_in_16_bits else [], "set: fp8_e4m3", "G1",
+                "answers change a little",
+            )
+        },
+        "FP8", changes_answers=True,
+    ),
+    Flag(
+        "speculative-algorithm",
+        {
+            "repeated": Move(
+                _ngrams, "set: NGRAM, with `--max-running-requests`",
+                "SGLang; not tried on a GPU",
+                "each step checks 12 tokens a request: a loss where few are right or many requests run",
+            )
+        },
+        "a GPU",
+    ),
+    Flag(
+        "enable-torch-compile",
+        {
+            "small-model": Move(
+                _set("enable-torch-compile", value=True), "on", "G1, G2, G4", "minutes at the start"
+            )
+        },
+        "a GPU",
+    ),
+)}  # fmt: skip
+"""All that is known of each flag, in the guides' order, then what they do not have."""
+
+
+def next_setting(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
+    """Return the next value that a sign calls for, as this version takes it; empty without one."""
+    return next((flags.setting(name, value) for value in FLAGS[name].values(sign, server)), {})
+
+
+def with_memory(sign: str, name: str, server: Server, flags: Flags) -> dict[str, Any]:
+    """Return the same with a lower mem-fraction-static where the step takes memory that is not free.
+
+    Empty where too little would be left for weights and a useful pool.
+    """
+    args = next_setting(sign, name, server, flags)
+    gb = sum(FLAGS[name].takes_gb(server, value) for value in args.values())
+    if server.spare_gb is not None:
+        gb -= max(0.0, server.spare_gb - server.band.low)
+    now, card = server.now("mem-fraction-static"), server.facts.card_gb
+    if server.facts.on_cpu or now is None or not card or gb <= 0:
+        return args
+    target = round(now - math.ceil(100 * gb / card) / 100, 3)
+    lower = flags.setting("mem-fraction-static", target)
+    return args | lower if args and target > least_fraction(server.facts) else {}

@@ -1,0 +1,274 @@
+"""Read a run directory: the samples in its event logs and its engines' logs. The run may still be running."""
+
+import contextlib
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from batchrunner.core.errors import InputError
+from batchrunner.job.tasks import GENERATE
+from batchrunner.output.columns import has_texts
+from batchrunner.output.events import read_events
+from batchrunner.output.run_dir import RunDir, look_at_run
+from batchrunner.output.run_json import require_run_json
+from batchrunner.sglang.logs.lines import ServerReady
+from batchrunner.sglang.logs.reader import LogReader, number
+from batchrunner.sglang.logs.series import LoadSample, Prefills, Series
+from batchrunner.tuning.signals import has_enough
+from batchrunner.tuning.situation import ClientActivity, Situation
+
+MOST_PARTS = 20
+"""Newest parts that are read for the lengths of outputs."""
+FEWEST_PASSES = 4
+"""Log lines of decode passes that a window needs."""
+FULL = 0.9
+"""Share of the window in flight from which the window counts as full."""
+SAME_FLAGS = ("version", "card", "max_running", "prefill_tokens")
+"""Engine facts of the event `start` that are equal for servers with the same flags."""
+SAME_POOL = 0.02
+"""Share by which the KV pools of such servers differ at most: each takes the memory that is free."""
+
+
+def read_run(run: Path | RunDir) -> Situation:
+    """Read the situation of a run from all its tasks; raises OutputError where the path holds no run."""
+    run_dir = look_at_run(run)
+    facts = require_run_json(run_dir)
+    client = _client(facts)
+    load, log = Series(), LogReader()
+    for own in {task.log_directory: task for task in (run_dir, *run_dir.all_tasks())}.values():
+        task = _TaskReader(own.task, load, client)
+        task.read(own.events)
+        client = task.client
+        for path in _logs(own):
+            log.source = f"{own.task} {path.stem}"
+            with contextlib.suppress(InputError):  # of a server that never started
+                log.read(path)
+    load.settle()
+    _lengths(run_dir, client)
+    if not has_enough(load):  # what the log has is of the start and the end too
+        log.series.tracks, log.series.prefills = {}, Prefills()
+    server = log.facts
+    server.version = facts["engine"].get("version")
+    server.card = server.card or facts["engine"].get("card")
+    if server.ready is None and facts["engine"].get("memory_caps_running"):  # a server without a log here
+        server.ready = ServerReady(memory_caps_running=True)
+    gpus = facts["engine"].get("gpus")
+    if gpus and server.arguments:
+        server.idle_gpus = max(0, gpus - server.gpus)
+    return Situation(load, log.series, server, client)
+
+
+def _logs(task: RunDir) -> list[Path]:
+    return sorted(task.log_directory.glob("engine*.log"))
+
+
+def _client(facts: Mapping[str, Any]) -> ClientActivity:
+    job, sampling = facts["job"], facts["fingerprint"].get("sampling", {})
+    most = sampling.get("max_new_tokens")
+    return ClientActivity(
+        window=job.get("window", "auto"),
+        connections=facts["engine"].get("connections"),
+        max_new_tokens=most if isinstance(most, int) else None,
+        ignore_eos=sampling.get("ignore_eos") is True,
+        order=job.get("order", "auto"),
+        simulated=bool(facts["engine"].get("simulated")),
+        decodes=job.get("task", GENERATE) == GENERATE,
+    )
+
+
+_SAMPLED = {"signals", "in_flight", "window", "rows_total", "rows_done"}
+"""Values without which a sample, of a damaged log, is left out."""
+
+
+class _TaskReader:
+    """Adds the steady load of one task to a series, since its servers have their present flags.
+
+    Three times are left out, in which queue and token usage say nothing of the flags: the start, until as
+    many rows have ended as ran at once, the drain after a stop was asked for, and the tail, in which fewer
+    rows are left than the window takes.
+    """
+
+    def __init__(self, name: str, load: Series, client: ClientActivity) -> None:
+        self.client = client
+        """What the runner did in all tasks read so far."""
+        self._name = name
+        self._load = load
+        self._before = dict(load.tracks), load.retractions, replace(client)
+        self._start: Mapping[str, Any] | None = None
+        self._learned: dict[str, Any] = {}
+        """Flags that the runner gave the servers beyond the job's."""
+        self._tracks: dict[str, str] = {}
+        """Names of this attempt's schedulers, by order: launched servers have new ports in each attempt."""
+        self._retractions = 0
+        """Retractions of this attempt so far."""
+        self._began: int | None = None
+        """Rows that were done when the servers began to fill; None before a sample of theirs."""
+        self._peak = 0
+        """Most requests that ran at once since then."""
+
+    def read(self, path: Path) -> None:
+        """Read the task's event log to its end."""
+        for event in read_events(path):
+            match event["event"]:
+                case "start":
+                    if self._start and not _alike(self._start, event):
+                        self._restart()
+                    self._start, self._tracks, self._retractions, self._began = event, {}, 0, None
+                case "engine_died" | "engine_hangs":
+                    self._began = None
+                case "engine_adapts":
+                    self._restart()
+                case "engine_recalled" | "engine_healed" if (
+                    not _new_args(event).items() <= self._learned.items()
+                ):
+                    self._learned |= _new_args(event)
+                    self._restart()
+                case "tokenize":
+                    self.client.tokenize = event.get("where")
+                case "order":
+                    self.client.possible_share = _possible_share(event)
+                case "sample" if event.keys() >= _SAMPLED:
+                    self.add(event)
+
+    def _restart(self) -> None:
+        """Forget the load so far: it is of servers with other flags."""
+        tracks, self._load.retractions, client = self._before
+        self._load.tracks = dict(tracks)
+        self.client = replace(
+            client, tokenize=self.client.tokenize, possible_share=self.client.possible_share
+        )
+
+    def _track(self, scheduler: str) -> str:
+        return self._tracks.setdefault(scheduler, f"{self._name} {len(self._tracks)}")
+
+    def add(self, sample: Mapping[str, Any], server: str | None = None) -> None:
+        """Add a sample of all schedulers, or what it says of one server."""
+        client, signals = self.client, sample["signals"]
+        retracted, self._retractions = self._retractions, sample.get("retractions", 0)
+        in_flight, window, done = sample["in_flight"], sample["window"], sample["rows_done"]
+        unsent = sample.get("unsent", sample["rows_total"] - done - in_flight)
+        client.widest = max(client.widest, in_flight)
+        if self._began is None:
+            self._began, self._peak = done, 0
+        running = sum(load["running"] for load in signals)
+        self._peak = max(self._peak, running)
+        starts, ends = done - self._began <= self._peak, unsent + in_flight <= window
+        if not in_flight or not signals or starts or ends:
+            return
+        self._load.retractions += self._retractions - retracted
+        for load in signals:
+            if server not in {None, load["scheduler"].partition("#")[0]}:
+                continue
+            one = LoadSample(
+                sample["time"], load["running"], load["queue"], load["token_usage"], load.get("max_running"),
+                rate=sample["output_tokens_per_s"] / len(signals), unsent=unsent,
+            )  # fmt: skip
+            self._load.add(self._track(load["scheduler"]), one)
+        if not any(load["queue"] for load in signals):
+            client.empty += 1
+            full = in_flight >= FULL * window
+            client.at_window += full
+            client.on_way += full and 2 * running < in_flight
+            client.resting += not full and sample.get("resting", 0) > 0
+
+
+class ServerWatch:
+    """What one server does while the run goes on, in a window of steady work that may begin anew."""
+
+    def __init__(self, run_dir: RunDir, url: str, log: Path, since: int) -> None:
+        """Read its log from the byte `since` on."""
+        self._run_dir, self._url, self._log_path, self._at = run_dir, url, log, since
+        self._client = _client(require_run_json(run_dir))
+        self._log = LogReader()
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the load so far: steady work begins once as many rows have ended as run at once."""
+        self._load = Series()
+        self._task = _TaskReader("", self._load, self._client)
+        self._first: Mapping[str, Any] | None = None
+        """The last sample before the steady work."""
+
+    def take(self, sample: Mapping[str, Any]) -> None:
+        """Add a sample, and what the server has logged meanwhile."""
+        self._task.add(sample, self._url)
+        if self._first is None or not self._load.counted:
+            self._first, self._log.series = sample, Series()
+        self._last = sample
+        with contextlib.suppress(OSError), self._log_path.open("rb") as file:
+            file.seek(self._at)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._at += len(line)
+                    self._log.take(line.decode(errors="replace"))
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the window; 0 while it has too little to say."""
+        enough = has_enough(self._load) and self._log.series.counted >= FEWEST_PASSES and all(self.rates)
+        return self._load.busy_s if enough else 0.0
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Output tokens a second, by the server's log, and all tokens a second, those of prompts too.
+
+        The second is by the rows that ended: nothing counts twice that is computed again. Zeros are unknown.
+        """
+        told = [(sample.running, sample.rate) for sample in self._log.series.samples if sample.rate]
+        seconds = sum(running / rate for running, rate in told)
+        prompt, output = (
+            self._last[name] - self._first[name] if self._first else 0
+            for name in ("prompt_tokens", "output_tokens")
+        )
+        if not seconds or not output:
+            return 0.0, 0.0
+        rate = sum(running for running, _ in told) / seconds
+        return rate, rate * (1 + prompt / output)
+
+    @property
+    def situation(self) -> Situation:
+        """What the rules of advice read."""
+        _lengths(self._run_dir, self._client)
+        return Situation(self._load, self._log.series, self._log.facts, self._client)
+
+
+def _alike(start: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell whether the servers of two attempts had the same flags, as far as is known."""
+    one, two = start.get("engine") or {}, other.get("engine") or {}
+    pools = [engine.get("max_total_tokens") or 0 for engine in (one, two)]
+    alike = all(one.get(name) == two.get(name) for name in SAME_FLAGS)
+    return alike and math.isclose(*pools, rel_tol=SAME_POOL) and start.get("args") == other.get("args")
+
+
+def _lengths(run_dir: RunDir, client: ClientActivity) -> None:
+    """Read the lengths of outputs from the newest parts."""
+    found: list[pa.ChunkedArray] = []
+    for path in run_dir.all_parts()[-MOST_PARTS:]:
+        damaged = contextlib.suppress(pa.ArrowException, OSError, KeyError)  # or just removed
+        with damaged, pq.ParquetFile(path) as part:
+            if has_texts(part.schema_arrow):
+                tokens = part.read(columns=["completion_tokens"]).column(0)
+                found.append(pc.list_flatten(tokens) if pa.types.is_list(tokens.type) else tokens)
+    if lengths := [chunk for column in found for chunk in column.chunks]:
+        tokens = pa.chunked_array(lengths).drop_null()
+        client.outputs, client.output_tokens = len(tokens), pc.sum(tokens).as_py() or 0
+        if client.outputs:
+            client.longest_output = int(pc.quantile(tokens, 0.99)[0].as_py())
+
+
+def _possible_share(event: Mapping[str, Any]) -> float | None:
+    """Return the share of prompt tokens that a cache could serve in the better of two orders."""
+    shares = [number(event.get(name)) for name in ("input_share", "sorted_share")]
+    return max((share for share in shares if share is not None), default=None)
+
+
+def _new_args(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that an engine began with; none of a damaged event."""
+    new = event.get("new")
+    return new if isinstance(new, dict) else {}

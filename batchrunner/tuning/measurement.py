@@ -1,0 +1,246 @@
+"""The measurement of a trial: its speed once it is steady, what limits it, and when to stop it.
+
+Pure: it takes finished rows and load readings with their times, from a real or a simulated engine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+from batchrunner.core.console import counted
+from batchrunner.core.engine_info import SchedulerLoad
+from batchrunner.core.timing import TIMING
+from batchrunner.sglang.logs.reader import Facts
+from batchrunner.sglang.logs.series import LoadSample
+from batchrunner.tuning.signals import is_frequent, share
+
+MOST_STEADY_S = 120.0
+"""Seconds of steady time that a trial is measured at most, for slow rows."""
+GENERATIONS = 2
+"""Generations that are measured, after one that warms up. A generation is as many rows as run at once; the
+first is not steady, since its rows began together."""
+WAVE = 0.5
+"""Generations by which the rows that ended may lag behind: rows that began together end together."""
+WORTH = 0.02
+"""A smaller gain, as a share, is not worth a further trial."""
+NEARLY_ALL = 0.99
+"""Share of the outputs that stay under the longest one that counts."""
+MEASURED = ("empty", "waiting", "conservative", "capped", "at_cap", "full", "kv_bound")
+"""Signs of the load that a trial measures."""
+
+Ended = Literal["measured", "behind", "died", "cut"]
+End = tuple[Ended, str]
+"""How a trial ended, and why, in a sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSigns:
+    """What limits a trial: means over steady time, and how often it showed each sign; None is unknown."""
+
+    running: float = 0.0
+    """Requests that decode, SGLang's `#running-req`."""
+    max_running: int | None = None
+    """Most requests that decode at once."""
+    queue: float = 0.0
+    """Requests that wait, SGLang's `#queue-req`."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Share of the readings that showed each sign of the load."""
+    usage: float = 0.0
+    """Fraction of the KV pool in use."""
+    pool_tokens: int | None = None
+    """Size of the KV pool in tokens."""
+    retractions_per_min: float = 0.0
+    """Retractions per minute."""
+    cached_share: float = 0.0
+    """Share of the prompt tokens that were in the cache."""
+    tokens_per_pass: float | None = None
+    """Output tokens per forward pass, by the scheduler's own count, which has no noise."""
+    prefill_per_pass: float | None = None
+    """Mean prompt tokens that a prefill pass computed."""
+    decodes_per_prefill: float | None = None
+    """Decode passes for each prefill pass."""
+    graph_off_share: float | None = None
+    """Share of the decode passes that ran without a CUDA graph, on a GPU that captured some."""
+    schedulers: int = 1
+    """Schedulers that the figures are sums over."""
+    output_tokens: float = 0.0
+    """Tokens of an output, on average."""
+    longest_output: int | None = None
+    """Tokens that nearly all outputs stay under."""
+    repeated: float = 1.0
+    """Words that a decode step would bring on average, were n-grams of earlier answers tried."""
+
+    def shows(self, sign: str) -> bool:
+        """Tell whether the trial showed a sign of the load frequently."""
+        return is_frequent(self.shares.get(sign, 0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """The result of one trial."""
+
+    ended: Ended
+    """`behind`: it was stopped because it could not win; `cut`: the time for tuning was over."""
+    why: str
+    """Why it ended, in a sentence."""
+    cost_s: float
+    """Wall time in seconds, with the launch."""
+    tokens_per_s: float = 0.0
+    """Output tokens a second in steady time, up to its end."""
+    failed_share: float = 0.0
+    """Share of the finished rows that failed."""
+    signs: TrialSigns = field(default_factory=TrialSigns)
+    facts: Facts = field(default_factory=Facts)
+    """The server, by its log and its arguments."""
+
+    @property
+    def is_speed(self) -> bool:
+        """Whether it shows the speed of its flags: it was measured to the end, and rows were answered."""
+        return self.ended == "measured" and self.tokens_per_s > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Incumbent:
+    """The best trial so far, which a challenger has to beat."""
+
+    tokens_per_s: float
+    margin: float
+    """Share by which a challenger is behind when it is stopped; above the noise."""
+
+
+class TrialProgress(NamedTuple):
+    """How far a trial had come at one time."""
+
+    at_s: float
+    tokens: int
+    rows: int
+    log_bytes: int = 0
+    """Size of the server's log: its passes up to here belong to the rows counted here."""
+
+
+@dataclass(slots=True)
+class TrialWatch:
+    """Follows one trial; times are seconds since its first row was sent."""
+
+    incumbent: Incumbent | None = None
+    tokens: int = 0
+    rows: int = 0
+    _warm: TrialProgress | None = None
+    """Where steady time began."""
+    _busy: TrialProgress | None = None
+    """The last reading in which a request waited."""
+    _peak: int = 0
+    _readings: list[SchedulerLoad] = field(default_factory=list)
+    _busy_readings: int = 0
+    """Readings up to the last in which a request waited: those of the drain show no sign."""
+    _outputs: list[int] = field(default_factory=list)
+    _retractions: int = 0
+    _prompt_tokens: int = 0
+    _cached_tokens: int = 0
+
+    def row_ended(self, prompt: int, cached: int, output: int, retractions: int = 0) -> None:
+        """Count a row that ended well, by its tokens."""
+        self.rows += 1
+        self.tokens += output
+        self._prompt_tokens += prompt
+        self._cached_tokens += cached
+        self._retractions += retractions if self._warm else 0
+        self._outputs.append(output)
+
+    def record_load(self, at_s: float, signals: Sequence[SchedulerLoad], log_bytes: int = 0) -> End | None:
+        """Record a reading of the load; return how and why the trial may end now, or None."""
+        if not signals:
+            return None
+        now = TrialProgress(at_s, self.tokens, self.rows, log_bytes)
+        self._peak = max(self._peak, sum(signal.running for signal in signals))
+        if self._warm is None:
+            if 0 < self._peak <= self.rows or at_s >= MOST_STEADY_S:
+                self._warm = now
+                self._outputs.clear()  # the first to end are the shortest
+            return None
+        self._readings += signals
+        if any(signal.queue for signal in signals):
+            self._busy = now
+            self._busy_readings = len(self._readings)
+        return self._behind(at_s, self._warm) or self._measured(at_s, self._warm)
+
+    def _behind(self, at_s: float, warm: TrialProgress) -> End | None:
+        """Compare with the incumbent's speed; the beginning does not count.
+
+        The rows that end first are short, in any trial: how many end in steady time says more than what they
+        put out.
+        """
+        steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
+        if self.incumbent is None or steady_s < TIMING.trial_judged or rows < self._peak:
+            return None
+        tokens = rows * self.tokens / max(self.rows, 1)
+        share = tokens / max(steady_s * self.incumbent.tokens_per_s, 1.0)
+        if share * (1 + WAVE * self._peak / rows) >= 1 - self.incumbent.margin:
+            return None
+        return "behind", f"{share:.2f} x the best's output in {steady_s:.0f} s of steady time"
+
+    def _measured(self, at_s: float, warm: TrialProgress) -> End | None:
+        steady_s, rows = at_s - warm.at_s, self.rows - warm.rows
+        enough = rows >= GENERATIONS * self._peak and steady_s >= TIMING.trial_steady
+        if enough or steady_s >= MOST_STEADY_S:
+            return "measured", f"{counted(rows, 'row')} in {steady_s:.0f} s of steady time"
+        return None
+
+    def measured_span(self, end: TrialProgress) -> tuple[TrialProgress, TrialProgress]:
+        """Return the part of a trial that counts: where it begins and ends.
+
+        The drain at the end is left out. Where steady time is too short, the whole trial counts.
+        """
+        begin, until = self._warm or TrialProgress(0.0, 0, 0), self._busy or end
+        if until.at_s - begin.at_s < TIMING.trial_judged or until.tokens <= begin.tokens:
+            return TrialProgress(0.0, 0, 0), end
+        return begin, until
+
+    def result(self, ended: Ended, why: str, at_s: float, cost_s: float) -> TrialResult:
+        """Return the result of the trial, at its end."""
+        end = TrialProgress(at_s, self.tokens, self.rows)
+        begin, until = self.measured_span(end)
+        span_s = max(until.at_s - begin.at_s, 1e-9)
+        return TrialResult(
+            ended, why, round(cost_s, 1),
+            tokens_per_s=round((until.tokens - begin.tokens) / span_s, 2),
+            signs=self._signs(span_s),
+        )  # fmt: skip
+
+    def _signs(self, span_s: float) -> TrialSigns:
+        readings = self._readings
+        if not readings:
+            return TrialSigns(running=self._peak)
+        schedulers = len({reading.scheduler for reading in readings})
+        outputs = sorted(self._outputs)
+        looks = len(readings) / schedulers
+
+        def mean(name: str, over: float = looks) -> float:
+            return float(sum(getattr(reading, name) for reading in readings)) / over
+
+        def limit(name: str) -> int | None:
+            found = [getattr(reading, name) for reading in readings[-schedulers:]]
+            return sum(found) if None not in found else None
+
+        return TrialSigns(
+            running=round(mean("running"), 1),
+            max_running=limit("max_running"),
+            queue=round(mean("queue"), 1),
+            shares=_shares(readings[: self._busy_readings] or readings),
+            usage=round(mean("token_usage", len(readings)), 3),
+            pool_tokens=limit("max_total_tokens"),
+            retractions_per_min=round(60 * self._retractions / span_s, 1),
+            cached_share=round(self._cached_tokens / max(self._prompt_tokens, 1), 3),
+            schedulers=schedulers,
+            output_tokens=round(fmean(outputs or [0]), 1),
+            longest_output=outputs[int(NEARLY_ALL * (len(outputs) - 1))] if outputs else None,
+        )
+
+
+def _shares(readings: Sequence[SchedulerLoad]) -> dict[str, float]:
+    """Return the share of the readings that show each sign."""
+    samples = [
+        LoadSample(None, load.running, load.queue, load.token_usage, load.max_running) for load in readings
+    ]
+    return {sign: round(share(samples, sign), 3) for sign in MEASURED}

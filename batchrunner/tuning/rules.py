@@ -1,0 +1,499 @@
+"""The table of all rules: signs and advice of SGLang's tuning guides, each with its source. Pure.
+
+Advice is given in this order: deaths first, then what usually gains most.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from batchrunner.sglang.flags import Flags, command_line
+from batchrunner.sglang.logs.lines import Phase
+from batchrunner.tuning import load_rules, memory_rules, setup_rules
+from batchrunner.tuning.flags import FLAGS, Move, next_setting
+from batchrunner.tuning.recover import STEPS, Kind
+from batchrunner.tuning.situation import Certainty, Finding, Situation
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One piece of advice; without a `change` it says that something is as it should be."""
+
+    rule: str
+    """Name of the rule."""
+    sign: str
+    """What was seen: figures, share of samples, time span."""
+    change: str = ""
+    """What to change: a flag as the installed version spells it, or a field of the job."""
+    args: dict[str, Any] = field(default_factory=dict)
+    """The same as `engine.args`; null removes a flag."""
+    effect: str = ""
+    """The expected gain."""
+    tradeoff: str = ""
+    """The cost of the change."""
+    certainty: Certainty = "medium"
+    """`high`, `medium` or `low`."""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    """The figures behind the sign; names have the units."""
+    env: dict[str, str] = field(default_factory=dict)
+    """The same as `engine.env`, where a variable is the change."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the advice as `--json` prints it."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Return the lines for the terminal."""
+        if not self.change:
+            return [f"healthy: {self.sign}"]
+        notes = [("gain", self.effect), ("cost", self.tradeoff)]
+        return [
+            f"{self.sign}",
+            f"  -> {self.change} ({self.certainty} certainty)",
+            *(f"     {name}: {text}" for name, text in notes if text),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule, a row of the table in the docs."""
+
+    name: str
+    sign: str
+    """The sign with its thresholds, for the table in the docs."""
+    judge: Callable[[Situation, Flags], Finding | None]
+    effect: str
+    flag: str = ""
+    """The flag whose next value is the advice, by the table of flags; empty where it is something else."""
+    on: str = ""
+    """The sign of that table that calls for it."""
+    other: str = ""
+    """Other advice in general, for the table in the docs."""
+    source: str = ""
+    """Its source, see `Move.source`."""
+    cost: str = ""
+    """Its cost, where the flag has none."""
+    certainty: Certainty = "medium"
+    option: bool = False
+    """Whether nothing is wrong, and the advice is only an option."""
+
+    @property
+    def move(self) -> Move | None:
+        """What the table of flags says; None where the advice is something else."""
+        return FLAGS[self.flag].moves[self.on] if self.flag else None
+
+    @property
+    def tradeoff(self) -> str:
+        """The cost of the change."""
+        return self.move.cost if self.move else self.cost
+
+    def apply(self, situation: Situation, flags: Flags) -> Advice | None:
+        """Return this rule's advice; None without a finding, or where its flag does not fit the server."""
+        server = situation.server
+        if self.flag and not FLAGS[self.flag].fits(self.on, server):
+            return None
+        found = self.judge(situation, flags)
+        if found is None:
+            return None
+        if found.fine:
+            return Advice(self.name, found.sign, certainty="high", evidence=found.evidence)
+        args = found.args or {}
+        if self.flag and found.args is None and not found.change:
+            args = next_setting(self.on, self.flag, server, flags)
+        change = found.change or command_line(args)
+        if not change:
+            return None
+        certainty = found.certainty or self.certainty
+        return Advice(
+            self.name, found.sign, change, args, self.effect, self.tradeoff, certainty, found.evidence,
+            found.env,
+        )  # fmt: skip
+
+
+_TAKES_MEMORY = ("running-low", "long-prompts", "prefill-full", "cuda-graph")
+_LOAD_RULES = (
+    *_TAKES_MEMORY, "conservative", "running-capped", "retractions", "memory-left", "memory-tight",
+    "pool-small", "pages-large",
+)  # fmt: skip
+_CARD_RULES = (*_LOAD_RULES, "tensor-parallel", "torch-compile")
+SILENCES: dict[str, tuple[str, ...]] = {
+    "oom-weights": ("oom-graph", "oom-prefill", "oom-decode", "oom-general", *_CARD_RULES),
+    "oom-graph": ("oom-general", *_CARD_RULES),
+    "oom-prefill": ("oom-general", *_CARD_RULES),
+    "oom-decode": ("oom-general", *_CARD_RULES),
+    "oom-general": _CARD_RULES,
+    "killed": (*_LOAD_RULES, "host-cache"),
+    "pages-large": ("pool-small", "conservative", "running-low"),
+    "pool-small": ("conservative", "running-low"),
+    "queue-deep": ("queue-empty",),
+    "retractions": (*_TAKES_MEMORY, "running-capped"),
+    "running-capped": ("conservative",),
+    "memory-tight": _TAKES_MEMORY,
+    "cuda-graph": ("long-prompts", "running-low", "prefill-full", "memory-left"),
+    "long-prompts": ("memory-left", "prefill-full"),
+    "running-low": ("memory-left", "prefill-full"),
+    "prefill-full": ("memory-left", "small-prefills"),
+    "cache-off": ("order-of-server", "shared-prefixes", "host-cache"),
+    "order-of-server": ("shared-prefixes", "host-cache"),
+    "tensor-parallel": ("expert-parallel", "dp-attention"),
+    "dp-attention": ("data-parallel",),
+}
+"""Advice that silences other advice, which would undo it or set the same flag differently. After an
+out-of-memory error nothing may take more memory; unused memory goes to the advice that needs it; one thing is
+changed at a time. Earlier entries count first: advice that is silenced silences none."""
+
+
+OFTEN = "often"
+"""The word for a sign in at least 25% of at least 8 samples over 10 s: `frequent`, `samples`, `span_s`."""
+
+
+def _safe_side(kind: Phase | Kind) -> str:
+    """Name the flags that recovery changes after a death, in its order."""
+    steps = (" and ".join(f"`--{name}`" for name in names) for names in STEPS[kind])
+    return f"the safe side of {', then of '.join(steps)}"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "oom-prefill",
+        "out of memory in a prefill pass (its line, or the traceback)",
+        memory_rules.ran_out("prefill", "in prefill"),
+        "smaller activations",
+        other=f"{_safe_side('prefill')}; or FP8 for KV pool or weights (Hopper, Ada, Blackwell), an int8 or "
+        "AWQ model (Ampere)",
+        source="G1-G4",
+        cost="slower prefill of long prompts",
+        certainty="high",
+    ),
+    Rule(
+        "oom-decode",
+        "out of memory in decoding, or of request slots",
+        memory_rules.ran_out("decode", "in decoding"),
+        "smaller batches fit",
+        other=f"{_safe_side('decode')}; or smaller numbers, as after prefill",
+        source="G1-G4",
+        cost="fewer requests at once",
+        certainty="high",
+    ),
+    Rule(
+        "oom-graph",
+        "memory ran out while CUDA graphs were captured",
+        memory_rules.ran_out("graph", "while CUDA graphs were captured"),
+        "the graphs fit",
+        other=_safe_side("graph"),
+        source="G1, SGLang's message",
+        cost="larger batches run without graphs",
+        certainty="high",
+    ),
+    Rule(
+        "oom-weights",
+        "out of memory while weights load, or no room for a KV pool",
+        memory_rules.oom_weights,
+        "the model starts",
+        other="`--tp-size` doubled (on a CPU more memory), or a quantised model; for the pool "
+        f"{_safe_side('pool')}",
+        source="SGLang's message",
+        cost="more GPUs, or less memory for activations",
+        certainty="high",
+    ),
+    Rule(
+        "oom-general",
+        "out of memory in an unknown place",
+        memory_rules.ran_out("general"),
+        "more memory for all but the KV pool",
+        other=_safe_side("general"),
+        source="G1-G4",
+        cost="a smaller KV pool: fewer requests at once",
+    ),
+    Rule(
+        "killed",
+        "exit code -9, `Killed`, or the kernel's own line",
+        memory_rules.killed,
+        "the server lives",
+        other=f"on a CPU {_safe_side('killed')}; else more host memory",
+        source="SGLang's message",
+        cost="on a CPU a smaller KV pool",
+    ),
+    Rule(
+        "crashed",
+        "an exception that ended the scheduler, or a dead child process, without a lack of memory",
+        memory_rules.crashed,
+        "the server lives",
+        other="the line to search for; no flag is known to cure it",
+        source="SGLang's messages",
+        certainty="low",
+    ),
+    Rule(
+        "queue-empty",
+        f"`#queue-req` 0 {OFTEN}, while rows are left",
+        load_rules.queue_empty,
+        "a full batch: a free slot is taken at once",
+        other="send more at once; of a run, the cause",
+        source="G1-G4",
+        cost="requests wait before they run",
+    ),
+    Rule(
+        "queue-deep",
+        f"`#queue-req` > 2000 {OFTEN}",
+        load_rules.queue_deep,
+        "less scheduling work between passes",
+        other="send fewer at once; send evenly where the queue is often empty too",
+        source="G1",
+        certainty="high",
+    ),
+    Rule(
+        "cache-off",
+        "`--disable-radix-cache`, and ≥ 10% of a run's prompt tokens could come from the cache",
+        setup_rules.cache_off,
+        "common prefixes are computed once",
+        "disable-radix-cache",
+        "cache-off",
+        certainty="high",
+    ),
+    Rule(
+        "order-of-server",
+        "a `--schedule-policy` but fcfs and lpm; ≥ 10% of a run's prompt tokens were computed in vain",
+        setup_rules.order_of_server,
+        "rows are taken in the runner's order, which keeps common prefixes together",
+        "schedule-policy",
+        "reordered",
+        certainty="high",
+    ),
+    Rule(
+        "prefill-full",
+        "≥ 25% of ≥ 8 prefill passes take ≥ 90% of a chunk < 4096, and requests wait after them",
+        load_rules.prefill_full,
+        "fewer, larger passes over the weights",
+        "chunked-prefill-size",
+        "chunk-full",
+    ),
+    Rule(
+        "pages-large",
+        f"half a `--page-size` is ≥ 15% of a request's place; requests wait for the KV pool {OFTEN}",
+        setup_rules.pages_large,
+        "more requests in the same KV pool, and shorter prefixes are found",
+        "page-size",
+        "large-pages",
+    ),
+    Rule(
+        "conservative",
+        f"token usage < 0.9 and `#queue-req` > 0 {OFTEN}, running below the limit, the pool full in < 10%",
+        load_rules.conservative,
+        "more requests run at once, with the same answers",
+        "schedule-conservativeness",
+        "held",
+        other="or a smaller `max_new_tokens`, or the clip (in a run, with the measured lengths)",
+    ),
+    Rule(
+        "running-capped",
+        f"running ≥ 95% of max_running_requests, or one less; `#queue-req` > 0, token usage < 0.9 "
+        f"{OFTEN}, the pool full in < 10%, and the log names no memory as the cap",
+        load_rules.running_capped,
+        "a larger batch",
+        "max-running-requests",
+        "capped",
+        certainty="high",
+    ),
+    Rule(
+        "running-low",
+        f"running < 50% of max_running_requests, `#queue-req` > 0, token usage < 0.9 {OFTEN}, "
+        "conservativeness ≤ 0.3 already, the pool full in < 10%, and ≥ 25% of the prefill passes full",
+        load_rules.running_low,
+        "more prompts in a prefill pass, hence a larger batch",
+        "chunked-prefill-size",
+        "chunk-full",
+        certainty="low",
+    ),
+    Rule(
+        "retractions",
+        "more than 1 retraction a minute, and ≥ 25% of the tokens computed again; less is called fine",
+        load_rules.retractions,
+        "less work is done twice; a smaller --mem-fraction-static would not help, it shrinks the full pool",
+        "schedule-conservativeness",
+        "retracting",
+        other="then a lower `--max-running-requests`, or a larger pool (not a lower mem-fraction-static, as "
+        "in G1: that shrinks it)",
+        certainty="low",
+    ),
+    Rule(
+        "memory-left",
+        "`available_gpu_mem` when ready > 10 GB; 5-10 is called good (the guides: 5-8); less on cards under "
+        "40 GB, more with chunks over 8192",
+        memory_rules.memory_left,
+        "a larger KV pool: more requests at once",
+        "mem-fraction-static",
+        "memory-left",
+        other="no `--max-total-tokens`",
+    ),
+    Rule(
+        "memory-tight",
+        "`available_gpu_mem` when ready < 5 GB; less on cards under 40 GB",
+        memory_rules.memory_tight,
+        "room for activations: no crash during the run",
+        "mem-fraction-static",
+        "memory-tight",
+    ),
+    Rule(
+        "cuda-graph",
+        f"`cuda graph: False` {OFTEN}, at ≤ 512 running (768 from tp 4, 4096 with weights of ≤ 2 GB)",
+        load_rules.cuda_graph,
+        "less time between kernels at each decode step",
+        "cuda-graph-max-bs-decode",
+        "graph-off",
+        other="graphs on, where they are disabled",
+    ),
+    Rule(
+        "long-prompts",
+        "one or two prompts, of ≥ 2048 tokens on average, fill ≥ 25% of ≥ 8 prefill passes",
+        load_rules.long_prompts,
+        "fewer, larger passes over the weights",
+        "chunked-prefill-size",
+        "chunk-full",
+        other="prefill graphs, where they are off",
+    ),
+    Rule(
+        "small-prefills",
+        "prefill passes of ≤ 25% of a chunk and ≤ 512 tokens, so many that all passes could be a fifth "
+        "fewer; `#queue-req` not often 0",
+        load_rules.small_prefills,
+        "decoding is interrupted less often",
+        "prefill-decode-interval",
+        "small-prefills",
+        certainty="low",
+    ),
+    Rule(
+        "pool-small",
+        f"a CPU with token usage ≥ 0.9 or `ignore_eos`, `#queue-req` > 0, running below the limit {OFTEN}; "
+        "or retractions",
+        memory_rules.pool_small,
+        "more requests run at once",
+        "max-total-tokens",
+        "full",
+    ),
+    Rule(
+        "attention-backend",
+        "a general backend on a known card, unless SGLang chooses it for the model",
+        setup_rules.attention_backend,
+        "faster attention",
+        "attention-backend",
+        "slow-backend",
+        certainty="low",
+    ),
+    Rule(
+        "tensor-parallel",
+        "tp > 1 and all weights ≤ 60% of one GPU; or idle GPUs beside the server of a run",
+        setup_rules.tensor_parallel,
+        "no communication between GPUs at each layer",
+        other="one replica for each GPU",
+        source="G1-G4",
+        cost="each replica has its own, smaller KV pool and prefix cache",
+    ),
+    Rule(
+        "data-parallel",
+        "`--dp-size` > 1 without DP attention",
+        setup_rules.data_parallel,
+        "requests go to the replica that has room, or their prefix",
+        other="servers, each with rows by its own load",
+        source="G1, G2, G4",
+        cost="several ports, and one more process",
+        certainty="low",
+        option=True,
+    ),
+    Rule(
+        "shared-prefixes",
+        "10-60% of prompt tokens from the cache, of ≥ 50 prompts",
+        setup_rules.shared_prefixes,
+        "common prefixes are computed once",
+        other="the runner's order of rows; `--schedule-policy lpm` for other clients with queues under 128",
+        source="G1-G4",
+        cost="lpm: more scheduling work, and late requests wait",
+        certainty="low",
+        option=True,
+    ),
+    Rule(
+        "host-cache",
+        f"the same with prompts ≥ 1024 tokens and token usage ≥ 0.9 {OFTEN}",
+        setup_rules.host_cache,
+        "prefixes that the KV pool evicts come back from host memory",
+        "enable-hierarchical-cache",
+        "evicted",
+        certainty="low",
+        option=True,
+    ),
+    Rule(
+        "expert-parallel",
+        "a mixture of experts, tp > 1, ep 1",
+        setup_rules.expert_parallel,
+        "each GPU computes whole experts",
+        "ep-size",
+        "split-experts",
+        certainty="low",
+        option=True,
+    ),
+    Rule(
+        "dp-attention",
+        "DeepSeek's attention, tp > 1",
+        setup_rules.dp_attention,
+        "each GPU keeps the KV cache of its own requests: a pool many times as large",
+        "attn-dp-size",
+        "kv-copies",
+        option=True,
+    ),
+    Rule(
+        "torch-compile",
+        f"weights ≤ 10 GB; ≤ 32 running {OFTEN}",
+        setup_rules.torch_compile,
+        "fewer, fused kernels",
+        "enable-torch-compile",
+        "small-model",
+        certainty="low",
+        option=True,
+    ),
+    Rule(
+        "fp8-weights",
+        f"16-bit weights, a card with FP8, token usage ≥ 0.9 and `#queue-req` > 0 {OFTEN}",
+        setup_rules.pool_full,
+        "half the memory for weights, the rest for the KV pool, and faster matrix products",
+        "quantization",
+        "wide-numbers",
+        certainty="low",
+        option=True,
+    ),
+    Rule(
+        "fp8-cache",
+        "the same with a 16-bit KV cache and any weights",
+        setup_rules.pool_full,
+        "twice as many tokens in the pool",
+        "kv-cache-dtype",
+        "wide-numbers",
+        certainty="low",
+        option=True,
+    ),
+    Rule(
+        "metrics-off",
+        "metrics or the cache report are off",
+        setup_rules.metrics_off,
+        "the next advice has more data",
+        other="`--enable-metrics`, `--enable-cache-report`",
+        source="G1",
+        cost="almost nothing",
+        certainty="high",
+        option=True,
+    ),
+)
+BY_NAME = {rule.name: rule for rule in RULES}
+DEATHS = frozenset(
+    {"oom-prefill", "oom-decode", "oom-graph", "oom-weights", "oom-general", "killed", "crashed"}
+)
+"""Rules that need no load: a server that died is advised on after however short a run."""
+
+
+def apply_all(situation: Situation, flags: Flags) -> list[Advice]:
+    """Return the advice of all rules in their order: what to change, then options, then what is well."""
+    rules = [rule for rule in RULES if situation.is_judged or rule.name in DEATHS]
+    found = [advice for rule in rules if (advice := rule.apply(situation, flags))]
+    loud, silent = {advice.rule for advice in found if advice.change}, set[str]()
+    for rule, others in SILENCES.items():
+        silent |= set(others) if rule in loud - silent else set()
+    kept = [advice for advice in found if not (advice.change and advice.rule in silent)]
+    return sorted(kept, key=lambda advice: (not advice.change, BY_NAME[advice.rule].option))

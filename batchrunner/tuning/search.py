@@ -1,0 +1,310 @@
+"""Choose the next trial: all steps that the signs call for at once, then a climb, one flag at a time. Pure.
+
+The search asks for trials and is sent their results. The same results bring the same requests, so a search
+resumes when it is sent the results that were kept.
+"""
+
+import math
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal
+
+import orjson
+
+from batchrunner.core.console import counted
+from batchrunner.sglang.flags import command_line, name_in
+from batchrunner.tuning.flags import FLAGS, Flag
+from batchrunner.tuning.measurement import WORTH, Incumbent, TrialResult, TrialSigns
+from batchrunner.tuning.space import TUNED_FLAGS, Args, FlagChange, Machine, candidates, together
+
+GUESS, GUESS_WEIGHT = 0.05, 4
+"""Assumed standard deviation of a trial's log speed, and how many repetitions it counts as. A shared 2-core
+machine shows 5 %; a machine without other users about 1 %, which repetitions soon show."""
+MOST_TURNS = 3
+"""Trials of each of the two settings at most."""
+SAME_WORK = 0.01
+"""Trials whose passes and batches differ by a smaller share do the same work, in the same time."""
+_T95 = (2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761)
+"""Student's 95 % quantiles for 4, 5, … 14 degrees of freedom; the last serves for more, on the safe side."""
+
+RaceVerdict = Literal["faster", "no faster", "again"]
+
+
+def compare(
+    mine: Sequence[float],
+    best: Sequence[float],
+    spread: tuple[float, int],
+    *,
+    more_per_pass: bool = False,
+    worth: float = WORTH,
+) -> tuple[RaceVerdict, str]:
+    """Return whether a challenger is faster than the best, and the interval of their ratio as text.
+
+    `spread` is the result of `trial_noise`. The verdict is "again" until both were measured MOST_TURNS times;
+    a challenger that is not shown to be faster by then is "no faster". With `more_per_pass` the scheduler's
+    own count shows more output in each pass: then a gain above `worth` is enough, within two turns.
+    """
+    deviation, freedom = spread
+    gain = fmean(map(math.log, mine)) - fmean(map(math.log, best))
+    half = _quantile(freedom) * deviation * math.sqrt(1 / len(mine) + 1 / len(best))
+    text = f"{math.exp(gain):.3f} [{math.exp(gain - half):.3f}, {math.exp(gain + half):.3f}] x the best"
+    if gain - half > 0:
+        return "faster", text
+    if more_per_pass and gain > worth:
+        return "faster", f"{text}, and more output tokens a pass"
+    if gain + half < 0 or (gain < worth and not more_per_pass):
+        return "no faster", text
+    turns = min(len(mine), len(best))
+    if turns >= MOST_TURNS or (more_per_pass and turns > 1):
+        return "no faster", f"{text}: no real difference in {counted(turns, 'turn')}"
+    return "again", text
+
+
+def trial_noise(settings: Iterable[Sequence[float]]) -> tuple[float, int]:
+    """Return the standard deviation of one trial's log speed and its degrees of freedom.
+
+    `settings` are the speeds of each setting's trials; those of one trial say nothing.
+    """
+    total, freedom = GUESS_WEIGHT * GUESS**2, GUESS_WEIGHT
+    for speeds in settings:
+        logs = [math.log(speed) for speed in speeds]
+        mean = fmean(logs)
+        total += sum((value - mean) ** 2 for value in logs)
+        freedom += len(logs) - 1
+    return math.sqrt(total / freedom), freedom
+
+
+def margin_to_stop(spread: tuple[float, int]) -> float:
+    """Return the share by which a trial is behind the best when it is stopped: three times the noise.
+
+    It is at least a fifth, since a curve of finished rows is a rougher measure than a whole trial.
+    """
+    return min(0.5, max(0.2, 3 * math.sqrt(2) * spread[0]))
+
+
+def same_work(mine: TrialSigns, best: TrialSigns) -> bool:
+    """Tell whether two trials had the same passes and batches; False where that is not known."""
+    more = _more(mine.tokens_per_pass, best.tokens_per_pass)
+    apart = (more, _more(mine.running, best.running), mine.cached_share - best.cached_share)
+    return more is not None and all(abs(difference or 0.0) <= SAME_WORK for difference in apart)
+
+
+def more_per_pass(mine: TrialSigns, best: TrialSigns) -> bool:
+    """Tell whether a trial generated more tokens in each forward pass; False where that is not known."""
+    return (_more(mine.tokens_per_pass, best.tokens_per_pass) or 0.0) > SAME_WORK
+
+
+def _more(mine: float | None, best: float | None) -> float | None:
+    """Return the share by which the first is more than the second."""
+    return mine / best - 1 if mine is not None and best else None
+
+
+def _quantile(freedom: int) -> float:
+    return _T95[min(freedom - GUESS_WEIGHT, len(_T95) - 1)]
+
+
+FAILED_MORE = 0.01
+"""Share of rows by which failures may exceed those of the best: trials end with different rows."""
+MOST_MISSES = 2
+"""Changes of a flag in a row that are tried although none was faster."""
+TOGETHER = Flag("together", {})
+"""All flags at once that any server has and whose signs the best trial shows."""
+
+
+@dataclass(slots=True)
+class FlagSetting:
+    """A set of flags with the results of its trials."""
+
+    args: Args
+    replicas: int
+    """Replicas with these flags that there are GPUs for; a trial measures one of them."""
+    results: list[TrialResult] = field(default_factory=list)
+    verdict: str = ""
+
+    @property
+    def speeds(self) -> list[float]:
+        """Output tokens a second of all replicas, by each trial that was measured to the end."""
+        return [self.replicas * result.tokens_per_s for result in self.results if result.is_speed]
+
+    @property
+    def newest(self) -> TrialResult:
+        """The last trial's result."""
+        return self.results[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRequest:
+    """A trial that the search asks for."""
+
+    args: Args
+    why: str
+    turn: int
+    """Number of earlier trials of these flags."""
+    incumbent: Incumbent | None = None
+
+
+class Search:
+    """The search; `best` is the best setting so far."""
+
+    def __init__(self, args: Args, machine: Machine, tuned_flags: Sequence[Flag] = TUNED_FLAGS) -> None:
+        """`args` are the job's own flags, which are tried first."""
+        self.best = self.own = FlagSetting(args, machine.replicas_of(args))
+        self.settings = {key_of(args): self.own}
+        self.notes: dict[str, str] = {}
+        """For each flag: what came of it, or why it was not tried."""
+        self.reason = ""
+        """Why the search ended."""
+        self._machine = machine
+        self._tuned_flags = tuned_flags
+        self._changed: set[str] = set()
+
+    def steps(self) -> Generator[TrialRequest, TrialResult, None]:
+        """Yield requests and receive results until no flag brings more."""
+        yield from self._try(self.own, "the job's own flags", None)
+        if not self.own.newest.is_speed:
+            self.reason = f"the job's own flags cannot be measured: {self.own.newest.why}"
+            return
+        improved = True
+        while improved:
+            improved = False
+            for tuned_flag in (TOGETHER, *self._tuned_flags):
+                improved |= yield from self._tune(tuned_flag)
+        self.reason = "no flag brings more"
+        while self._beats_own() == "again":
+            slower = min(self.best, self.own, key=lambda setting: len(setting.results))
+            yield from self._try(slower, "the best beside the job's own flags, in turn", None)
+
+    @property
+    def winner(self) -> FlagSetting:
+        """The best setting, if trials show it to be faster than the job's own flags; else these."""
+        return self.best if self._beats_own() == "faster" else self.own
+
+    def _beats_own(self) -> RaceVerdict:
+        """Compare all trials of the best with all of the job's own flags, which may have been long before."""
+        if self.best is self.own:
+            return "no faster"
+        if not self.own.newest.is_speed:  # it failed when it was tried again
+            return "faster"
+        signs = self.best.newest.signs, self.own.newest.signs
+        fuller = _only_schedules(changes(self.best.args, self.own.args)) and more_per_pass(*signs)
+        return compare(self.best.speeds, self.own.speeds, self._noise(), more_per_pass=fuller)[0]
+
+    def _tune(self, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
+        """Change a flag for as long as that is faster; return whether the best changed."""
+        improved, misses = False, 0
+        while misses < MOST_MISSES and (change := self._next_change(tuned_flag)) is not None:
+            won = yield from self._try_change(change, tuned_flag)
+            improved, misses = improved | won, 0 if won else misses + 1
+        return improved
+
+    def _try_change(self, change: FlagChange, tuned_flag: Flag) -> Generator[TrialRequest, TrialResult, bool]:
+        """Try the best flags with a change; return whether they are faster."""
+        args = self._changed_to(change)
+        setting = self.settings[key_of(args)] = FlagSetting(args, self._machine.replicas_of(args))
+        tried = command_line(changes(setting.args, self.best.args))
+        won = yield from self._race(setting, change, tuned_flag)
+        self._changed.add(tuned_flag.name)
+        self.notes[tuned_flag.name] = f"{tried}: {setting.verdict}"
+        return won
+
+    def _next_change(self, tuned_flag: Flag) -> FlagChange | None:
+        if tuned_flag is TOGETHER:
+            all_flags = [flag for flag in self._tuned_flags if flag.needs in {None, "a CPU"}]
+            change = together([found for flag in all_flags if (found := self._untried(flag))])
+            return change if change and key_of(self._changed_to(change)) not in self.settings else None
+        return self._untried(tuned_flag)
+
+    def _untried(self, tuned_flag: Flag) -> FlagChange | None:
+        """Return the next change of a flag; None, with a note, where none is left."""
+        found = candidates(tuned_flag, self.best.newest, self._machine)
+        if isinstance(found, str):
+            if tuned_flag.name not in self._changed:
+                self.notes[tuned_flag.name] = found
+            return None
+        for change in found:
+            if self._missing(change):
+                self.notes[tuned_flag.name] = f"this version has no {self._missing(change)}"
+            elif key_of(self._changed_to(change)) not in self.settings:
+                return change
+        return None
+
+    def _changed_to(self, change: FlagChange) -> Args:
+        """Return the best flags with a change, under the job's names or else the version's."""
+        args = dict(self.best.args)
+        for name, value in change.args.items():
+            own = name_in(args, name)
+            args |= {own: value} if own in args else self._machine.flags.setting(name, value)
+        return args
+
+    def _missing(self, change: FlagChange) -> str:
+        """Return the first flag of a change that this version lacks, as typed; empty where it has all."""
+        setting = self._machine.flags.setting
+        return next((command_line({n: v}) for n, v in change.args.items() if not setting(n, v)), "")
+
+    def _race(
+        self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag
+    ) -> Generator[TrialRequest, TrialResult, bool]:
+        """Try a setting, then the best and it in turn; return whether the setting is faster."""
+        before = len(self.best.speeds) - 1  # the best's last trial counts as its first turn
+        yield from self._try(setting, change.why, self._incumbent(setting))
+        while (verdict := self._verdict(setting, change, tuned_flag, self.best.speeds[before:])) is None:
+            if len(self.best.speeds) - before <= len(setting.speeds):
+                yield from self._try(self.best, "the best again, in turn", None)
+            else:
+                yield from self._try(setting, "again, in turn", self._incumbent(setting))
+        won, setting.verdict = verdict
+        if won:
+            self.best = setting
+        return won
+
+    def _try(
+        self, setting: FlagSetting, why: str, incumbent: Incumbent | None
+    ) -> Generator[TrialRequest, TrialResult, None]:
+        result = yield TrialRequest(setting.args, why, len(setting.results), incumbent)
+        setting.results.append(result)
+
+    def _incumbent(self, setting: FlagSetting) -> Incumbent:
+        """Return the best's speed for each replica of a challenger."""
+        best = self.best.replicas * self.best.newest.tokens_per_s / setting.replicas
+        return Incumbent(best, margin_to_stop(self._noise()))
+
+    def _noise(self) -> tuple[float, int]:
+        return trial_noise(setting.speeds for setting in self.settings.values() if setting.speeds)
+
+    def _verdict(
+        self, setting: FlagSetting, change: FlagChange, tuned_flag: Flag, theirs: Sequence[float]
+    ) -> tuple[bool, str] | None:
+        """Return whether a challenger is better, and why; None while that is open."""
+        newest, best = setting.newest, self.best.newest
+        if newest.ended == "died":
+            return False, f"unsafe: {newest.why}"
+        if newest.ended == "behind" or not newest.tokens_per_s:
+            return False, f"slower: {newest.why}"
+        if newest.failed_share > best.failed_share + FAILED_MORE:
+            failed = f"{newest.failed_share:.1%} of the rows failed, {best.failed_share:.1%} before"
+            return False, f"unsafe: {failed}"
+        if not best.is_speed:
+            return True, f"safer: the best failed when it was tried again: {best.why}"
+        schedules = _only_schedules(change.args)
+        if schedules and same_work(newest.signs, best.signs):
+            return False, "no faster: the same passes and batches as the best"
+        fuller = schedules and more_per_pass(newest.signs, best.signs)
+        worth = -WORTH if tuned_flag.small_steps else WORTH
+        verdict, text = compare(setting.speeds, theirs, self._noise(), more_per_pass=fuller, worth=worth)
+        return None if verdict == "again" else (verdict == "faster", f"{verdict}: {text}")
+
+
+def _only_schedules(args: Args) -> bool:
+    """Tell whether flags change only which rows run when, so that more output a pass is faster."""
+    return all(name in FLAGS and FLAGS[name].schedules for name in args)
+
+
+def key_of(args: Args) -> bytes:
+    """Return a key that is the same for equal settings."""
+    return orjson.dumps(args, option=orjson.OPT_SORT_KEYS, default=str)
+
+
+def changes(args: Args, base: Args) -> Args:
+    """Return the flags whose values differ from those in `base`."""
+    return {name: value for name, value in args.items() if base.get(name, ...) != value}

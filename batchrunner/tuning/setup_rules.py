@@ -1,0 +1,201 @@
+"""Rules on the setup of the server: metrics, GPUs, parallelism, precision, kernels, cache, order.
+
+Each is pure, and finds nothing where the model or the GPU is not known.
+"""
+
+import re
+
+from batchrunner.core.console import counted
+from batchrunner.sglang.flags import Flags, command_line
+from batchrunner.tuning.flags import best_backends, next_setting
+from batchrunner.tuning.signals import GUIDES, frequent
+from batchrunner.tuning.situation import Finding, Situation
+
+ROOM_FOR_KV = 0.6
+"""Share of a GPU's memory that all weights may take for one GPU to be enough; the rest holds the KV pool."""
+FEW_PROMPTS = 50
+"""Prompts below which the share of cached tokens says little."""
+LONG_ENOUGH = 1024
+"""Tokens of a prompt from which a copy of its prefix in host memory is cheaper than computing it again."""
+_GENERAL = {"triton", "torch_native", "flex_attention", "flashinfer"}
+"""Backends that run on any GPU; another one was chosen for a reason."""
+
+
+def metrics_off(s: Situation, flags: Flags) -> Finding | None:
+    """Find that the server reports less than it could."""
+    args = s.facts.arguments
+    off = [name for name in ("enable_metrics", "enable_cache_report") if args.get(name) is False]
+    if s.facts.metrics is False and "enable_metrics" not in off:
+        off.insert(0, "enable_metrics")
+    shown = {
+        "enable_metrics": "/metrics (retractions, cache hits, throughput, latency)",
+        "enable_cache_report": "cached tokens of each chat answer",
+    }
+    settings = {k: v for name in off for k, v in flags.setting(name.replace("_", "-"), value=True).items()}
+    return Finding(f"not reported: {' and '.join(shown[name] for name in off)}", settings) if off else None
+
+
+def tensor_parallel(s: Situation, flags: Flags) -> Finding | None:
+    """Find that a model is split over GPUs although it fits one, or that GPUs are idle."""
+    tp, weights, card = s.facts.tp, s.facts.weights_gb, s.facts.card_gb
+    idle = s.facts.idle_gpus
+    if idle:
+        return Finding(
+            f"{counted(idle, 'GPU')} that the server could use {'is' if idle == 1 else 'are'} idle",
+            change="`engine: {replicas: auto}`: a replica for every GPU",
+            evidence={"idle_gpus": idle},
+            certainty="high",
+        )
+    whole = (weights or 0.0) * tp * (s.facts.number("pp_size") or 1)
+    if tp < 2 or s.facts.on_cpu or not whole or not card or whole > ROOM_FOR_KV * card:  # noqa: PLR2004
+        return None
+    args = flags.setting("tp-size", 1)
+    return Finding(
+        f"the model ({whole:.0f} GB) fits one GPU ({card:.0f} GB) and is split over {tp}",
+        args,
+        f"a server for each GPU (`engine: {{replicas: auto}}`), with {command_line(args)}",
+        {"weights_gb": round(whole, 1), "card_gb": card, "tp": tp},
+    )
+
+
+def data_parallel(s: Situation, flags: Flags) -> Finding | None:
+    """Find data-parallel replicas inside one server."""
+    dp = s.facts.number("dp_size") or 1
+    if dp < 2 or s.facts.attn_dp > 1:  # noqa: PLR2004
+        return None
+    return Finding(
+        f"--dp-size {dp:.0f} sends requests to replicas in turn, whatever their load",
+        flags.setting("dp-size", 1),
+        f"{dp:.0f} servers instead (`engine.replicas`)",
+    )
+
+
+def expert_parallel(s: Situation, _: Flags) -> Finding:
+    """Name a mixture of experts on several GPUs without expert parallelism."""
+    return Finding(f"{s.facts.model} has experts, each of them split over {s.facts.tp} GPUs")
+
+
+def dp_attention(s: Situation, _: Flags) -> Finding:
+    """Name a model with latent attention (MLA) whose KV cache is repeated on each GPU."""
+    return Finding(f"{s.facts.model} keeps the same KV cache on each of {s.facts.tp} GPUs")
+
+
+def torch_compile(s: Situation, _: Flags) -> Finding | None:
+    """Find a small model with small batches."""
+    gb = (s.facts.weights_gb or 0.0) * s.facts.tp
+    if not 0 < gb <= GUIDES.small_model_gb or not frequent(s.load, "small_batch"):
+        return None
+    return Finding(f"a small model ({gb:.1f} GB), {s.server.running:.0f} requests running")
+
+
+def pool_full(s: Situation, _: Flags) -> Finding | None:
+    """Find that memory limits the batch."""
+    sign = f"the KV pool is full {s.often('kv_bound')}"
+    return Finding(sign, evidence=s.evidence("kv_bound")) if frequent(s.load, "kv_bound") else None
+
+
+def shared_prefixes(s: Situation, flags: Flags) -> Finding | None:
+    """Find prompts with common prefixes, in an order in which the cache finds few of them."""
+    prefills, policy = s.log.prefills, s.facts.arguments.get("schedule_policy")
+    share = prefills.cached_share
+    if prefills.prompts < FEW_PROMPTS or not GUIDES.shared <= share <= GUIDES.cached_well:
+        return None
+    seen = f"{share:.0%} of {prefills.cached_tokens + prefills.new_tokens:,} prompt tokens were in the cache"
+    evidence = {"cached_share": round(share, 4), "prompts": prefills.prompts}
+    if s.client is not None:
+        ordered = s.client.order in {"auto", "prefix"}
+        return None if ordered else Finding(f"{seen}, in the input's order", {}, "`order: auto`", evidence)
+    queue, limit = s.load.longest_queue, GUIDES.lpm_queue
+    if policy == "lpm" and queue > limit:
+        seen += f"; lpm gives up above {limit:.0f} waiting requests"
+    if policy in {"lpm", None} or queue >= limit:
+        how = "send requests that begin alike one after another, as batchrun does"
+        return Finding(seen, {}, how, evidence)
+    return Finding(seen, next_setting("shared", "schedule-policy", s.server, flags), evidence=evidence)
+
+
+def host_cache(s: Situation, _: Flags) -> Finding | None:
+    """Find long prefixes that the KV pool may have evicted before their next use."""
+    prefills = s.log.prefills
+    shared = GUIDES.shared <= prefills.cached_share <= GUIDES.cached_well
+    if prefills.prompts < FEW_PROMPTS or not shared or prefills.mean_prompt < LONG_ENOUGH:
+        return None
+    if not frequent(s.load, "full"):
+        return None
+    return Finding(
+        f"prompts of {prefills.mean_prompt:,.0f} tokens share prefixes, {prefills.cached_share:.0%} was in "
+        f"the cache, and the KV pool is full {s.often('full')}",
+        evidence={"cached_share": round(prefills.cached_share, 4), **s.evidence("full")},
+    )
+
+
+def attention_backend(s: Situation, _: Flags) -> Finding | None:
+    """Find a general attention backend on a GPU that has a better one."""
+    now = s.facts.arguments.get("attention_backend")
+    if now not in _GENERAL or now in best_backends(s.facts)[:1]:
+        return None
+    asked = str(s.facts.arguments.get("launch_command") or "--config")  # only /server_info has it
+    if not re.search("attention.backend|--config", asked):
+        return None  # SGLang chose it
+    return Finding(f"{now} attention on {s.facts.card}")
+
+
+KEEPS_ORDER = frozenset({"fcfs", "lpm"})
+"""Values of `--schedule-policy` that take requests as they come, or by the prefix that the cache holds."""
+OUT_OF_REACH = 0.1
+"""Share of the prompt tokens that a cache could have served and did not, from which its order is bad."""
+PAGED = ("mla", "mha", "dsa", "nsa")
+"""Parts of the names of attention backends that need pages of several tokens."""
+LOST_IN_PAGES = 0.15
+"""Share of a request's place in the pool that its last page leaves empty, from which pages are too large."""
+
+
+def cache_off(s: Situation, _: Flags) -> Finding | None:
+    """Find that the prefix cache is switched off although prompts share prefixes."""
+    shared = s.client.possible_share if s.client else None
+    if not s.facts.arguments.get("disable_radix_cache") or shared is None or shared < GUIDES.shared:
+        return None
+    return Finding(
+        f"the prefix cache is off, and {shared:.0%} of the prompt tokens could come from it",
+        evidence={"possible_share": round(shared, 4), "computed_tokens": s.log.prefills.new_tokens},
+    )
+
+
+def order_of_server(s: Situation, _: Flags) -> Finding | None:
+    """Find that the server takes rows in an order of its own, which finds fewer prefixes in the cache."""
+    policy, prefills = s.facts.arguments.get("schedule_policy"), s.log.prefills
+    shared = s.client.possible_share if s.client else None
+    if policy is None or policy in KEEPS_ORDER or shared is None:
+        return None
+    cached = prefills.cached_share
+    if shared - cached < OUT_OF_REACH or s.facts.arguments.get("disable_radix_cache"):
+        return None
+    return Finding(
+        f"{cached:.0%} of the prompt tokens were in the cache, where {shared:.0%} could be: "
+        f"--schedule-policy {policy} takes the rows in another order than they are sent in",
+        evidence={"cached_share": round(cached, 4), "possible_share": round(shared, 4), "policy": policy},
+    )
+
+
+def pages_large(s: Situation, _: Flags) -> Finding | None:
+    """Find that requests are short beside a page: each leaves a part of its last page empty."""
+    page, prefills = int(s.facts.number("page_size") or 1), s.log.prefills
+    backend = str(s.facts.arguments.get("attention_backend"))
+    if page < 2 or any(name in backend for name in PAGED) or not prefills.prompts:  # noqa: PLR2004
+        return None
+    if not s.short_of_pool:
+        return None
+    tokens = prefills.mean_prompt + (s.client.mean_output or 0.0 if s.client else 0.0)
+    lost = page / 2 / (tokens + page / 2)
+    if lost < LOST_IN_PAGES:
+        return None
+    running = s.load.median("running")
+    return Finding(
+        f"requests of {tokens:.0f} tokens lie in pages of {page}: a last page is half empty, {lost:.0%} of "
+        f"the KV pool, and {running:.0f} of at most {s.max_running} requests run",
+        evidence={
+            **s.evidence("conservative", "kv_bound"),
+            "page_tokens": page,
+            "lost_share": round(lost, 4),
+        },
+    )

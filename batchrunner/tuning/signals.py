@@ -1,0 +1,300 @@
+"""The signs of a server's load: when each counts, and its words. Pure.
+
+A sign is decided in two steps. A function below says whether one reading of a scheduler's load shows it. The
+sign is frequent where a quarter of the readings show it (`is_frequent`). The law of concurrency, advice,
+changes during a run and `batchrun tune` ask these functions, so that they never disagree.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from batchrunner.core.console import counted
+from batchrunner.sglang.logs.series import LoadSample, Series
+
+
+@dataclass(slots=True)
+class Thresholds:
+    """The values from which signs count. "The guides" are SGLang's tuning guides. Tests change some."""
+
+    frequent: float = 0.25
+    """Fraction of the readings from which a sign is frequent; the guides only say "frequently"."""
+    span_s: float = 10.0
+    """Least seconds of work that samples must cover for advice."""
+    samples: float = 8
+    """Least number of samples for advice."""
+    queue_low: float = 100
+    """Least healthy queue, `#queue-req` (the guides: 100, one of them 50)."""
+    queue_deep: float = 2000
+    """Longest healthy queue, `#queue-req` (the guides: 2000, one of them 1000)."""
+    usage_good: float = 0.9
+    """Token usage from which the KV pool is well used (the guides)."""
+    peaks: float = 0.1
+    """Fraction of samples with a full pool from which memory is the limit. The pool need not be full all the
+    time: outputs that begin together end together, so token usage rises and falls in waves."""
+    retractions_per_min: float = 1.0
+    """Most retractions per minute that are fine (the guides: about one)."""
+    overfull: float = 3.0
+    """Recent retractions, a count that halves each minute, from which the KV pool is overfull. A steady
+    retraction a minute counts as 1.4, and two in a row are no pattern yet."""
+    recomputed: float = 0.25
+    """Tokens lost to retractions, as a fraction of those generated, above which fewer requests may pay. With
+    fewer, a real SGLang was slower where 21 % were lost, and no faster where 1 % were
+    (benchmarks/results/advice.json): lost tokens are computed again as prefill, which is cheaper, and SGLang
+    itself admits fewer requests after each retraction."""
+    memory_low_gb: float = 5.0
+    """`available_gpu_mem` at ready below which memory may run out (the guides)."""
+    memory_good_gb: float = 6.5
+    """`available_gpu_mem` at ready that advice aims at: the middle of the guides' 5-8 GB."""
+    memory_high_gb: float = 10.0
+    """`available_gpu_mem` at ready above which memory is unused (the guides)."""
+    at_cap: float = 0.95
+    """Running requests, as a fraction of `max_running_requests`, from which that is the limit."""
+    far_below: float = 0.5
+    """Fraction of `max_running_requests` below which few run; under load the guides expect "close to" it."""
+    short_output: float = 0.5
+    """Mean output, as a fraction of `max_new_tokens`, below which SGLang reserves too much memory."""
+    graph_batch: float = 512
+    """Largest batch at which a CUDA graph matters (the guides: 512 or 768)."""
+    graph_batch_small: float = 4096
+    """Largest batch at which a CUDA graph matters for a model of `launched_gb`: on an H200 a decode pass of
+    SmolLM2-135M with about 2,000 rows takes 23 to 28 ms with a graph, 53 to 96 without; SGLang's issue 33483
+    reports four times on an L40."""
+    launched_gb: float = 2.0
+    """Weights in GB, at most, of a model whose kernels take less time than their launch."""
+    graph_batch_tp: float = 768
+    """Largest batch at which a CUDA graph matters with a tensor parallelism of 4 or more."""
+    long_prompt: float = 2048
+    """Mean prompt, in tokens, from which prompts are long: a few fill a prefill pass."""
+    small_batch: float = 32
+    """Most running requests with which torch.compile pays (the guides: "small batch sizes")."""
+    small_model_gb: float = 10.0
+    """Weights of a small model at most, in GB: 5 billion parameters of 16 bits."""
+    shared: float = 0.1
+    """Fraction of prompt tokens found in the cache from which prompts share prefixes."""
+    cached_well: float = 0.6
+    """Fraction of prompt tokens found in the cache from which the order of the rows is good."""
+    lpm_queue: float = 128
+    """Most waiting requests with which `lpm` looks for prefixes (SGLang's schedule_policy)."""
+
+
+GUIDES = Thresholds()
+
+
+class Gauges(Protocol):
+    """A reading of one scheduler's load, as a poll or a log line has it."""
+
+    @property
+    def running(self) -> int:
+        """Requests that decode, SGLang's `#running-req`."""
+
+    @property
+    def queue(self) -> int:
+        """Requests that wait, SGLang's `#queue-req`."""
+
+    @property
+    def usage(self) -> float:
+        """Token usage: the fraction of the KV pool in use."""
+
+    @property
+    def max_running(self) -> int | None:
+        """Most requests that the scheduler runs at once; None where it does not say."""
+
+
+def is_full(load: Gauges) -> bool:
+    """Tell whether the KV pool is well used."""
+    return load.usage >= GUIDES.usage_good
+
+
+def reaches_cap(running: float, max_running: int | None) -> bool:
+    """Tell whether `max_running_requests` is the limit.
+
+    One request less than it allows reaches it too: the place of one that ended is being filled.
+    """
+    most = max_running or 0
+    return most > 0 and running >= max(1, min(GUIDES.at_cap * most, most - 1))
+
+
+def is_at_cap(load: Gauges) -> bool:
+    """Tell whether as many requests run as may."""
+    return reaches_cap(load.running, load.max_running)
+
+
+def waits_beside_room(load: Gauges) -> bool:
+    """Tell whether requests wait although the KV pool has room."""
+    return load.queue > 0 and not is_full(load)
+
+
+def holds_back(load: Gauges) -> bool:
+    """Tell whether the server admits too few: requests wait, and neither pool nor cap is the limit."""
+    return waits_beside_room(load) and not is_at_cap(load)
+
+
+def _is_in_band(sample: LoadSample) -> bool | None:
+    if sample.unsent == 0:
+        return None
+    return GUIDES.queue_low <= sample.queue <= GUIDES.queue_deep
+
+
+def _runs_far_below(sample: LoadSample) -> bool | None:
+    if not sample.max_running:
+        return None
+    return waits_beside_room(sample) and sample.running < GUIDES.far_below * sample.max_running
+
+
+def _lacks_graph(sample: LoadSample, largest_batch: float) -> bool | None:
+    if sample.graph is None or sample.running > largest_batch:
+        return None
+    return not sample.graph
+
+
+SIGNS: dict[str, Callable[[LoadSample], bool | None]] = {
+    "empty": lambda s: None if s.unsent == 0 else s.queue == 0,
+    "waiting": lambda s: s.queue > 0,
+    "in_band": _is_in_band,
+    "deep": lambda s: s.queue > GUIDES.queue_deep,
+    "conservative": holds_back,
+    "capped": lambda s: waits_beside_room(s) and is_at_cap(s),
+    "at_cap": is_at_cap,
+    "far_below": _runs_far_below,
+    "full": is_full,
+    "kv_bound": lambda s: s.queue > 0 and is_full(s) and not is_at_cap(s),
+    "no_graph": lambda s: _lacks_graph(s, GUIDES.graph_batch),
+    "no_graph_small": lambda s: _lacks_graph(s, GUIDES.graph_batch_small),
+    "no_graph_tp": lambda s: _lacks_graph(s, GUIDES.graph_batch_tp),
+    "small_batch": lambda s: s.running <= GUIDES.small_batch,
+}
+"""The test of one sample for each sign; None where the sign does not apply to the sample."""
+
+
+def share(samples: Iterable[LoadSample], sign: str) -> float:
+    """Return the fraction of the samples that show a sign, of those that it applies to; 0 without any."""
+    shows = SIGNS[sign]
+    results = [result for sample in samples if (result := shows(sample)) is not None]
+    return sum(results) / len(results) if results else 0.0
+
+
+def is_frequent(share_of_readings: float) -> bool:
+    """Tell whether so many of the readings show a sign that it counts."""
+    return share_of_readings >= GUIDES.frequent
+
+
+def has_enough(series: Series) -> bool:
+    """Tell whether there are enough samples over enough time to judge."""
+    return series.counted >= GUIDES.samples and series.busy_s >= GUIDES.span_s
+
+
+def frequent(series: Series, sign: str) -> bool:
+    """Tell whether a sign is frequent in enough samples."""
+    return has_enough(series) and is_frequent(share(series.samples, sign))
+
+
+def retracts_often(per_min: float) -> bool:
+    """Tell whether a scheduler retracts more requests a minute than the guides call fine."""
+    return per_min > GUIDES.retractions_per_min
+
+
+def is_overfull(recent_retractions: float) -> bool:
+    """Tell whether the KV pool is overfull, by a count of retractions that halves each minute."""
+    return recent_retractions >= GUIDES.overfull
+
+
+def admits_too_few(*, share_held: float, retracts: bool) -> bool:
+    """Tell whether the server admits too few requests: it frequently holds back, and retracts few.
+
+    `share_held` is the share of the readings in which it holds back (`holds_back`).
+    """
+    return is_frequent(share_held) and not retracts
+
+
+def retractions_cost(series: Series) -> bool:
+    """Tell whether retractions are frequent, and lose many tokens as far as the log says."""
+    lost = series.recomputed_share
+    return retracts_often(series.retractions_per_min) and (lost is None or lost >= GUIDES.recomputed)
+
+
+def span_in_words(series: Series) -> str:
+    """Say how many samples there are, and over how many seconds.
+
+    Too short a time is rounded down: it never reads as long enough.
+    """
+    is_short = series.busy_s < GUIDES.span_s
+    seconds = f"{math.floor(series.busy_s * 10) / 10:g}" if is_short else f"{series.busy_s:.0f}"
+    schedulers = f" of {len(series.tracks)} schedulers" if len(series.tracks) > 1 else ""
+    return f"{counted(series.counted, 'sample')}{schedulers} over {seconds} s"
+
+
+class Corner(StrEnum):
+    """State of a scheduler's load, as users are shown it; the event log and report.json have the values."""
+
+    SHORT = "short"
+    FULL = "full"
+    GOOD = "good"
+    FILLING = "filling"
+    HELD = "held"
+
+    @property
+    def words(self) -> str:
+        """The state in a few words, for the status line."""
+        return _WORDS[self][0]
+
+    @property
+    def meaning(self) -> str:
+        """The consequence of the state, behind its figures in an event."""
+        return _WORDS[self][1]
+
+
+def corner_of(load: Gauges, *, overfull: bool, share_held: float) -> Corner | None:
+    """Return the state of a scheduler whose window is in use; None where it is healthy or unclear."""
+    if overfull:
+        return Corner.FILLING
+    if admits_too_few(share_held=share_held, retracts=overfull):
+        return Corner.HELD
+    if is_full(load):
+        return Corner.GOOD if load.queue else Corner.FULL
+    return None if load.queue else Corner.SHORT
+
+
+ADMITS_TOO_FEW = "the server admits too few"
+_WORDS = {
+    Corner.SHORT: ("queue short", ": more rows are sent"),
+    Corner.FULL: ("KV pool full", ": the pool is full, more rows in the queue cannot help"),
+    Corner.GOOD: ("KV pool well used", ": as it should be"),
+    Corner.FILLING: (
+        "KV pool fills up",
+        ", more than about one retraction a minute: rows are sent as the pool takes them",
+    ),
+    Corner.HELD: (
+        "server holds back",
+        f" for most of a minute: {ADMITS_TOO_FEW}, sending more cannot help",
+    ),
+}
+FLAG_SIGNS = {
+    "oom": "memory ran out",
+    "no-pool": "the weights leave no room for a KV pool",
+    "held": "requests wait although the KV pool has room",
+    "retracting": "more than one retraction a minute from a full KV pool",
+    "full": "requests wait for room in the KV pool",
+    "memory-left": "memory of the card is unused",
+    "memory-tight": "little memory of the card is left",
+    "chunk-full": "prefill passes take all the tokens that they may",
+    "capped": "as many requests run as may, and the KV pool has room",
+    "graph-off": "decode passes run without a CUDA graph",
+    "reordered": "the server takes rows in an order of its own",
+    "shared": "prompts share prefixes, and few requests wait",
+    "slow-backend": "the card has an attention backend of its own",
+    "evicted": "prompts share prefixes, and the KV pool is full",
+    "starved": "no request waits, and fewer run than may",
+    "split-experts": "each expert is split over several GPUs",
+    "kv-copies": "several GPUs keep the same KV cache",
+    "layout": "the GPUs could hold more or fewer replicas",
+    "wide-numbers": "weights or KV cache have 16-bit numbers",
+    "repeated": "outputs repeat what earlier outputs say",
+    "small-prefills": "decoding stops often for small prefill passes",
+    "large-pages": "requests are short beside a page",
+    "cache-off": "the prefix cache is off, and prompts share prefixes",
+    "small-model": "a small model runs small batches",
+}
+"""The words of the signs that call for flags, by their names in the table of flags."""

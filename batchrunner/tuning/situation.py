@@ -1,0 +1,223 @@
+"""All that the rules of advice read: the load, the server, and, of a run, what the runner itself did."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from batchrunner.sglang.logs.lines import ServerReady
+from batchrunner.sglang.logs.reader import Facts
+from batchrunner.sglang.logs.series import Series
+from batchrunner.sglang.model_files import kv_bytes
+from batchrunner.tuning.flags import Server, in_effect
+from batchrunner.tuning.signals import (
+    GUIDES,
+    admits_too_few,
+    frequent,
+    has_enough,
+    retracts_often,
+    share,
+    span_in_words,
+)
+
+Certainty = Literal["high", "medium", "low"]
+
+RESERVED = 0.8
+"""Share of the KV pool in reservations from which it is the limit, though it is not full yet."""
+POOL_SHARE = 4
+"""One part in so many of a machine's free memory is taken for a larger KV pool at most."""
+FLOAT32_BYTES = 4
+"""Bytes of a number in a CPU's KV pool, at most."""
+LONGEST_LINE = 160
+"""Characters of a log line that advice shows."""
+
+
+@dataclass(slots=True)
+class ClientActivity:
+    """What the runner did, above all while the engine's queue was empty."""
+
+    empty: int = 0
+    """Samples with an empty queue while rows were left to send."""
+    at_window: int = 0
+    """Samples of `empty` in which the window was full (90 %)."""
+    on_way: int = 0
+    """Samples of `at_window` in which most requests had not arrived at the scheduler."""
+    resting: int = 0
+    """Samples of `empty` in which the window was not full and rows waited for a retry."""
+    window: str | int = "auto"
+    """The job's `window`."""
+    connections: int | None = None
+    """Most connections that the limit of open files allows."""
+    widest: int = 0
+    """Most requests that were in flight at once."""
+    tokenize: str | None = None
+    """Where prompts are tokenized: `client` or `server`."""
+    max_new_tokens: int | None = None
+    ignore_eos: bool = False
+    """Whether every output has `max_new_tokens`."""
+    output_tokens: int = 0
+    """Tokens of the outputs that were read."""
+    outputs: int = 0
+    """Outputs whose lengths were read."""
+    order: str = "auto"
+    simulated: bool = False
+    """Whether its figures are made up."""
+    decodes: bool = True
+    """Whether the job's task generates tokens; else token usage says nothing."""
+    longest_output: int | None = None
+    """99th percentile of the outputs' lengths, in tokens."""
+    possible_share: float | None = None
+    """Share of the prompt tokens that a cache could serve, by the rows looked at for their order."""
+
+    @property
+    def mean_output(self) -> float | None:
+        """Mean tokens of an output; None where none was read."""
+        return self.output_tokens / self.outputs if self.outputs else None
+
+    @property
+    def output_share(self) -> float | None:
+        """Mean output as a share of `max_new_tokens`, from 0 to 1; None where one of them is not known."""
+        if not self.outputs or not self.max_new_tokens:
+            return None
+        return self.output_tokens / self.outputs / self.max_new_tokens
+
+
+@dataclass
+class Situation:
+    """What is known of a server and its load."""
+
+    load: Series
+    """Queue, running and token usage over time."""
+    log: Series
+    """What only log lines have: graphs, prefill passes, retractions. It may be the same object as `load`."""
+    facts: Facts = field(default_factory=Facts)
+    client: ClientActivity | None = None
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there may be advice: a run has to be real, and long enough in steady work."""
+        return self.client is None or (has_enough(self.load) and not self.client.simulated)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the rows are answered by decoding, as far as is known."""
+        return self.client is None or self.client.decodes
+
+    @cached_property
+    def server(self) -> Server:
+        """The server, as the table of flags takes it; its facts are complete."""
+        ready = self.facts.ready or ServerReady(max_running_requests=self.max_running)
+        return Server(
+            replace(self.facts, ready=ready),
+            self.load.median("running"), self.load.median("usage"), self.decodes,
+            output_tokens=self.decoded / max(1, self.log.prefills.prompts),
+            longest_output=self.client.longest_output if self.client else None,
+            most_pool_tokens=self._most_pool_tokens,
+        )  # fmt: skip
+
+    @property
+    def decode_steps(self) -> int:
+        """The decode steps that the log's lines stand for."""
+        return self.log.counted * self.facts.steps_a_line
+
+    @property
+    def decoded(self) -> float:
+        """The tokens that they decoded."""
+        return self.load.median("running") * self.decode_steps
+
+    @property
+    def _most_pool_tokens(self) -> float:
+        """What a CPU's pool has, and what a quarter of the free memory holds; unless known, as much again."""
+        now = in_effect(self.facts, "max-total-tokens") or 0.0
+        free_gb = self.facts.ready.cpu_gb if self.facts.ready else None
+        more = pool_tokens(self.facts.config, (free_gb or 0.0) * (1 << 30))
+        return now + (now if more is None else more)
+
+    @property
+    def max_running(self) -> int | None:
+        """`max_running_requests` of one scheduler."""
+        return self.facts.max_running or self.load.max_running or None
+
+    @property
+    def fills_up(self) -> bool:
+        """Whether the KV pool is full repeatedly, though perhaps not all the time."""
+        return share(self.load.samples, "full") >= GUIDES.peaks
+
+    @property
+    def reserved_share(self) -> float:
+        """Share of the KV pool that is reserved where outputs are reserved in full (`ignore_eos`), else 0."""
+        pool = self.facts.ready.max_total_num_tokens if self.facts.ready else None
+        if self.client is None or not self.client.ignore_eos or not pool:
+            return 0.0
+        page = self.facts.number("page_size") or 1  # admission leaves one more to each request
+        row = self.log.prefills.mean_prompt + (self.client.mean_output or 0.0) + page
+        return self.load.median("running") * row / pool
+
+    @property
+    def short_of_pool(self) -> bool:
+        """Whether requests wait for room in the KV pool, not for places or for a bolder scheduler."""
+        return frequent(self.load, "kv_bound") or (
+            self.reserved_share >= RESERVED and frequent(self.load, "conservative")
+        )
+
+    @property
+    def retractions(self) -> int:
+        """Number of retractions by the log, else by the samples."""
+        return max(self.log.retractions, self.load.retractions)
+
+    @property
+    def retractions_per_min(self) -> float:
+        """Retractions a minute of work, of the scheduler that has most."""
+        return (self.log if self.log.retractions else self.load).retractions_per_min
+
+    @property
+    def retracts_often(self) -> bool:
+        """Whether there are more retractions than the guides call fine."""
+        return has_enough(self.load) and retracts_often(self.retractions_per_min)
+
+    @property
+    def admits_too_few(self) -> bool:
+        """Whether the server admits too few requests, by enough samples."""
+        held = share(self.load.samples, "conservative")
+        return has_enough(self.load) and admits_too_few(share_held=held, retracts=self.retracts_often)
+
+    def often(self, sign: str) -> str:
+        """Describe how often a sign was seen."""
+        return f"in {share(self.load.samples, sign):.0%} of {span_in_words(self.load)}"
+
+    def evidence(self, *signs: str) -> dict[str, Any]:
+        """Return the figures behind signs, for `--json`."""
+        shares = {f"{sign}_share": round(share(self.load.samples, sign), 4) for sign in signs}
+        return {
+            "samples": self.load.counted,
+            "span_s": round(self.load.busy_s, 1),
+            **shares,
+            "median_running": self.load.median("running"),
+            "median_queue": self.load.median("queue"),
+            "median_token_usage": self.load.median("usage"),
+        }
+
+
+def pool_tokens(config: Mapping[str, Any], free_bytes: float) -> int | None:
+    """Return the tokens that a quarter of a machine's free memory holds; None for an unknown model."""
+    token_bytes = kv_bytes(config, FLOAT32_BYTES)
+    return int(free_bytes / POOL_SHARE / token_bytes) if token_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The finding of a rule: a sign with its figures, and the change."""
+
+    sign: str
+    args: dict[str, Any] | None = None
+    """Server flags for `engine.args`; None for the next value of the rule's flag. Without flags and `change`,
+    the rule gives no advice."""
+    change: str = ""
+    """The change in words, where flags alone do not say it."""
+    evidence: dict[str, Any] = field(default_factory=dict)
+    certainty: Certainty | None = None
+    """How certain it is, where that differs from the rule."""
+    fine: bool = False
+    """Whether the finding is that all is well."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Variables for `engine.env`; `change` names them."""

@@ -1,0 +1,182 @@
+"""Which flags tuning tries, and when: by the table of flags and the signs of the best trial. Pure.
+
+A flag is tried only where a sign of the best trial calls for it; else a note says why not. The queue comes
+first in SGLang's tuning guides, but is no flag: the runner's own controller holds it.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from batchrunner.job.engine import ServerEngine
+from batchrunner.job.spec import Job
+from batchrunner.sglang.device import cards, free_bytes, gpus, on_cpu
+from batchrunner.sglang.flags import CLIP, Flags, installed
+from batchrunner.sglang.model_files import cards_of, read_config
+from batchrunner.tuning.flags import FLAGS, NEEDS, Flag, Server, with_memory
+from batchrunner.tuning.measurement import TrialResult, TrialSigns
+from batchrunner.tuning.signals import FLAG_SIGNS, GUIDES, admits_too_few, retracts_often
+from batchrunner.tuning.situation import pool_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a search may change, and what it has to know of the device."""
+
+    flags: Flags
+    cpu: bool = True
+    card: str | None = None
+    """Name of the GPU, as `nvidia-smi` prints it."""
+    card_gb: float = 0.0
+    most_pool_tokens: int = 0
+    """Tokens of the largest KV pool that a CPU's memory allows; 0 where that is not known."""
+    ignores_eos: bool = False
+    """Whether the job's outputs have exactly `max_new_tokens`."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The model's config.json; empty where it is not on this machine."""
+    cards: int = 1
+    """GPUs that the job's replicas may take together."""
+    replicas: int = 1
+    """The job's own replicas."""
+    says_tp: bool = False
+    """Whether the job has `engine.tp`, which stands for `--tp-size`."""
+    allow_fp8: bool = False
+    """Whether numbers of 8 bits may be tried, which change answers."""
+
+    def replicas_of(self, args: Mapping[str, Any]) -> int:
+        """Return how many replicas with these flags there are GPUs for; 1 on a CPU."""
+        return max(1, self.cards // cards_of(args))
+
+
+def machine_for(job: Job, engine: ServerEngine, *, allow_fp8: bool = False) -> Machine:
+    """Describe this machine; asks the installed SGLang for its flags, which takes about 6 s."""
+    cpu = on_cpu(engine.device)
+    found = [] if cpu else cards()
+    config = read_config(engine.model, engine.args.get("revision"))
+    each, replicas = cards_of(engine.args), getattr(job.engine, "replicas", 1)
+    count = 0 if cpu else len(gpus(engine.env)) or len(found)
+    if isinstance(replicas, int) and replicas > 1:
+        count = replicas * each  # the job says how many GPUs it takes
+    return Machine(
+        flags=installed(engine.python, engine.env),
+        cpu=cpu,
+        card=found[0].name if found else None,
+        card_gb=found[0].memory_bytes / (1 << 30) if found else 0.0,
+        most_pool_tokens=(pool_tokens(config, free_bytes()) or 0) if cpu else 0,
+        ignores_eos=job.sampling.ignore_eos is True,
+        config=config,
+        cards=max(count, each),
+        replicas=replicas if isinstance(replicas, int) else max(1, count // each),
+        says_tp=getattr(job.engine, "tp", None) is not None,
+        allow_fp8=allow_fp8,
+    )
+
+
+Args = dict[str, Any]
+PASS_IS_FULL = 0.6
+"""Mean share of the limit from which it bounds the prefill passes; the last pass of a prompt is short."""
+SMALL_PASS = 0.25
+"""Share of a chunk up to which prefill passes are small."""
+GRAPH_OFF_OFTEN = 0.1
+"""Share of the decode passes without a graph from which larger graphs are tried."""
+
+
+def server_of(result: TrialResult, machine: Machine) -> Server:
+    """Return the server of a trial, as the table of flags takes it."""
+    signs, facts = result.signs, result.facts
+    facts = replace(
+        facts, card=machine.card, card_gb=machine.card_gb or None, config=machine.config,
+        idle_gpus=max(0, machine.cards - facts.gpus),
+        arguments={**facts.arguments, "device": "cpu" if machine.cpu else "cuda"},
+    )  # fmt: skip
+    return Server(
+        facts, signs.running / signs.schedulers, signs.usage,
+        output_tokens=signs.output_tokens, longest_output=signs.longest_output, repeated=signs.repeated,
+        most_pool_tokens=machine.most_pool_tokens,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class FlagChange:
+    """A change to try."""
+
+    args: Args
+    why: str
+
+
+def _waits_below_cap(s: TrialSigns) -> bool:
+    """Tell whether requests wait although fewer run than max-running-requests allows."""
+    return s.shows("conservative") or s.shows("kv_bound")
+
+
+SEEN: Mapping[str, Callable[[TrialSigns, Server], bool]] = {
+    "layout": lambda _, __: True,
+    "held": lambda s, _: admits_too_few(
+        share_held=s.shares["conservative"], retracts=retracts_often(s.retractions_per_min)
+    ),
+    "retracting": lambda s, _: s.shows("kv_bound") and retracts_often(s.retractions_per_min),
+    "full": lambda s, _: _waits_below_cap(s),
+    "chunk-full": lambda s, v: (s.prefill_per_pass or 0.0) >= PASS_IS_FULL * (v.facts.chunk or 1),
+    "capped": lambda s, _: s.shows("capped"),
+    "graph-off": lambda s, _: (s.graph_off_share or 0.0) >= GRAPH_OFF_OFTEN,
+    "reordered": lambda _, __: True,
+    "shared": lambda s, _: s.cached_share >= GUIDES.shared and s.queue <= GUIDES.lpm_queue,
+    "slow-backend": lambda _, __: True,
+    "evicted": lambda s, _: s.cached_share >= GUIDES.shared and s.shows("full"),
+    "starved": lambda s, _: s.shows("empty") and not s.shows("at_cap"),
+    "split-experts": lambda _, __: True,
+    "kv-copies": lambda _, __: True,
+    "small-prefills": lambda s, v: (
+        s.shows("waiting")
+        and (s.prefill_per_pass or math.inf) < SMALL_PASS * (v.facts.chunk or 0)
+        and (s.decodes_per_prefill or math.inf) < math.sqrt(2 * s.output_tokens)
+    ),
+    "repeated": lambda _, __: True,
+    "wide-numbers": lambda _, __: True,
+}  # fmt: skip
+"""Whether a trial shows a sign."""
+TUNED_FLAGS = tuple(flag for flag in FLAGS.values() if SEEN.keys() & flag.moves.keys())
+
+
+def candidates(flag: Flag, best: TrialResult, machine: Machine) -> list[FlagChange] | str:
+    """Return changes of a flag after the best trial, the most promising first; or why none is tried."""
+    signs, server = best.signs, server_of(best, machine)
+    if flag.needs and not NEEDS[flag.needs](server.facts):
+        return f"it needs {flag.needs}"
+    if flag.changes_answers and not machine.allow_fp8:
+        return "it changes answers: only with --allow fp8"
+    if machine.ignores_eos and flag.name in {"schedule-conservativeness", CLIP}:
+        return "with ignore_eos SGLang reserves all of max_new_tokens, whatever its value"
+    figures = f"#running-req {signs.running:.0f}, #queue-req {signs.queue:.0f}, token usage {signs.usage:.2f}"
+    calls = [sign for sign in flag.moves if sign in SEEN]
+    seen = [sign for sign in calls if SEEN[sign](signs, server)]
+    found: list[FlagChange] = []
+    for sign in seen:
+        settings = [args for value in flag.values(sign, server) for args in _with_others(flag, value, server)]
+        if settings and len(more := with_memory(sign, flag.name, server, machine.flags)) > 1:
+            settings.append(more)
+        warning = "; it changes answers" if flag.changes_answers else ""
+        found += [FlagChange(args, f"{FLAG_SIGNS[sign]}: {figures}{warning}") for args in settings]
+    if found:
+        return found
+    if seen:
+        return "no further value is left to try, or too little is known"
+    return f"not the case: {', '.join(FLAG_SIGNS[sign] for sign in calls)}"
+
+
+def _with_others(flag: Flag, value: Any, server: Server) -> list[Args]:
+    """Return the settings of a flag's value, with the flags that have to go along."""
+    if flag.name == "tp-size" and server.facts.is_moe:  # experts are split, or whole
+        return [{flag.name: value, "ep-size": size} for size in dict.fromkeys((value, 1))]
+    most = server.now("max-running-requests")
+    if flag.name == "speculative-algorithm" and most:
+        fits = 2 ** math.ceil(math.log2(max(server.running, 1)))
+        return [{flag.name: value, "max-running-requests": min(int(most), fits)}]
+    return [{flag.name: value}]
+
+
+def together(changes: Collection[FlagChange]) -> FlagChange | None:
+    """Return several changes at once; None for fewer than two."""
+    args = {name: value for change in changes for name, value in change.args.items()}
+    return FlagChange(args, "all that its signs call for") if len(changes) > 1 else None
