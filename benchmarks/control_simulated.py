@@ -1,7 +1,7 @@
-"""Does the controller hold many GPUs at their best? The runner's own gate and admission, in virtual time.
+"""Does the controller hold many GPUs at their best? The runner's own routes and limits, in virtual time.
 
 The schedulers are simulated (`engines/simulation`: SGLang's admission, retraction and gauges, with the
-step times of an 8B model on an H100); the gate, the admission and its controllers are the very code that runs
+step times of an 8B model on an H100); routes, limits and controllers are the very code that runs
 against real servers. 1, 8 and 64 replicas; several workloads; gauges told 0.1 to 4 s late, 5 % of the polls
 lost. Each is compared with fixed windows per replica. No figure here is a measurement of a GPU.
 """
@@ -21,7 +21,7 @@ from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.types import Completion
 from batchrunner.dispatch.concurrency.law import TYPICAL_PROMPT_TOKENS, tokens_a_row
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.queue import Slots
+from batchrunner.dispatch.route import Routes
 from batchrunner.engines.simulation.replica import H100_8B, CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from benchmarks.engine import lognormal
@@ -107,7 +107,7 @@ def run(case: Case) -> dict[str, Any]:
 
 
 class Fleet:
-    """Replicas, and the gate and admission that fill them as the submitter and its feedback loop would."""
+    """Replicas, and the routes and limits that fill them as the submitter and its feedback loop would."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Fleet:
         self.replicas = {route: Replica(config, cost, route, route) for route in routes}
         fixed = None if window is None else window * replicas
         info = EngineInfo(kind="attach", model="simulated", routes=routes)
-        self._admission = ConcurrencyLimits(
+        self._limits = ConcurrencyLimits(
             info,
             QueueBand(100, 2000),
             tokens_a_row(max_new_tokens, prompt_tokens),
@@ -141,8 +141,9 @@ class Fleet:
             fixed=fixed,
             prompt_tokens=prompt_tokens or TYPICAL_PROMPT_TOKENS,
         )
-        self._admission.begin([replica.load for replica in self.replicas.values()], 0.0, unsent=rows)
-        self._gate = Slots(self._admission.windows)
+        self._limits.begin([replica.load for replica in self.replicas.values()], 0.0, unsent=rows)
+        self._routes = Routes()
+        self._resize()
         self._told: dict[str, deque[SchedulerLoad]] = {route: deque() for route in routes}
         self._waiting: SimulatedRequest | None = None
         self._sent = 0
@@ -181,14 +182,18 @@ class Fleet:
             for end in replica.advance(self.now):
                 self.ended += 1
                 self.tokens += end.sample.outputs
-                self._gate.release(route)
-                self._admission.ended(route, answer_of(end.sample))
+                self._routes.release_slot(self._routes[route])
+                self._routes[route].ended.add(answer_of(end.sample))
 
     def _send(self) -> None:
-        while self._waiting is not None and (route := self._gate.take(self.now)) is not None:
-            self.replicas[route].scheduler.submit(self._waiting)
+        while self._waiting is not None and (route := self._routes.acquire_slot(self.now)) is not None:
+            self.replicas[route.url].scheduler.submit(self._waiting)
             self._waiting = next(self._samples, None)
             self._sent += 1
+
+    def _resize(self) -> None:
+        for limit in self._limits.routes:
+            self._routes.open(limit.url, limit.ended).window = self._limits.window_of(limit)
 
     def _poll(self) -> None:
         signals = []
@@ -200,14 +205,15 @@ class Fleet:
             if self._luck.random() >= LOST_POLLS:
                 signals.append(past[0])
         unsent = self._count - self._sent
-        self._admission.observe(signals, self._gate.by_route, self.now, unsent=unsent)
-        for route, window in self._admission.windows.items():
-            self._gate.resize(route, window)
+        for limit in self._limits.routes:
+            limit.in_flight = self._routes[limit.url].in_flight
+        self._limits.observe(signals, self.now, unsent=unsent)
+        self._resize()
         if unsent:
             queues = [
                 replica.scheduler.queue
                 for route, replica in self.replicas.items()
-                if self._admission.known[route].controller.state != "start"
+                if self._limits.schedulers[route].controller.state != "start"
             ]
             self.looks += len(queues)
             self.empty += queues.count(0)

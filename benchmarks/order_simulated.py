@@ -1,6 +1,6 @@
 """How many prompt tokens does the runner's order compute, and how are rows shared out? In virtual time.
 
-Order, queue, slots and windows are the runner's own (`batchrunner.input.order`, `batchrunner.dispatch`); the
+Order, queue, routes and windows are the runner's own (`batchrunner.input.order`, `batchrunner.dispatch`); the
 schedulers are simulated (`engines/simulation`: SGLang's admission, radix cache and eviction, with the step
 times of an 8B model on an H100). Each workload is sent as the runner does it, in the order of its input, and
 sorted by prompt; `--speeds 1 0.5` has two replicas, of which one is half as fast. The least that must be
@@ -27,8 +27,9 @@ from batchrunner.core.engine_info import EngineInfo, QueueBand
 from batchrunner.core.types import Outcome, Request, RowRef
 from batchrunner.dispatch.concurrency.law import tokens_a_row
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.queue import DispatchQueue, PendingRow, Slots
+from batchrunner.dispatch.queue import DispatchQueue, PendingRow
 from batchrunner.dispatch.reorder import OutputLengths, PrimeTask, Reorderer, ReuseDistance
+from batchrunner.dispatch.route import Routes
 from batchrunner.engines.simulation.replica import H100_8B, CostModel, Replica
 from batchrunner.engines.simulation.scheduler import SchedulerConfig, SimulatedRequest
 from batchrunner.input.order import STRETCH_BYTES, decide, stretches
@@ -157,8 +158,9 @@ class Run:
             prompt_tokens=least_tokens(rows) / len(rows),
         )  # fmt: skip
         self._limits.begin(self._loads(), 0.0, unsent=len(rows))
-        self._slots = Slots(self._limits.windows)
-        self._queue = DispatchQueue(self._slots)
+        self._routes = Routes()
+        self._resize()
+        self._queue = DispatchQueue(self._routes)
         distance = ReuseDistance(info, len(speeds)) if reorders else None
         lengths = OutputLengths() if reorders else None
         self._order = Reorderer(distance, lengths, dedupe=True, caches=len(speeds))
@@ -196,10 +198,15 @@ class Run:
 
     def _poll(self) -> None:
         unsent = self.unread + self._order.held + len(self._queue)
-        self._limits.observe(self._loads(), self._slots.by_route, self.now, unsent=unsent)
-        self._slots.speeds = self._limits.speeds
-        for route, window in self._limits.windows.items():
-            self._slots.resize(route, window)
+        for limit in self._limits.routes:
+            limit.in_flight = self._routes[limit.url].in_flight
+        self._limits.observe(self._loads(), self.now, unsent=unsent)
+        self._resize()
+
+    def _resize(self) -> None:
+        for limit in self._limits.routes:
+            route = self._routes.open(limit.url, limit.ended)
+            route.window, route.speed = self._limits.window_of(limit), limit.recent
 
     def _tick(self) -> None:
         self.now += TICK_S
@@ -216,8 +223,8 @@ class Run:
         row.prefix_ready_at = min(row.prefix_ready_at, self.now)
         self.ended[route] += 1
         self._order.record(row, answer)
-        self._slots.release(route)
-        self._limits.ended(route, answer)
+        self._routes.release_slot(self._routes[route])
+        self._routes[route].ended.add(answer)
 
     def _submit(self, row: PendingRow, route: str, outputs: int) -> SimulatedRequest:
         made = self._rows[row.request.ref.row]
@@ -230,7 +237,7 @@ class Run:
             some = [*turn]
             for task in some:
                 group = None if task.on_every_replica else task.row.group
-                for route in (self._queue.home_of(group),) if group else self.replicas:
+                for route in (self._queue.home_of(group).url,) if group else self.replicas:
                     self._primes.add(self._submit(task.row, route, 1))
             while self._primes:
                 self._tick()
@@ -248,13 +255,13 @@ class Run:
 
     def _send(self) -> None:
         self._feed()
-        while (route := self._slots.take(self.now, self._queue.has_for)) is not None:
+        while (route := self._routes.acquire_slot(self.now, self._queue.has_for)) is not None:
             row = self._queue.take(route)
             if row is None:
-                self._slots.release(route)
+                self._routes.release_slot(route)
                 continue
             row.attempts, row.route, row.sent_at = 1, route, self.now
-            self._submit(row, route, self._rows[row.request.ref.row].outputs)
+            self._submit(row, route.url, self._rows[row.request.ref.row].outputs)
             self._feed()
 
 

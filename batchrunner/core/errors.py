@@ -248,7 +248,7 @@ class GivenBackError(RequestError):
 
 
 class EngineBusyError(RequestError):
-    """The engine refused the row for now (429, 502 to 504, no connection): see `dispatch.blame`."""
+    """The engine refused the row for now (429, 502 to 504, no connection): see `dispatch.attempt`."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         """`retry_after_s` is the pause that the server asked for, in seconds."""

@@ -371,8 +371,8 @@ class BundleSender:
         self._start(left[half:])
 
 
-class BundleSenders(dict[str, BundleSender]):
-    """What sends the rows of each route of an engine; a route has one when it gets its first row."""
+class BundleSenders:
+    """Makes what sends the rows of each route of an engine, by the `bundle` of a job."""
 
     def __init__(
         self,
@@ -383,25 +383,23 @@ class BundleSenders(dict[str, BundleSender]):
         totals: BundleTotals,
         events: EventLog,
     ) -> None:
-        """Follow the `bundle` of a job; `passes` are those of a task without decoding."""
-        super().__init__()
-        fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
+        """Follow the job; `passes` are those of a task without decoding, None for generating."""
+        self._engine = engine
+        self._totals = totals
+        self._events = events
+        self._passes = passes
+        self._fixed = {"auto": None, "off": 1}[job.bundle] if isinstance(job.bundle, str) else job.bundle
         if info.simulated:  # it has no front process
-            fixed = 1
+            self._fixed = 1
         most_tokens = job.sampling.max_new_tokens
-        short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
+        self._short = isinstance(most_tokens, int) and most_tokens <= SHORT_TOKENS
         # a list of rows without decoding has one reply: what keeps texts alone is no matter there
-        one_by_one = info.one_by_one if passes is None else None
+        self._one_by_one = info.one_by_one if passes is None else None
 
-        def make(route: str) -> BundleSender:
-            size = BundleSize(TIMING.bundle_fill, fixed, short=short, passes=passes)
-            return BundleSender(engine, route, size, totals, events, one_by_one)
-
-        self._make = make
-
-    def __missing__(self, route: str) -> BundleSender:
-        sender = self[route] = self._make(route)
-        return sender
+    def sender_to(self, url: str) -> BundleSender:
+        """Return a new sender of rows to a server."""
+        size = BundleSize(TIMING.bundle_fill, self._fixed, short=self._short, passes=self._passes)
+        return BundleSender(self._engine, url, size, self._totals, self._events, self._one_by_one)
 
 
 def why_alone(request: Request) -> str | None:

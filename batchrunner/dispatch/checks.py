@@ -109,9 +109,10 @@ class AnswerChecker:
         number = len(history.rejected) - history.lengthened
         if number >= self._tries:
             return None
+        unencoded = history.unencoded
         again: Request | Outcome = _next_try(history.first, number)
-        if self._check.feedback and row.unencoded is not None and row.unencoded.kind == "messages":
-            told = _with_complaint(_next_try(row.unencoded, number), answer, complaint)
+        if self._check.feedback and unencoded is not None and unencoded.kind == "messages":
+            told = _with_complaint(_next_try(unencoded, number), answer, complaint)
             (again,) = await self._tokenizer.tokenize([told])
         return again if isinstance(again, Request) else None
 

@@ -1,4 +1,4 @@
-"""Polls the engine's load four times a second → the windows → the slots of the runs that use the engine.
+"""Polls the engine's load four times a second → the windows of the runs that use the engine.
 
 Each change of a window is written with its reason as an event.
 """
@@ -7,7 +7,6 @@ import asyncio
 import logging
 import operator
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -15,7 +14,8 @@ from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.concurrency.law import CornerChange, Decision
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.queue import Backlog, Slots
+from batchrunner.dispatch.queue import Backlog
+from batchrunner.dispatch.route import Routes
 from batchrunner.engines.base import Engine
 from batchrunner.output.events import EventLog
 from batchrunner.tuning.signals import Corner
@@ -44,14 +44,14 @@ def fair_shares(whole: int, wanted: Sequence[int]) -> list[int]:
 class SendingRun:
     """A run that sends rows to an engine."""
 
-    slots: Slots
+    routes: Routes
     backlog: Backlog
     events: EventLog
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class LoadControl:
-    """Polls the engine's load while rows are sent, and resizes the slots of its routes.
+    """Polls the engine's load while rows are sent, and resizes the windows of its routes.
 
     Runs that use the engine at once have one control, and share its windows: the law sees them as one.
     """
@@ -82,7 +82,7 @@ class LoadControl:
             self._poll.cancel()
 
     async def run(self, polled: Callable[[Sequence[SchedulerLoad], float], None]) -> None:
-        """Poll until cancelled; call `polled` with each sample once the slots are resized. It may raise.
+        """Poll until cancelled; call `polled` with each sample once the windows are resized. It may raise.
 
         A sample is empty where the load is unknown; its time is in seconds of the monotonic clock. Runs that
         share the engine wait for the same polls.
@@ -98,33 +98,33 @@ class LoadControl:
         await asyncio.sleep(pause_s)
         loads = await self._engine.loads()
         now = time.monotonic()
-        in_flight: Counter[str] = Counter()
-        for run in self._runs:
-            in_flight.update(run.slots.by_route)
+        for limit in self.concurrency.routes:
+            limit.in_flight = sum(run.routes.open(limit.url, limit.ended).in_flight for run in self._runs)
         unsent = sum(run.backlog.unsent for run in self._runs)
-        self._apply(self.concurrency.observe(loads, in_flight, now, unsent=unsent))
-        for route, kept in self.concurrency.kept.items():
-            self._engine.give_back(route, kept)
+        self._apply(self.concurrency.observe(loads, now, unsent=unsent))
+        for limit, kept in self.concurrency.routes_to_relieve():
+            self._engine.give_back(limit.url, kept)
         return loads, now
 
-    def refused(self, route: str, why: str, now: float) -> None:
+    def narrow(self, url: str, why: str, now: float) -> None:
         """Narrow the windows of a route that took no request, or let one wait too long."""
-        self._apply(self.concurrency.backpressure(route, why, now))
+        self._apply(self.concurrency.backpressure(url, why, now))
 
     def _apply(self, changes: Iterable[Decision | CornerChange]) -> None:
-        """Resize the slots: together the runs have no more requests in flight than a window allows."""
+        """Resize the windows: together the runs have no more requests in flight than the law allows."""
         changes = [*changes]
         ready = [min(run.backlog.unsent, run.backlog.ready + SPARE) for run in self._runs]
-        for route, window in self.concurrency.windows.items():
-            in_flight = [run.slots.in_flight_on(route) for run in self._runs]
+        for limit in self.concurrency.routes:
+            window = self.concurrency.window_of(limit)
+            routes = [run.routes.open(limit.url, limit.ended) for run in self._runs]
+            in_flight = [route.in_flight for route in routes]
             free = max(0, window - sum(in_flight))
             parts = fair_shares(window, [*map(operator.add, in_flight, ready)])
-            for run, part, taken in zip(self._runs, parts, in_flight, strict=True):
-                granted = min(part, taken + free)
-                free -= max(0, granted - taken)
-                run.slots.resize(route, granted)
+            for route, part in zip(routes, parts, strict=True):
+                granted = min(part, route.in_flight + free)
+                free -= max(0, granted - route.in_flight)
+                route.window, route.speed = granted, limit.recent
         for run in self._runs:
-            run.slots.speeds = self.concurrency.speeds
             write_changes(run.events, changes)
             run.backlog.wake()
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from batchrunner.core.engine_info import SchedulerLoad
 from batchrunner.dispatch.concurrency.background import BackgroundController
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.queue import Backlog, RowSource, Slots
+from batchrunner.dispatch.queue import Backlog, RowSource
+from batchrunner.dispatch.route import Routes
 from batchrunner.engines.base import Engine
 from batchrunner.job.tasks import GENERATE
 from batchrunner.output.counts import RowCounts
@@ -184,11 +185,11 @@ class LoadSummary:
         """Add a sample, for the time since the one before."""
         span = 0.0 if self._last is None else now - self._last
         self._last = now
-        sums, known = self._sums, self._concurrency.known
+        sums, schedulers = self._sums, self._concurrency.schedulers
         sums["all"] += span
-        sums["tail"] += span * any(scheduler.controller.state == "tail" for scheduler in known.values())
+        sums["tail"] += span * any(scheduler.controller.state == "tail" for scheduler in schedulers.values())
         for load in loads:
-            controller = known[load.scheduler].controller
+            controller = schedulers[load.scheduler].controller
             if isinstance(controller, BackgroundController):
                 total = load.running + load.queue
                 users = min(1.0, controller.users / max(1, total))
@@ -216,7 +217,7 @@ class LoadSummary:
         return {
             "our_share": round(self._sums["ours"] / whole, 4),
             "users_share": round(self._sums["users"] / whole, 4),
-            "rows_given_back": self._concurrency.given_back,
+            "rows_given_back": self._concurrency.returned_rows,
             "tokens_lost": self._concurrency.tokens_lost,
         }
 
@@ -249,7 +250,7 @@ class AttemptProgress:
     """Rows of earlier attempts."""
     _counts: RowCounts
     """Those of this one."""
-    _slots: Slots
+    _routes: Routes
     _concurrency: ConcurrencyLimits
     _backlog: Backlog
     _engine: Engine
@@ -268,7 +269,7 @@ class AttemptProgress:
         self.load = LoadSummary(self._concurrency)
         self._rates = Rates(self.began, counts=4)
         self._time_left = TimeLeft(self.began, self.row_s)
-        self._token_rates = defaultdict[str, Rates](lambda: Rates(self.began, counts=1))  # by route
+        self._token_rates = defaultdict[str, Rates](lambda: Rates(self.began, counts=1))  # by scheduler
         self.incidents: list[dict[str, Any]] = []
         """Deaths, hangs and healing of the engine's servers, for report.json."""
 
@@ -293,12 +294,15 @@ class AttemptProgress:
             now, counts.own, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens
         )
         total, done = self._rows.total, len(self._done.rows) + counts.done
-        stopping, in_flight = self._backlog.is_stopping, self._slots.in_flight
+        stopping, in_flight = self._backlog.is_stopping, self._routes.in_flight
         left_s = self._time_left.update(now, counts.own, in_flight, total - done)
         by_scheduler = self._by_scheduler(now)
         rollouts = {"rollouts": self.rollouts.state()} if self.rollouts is not None else {}
         background = {"background": self.load.background} if self.load.background else {}
-        bands = {} if background else {name: s.controller.band for name, s in concurrency.known.items()}
+        bands = {}
+        if not background:
+            for name, scheduler in concurrency.schedulers.items():
+                bands[name] = (scheduler.controller.band.low, scheduler.controller.band.high)
         return {
             "rows_total": total,
             "rows_done": done,
@@ -313,13 +317,13 @@ class AttemptProgress:
             "output_tokens": counts.output_tokens,
             "prompt_tokens": counts.prompt_tokens,
             "cached_tokens": counts.cached_tokens,
-            "window": self._slots.window,
+            "window": self._routes.window,
             "in_flight": in_flight,
             "resting": self._backlog.waiting,
             "unsent": self._backlog.unsent,
             "retractions": concurrency.retractions,
             "signals": [asdict(load) | by_scheduler.get(load.scheduler, {}) for load in loads],
-            "bands": {name: (band.low, band.high) for name, band in bands.items()},
+            "bands": bands,
             "task": self.task,
             "simulated": concurrency.info.simulated,
             **rollouts,
@@ -327,18 +331,18 @@ class AttemptProgress:
         }
 
     def _by_scheduler(self, now: float) -> dict[str, dict[str, Any]]:
-        """Return each scheduler's window, its corner, and what came back on a route of its own."""
-        concurrency, windows = self._concurrency, self._concurrency.windows
-        found: dict[str, dict[str, Any]] = {}
-        for name, known in concurrency.known.items():
-            found[name] = {}
+        """Return each scheduler's window, its corner, and the rates of the only one on its route."""
+        concurrency = self._concurrency
+        states: dict[str, dict[str, Any]] = {}
+        for name, scheduler in concurrency.schedulers.items():
+            state = states[name] = {}
             if concurrency.fixed is None:
-                found[name]["window"] = min(known.controller.window, windows[known.route])
-            if known.controller.corner is not None:
-                found[name]["corner"] = str(known.controller.corner)
-        for route, ends in concurrency.ends.items():
-            (tokens_s,) = self._token_rates[route].update(now, ends.output_tokens)
-            if (only := concurrency.only_scheduler_on(route)) is not None:
-                found[only]["output_tokens_per_s"] = round(tokens_s, 1)
-                found[only]["retractions"] = ends.retractions
-        return found
+                state["window"] = min(scheduler.controller.window, concurrency.window_of(scheduler.route))
+            if scheduler.controller.corner is not None:
+                state["corner"] = str(scheduler.controller.corner)
+            if scheduler.route.only_scheduler is scheduler:
+                ended = scheduler.route.ended
+                (tokens_s,) = self._token_rates[name].update(now, ended.output_tokens)
+                state["output_tokens_per_s"] = round(tokens_s, 1)
+                state["retractions"] = ended.retractions
+        return states

@@ -1,17 +1,17 @@
-"""Rows between the reader and their outcomes: what is known of each, the dispatch queue, and the slots."""
+"""Rows between the reader and their outcomes: pending rows, the dispatch queue, and the backlog around it."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import msgspec
 
-from batchrunner.core.errors import RequestError
 from batchrunner.core.types import Completion, Outcome, Request, RowRef
+from batchrunner.dispatch.attempt import MOST_DEATHS, FailureHistory
+from batchrunner.dispatch.route import Route, Routes
 from batchrunner.output.counts import Rejected
 
 
@@ -20,32 +20,33 @@ class AnswerHistory(msgspec.Struct):
 
     first: Request
     """Its first request, as it was sent."""
+    unencoded: Request | None = None
+    """The request before it was tokenised, where it may be asked for again in other words."""
     rejected: list[Rejected] = []
     """Answers that were not good."""
     lengthened: int = 0
-    """Those of them that were cut, and asked for with more tokens."""
+    """Those of them that were truncated, and asked for with more tokens."""
     last: Completion | None = None
     """The last answer, which the row keeps if it fails."""
 
 
-class Tally(msgspec.Struct):
-    """What a route had answered and refused when it refused a row first, and how it refused the row since."""
+class PrefixGroup(msgspec.Struct, eq=False):
+    """Rows with a common prefix, which go to one route: the prefix is in its cache."""
 
-    answered: int
-    refused: int
-    times: int = 0
-    """Refusals of the row that count."""
+    first: PendingRow
+    home: Route | None = None
+    """The route; None until it is chosen."""
+    to_come: int = 0
+    """Rows of the group that are not in the queue yet, as far as they were counted."""
 
 
-class Refusals(msgspec.Struct):
-    """How a row was refused for now; see `dispatch.blame`."""
+class Turn(msgspec.Struct, eq=False):
+    """A request of a multi-turn rollout."""
 
-    last: float
-    """Time of the last refusal; before one, that at which the row was sent."""
-    times: int = 1
-    """The first refusal, and those after it that count."""
-    tallies: dict[Any, Tally] = {}
-    """By the RouteRecord of each route."""
+    outcome: asyncio.Future[Outcome]
+    """Gets the outcome; done before where the rollout waits for it no more."""
+    is_first: bool
+    """Whether its rollout has asked nothing before; later turns go before new rows."""
 
 
 class PendingRow(msgspec.Struct, eq=False):
@@ -77,45 +78,37 @@ class PendingRow(msgspec.Struct, eq=False):
     """The same, when the row or one of its followers was sent last."""
     longest_output: float = 0.0
     """Expected output tokens of the row or of its longest follower; 0 where lengths do not matter."""
-    group: PendingRow | None = None
-    """First row of the prefix group, whose home the row prefers; None if any route will do."""
-    home: str | None = None
-    """Route of the group that it begins; None until it is chosen."""
-    to_come: int = 0
-    """Rows of the group that it begins which are not in the queue yet, as far as they were counted."""
+    group: PrefixGroup | None = None
+    """The prefix group, whose home the row prefers; None if any route will do."""
 
-    route: str | None = None
+    route: Route | None = None
     """Route of the last attempt."""
     sent_at: float = 0.0
     """Time of the last attempt, in seconds of the monotonic clock."""
     prefix_ready_at: float = float("inf")
     """Time from which on the row's prompt is known to be computed, in seconds of the same clock."""
     attempts: int = 0
-    failures: int = 0
-    """Attempts that ended with an error which may be the row's own fault."""
-    deaths: int = 0
-    """Engine deaths during its attempts."""
-    refused_by: tuple[str, ...] = ()
-    """Routes whose servers said that the row is at fault: another one is asked too."""
-    refusal: RequestError | None = None
-    """What the last one of them said."""
-    failed_on: tuple[str, ...] = ()
-    """Routes on which an attempt failed, by the row or by the server: another one is tried too."""
-    refusals: Refusals | None = None
-    """How the engine refused it for now; None if it never did."""
-    unencoded: Request | None = None
-    """The request before it was tokenised, where it may be asked for again in other words."""
+    failures: FailureHistory | None = None
+    """Its failed attempts; None if no attempt failed."""
     answers: AnswerHistory | None = None
     """Its answers, where they are checked."""
-    ask: asyncio.Future[Outcome] | None = None
-    """Gets the outcome of a rollout's request, unless nobody waits for it any more; None for a row itself."""
-    is_turn: bool = False
-    """Whether its rollout has asked before: it goes before new rows."""
+    turn: Turn | None = None
+    """The turn of a rollout that this is; None for a row itself."""
 
     @property
-    def avoids(self) -> tuple[str, ...]:
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for its outcome."""
+        return self.turn is None or not self.turn.outcome.done()
+
+    @property
+    def deaths(self) -> int:
+        """Engine deaths while the engine had the row."""
+        return 0 if self.failures is None else self.failures.deaths
+
+    @property
+    def avoided(self) -> tuple[Route, ...]:
         """Routes that get the row only where there is no other one."""
-        return (*self.refused_by, *self.failed_on)
+        return () if self.failures is None else self.failures.avoided
 
     @property
     def memory_bytes(self) -> int:
@@ -157,140 +150,8 @@ class ResultSink(Protocol):
         """Count and store an outcome; waits while the disk or the program is behind. Raises StorageError."""
 
 
-FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.5, 30.0
-"""Cooldown of a route that fails requests, in seconds: it doubles until the route answers again."""
-FIRST_SUSPENSION_S, LONGEST_SUSPENSION_S = 30.0, 600.0
-"""How long a suspended route gets no rows, in seconds: it doubles until the route answers again."""
-
-
-@dataclass(slots=True)
-class _RouteSlots:
-    window: int = 0
-    in_flight: int = 0
-    cools_until: float = 0.0
-    cooldown_s: float = FIRST_COOLDOWN_S
-    suspension_s: float = 0.0
-    """Length of the last suspension; 0 if the route has answered since."""
-
-    @property
-    def is_suspended(self) -> bool:
-        return self.suspension_s > 0
-
-
-class Slots:
-    """At most `window` requests on each route; a smaller window cancels none, it waits for their ends."""
-
-    def __init__(self, windows: Mapping[str, int]) -> None:
-        """`windows` gives the slots of each route, 1 at least."""
-        self._routes = defaultdict[str, _RouteSlots](_RouteSlots)  # more may come
-        for route, window in windows.items():
-            self.resize(route, window)
-        self.in_flight = 0
-        """Requests in flight on all routes."""
-        self.speeds: Mapping[str, float] = {}
-        """How fast the routes are beside each other; those that it lacks count as 1."""
-
-    @property
-    def window(self) -> int:
-        """Slots of all routes."""
-        return sum(slots.window for slots in self._routes.values())
-
-    @property
-    def by_route(self) -> dict[str, int]:
-        """Requests in flight on each route."""
-        return {route: slots.in_flight for route, slots in self._routes.items()}
-
-    def in_flight_on(self, route: str) -> int:
-        """Return the number of requests in flight on a route."""
-        return self._routes[route].in_flight
-
-    def least_used(self, kept: Mapping[str, int]) -> str:
-        """Return the route with the fewest requests for its speed, with those that are `kept` for it.
-
-        One that refused requests, and has answered none since, is the last choice.
-        """
-
-        def use(route: str) -> tuple[bool, float]:
-            slots = self._routes[route]
-            return slots.cools_until > 0, (slots.in_flight + kept[route]) / self.speeds.get(route, 1.0)
-
-        return min(self._routes, key=use)
-
-    def take(self, now: float, wants: Callable[[str], bool] = lambda _: True) -> str | None:
-        """Take a slot on the route with the most free slots of those that want one; None if none is free.
-
-        A route in its cooldown is left out, even where all routes are: then nothing is taken before the first
-        cooldown ends.
-        """
-        best, most_free = None, 0
-        for route, slots in self._routes.items():
-            free = slots.window - slots.in_flight
-            if free > most_free and slots.cools_until <= now and wants(route):
-                best, most_free = route, free
-        if best is not None:
-            self._routes[best].in_flight += 1
-            self.in_flight += 1
-        return best
-
-    def may_reuse(self, route: str, now: float) -> bool:
-        """Tell whether the holder of a slot may use it for another request."""
-        slots = self._routes[route]
-        return slots.in_flight <= slots.window and slots.cools_until <= now
-
-    def release(self, route: str) -> None:
-        """Free a slot."""
-        self._routes[route].in_flight -= 1
-        self.in_flight -= 1
-
-    def resize(self, route: str, window: int) -> None:
-        """Change the number of slots of a route."""
-        self._routes[route].window = window
-
-    def cool_down(self, route: str, now: float) -> float:
-        """Start the cooldown of a route that failed a request; return the seconds that are left of it.
-
-        Without it a route that fails at once always has the most free slots and would draw all rows.
-        Requests that fail together count once: a cooldown that has begun is not made longer. The only route
-        there is has no cooldown: there each row has its own pause.
-        """
-        slots = self._routes[route]
-        if len(self._routes) > 1 and slots.cools_until <= now:
-            slots.cools_until = now + slots.cooldown_s
-            slots.cooldown_s = min(slots.cooldown_s * 2, LONGEST_COOLDOWN_S)
-        return max(0.0, slots.cools_until - now)
-
-    def answered(self, route: str) -> None:
-        """Record an answer of a route, which ends its cooldown."""
-        slots = self._routes[route]
-        if slots.cools_until:
-            slots.cools_until, slots.cooldown_s, slots.suspension_s = 0.0, FIRST_COOLDOWN_S, 0.0
-
-    def suspend(self, route: str, now: float) -> float | None:
-        """Give a route no rows for a while; return its seconds, None where the route is suspended already."""
-        slots = self._routes[route]
-        if slots.is_suspended and slots.cools_until > now:
-            return None
-        slots.suspension_s = min(slots.suspension_s * 2, LONGEST_SUSPENSION_S) or FIRST_SUSPENSION_S
-        slots.cools_until = now + slots.suspension_s
-        return slots.suspension_s
-
-    def is_suspended(self, route: str) -> bool:
-        """Tell whether a route was suspended, and has not answered since."""
-        return self._routes[route].is_suspended
-
-    def has_others(self, than: Collection[str]) -> bool:
-        """Tell whether there are routes beside these that are not suspended."""
-        return not all(slots.is_suspended or route in than for route, slots in self._routes.items())
-
-    def may_have(self, route: str, avoided_by_row: Collection[str]) -> bool:
-        """Tell whether a route may have a row that avoids some: one of these only where there is no other."""
-        return route not in avoided_by_row or not self.has_others(avoided_by_row)
-
-
 FEWER = 16
 """Factor by which each further death reduces the suspects in flight at once."""
-MOST_DEATHS = 4
-"""Engine deaths after which a row is given up: at the last one it was the only suspect in flight."""
 
 
 class PoisonRows:
@@ -302,8 +163,8 @@ class PoisonRows:
     flight at a fourth death was the only suspect of its degree, and is given up.
     """
 
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
         self._waiting: defaultdict[int, deque[PendingRow]] = defaultdict(deque)
         self._in_flight: Counter[int] = Counter()
 
@@ -311,13 +172,13 @@ class PoisonRows:
         """Add a row that has seen deaths."""
         self._waiting[row.deaths].append(row)
 
-    def next(self, route: str) -> deque[PendingRow] | None:
+    def next(self, route: Route) -> deque[PendingRow] | None:
         """Return the suspects of which the first may be sent to a route now; None if none may."""
         if not self._waiting:  # asked for every row, and nearly always so
             return None
         for deaths, rows in sorted(self._waiting.items(), reverse=True):
-            most = 1 if deaths >= MOST_DEATHS - 1 else max(1, self._slots.window // FEWER**deaths)
-            if rows and self._in_flight[deaths] < most and self._slots.may_have(route, rows[0].avoids):
+            most = 1 if deaths >= MOST_DEATHS - 1 else max(1, self._routes.window // FEWER**deaths)
+            if rows and self._in_flight[deaths] < most and self._routes.may_get(route, rows[0].avoided):
                 return rows
         return None
 
@@ -354,13 +215,11 @@ class DispatchQueue:
     would wait until a quarter of those in flight have ended.
     """
 
-    def __init__(self, slots: Slots) -> None:
-        self._slots = slots
-        self._any_route: deque[PendingRow] = deque()
+    def __init__(self, routes: Routes) -> None:
+        self._routes = routes
+        self._for_any_route: deque[PendingRow] = deque()
         self._turns: deque[PendingRow] = deque()  # of rollouts, before those
-        self._kept = defaultdict[str, deque[PendingRow]](deque, {route: deque() for route in slots.by_route})
-        self._promised: Counter[str] = Counter()  # rows that are kept, or still to come
-        self._avoiding = defaultdict[tuple[str, ...], deque[PendingRow]](deque)  # by the routes they avoid
+        self._avoiding = defaultdict[tuple[Route, ...], deque[PendingRow]](deque)  # by the routes they avoid
         self._count = 0  # read for every row, however many routes there are
         self._bytes = 0
 
@@ -375,23 +234,28 @@ class DispatchQueue:
 
     def add(self, row: PendingRow, *, first: bool = False) -> None:
         """Add a row behind all others, or before them."""
-        rows = self._turns if row.is_turn else self._any_route
-        if row.refused_by or row.failed_on:
-            rows = self._avoiding[row.avoids]
+        is_later_turn = row.turn is not None and not row.turn.is_first
+        rows = self._turns if is_later_turn else self._for_any_route
+        if avoided := row.avoided:
+            rows = self._avoiding[avoided]
         (rows.appendleft if first else rows.append)(row)
         self._count += 1
         self._bytes += row.memory_bytes
 
-    def has_for(self, route: str) -> bool:
+    def has_for(self, route: Route) -> bool:
         """Tell whether `take` may return a row for a route.
 
         Where all rows turn out to be kept for other routes, this is wrong once.
         """
-        in_flight = self._slots.in_flight_on(route)
-        rows = self._any_route or self._turns or self._kept[route] or self._to_relieve(in_flight)
-        return bool(rows or (self._avoiding and self._avoiding_others(route)))
+        return bool(
+            self._for_any_route
+            or self._turns
+            or route.kept
+            or self._route_to_relieve(route.in_flight)
+            or (self._avoiding and self._avoiding_others(route))
+        )
 
-    def take(self, route: str) -> PendingRow | None:
+    def take(self, route: Route) -> PendingRow | None:
         """Take the next row for a route whose slot is already counted; None if the route should wait."""
         row = self._next(route)
         if row is not None:
@@ -399,77 +263,83 @@ class DispatchQueue:
             self._bytes -= row.memory_bytes
         return row
 
-    def _next(self, route: str) -> PendingRow | None:
-        if kept := self._kept[route]:
-            self._promised[route] -= 1
-            return kept.popleft()
+    def _next(self, route: Route) -> PendingRow | None:
+        if route.kept:
+            route.promised -= 1
+            row: PendingRow = route.kept.popleft()
+            return row
         if self._avoiding and (avoiding := self._avoiding_others(route)):
             return avoiding.popleft()
-        while rows := self._turns or self._any_route:
+        while rows := self._turns or self._for_any_route:
             row = rows.popleft()
             if row.group is None:
                 return row
             home = self.home_of(row.group)
             if row.group.to_come:
                 row.group.to_come -= 1
-                self._promised[home] -= 1
-            if home == route:
+                home.promised -= 1
+            if home is route:
                 return row
-            self._keep(row, home)
-        other = self._to_relieve(self._slots.in_flight_on(route) - 1)
-        return self._relieve(other, route) if other else None
+            _keep(row, home)
+        other = self._route_to_relieve(route.in_flight - 1)
+        return _relieve(other, route) if other else None
 
-    def home_of(self, group: PendingRow) -> str:
+    def home_of(self, group: PrefixGroup) -> Route:
         """Return the route of a prefix group, which is chosen when it is asked for first."""
         if group.home is None:
-            group.home = group.route or self._slots.least_used(self._promised)
-            self._promised[group.home] += group.to_come
+            group.home = group.first.route or self._routes.least_used()
+            group.home.promised += group.to_come
         return group.home
 
-    def _keep(self, row: PendingRow, route: str) -> None:
-        self._kept[route].append(row)
-        self._promised[route] += 1
-
-    def _to_relieve(self, in_flight: int) -> str | None:
+    def _route_to_relieve(self, in_flight: int) -> Route | None:
         """Return another route whose kept rows a route with so many in flight may take."""
-        other, kept = max(self._kept.items(), key=lambda item: len(item[1]))
-        if not kept or self._count >= READ_AHEAD_ROWS or self._slots.is_suspended(other):
-            return other if kept else None
-        theirs = self._slots.in_flight_on(other)
-        return other if 2 * in_flight < theirs + len(kept) and 4 * len(kept) >= theirs else None
+        other = max(self._routes, key=lambda route: len(route.kept))
+        kept = len(other.kept)
+        if not kept:
+            return None
+        if self._count >= READ_AHEAD_ROWS or other.is_suspended:
+            return other
+        is_far_behind = 2 * in_flight < other.in_flight + kept and 4 * kept >= other.in_flight
+        return other if is_far_behind else None
 
-    def _relieve(self, other: str, route: str) -> PendingRow:
-        """Take half of the rows that are kept for another route: whole groups, new ones and large ones first.
-
-        They stay in order, one of each group in turn: two in one pass would both compute the prefix.
-        """
-        kept, taken, left = self._kept[other], deque[PendingRow](), deque[PendingRow]()
-        rows_of = Counter(row.group for row in kept if row.group is not None)
-        moving = Counter[PendingRow]()
-        for group in sorted(rows_of, key=lambda group: (group.route is not None, -rows_of[group])):
-            moving[group] = min(rows_of[group], (len(kept) + 1) // 2 - moving.total())
-            if moving[group] == rows_of[group]:
-                group.home = route
-                self._promised[other] -= group.to_come
-                self._promised[route] += group.to_come
-        for row in reversed(kept):
-            assert row.group is not None
-            is_moved = moving[row.group] > 0
-            moving[row.group] -= is_moved
-            (taken if is_moved else left).appendleft(row)
-        self._kept[other] = left
-        self._promised[other] -= len(taken)
-        first = taken.popleft()
-        for row in taken:
-            self._keep(row, route)
-        return first
-
-    def _avoiding_others(self, route: str) -> deque[PendingRow]:
+    def _avoiding_others(self, route: Route) -> deque[PendingRow]:
         """Return rows that avoid other routes, or all of them, so that this route may take them."""
         for avoided, rows in self._avoiding.items():
-            if rows and self._slots.may_have(route, avoided):
+            if rows and self._routes.may_get(route, avoided):
                 return rows
         return deque()
+
+
+def _keep(row: PendingRow, route: Route) -> None:
+    route.kept.append(row)
+    route.promised += 1
+
+
+def _relieve(other: Route, route: Route) -> PendingRow:
+    """Move half of the rows that are kept for another route: whole groups, new ones and large ones first.
+
+    They stay in order, one of each group in turn: two in one pass would both compute the prefix. Return the
+    first of them.
+    """
+    moved, remaining = deque[PendingRow](), deque[PendingRow]()
+    rows_of = Counter[PrefixGroup](row.group for row in other.kept)
+    moving = Counter[PrefixGroup]()
+    for group in sorted(rows_of, key=lambda group: (group.first.route is not None, -rows_of[group])):
+        moving[group] = min(rows_of[group], (len(other.kept) + 1) // 2 - moving.total())
+        if moving[group] == rows_of[group]:
+            group.home = route
+            other.promised -= group.to_come
+            route.promised += group.to_come
+    for row in reversed(other.kept):
+        is_moved = moving[row.group] > 0
+        moving[row.group] -= is_moved
+        (moved if is_moved else remaining).appendleft(row)
+    other.kept = remaining
+    other.promised -= len(moved)
+    first = moved.popleft()
+    for row in moved:
+        _keep(row, route)
+    return first
 
 
 class Backlog:
@@ -478,13 +348,13 @@ class Backlog:
     Its feeder waits for room in it, its dispatcher for rows to send.
     """
 
-    def __init__(self, slots: Slots, results: ResultSink, to_come: Callable[[], int]) -> None:
+    def __init__(self, routes: Routes, results: ResultSink, to_come: Callable[[], int]) -> None:
         """Build an empty backlog; `to_come` tells how many rows, about, were not added yet."""
-        self._slots = slots
+        self._routes = routes
         self._results = results
         self._to_come = to_come
-        self._queue = DispatchQueue(slots)
-        self._poison = PoisonRows(slots)
+        self._queue = DispatchQueue(routes)
+        self._poison = PoisonRows(routes)
         self._media_bytes = 0  # of rows in flight
         self.waiting = 0
         """Rows that wait for another attempt and hold no slot."""
@@ -504,7 +374,7 @@ class Backlog:
         if self.is_stopping:
             return 0
         to_come = 0 if self._all_read else self._to_come()
-        return max(self.ready, to_come + self._unended - self._slots.in_flight)
+        return max(self.ready, to_come + self._unended - self._routes.in_flight)
 
     @property
     def ready(self) -> int:
@@ -540,26 +410,26 @@ class Backlog:
             self.waiting += 1
             asyncio.get_running_loop().call_later(pause_s, self._retry, row)
 
-    def home_of(self, group: PendingRow) -> str:
+    def home_of(self, group: PrefixGroup) -> Route:
         """Return the route of a prefix group."""
         return self._queue.home_of(group)
 
-    def has_for(self, route: str) -> bool:
+    def has_for(self, route: Route) -> bool:
         """Tell whether `take` may return a row for a route."""
         if self._media_bytes >= MOST_MEDIA_BYTES:
             return False
         return self._queue.has_for(route) or self._poison.next(route) is not None
 
-    def take(self, route: str) -> PendingRow | None:
+    def take(self, route: Route) -> PendingRow | None:
         """Take the next row for a route; suspects of engine deaths come first."""
         if self.is_stopping or self._media_bytes >= MOST_MEDIA_BYTES:
             return None
         while True:
             suspects = self._poison.next(route)
             row = self._queue.take(route) if suspects is None else self._poison.take(suspects)
-            if row is None or row.ask is None or not row.ask.done():
+            if row is None or row.is_wanted:
                 break
-            if row.deaths:  # nobody waits for its answer any more
+            if row.deaths:
                 self._poison.came_back(row)
         if not self._queue.is_full:
             self._room.set()
@@ -571,7 +441,7 @@ class Backlog:
         """Record that an attempt of a row is over."""
         if row.request.media:
             self._media_bytes -= row.request.media_bytes
-        if row.deaths:
+        if row.failures is not None and row.failures.deaths:
             self._poison.came_back(row)
 
     async def end(self, row: PendingRow, outcome: Outcome) -> None:
@@ -579,14 +449,14 @@ class Backlog:
 
         That of a rollout's request goes to the rollout.
         """
-        if row.ask is not None:
-            if not row.ask.done():
-                row.ask.set_result(outcome)
+        if row.turn is not None:
+            if row.is_wanted:
+                row.turn.outcome.set_result(outcome)
             return
         await self._results.put(outcome)
         if row.request.media:  # other rows may refer to this one for long
             row.request = row.request._replace(media=())
-            row.unencoded = row.answers = None
+            row.answers = None
         for ref in row.duplicates:
             await self._results.put(outcome._replace(ref=ref, latency_s=None, attempts=0))
         self._unended -= 1
@@ -612,7 +482,7 @@ class Backlog:
         while not self.is_stopping and (
             self._queue.is_full
             or len(self._queue) + coming() >= most
-            or self.waiting >= max(self._slots.window, READ_AHEAD_ROWS)
+            or self.waiting >= max(self._routes.window, READ_AHEAD_ROWS)
         ):
             self._room.clear()
             await self._room.wait()

@@ -14,7 +14,7 @@ from zlib import crc32
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Completion, Outcome, Request
-from batchrunner.dispatch.queue import PendingRow, RowSource
+from batchrunner.dispatch.queue import PendingRow, PrefixGroup, RowSource
 from batchrunner.input.order import RequestDigests, common_length, is_repeatable, prompt_bytes
 
 LEAST_SHARED_BYTES = 256
@@ -528,8 +528,8 @@ class Reorderer:
             common = {rows[index] for index, place in places.items() if place.group_rows > most}
             rows_of = Counter(_find_group(row, common) for row in window)
             for group, count in rows_of.items():
-                if count == 1 and group.sent_clock == 0:  # alone in it: any route will do
-                    group.group = None
+                if count == 1 and group.first.sent_clock == 0:  # alone in it: any route will do
+                    group.first.group = None
                 elif group.home is None:
                     group.to_come += count
 
@@ -566,9 +566,9 @@ def _find_longest_outputs(window: Iterable[PendingRow], lengths: OutputLengths) 
             ahead.longest_output, ahead = longest, ahead.leader
 
 
-def _find_group(row: PendingRow, common: set[PendingRow]) -> PendingRow:
-    """Set and return the first row of a row's prefix group; a prefix in `common` makes no group."""
+def _find_group(row: PendingRow, common: set[PendingRow]) -> PrefixGroup:
+    """Set and return the prefix group of a row; a prefix in `common` makes no group."""
     if row.group is None:
         leader = row.leader
-        row.group = row if leader is None or row in common else _find_group(leader, common)
+        row.group = PrefixGroup(row) if leader is None or row in common else _find_group(leader, common)
     return row.group

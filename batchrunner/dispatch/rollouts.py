@@ -28,7 +28,16 @@ from batchrunner.core.hook_pool import HookPool, HookProcess, ProcessEndedError
 from batchrunner.core.hook_worker import ROLLOUT, WorkerSetup
 from batchrunner.core.rollout_worker import STEP_BYTES, RolloutAnswer, frame, read_frame, step_in, step_memory
 from batchrunner.core.types import LEFT_OUT, Outcome, Request, Tools
-from batchrunner.dispatch.queue import Backlog, PendingRow, ResultSink, RowSource, Slots
+from batchrunner.dispatch.queue import (
+    AnswerHistory,
+    Backlog,
+    PendingRow,
+    PrefixGroup,
+    ResultSink,
+    RowSource,
+    Turn,
+)
+from batchrunner.dispatch.route import Routes
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.input.python_prompts import with_prompt
 from batchrunner.job.hook_loading import kind_of_prompt
@@ -82,8 +91,8 @@ class Rollout:
     """How often its function has asked each request, since it was last run."""
     last: str = ""
     """What it asked last."""
-    first: PendingRow | None = None
-    """The first row that it sent, to whose replica the others go."""
+    group: PrefixGroup | None = None
+    """What it sends, all of it to one replica; None before its first request."""
     returned: asyncio.Future[Result] = field(init=False)
     """What its function returns."""
 
@@ -172,7 +181,7 @@ class Rollouts:
     _functions: HookPool
     _tokenizer: RowTokenizer
     _backlog: Backlog
-    _slots: Slots
+    _routes: Routes
     _results: ResultSink
     _store: TurnStore | None
     """Where answers are stored; None where nothing is, as of a program's rows."""
@@ -234,7 +243,7 @@ class Rollouts:
                 if isinstance(item, Outcome):  # the row cannot be read
                     await self._results.put(item)
                     continue
-                ahead = max(LEAST_AHEAD, int(self._slots.window * AHEAD_SHARE))
+                ahead = max(LEAST_AHEAD, int(self._routes.window * AHEAD_SHARE))
                 await self._backlog.wait_for_room(ahead, self._coming)
                 if not self._backlog.is_stopping:
                     self._backlog.expect(1)
@@ -267,7 +276,7 @@ class Rollouts:
         for answer in rollout.answers.values():
             answer.cancel()
         rollout.answers.clear()
-        rollout.first = None
+        rollout.group = None
         if not is_done and self._store is not None:
             await self._store.drop(rollout.request.ref.row)
 
@@ -376,14 +385,14 @@ class Rollouts:
             return Outcome(ref, None, str(refusal), None, 0)
         if isinstance(ready, Outcome):  # it cannot be tokenised, or is too long
             return ready
-        row = PendingRow(ready, prompt_bytes=len(text), unencoded=request)
-        row.is_turn = rollout.first is not None
-        row.group = rollout.first = rollout.first or row
-        row.ask = asyncio.get_running_loop().create_future()
+        turn = Turn(asyncio.get_running_loop().create_future(), is_first=rollout.group is None)
+        answers = AnswerHistory(ready, unencoded=request)
+        row = PendingRow(ready, prompt_bytes=len(text), answers=answers, turn=turn)
+        row.group = rollout.group = rollout.group or PrefixGroup(row)
         self._starting.discard(rollout)
         self._backlog.add(row)
         self._backlog.wake()
-        outcome = await row.ask
+        outcome = await turn.outcome
         if self._store is not None:
             await self._store.put(key, outcome)
         self.turns += 1

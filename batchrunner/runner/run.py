@@ -452,7 +452,7 @@ class Run:
 
             ends_at = began + (job.limits.deadline or math.inf)
             sending.adaptation = adaptation_of(engine, run_dir, ends_at)
-        window = sum(load_control.concurrency.windows.values())
+        window = load_control.concurrency.current_window
         if self._only is not None:
             why = "for the sample"
         todo = f"{counted(rows.unread, 'row')} to do, {rows_done:,} done before"

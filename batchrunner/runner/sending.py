@@ -26,11 +26,13 @@ from batchrunner.dispatch.concurrency.law import (
     tokens_a_row,
 )
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.dispatcher import Dispatcher, Feeder
+from batchrunner.dispatch.dispatcher import Dispatcher
+from batchrunner.dispatch.feeder import Feeder
 from batchrunner.dispatch.load_control import LoadControl, SendingRun, write_changes
 from batchrunner.dispatch.progress import AttemptProgress
-from batchrunner.dispatch.queue import Backlog, ResultSink, RowSource, Slots
+from batchrunner.dispatch.queue import Backlog, ResultSink, RowSource
 from batchrunner.dispatch.reorder import OutputLengths, Reorderer, ReuseDistance
+from batchrunner.dispatch.route import Routes
 from batchrunner.dispatch.tokenize import RowTokenizer
 from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import carried_of
@@ -145,7 +147,7 @@ class OutcomeSink:
     _outlet: Outlet
     _counts: RowCounts
     _control: Control
-    _slots: Slots
+    _routes: Routes
     _most_failed_share: float
     """`limits.abort_failed_share`, from 0 to 1."""
     _parser: HookPool | None
@@ -172,7 +174,7 @@ class OutcomeSink:
     def _stop_if_too_many_fail(self) -> None:
         """Count a failed row; one in flight counts as good: a refusal comes at once and an answer late."""
         self._failed += 1
-        all_sent = self._sent + max(0, self._slots.in_flight - 1)  # the slot of this row is still taken
+        all_sent = self._sent + max(0, self._routes.in_flight - 1)  # the slot of this row is still taken
         if self._sent >= FEWEST_ROWS and self._failed / all_sent > self._most_failed_share:
             self._control.drain(
                 f"{self._failed / self._sent:.0%} of the rows failed (limits.abort_failed_share): "
@@ -259,29 +261,36 @@ class Sending:
         job, rows, engine, events = self._job, self._rows, self._engine, self._events
         functions, concurrency = self._functions, self._load_control.concurrency
         self.concurrency, info = concurrency, concurrency.info
-        slots = Slots(concurrency.windows)
+        routes = Routes()
         tokenizer = RowTokenizer(job, rows.kind, engine, info, events, functions)
         results = OutcomeSink(
-            self._outlet, self._counts, self._control, slots, job.limits.abort_failed_share,
+            self._outlet, self._counts, self._control, routes, job.limits.abort_failed_share,
             functions if functions is not None and PARSE in functions.facts else None,
         )  # fmt: skip
 
         # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count, store (`results`)
         self.reorderer = _reorderer(
-            job, info, len(concurrency.known), dedupe=job.dedupe and not judges_by_row(functions)
+            job, info, len(concurrency.schedulers), dedupe=job.dedupe and not judges_by_row(functions)
         )
-        self._backlog = Backlog(slots, results, lambda: rows.unread + self.reorderer.held)
+        self._backlog = Backlog(routes, results, lambda: rows.unread + self.reorderer.held)
         self.rollouts: Rollouts | None = None
         if self._plan.asked is not None and functions is not None:
             from batchrunner.dispatch.rollouts import Rollouts  # noqa: PLC0415 - only for such jobs
 
             self.rollouts = Rollouts(
-                job, rows, functions, tokenizer, self._backlog, slots, results, self._turns
+                job, rows, functions, tokenizer, self._backlog, routes, results, self._turns
             )
         self._feeder = self.rollouts or Feeder(
-            rows, self.reorderer, tokenizer, self._backlog, results, engine, info.routes,
-            keeps_prompts=job.accept.feedback, primes=info.yields is None,
-        )  # fmt: skip
+            source=rows,
+            reorderer=self.reorderer,
+            tokenizer=tokenizer,
+            backlog=self._backlog,
+            results=results,
+            engine=engine,
+            urls=info.routes,
+            keeps_prompts=job.accept.feedback,
+            primes=info.yields is None,
+        )
         self.bundles = BundleTotals()
         senders = BundleSenders(job, engine, info, concurrency.passes, self.bundles, events)
         checker = None
@@ -290,16 +299,22 @@ class Sending:
 
             checker = AnswerChecker(job, self._plan, rows.names, tokenizer, functions)
 
-        # load samples: engine → windows → slots → progress: display and event log, `polled`
-        self._run = SendingRun(slots, self._backlog, events)
+        # load samples: engine → windows → progress: display and event log, `polled`
+        self._run = SendingRun(routes, self._backlog, events)
         self.progress = AttemptProgress(
-            rows, self._done, self._counts, slots, concurrency, self._backlog, engine, events,
+            rows, self._done, self._counts, routes, concurrency, self._backlog, engine, events,
             began=self._began, task=job.task, rollouts=self.rollouts, row_s=self._row_s,
         )  # fmt: skip
         self._dispatcher = Dispatcher(
-            self._backlog, slots, senders, checker, self.reorderer, concurrency, self._load_control, events,
-            job.limits,
-        )  # fmt: skip
+            backlog=self._backlog,
+            routes=routes,
+            senders=senders,
+            checker=checker,
+            reorderer=self.reorderer,
+            load_control=self._load_control,
+            events=events,
+            limits=job.limits,
+        )
 
     async def send(self) -> None:
         """Send rows until each has an outcome, or the run is to stop; raises BatchrunError.

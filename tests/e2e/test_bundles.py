@@ -10,7 +10,7 @@ import pytest
 
 import batchrunner
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.queue import MOST_DEATHS
+from batchrunner.dispatch.attempt import MOST_DEATHS
 from tests.conftest import (
     events_of,
     eventually,

@@ -14,7 +14,7 @@ import pytest
 import batchrunner
 from batchrunner.core.errors import EngineLostError
 from batchrunner.core.timing import TIMING
-from batchrunner.dispatch.queue import MOST_DEATHS
+from batchrunner.dispatch.attempt import MOST_DEATHS
 from batchrunner.engines.hang_detector import WARM_UP
 from batchrunner.engines.launched.server import MOST_QUICK_DEATHS
 from batchrunner.tuning.recover import MOST_CHANGES

@@ -290,8 +290,8 @@ def test_a_replica_that_turns_wrong_and_right(
     tmp_path: Path, server: FakeSGLang, wrong: FakeSGLang, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Families of rows that it has are no longer its own; after a while it is tried again."""
-    monkeypatch.setattr("batchrunner.dispatch.queue.FIRST_SUSPENSION_S", 0.3)
-    monkeypatch.setattr("batchrunner.dispatch.queue.LONGEST_SUSPENSION_S", 0.3)
+    monkeypatch.setattr("batchrunner.dispatch.route.FIRST_SUSPENSION_S", 0.3)
+    monkeypatch.setattr("batchrunner.dispatch.route.LONGEST_SUSPENSION_S", 0.3)
     wrong.script = lambda _: says(404) if 20 <= len(wrong.sent) < 60 else "answer"
     wrong.delay_s = server.delay_s = 0.02
     families(tmp_path, 1000)
@@ -318,7 +318,7 @@ def test_bad_rows_and_no_other_replica(
     tmp_path: Path, server: FakeSGLang, fate: Behaviour, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The word of a replica that answers rows is enough where the other one is away, busy or taken out."""
-    monkeypatch.setattr("batchrunner.dispatch.queue.LONGEST_COOLDOWN_S", 0.5)
+    monkeypatch.setattr("batchrunner.dispatch.route.LONGEST_COOLDOWN_S", 0.5)
     server.delay_s = 0.01
 
     server.script = lambda sent: "too long" if sent.row in {5, 170} else "answer"

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.types import Request, RowRef
-from batchrunner.dispatch.queue import Slots
+from batchrunner.dispatch.route import Routes
 from batchrunner.input.order import common_length
 
 CARRIED = pa.RecordBatch.from_pydict({"a": [1]})
@@ -33,10 +33,12 @@ def shared(prefixes: Iterable[bytes]) -> int:
     return sum(common_length(one, other) for one, other in pairwise(sorted(prefixes)))
 
 
-def slots(**in_flight: int) -> Slots:
-    """Return many slots of some routes, of which so many are used."""
-    made = Slots(dict.fromkeys(in_flight, 1000))
-    for route, count in in_flight.items():
+def routes(**in_flight: int) -> Routes:
+    """Return routes with large windows, and so many requests in flight on each."""
+    made = Routes()
+    for url, count in in_flight.items():
+        route = made.open(url)
+        route.window = 1000
         for _ in range(count):
-            made.take(0.0, wants=route.__eq__)
+            made.acquire_slot(0.0, wants=lambda other, route=route: other is route)  # type: ignore[misc]
     return made

@@ -14,7 +14,7 @@ from pyroaring import BitMap64
 
 import batchrunner
 from batchrunner.core.errors import TaskLockLostError
-from batchrunner.dispatch.blame import FEW_TOKENS
+from batchrunner.dispatch.attempt import FEW_TOKENS
 from batchrunner.job.load import load_job
 from batchrunner.output.counts import RowCounts
 from batchrunner.output.events import EventLog

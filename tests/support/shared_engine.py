@@ -10,7 +10,7 @@ from batchrunner.core.engine_info import EngineInfo, QueueBand
 from batchrunner.core.timing import TIMING
 from batchrunner.dispatch.concurrency.law import tokens_a_row
 from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
-from batchrunner.dispatch.queue import Slots
+from batchrunner.dispatch.route import Route, Routes
 from batchrunner.engines.simulation.replica import H100_8B, Replica
 from batchrunner.engines.simulation.scheduler import (
     Scheduler,
@@ -114,7 +114,8 @@ class SharedEngine:
         )
         self.limits = ConcurrencyLimits(info, QueueBand(100, 2000), tokens_a_row(200, 200), most=sys.maxsize)
         self.limits.begin([replica.load for replica in self.replicas.values()], 0.0, unsent=1_000_000)
-        self.slots = Slots(self.limits.windows)
+        self.routes = Routes()
+        self._resize()
         self.sent: dict[str, dict[SimulatedRequest, None]] = {route: {} for route in self.replicas}
         self.running: list[tuple[int, int]] = []
         """Users and rows of ours that run, at each poll."""
@@ -130,9 +131,9 @@ class SharedEngine:
             for (route, replica), rate in zip(self.replicas.items(), self.bursts, strict=True):
                 for end in replica.advance(now):
                     if end.sample in self.sent[route]:
-                        self._came_back(route, end.sample)
+                        self._came_back(self.routes[route], end.sample)
                         self.ended += 1
-                        self.limits.ends[route].rows += 1
+                        self.routes[route].ended.add(None)
                 if now % 20 < 5 and self._luck.random() < rate * TICK_S:
                     replica.scheduler.submit(SimulatedRequest(*self.user_tokens, payload=USER))
             if self.ours:
@@ -143,27 +144,32 @@ class SharedEngine:
         return self
 
     def _send(self, now: float) -> None:
-        while (route := self.slots.take(now)) is not None:
+        while (route := self.routes.acquire_slot(now)) is not None:
             sample = SimulatedRequest(200, self._luck.randint(50, 300), 300, payload=OURS)
-            self.sent[route][sample] = None
-            self.replicas[route].scheduler.submit(sample)
+            self.sent[route.url][sample] = None
+            self.replicas[route.url].scheduler.submit(sample)
 
-    def _came_back(self, route: str, sample: SimulatedRequest) -> None:
-        del self.sent[route][sample]
-        self.slots.release(route)
+    def _came_back(self, route: Route, sample: SimulatedRequest) -> None:
+        del self.sent[route.url][sample]
+        self.routes.release_slot(route)
+
+    def _resize(self) -> None:
+        for limit in self.limits.routes:
+            self.routes.open(limit.url, limit.ended).window = self.limits.window_of(limit)
 
     def _poll(self, now: float) -> None:
         loads = [replica.load for replica in self.replicas.values()]
-        self.limits.observe(loads, self.slots.by_route, now, unsent=1_000_000)
-        for route, window in self.limits.windows.items():
-            self.slots.resize(route, window)
-        for route, kept in self.limits.kept.items():
-            scheduler = self.replicas[route].scheduler
+        for limit in self.limits.routes:
+            limit.in_flight = self.routes[limit.url].in_flight
+        self.limits.observe(loads, now, unsent=1_000_000)
+        self._resize()
+        for limit, kept in self.limits.routes_to_relieve():
+            scheduler = self.replicas[limit.url].scheduler
             assert isinstance(scheduler, SharedScheduler)
-            for sample in [*self.sent[route]][kept:]:
+            for sample in [*self.sent[limit.url]][kept:]:
                 if scheduler.abort(sample):
                     self.lost += 1
-                    self._came_back(route, sample)
+                    self._came_back(self.routes[limit.url], sample)
         for scheduler in self.schedulers():
             users = sum(sample.payload == USER for sample in scheduler.decoding)
             self.running.append((users, scheduler.running - users))

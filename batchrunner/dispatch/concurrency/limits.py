@@ -5,14 +5,12 @@ of their windows, and while one queue is over the band none of its windows grows
 """
 
 import math
-import sys
-from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.timing import TIMING
-from batchrunner.core.types import Completion
 from batchrunner.dispatch.bundles import USUAL_TOKENS, ForwardPasses
 from batchrunner.dispatch.concurrency.background import BackgroundController
 from batchrunner.dispatch.concurrency.law import (
@@ -23,36 +21,37 @@ from batchrunner.dispatch.concurrency.law import (
     Reading,
     first_window,
 )
+from batchrunner.dispatch.route import EndedRows
 
 
 @dataclass(slots=True, eq=False)
-class KnownScheduler:
-    """A scheduler, its controller, and when it was heard."""
+class SchedulerLimit:
+    """Concurrency limit of one scheduler: its controller, and its last load sample."""
 
     name: str
-    route: str
+    route: "RouteLimit"
     controller: Controller
     heard_at: float
-    tells: bool
-    """Whether it tells its load."""
+    """Time of its last sample, in seconds of the monotonic clock."""
+    reports_load: bool
     last: SchedulerLoad | None = None
     """Its last sample that counted; None before one."""
-    told_retractions: int = 0
-    """Retractions that its load has told since the first sample."""
+    reported_retractions: int = 0
+    """Retractions that its load has reported since the first sample."""
 
     def is_silent(self, now: float) -> bool:
         """Tell whether it has reported its load before and does not do so any more."""
         return self.last is not None and now - self.heard_at > TIMING.silent_scheduler
 
-    def take(self, load: SchedulerLoad) -> bool:
-        """Take a sample; tell whether it is new, by its own time or by any change."""
+    def update(self, load: SchedulerLoad) -> bool:
+        """Store a sample; tell whether it is new, by its own time or by any change."""
         last, self.last = self.last, load
         if last is None:
             return True
         if load == last if load.taken_at is None else load.taken_at == last.taken_at:
             return False
         if load.retracted != last.retracted:  # it stands until the next report
-            self.told_retractions += load.retracted or 0
+            self.reported_retractions += load.retracted or 0
         return True
 
 
@@ -65,40 +64,55 @@ LEAST_ROWS = 1e-3
 """Fewest recent rows of a route: after a long silence all routes have so many, and are equal."""
 
 
-@dataclass(slots=True)
-class RouteEnds:
-    """What the rows that ended on a route have come to."""
+@dataclass(slots=True, eq=False)
+class RouteLimit:
+    """Concurrency limit of one route, over all runs that use the engine."""
 
-    rows: int = 0
-    output_tokens: int = 0
-    retractions: int = 0
-    """Times that these rows were retracted."""
+    url: str
+    schedulers: list[SchedulerLimit] = field(default_factory=list)
+    ended: EndedRows = field(default_factory=EndedRows)
     recent: float = LEAST_ROWS
-    """Rows that ended lately, never 0: see `shares`. At first it is the first window, so that all routes
+    """Rows that ended recently, never 0: see `shares`. At first it is the first window, so that all routes
     count as about equally fast until a wave of rows has ended."""
     counted: int = 0
-    """Rows that `recent` has taken in."""
+    """Ended rows that `recent` includes."""
+    share: int | None = None
+    """Most requests in flight by its share of the remaining rows; None before it is computed."""
+    in_flight: int = 0
+    """Requests in flight of all runs, at the last load sample."""
+
+    @property
+    def window(self) -> int:
+        """Sum of its schedulers' windows."""
+        return sum(scheduler.controller.window for scheduler in self.schedulers)
+
+    @property
+    def only_scheduler(self) -> SchedulerLimit | None:
+        """The scheduler to which the route leads; None if it leads to several."""
+        return self.schedulers[0] if len(self.schedulers) == 1 else None
+
+    def is_silent(self, now: float) -> bool:
+        """Tell whether all its schedulers have stopped reporting their load."""
+        return bool(self.schedulers) and all(scheduler.is_silent(now) for scheduler in self.schedulers)
 
 
 def shares(
-    routes: Mapping[str, RouteEnds], left: int, gap_s: float, silent: Collection[str] = ()
-) -> dict[str, int]:
-    """Return how many of the rows that are `left` each route may hold at most, `gap_s` after the last call.
+    routes: Sequence[RouteLimit], remaining: int, gap_s: float, silent: Collection[RouteLimit] = ()
+) -> list[int]:
+    """Return how many of the remaining rows each route may hold at most, `gap_s` after the last call.
 
     A row that waits in a replica's queue cannot move to another one: at the end the replica with the longest
     queue would work alone. So no route may hold more than its share of all rows that have not ended, in
     proportion to the rows that it ended recently; a `silent` route gets one. Together they are at least
-    `left`, so that no row waits for ever. While much input is left, no share is below a window.
+    `remaining`, so that no row waits for ever. While much input remains, no share is below a window.
     """
-    for ends in routes.values():
-        ends.recent = max(LEAST_ROWS, (ends.recent + ends.rows - ends.counted) * 0.5 ** (gap_s / HALF_LIFE_S))
-        ends.counted = ends.rows
-    able = {name for name in routes if name not in silent} or routes.keys()
-    total = sum(routes[name].recent for name in able)
-    return {
-        name: max(1, math.ceil(left * ends.recent / total)) if name in able else 1
-        for name, ends in routes.items()
-    }
+    for route in routes:
+        ended = route.recent + route.ended.rows - route.counted
+        route.recent = max(LEAST_ROWS, ended * 0.5 ** (gap_s / HALF_LIFE_S))
+        route.counted = route.ended.rows
+    able = [route for route in routes if route not in silent] or routes
+    total = sum(route.recent for route in able)
+    return [max(1, math.ceil(remaining * route.recent / total)) if route in able else 1 for route in routes]
 
 
 @dataclass(slots=True)
@@ -119,144 +133,131 @@ class ConcurrencyLimits:
     """Window that the job sets (`window`), over all routes; it is never changed."""
     passes: ForwardPasses | None = None
     """Passes of a task without decoding, which the queue's band follows; None for generating."""
-    given_back: int = 0
+    returned_rows: int = 0
     """Rows that were taken from the engine again, as its users came."""
     tokens_lost: int = 0
-    """Output tokens of theirs that have to be generated again."""
+    """Output tokens of these rows, which have to be generated again."""
     prompt_tokens: float = TYPICAL_PROMPT_TOKENS
     """Tokens of a prompt, on average, that the engine computes."""
-    known: dict[str, KnownScheduler] = field(default_factory=dict)
-    """Schedulers by their names."""
-    _on_route: defaultdict[str, list[KnownScheduler]] = field(default_factory=lambda: defaultdict(list))
-    """Schedulers by route."""
-    ends: dict[str, RouteEnds] = field(init=False)
-    """Rows that ended on each route; there may be more routes later."""
+    schedulers: dict[str, SchedulerLimit] = field(default_factory=dict)
+    """By the names of schedulers."""
+    routes: list[RouteLimit] = field(init=False)
+    """Those of the engine; more may come later."""
     _shared_at: float | None = None  # a clock may begin anywhere
-    _most_of_rest: dict[str, int] = field(default_factory=dict)
-    """Share of each route in the rows that are left."""
 
     def __post_init__(self) -> None:
-        """Count no row yet."""
-        self.ends = {route: RouteEnds() for route in self.info.routes}
+        """Begin with the engine's routes, of whose schedulers nothing is known yet."""
+        self.routes = [RouteLimit(url) for url in self.info.routes]
 
     def begin(self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int) -> list[Decision]:
         """Set the first windows, from the engine's limits; return one decision for each scheduler."""
-        made = [self._add(load, now) for load in loads]
-        made += [
-            self._add(self._unheard(route), now) for route in self.info.routes if not self._on_route[route]
-        ]
+        decisions = [self._add(load, now) for load in loads]
+        without_load = [route for route in self.routes if not route.schedulers]
+        decisions += [self._add(self._assumed_load(route), now) for route in without_load]
         self._share_out(unsent, now)
-        return made
+        return decisions
 
-    @property
-    def windows(self) -> dict[str, int]:
-        """Window of each route."""
+    def window_of(self, route: RouteLimit) -> int:
+        """Return the window of a route, at most its share of the remaining rows."""
         if self.fixed is not None:
-            share = max(1, -(-self.fixed // len(self.ends)))
-            return dict.fromkeys(self.ends, min(share, self.most))
-        least = 0 if self.is_background else 1
-        return {
-            route: max(least, min(self._wanted(route), self._most_of_rest.get(route, self.most)))
-            for route in self.ends
-        }
+            return min(max(1, -(-self.fixed // len(self.routes))), self.most)
+        window = self._wanted(route)
+        if route.share is not None:
+            window = min(window, route.share)
+        return max(0 if self.is_background else 1, window)
 
     @property
-    def speeds(self) -> dict[str, float]:
-        """How fast each route is: the rows that it ended lately."""
-        return {route: ends.recent for route, ends in self.ends.items()}
+    def current_window(self) -> int:
+        """Sum of all routes' windows."""
+        return sum(map(self.window_of, self.routes))
 
     @property
     def window(self) -> int:
-        """Sum of all routes' windows, without the limits on the last rows."""
+        """Sum of all routes' windows, whatever their shares of the remaining rows."""
         if self.fixed is not None:
-            return sum(self.windows.values())
-        return sum(map(self._wanted, self.ends))
+            return self.current_window
+        return sum(map(self._wanted, self.routes))
 
-    def _wanted(self, route: str) -> int:
-        return min(self.most, sum(scheduler.controller.window for scheduler in self._on_route[route]))
+    def _wanted(self, route: RouteLimit) -> int:
+        return min(self.most, route.window)
 
     @property
     def is_background(self) -> bool:
         """Whether the engine serves others first."""
         return self.info.yields is not None
 
-    @property
-    def kept(self) -> dict[str, int]:
-        """Rows that may stay in flight on each route from which some are to be given back."""
-        found: dict[str, int] = {}
-        for route, on in self._on_route.items():
-            laws = [s.controller for s in on if isinstance(s.controller, BackgroundController)]
+    def routes_to_relieve(self) -> Iterator[tuple[RouteLimit, int]]:
+        """Yield each route from which rows are to be returned, and how many may stay in flight."""
+        for route in self.routes:
+            controllers = (scheduler.controller for scheduler in route.schedulers)
+            laws = [law for law in controllers if isinstance(law, BackgroundController)]
             if any(law.kept is not None for law in laws):
-                found[route] = sum(law.ours if law.kept is None else law.kept for law in laws)
-        return found
+                yield route, sum(law.ours if law.kept is None else law.kept for law in laws)
 
-    def gave_back(self, tokens: int) -> None:
-        """Count a row that was given back after so many output tokens."""
-        self.given_back += 1
+    def count_returned(self, tokens: int) -> None:
+        """Count a row that was returned after so many output tokens."""
+        self.returned_rows += 1
         self.tokens_lost += tokens
 
     @property
     def retractions(self) -> int:
         """Retractions of all rows that have ended."""
-        return sum(ends.retractions for ends in self.ends.values())
-
-    def only_scheduler_on(self, route: str) -> str | None:
-        """Return the scheduler that a route leads to; None if it leads to several."""
-        on = self._on_route[route]
-        return on[0].name if len(on) == 1 else None
+        return sum(route.ended.retractions for route in self.routes)
 
     def observe(
-        self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float, *, unsent: int
+        self, loads: Sequence[SchedulerLoad], now: float, *, unsent: int
     ) -> list[Decision | CornerChange]:
         """Use a poll's samples, none if it failed; return the changes of windows, and of corners.
 
-        `unsent` counts the rows that are still to be sent, including those that wait for another attempt.
+        `in_flight` of each route must be up to date. `unsent` counts the rows that are still to be sent,
+        including those that wait for another attempt.
         """
         changes: list[Decision | CornerChange] = [
-            self._add(load, now) for load in loads if load.scheduler not in self.known
+            self._add(load, now) for load in loads if load.scheduler not in self.schedulers
         ]
         for load in loads:
-            self.known[load.scheduler].heard_at = now
+            self.schedulers[load.scheduler].heard_at = now
         if not self.is_background and (unsent == 0 or self.fixed is not None):
-            for scheduler in self.known.values():
+            for scheduler in self.schedulers.values():
                 scheduler.controller.state = "fixed" if unsent else "tail"
                 scheduler.controller.corner = None
             return [] if self.fixed is not None else changes
-        changes += self._sample(loads, in_flight, now)
-        changes += self._share_out(unsent + sum(in_flight.values()), now)
-        for scheduler in self.known.values():
+        changes += self._sample(loads, now)
+        changes += self._share_out(unsent + sum(route.in_flight for route in self.routes), now)
+        for scheduler in self.schedulers.values():
             changes += scheduler.controller.tick(now)
         return changes
 
-    def ended(self, route: str, answer: Completion | None) -> None:
-        """Record a row that ended on a route; None for its answer where it was refused.
-
-        This is all that a row tells: the rest is done when the next sample comes.
-        """
-        ends = self.ends[route]
-        ends.rows += 1
-        if answer is not None:
-            ends.output_tokens += answer.output_tokens
-            ends.retractions += answer.retractions
-
-    def backpressure(self, route: str, what: str, now: float) -> list[Decision]:
+    def backpressure(self, url: str, why: str, now: float) -> list[Decision]:
         """Narrow the windows of a route that refused a request or let it wait too long."""
         if self.fixed is not None:
             return []
-        return [move for s in self._on_route[route] for move in s.controller.backpressure(now, what)]
+        return [
+            decision
+            for scheduler in self._route_to(url).schedulers
+            for decision in scheduler.controller.backpressure(now, why)
+        ]
 
-    def _unheard(self, route: str) -> SchedulerLoad:
-        """Return a load for a route that tells none: its part of the limits that the engine reported."""
+    def _route_to(self, url: str) -> RouteLimit:
+        """Return the route to a server: a new one where it was not there before."""
+        for route in self.routes:
+            if route.url == url:
+                return route
+        self.routes.append(RouteLimit(url))
+        return self.routes[-1]
+
+    def _assumed_load(self, route: RouteLimit) -> SchedulerLoad:
+        """Return a load for a route that reports none: its part of the limits that the engine reported."""
         count = len(self.info.routes)
         running, tokens = (
             limit and max(1, limit // count) for limit in (self.info.max_running, self.info.max_total_tokens)
         )
         return SchedulerLoad(
-            route, "engine", 0, 0, 0.0, max_total_tokens=tokens, max_running=running, route=route
+            route.url, "engine", 0, 0, 0.0, max_total_tokens=tokens, max_running=running, route=route.url
         )
 
     def _add(self, load: SchedulerLoad, now: float) -> Decision:
-        """Take a scheduler that was heard for the first time, or a route that tells none."""
+        """Add a scheduler by its first load; return its first window."""
         name, most, band = load.scheduler, load.max_running, self._band(load)
         if self.passes is not None:
             rows = self.passes.rows(most)
@@ -272,55 +273,58 @@ class ConcurrencyLimits:
                 name, fits, band, most=self.most, now=now, yields=self.info.yields
             )
             why = "background: what the users leave"
-        self.known[name] = KnownScheduler(name, load.route, controller, now, load.source != "engine")
-        self._on_route[load.route].append(self.known[name])
-        self.ends.setdefault(load.route, RouteEnds()).recent += controller.window
+        route = self._route_to(load.route)
+        scheduler = SchedulerLimit(name, route, controller, now, reports_load=load.source != "engine")
+        self.schedulers[name] = scheduler
+        route.schedulers.append(scheduler)
+        route.recent += controller.window
         why = f"{why}; #queue-req {band.low:,}-{band.high:,} ({band.why})"
         return Decision(name, 0, controller.window, controller.state, why)
 
-    def _sample(
-        self, loads: Sequence[SchedulerLoad], in_flight: Mapping[str, int], now: float
-    ) -> list[Decision | CornerChange]:
-        """Let each controller see its scheduler's sample, if it is news; return what that changed."""
+    def _sample(self, loads: Sequence[SchedulerLoad], now: float) -> list[Decision | CornerChange]:
+        """Pass each new sample to its scheduler's controller; return what that changed."""
         decodes = self.passes is None
-        busy: defaultdict[str, int] = defaultdict(int)
+        busy = Counter[RouteLimit]()
+        full = set[RouteLimit]()
         for load in loads:
-            busy[load.route] += load.running + load.queue
-        full = {load.route for load in loads if load.queue > self.known[load.scheduler].controller.band.high}
+            scheduler = self.schedulers[load.scheduler]
+            busy[scheduler.route] += load.running + load.queue
+            if load.queue > scheduler.controller.band.high:
+                full.add(scheduler.route)
         changes: list[Decision | CornerChange] = []
         for load in loads:
-            scheduler, on = self.known[load.scheduler], len(self._on_route[load.route])
-            if not scheduler.take(load) and (load.has_work or not self.is_background):
-                continue  # an idle scheduler tells nothing new
-            ours = in_flight.get(load.route, 0)
-            if on > 1:
-                total = busy[load.route]
-                ours = round(ours * ((load.running + load.queue) / total if total else 1 / on))
+            scheduler = self.schedulers[load.scheduler]
+            route, count = scheduler.route, len(scheduler.route.schedulers)
+            if not scheduler.update(load) and (load.has_work or not self.is_background):
+                continue  # an idle scheduler reports nothing new
+            ours = route.in_flight
+            if count > 1:
+                total = busy[route]
+                ours = round(ours * ((load.running + load.queue) / total if total else 1 / count))
             scheduler.controller.band = self._band(load)  # it may have been started with other limits
-            seen = Reading(
+            reading = Reading(
                 load.running,
                 load.queue,
                 ours,
-                self.ends[load.route].rows / on,
+                route.ended.rows / count,
                 load.token_usage if decodes else 0.0,
                 self._retractions_of(scheduler),
                 load.max_running,
             )
-            may_grow = on == 1 or load.route not in full
-            changes += scheduler.controller.sample(now, seen, may_grow=may_grow)
+            may_grow = count == 1 or route not in full
+            changes += scheduler.controller.sample(now, reading, may_grow=may_grow)
         return changes
 
-    def _retractions_of(self, scheduler: KnownScheduler) -> float:
+    def _retractions_of(self, scheduler: SchedulerLimit) -> float:
         """Return how many requests a scheduler has retracted, by its load or by the rows that came back.
 
-        A row tells it when it ends, and not which of the schedulers on its route it was: those whose load
-        tells no retraction share what the rows tell only where no other one's load does.
+        A row reports it when it ends, and not which of the schedulers on its route it was: those whose load
+        reports no retraction share what the rows report only where no other one's load does.
         """
-        told = scheduler.told_retractions
-        on = self._on_route[scheduler.route]
-        if any(other.told_retractions for other in on if other is not scheduler):
-            return told
-        return max(told, self.ends[scheduler.route].retractions / len(on))
+        route, reported = scheduler.route, scheduler.reported_retractions
+        if any(other.reported_retractions for other in route.schedulers if other is not scheduler):
+            return reported
+        return max(reported, route.ended.retractions / len(route.schedulers))
 
     def _band(self, load: SchedulerLoad) -> QueueBand:
         """Return the healthy queue of a scheduler, without decoding by what its passes take."""
@@ -328,32 +332,33 @@ class ConcurrencyLimits:
             return self.band.scaled(load.max_running)
         return self.passes.band(load.max_running)
 
-    def _soon_used(self, route: str, share: int) -> int:
-        """Return how many rows of its share a route may hold now: the faster one can take the others.
+    def _soon_used(self, route: RouteLimit, share: int) -> int:
+        """Return how many rows of its share a route may hold now: a faster one can take the others.
 
         It is half of its share, or what it can use soon, where that is more: as many as it runs, and some
-        passes of prompts in its queue. Where it tells no load it is all of its share.
+        passes of prompts in its queue. Where it reports no load it is all of its share.
         """
-        on = self._on_route[route]
-        if not all(scheduler.tells for scheduler in on):
+        if not all(scheduler.reports_load for scheduler in route.schedulers):
             return share
-        running = sum(scheduler.last.running for scheduler in on if scheduler.last)
+        running = sum(scheduler.last.running for scheduler in route.schedulers if scheduler.last)
         prompts = AHEAD_PASSES * (self.info.prefill_tokens or USUAL_TOKENS) / self.prompt_tokens
         return min(share, max(math.ceil(share / 2), running + math.ceil(prompts)))
 
-    def _share_out(self, left: int, now: float) -> list[Decision]:
-        """Limit each route to its share of what is left; return a decision when that begins to matter."""
-        if len(self.ends) == 1:
+    def _share_out(self, remaining: int, now: float) -> list[Decision]:
+        """Limit each route to its share of the remaining rows; return where that begins to matter."""
+        if len(self.routes) == 1:
             return []
-        silent = {r for r, on in self._on_route.items() if on and all(s.is_silent(now) for s in on)}
         gap_s = now - (now if self._shared_at is None else self._shared_at)
         self._shared_at = now
-        before, found = self._most_of_rest, shares(self.ends, left, gap_s, silent)
-        if self.is_background:  # its users limit each route, and the speeds are all that is wanted
+        silent = [route for route in self.routes if route.is_silent(now)]
+        new_shares = shares(self.routes, remaining, gap_s, silent)
+        if self.is_background:  # its users limit each route: only the speeds are needed
             return []
-        self._most_of_rest = {route: self._soon_used(route, share) for route, share in found.items()}
-        return [
-            Decision(route, self._wanted(route), most, "share", f"its share of the {left} rows that are left")
-            for route, most in self._most_of_rest.items()
-            if most < self._wanted(route) <= before.get(route, sys.maxsize)
-        ]
+        decisions: list[Decision] = []
+        for route, new_share in zip(self.routes, new_shares, strict=True):
+            before, wanted = route.share, self._wanted(route)
+            share = route.share = self._soon_used(route, new_share)
+            if share < wanted and (before is None or wanted <= before):
+                why = f"its share of the {remaining} remaining rows"
+                decisions.append(Decision(route.url, wanted, share, "share", why))
+        return decisions

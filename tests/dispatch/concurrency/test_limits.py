@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
 from batchrunner.core.types import Completion
 from batchrunner.dispatch.bundles import ForwardPasses
-from batchrunner.dispatch.concurrency.law import Decision
+from batchrunner.dispatch.concurrency.law import CornerChange, Decision
 from batchrunner.dispatch.concurrency.limits import (
     ConcurrencyLimits,
-    RouteEnds,
+    RouteLimit,
     shares,
 )
 
@@ -27,32 +27,49 @@ ROUTES = ("a", "b", "c")
 )
 def test_no_row_is_kept_back(left: int, ended: list[str], silent: set[str], later_s: float) -> None:
     """Whoever is silent, and for however long, all that is left is shared out, and every route has a row."""
-    ends = {route: RouteEnds() for route in ROUTES}
-    shares(ends, left, 0.0)
-    for route in ended:
-        ends[route].rows += 1
-    found = shares(ends, left, later_s, silent)
-    assert sum(found.values()) >= left
-    assert min(found.values()) >= 1
+    routes = [RouteLimit(url) for url in ROUTES]
+    shares(routes, left, 0.0)
+    for url in ended:
+        routes[ROUTES.index(url)].ended.add(None)
+    found = shares(routes, left, later_s, [route for route in routes if route.url in silent])
+    assert sum(found) >= left
+    assert min(found) >= 1
     if silent != set(ROUTES):
-        assert all(found[route] == 1 for route in silent)
+        assert all(share == 1 for route, share in zip(routes, found, strict=True) if route.url in silent)
 
 
 def test_shares_follow_the_speed() -> None:
     """A replica ten times as fast gets ten times as much; one that slows down gets less by and by."""
-    fast, slow = RouteEnds(recent=10), RouteEnds(recent=10)
-    routes = {"fast": fast, "slow": slow}
-    assert shares(routes, 1000, 0.0) == {"fast": 500, "slow": 500}
-    fast.rows += 1000
-    slow.rows += 90
-    assert shares(routes, 1000, 1.0)["fast"] > 890
-    slow.rows += 1000
-    assert 430 < shares(routes, 1000, 120.0)["fast"] < 570
+    routes = fast, slow = RouteLimit("fast", recent=10), RouteLimit("slow", recent=10)
+    assert shares(routes, 1000, 0.0) == [500, 500]
+    fast.ended.rows += 1000
+    slow.ended.rows += 90
+    assert shares(routes, 1000, 1.0)[0] > 890
+    slow.ended.rows += 1000
+    assert 430 < shares(routes, 1000, 120.0)[0] < 570
 
 
 def limits_of(*routes: str) -> ConcurrencyLimits:
     info = EngineInfo(kind="attach", model="m", routes=routes)
     return ConcurrencyLimits(info, QueueBand(100, 2000), 100, most=10**6)
+
+
+def windows_of(limits: ConcurrencyLimits) -> dict[str, int]:
+    return {route.url: limits.window_of(route) for route in limits.routes}
+
+
+def observe(
+    limits: ConcurrencyLimits,
+    loads: list[SchedulerLoad],
+    in_flight: dict[str, int],
+    now: float,
+    *,
+    unsent: int,
+) -> list[Decision | CornerChange]:
+    """Pass a poll's samples to the limits, with the requests in flight on each route."""
+    for route in limits.routes:
+        route.in_flight = in_flight[route.url]
+    return limits.observe(loads, now, unsent=unsent)
 
 
 def signal(route: str, queue: int) -> SchedulerLoad:
@@ -63,11 +80,11 @@ def test_the_first_wave_says_nothing_of_the_speed() -> None:
     """Rows of one length end together: the route that is a second ahead with them is no faster."""
     admission = limits_of("a", "b")
     admission.begin([signal("a", 0), signal("b", 0)], 0.0, unsent=960)
-    windows = admission.windows
+    windows = windows_of(admission)
     for _ in range(50):
-        admission.ended("a", None)
-    admission.observe([signal("a", 100), signal("b", 100)], windows, 1.0, unsent=910 - sum(windows.values()))
-    assert admission.windows["b"] >= windows["b"]
+        admission.routes[0].ended.add(None)
+    observe(admission, [signal("a", 100), signal("b", 100)], windows, 1.0, unsent=910 - sum(windows.values()))
+    assert windows_of(admission)["b"] >= windows["b"]
 
 
 def test_part_of_a_short_input_waits_for_the_faster_route() -> None:
@@ -82,9 +99,12 @@ def test_part_of_a_short_input_waits_for_the_faster_route() -> None:
     ]
     for each, told in zip(limits, (loads, []), strict=True):
         each.begin(told, 0.0, unsent=4000)
-    assert [each.windows for each in limits] == [{"a": 1000, "b": 1000}, {"a": 2000, "b": 2000}]
-    limits[0].observe(loads, {"a": 1000, "b": 1000}, 0.25, unsent=2000)
-    assert limits[0].windows == {"a": 1500 + 66, "b": 1000}  # what it runs and 8 passes of prompts, or half
+    assert [windows_of(each) for each in limits] == [{"a": 1000, "b": 1000}, {"a": 2000, "b": 2000}]
+    observe(limits[0], loads, {"a": 1000, "b": 1000}, 0.25, unsent=2000)
+    assert windows_of(limits[0]) == {
+        "a": 1500 + 66,
+        "b": 1000,
+    }  # what it runs and 8 passes of prompts, or half
 
 
 def test_a_long_queue_gets_none_of_the_last_rows() -> None:
@@ -92,15 +112,15 @@ def test_a_long_queue_gets_none_of_the_last_rows() -> None:
     admission = limits_of("a", "b")
     first = [signal("a", 0), signal("b", 0)]
     admission.begin(first, 0.0, unsent=100_000)
-    windows = admission.windows
+    windows = windows_of(admission)
     assert windows["a"] == windows["b"] == 356
-    assert admission.observe(first, {"a": 356, "b": 100}, 0.0, unsent=50_000) == []
-    told = admission.observe(first, {"a": 356, "b": 100}, 0.1, unsent=45)
+    assert observe(admission, first, {"a": 356, "b": 100}, 0.0, unsent=50_000) == []
+    told = observe(admission, first, {"a": 356, "b": 100}, 0.1, unsent=45)
     moves = [(d.scheduler, d.new, d.state) for d in told if isinstance(d, Decision)]
     assert moves == [("a", 251, "share"), ("b", 251, "share")]
-    assert "501 rows that are left" in told[0].reason
-    assert admission.windows == {"a": 251, "b": 251}
-    assert admission.observe(first, {"a": 356, "b": 100}, 0.2, unsent=40) == []  # told once
+    assert "501 remaining rows" in told[0].reason
+    assert windows_of(admission) == {"a": 251, "b": 251}
+    assert observe(admission, first, {"a": 356, "b": 100}, 0.2, unsent=40) == []  # told once
 
 
 def test_a_retraction_counts_for_its_rank() -> None:
@@ -113,10 +133,10 @@ def test_a_retraction_counts_for_its_rank() -> None:
         polled = [replace(worker, taken_at=float(step)) for worker in workers]
         if step % 12 == 0:
             polled[2] = replace(polled[2], retracted=1)
-        admission.observe(polled, {"r": 1424}, step / 4, unsent=10**6)
+        observe(admission, polled, {"r": 1424}, step / 4, unsent=10**6)
         if step % 12 == 6:
-            admission.ended("r", answer)
-    overfull = [name for name, known in admission.known.items() if known.controller.is_overfull]
+            admission.routes[0].ended.add(answer)
+    overfull = [name for name, limit in admission.schedulers.items() if limit.controller.is_overfull]
     assert overfull == ["w2"]
 
 
@@ -143,7 +163,7 @@ class Server:
         travelling = 0
         for _ in range(samples):
             for _ in range(self.passes_a_sample):
-                window = self.limits.windows[URL]
+                window = self.limits.current_window
                 self.waiting += max(0, window - self.waiting - travelling)
                 self.waiting = self.waiting or window  # without work the scheduler waits until they are back
                 pass_rows = min(self.max_running, max(1, self.passes.tokens // row_tokens))
@@ -152,10 +172,10 @@ class Server:
                 self.waiting -= travelling
                 for _ in range(travelling):
                     self.passes.sent(row_tokens)
-                    self.limits.ended(URL, None)
+                    self.limits.routes[0].ended.add(None)
                 self.now += 0.25 / self.passes_a_sample
             load = self._load()
-            self.limits.observe([load], {URL: max(window, self.waiting)}, self.now, unsent=10**6)
+            observe(self.limits, [load], {URL: max(window, self.waiting)}, self.now, unsent=10**6)
 
     def _load(self) -> SchedulerLoad:
         return SchedulerLoad(
@@ -177,5 +197,5 @@ def test_the_window_neither_starves_nor_piles_up(
     server.runs(HALF_MINUTE, row_tokens)
     rows = server.passes.rows(max_running)
     assert server.starved == 0
-    assert 2 * rows <= server.limits.windows[URL] <= 10 * rows
-    assert server.limits.known[URL].controller.corner is None
+    assert 2 * rows <= server.limits.current_window <= 10 * rows
+    assert server.limits.schedulers[URL].controller.corner is None

@@ -1,0 +1,305 @@
+"""What becomes of a row whose attempt failed: one table, by the kind of the failure. Pure: no clock, no loop.
+
+`RULES` is the table; a `FailedAttempt` has the facts that it looks at. The rest of this file is evidence that a
+row itself is why the engine refuses it for now (429, 502 to 504, 401).
+
+An engine that is away, or has no room, refuses rows whatever they are: that never counts against one. It
+counts only where the same route has meanwhile answered something that was sent after the row was refused
+last. And a route may refuse rows at random, such as a load balancer with a dead half: so a row is given up
+only where it is next to impossible that such a route refused it so often by chance. Where no other row is
+there to be answered, a control tells: what was answered last is asked for again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+import msgspec
+import orjson
+
+from batchrunner.core.errors import (
+    AttemptFailedError,
+    EngineBusyError,
+    EngineDiedError,
+    EngineDownError,
+    GivenBackError,
+    NoAnswerError,
+    RequestError,
+    RowRefusedError,
+)
+from batchrunner.core.timing import TIMING
+from batchrunner.core.types import CHAT_PATH, EMBEDDINGS_PATH, Request
+from batchrunner.dispatch.route import Route, RouteRecord
+
+MOST_DEATHS = 4
+"""Engine deaths after which a row is given up: at the last one it was the only suspect in flight."""
+
+
+class FailureKind(Enum):
+    """Why an attempt has no answer."""
+
+    RETURNED = auto()
+    """We took the row from the engine ourselves, for its users."""
+    INVALID = auto()
+    """We refused the row ourselves: nothing was sent."""
+    REFUSED = auto()
+    """The server says that the row is at fault."""
+    FAILED = auto()
+    """The server failed, possibly because of the row."""
+    NO_ANSWER = auto()
+    """No answer came in time."""
+    BUSY = auto()
+    """The server refuses the row for now."""
+    DOWN = auto()
+    """The server accepts no connection."""
+    DIED = auto()
+    """The server died while it had the row."""
+
+
+KINDS: tuple[tuple[type[RequestError], FailureKind], ...] = (
+    (GivenBackError, FailureKind.RETURNED),
+    (EngineDiedError, FailureKind.DIED),
+    (EngineDownError, FailureKind.DOWN),
+    (EngineBusyError, FailureKind.BUSY),
+    (NoAnswerError, FailureKind.NO_ANSWER),
+    (AttemptFailedError, FailureKind.FAILED),
+)
+"""Kinds of errors; a subclass stands before its base."""
+
+REJECTED = {FailureKind.INVALID, FailureKind.REFUSED}
+"""The row is at fault: another attempt at the same server would end in the same way."""
+FAILED = {FailureKind.FAILED, FailureKind.NO_ANSWER}
+"""The row may be at fault: it has `limits.max_attempts` of these."""
+UNAVAILABLE = {FailureKind.BUSY, FailureKind.DOWN, FailureKind.DIED}
+"""The server took no row: the row is not at fault, unless there is evidence."""
+CONGESTED = {FailureKind.BUSY, FailureKind.NO_ANSWER}
+"""The server may have too much to do: its window shrinks."""
+
+
+def kind_of(error: RequestError) -> FailureKind:
+    """Return the kind of an error."""
+    for error_type, kind in KINDS:
+        if isinstance(error, error_type):
+            return kind
+    return FailureKind.INVALID if error.body is None else FailureKind.REFUSED
+
+
+class Fate(Enum):
+    """What becomes of a row after a failed attempt."""
+
+    REQUEUE = auto()
+    """It is sent again at once; the attempt does not count."""
+    ASK_ANOTHER = auto()
+    """Another route gets it at once."""
+    RETRY = auto()
+    """It is sent again after a pause."""
+    END = auto()
+    """It ends with the error of this attempt."""
+    END_REFUSED = auto()
+    """It ends with the refusal of another server, which cannot be checked now."""
+    BLAME = auto()
+    """It ends with an error: it is itself why the engine died, or refuses it."""
+    LOSE_ENGINE = auto()
+    """The run ends: the engine is lost."""
+
+
+class FailedAttempt(NamedTuple):
+    """Facts that decide the fate of a row after a failed attempt."""
+
+    kind: FailureKind
+    has_other_route: bool = False
+    """Whether another route is open that has not yet failed the row in this way."""
+    is_confirmed: bool = False
+    """Whether the row failed in this way before, and one of the routes on which it did is in order."""
+    was_refused: bool = False
+    """Whether a route that is in order refused the row in an earlier attempt."""
+    failures: int = 1
+    """Attempts that failed possibly because of the row, this one included."""
+    max_attempts: int = 5
+    """`limits.max_attempts`."""
+    deaths: int = 0
+    """Engine deaths while the engine had the row, this one included."""
+    is_culprit: bool = False
+    """Whether refusals of the row while others were answered show that it is the reason."""
+    is_engine_lost: bool = False
+    """Whether the engine took no row for longer than `limits.engine_wait`."""
+
+
+class FateRule(NamedTuple):
+    """A line of the table."""
+
+    kinds: set[FailureKind]
+    applies: Callable[[FailedAttempt], bool]
+    fate: Fate
+
+
+def _always(_: FailedAttempt) -> bool:
+    return True
+
+
+def _another_may_answer(attempt: FailedAttempt) -> bool:
+    """Tell whether another server should be asked: the first one may be at fault, and not the row."""
+    return attempt.has_other_route and not attempt.is_confirmed
+
+
+RULES = (
+    FateRule({FailureKind.RETURNED}, _always, Fate.REQUEUE),
+    FateRule({FailureKind.REFUSED}, _another_may_answer, Fate.ASK_ANOTHER),
+    FateRule(REJECTED, _always, Fate.END),
+    FateRule(UNAVAILABLE, lambda attempt: attempt.was_refused, Fate.END_REFUSED),
+    FateRule({FailureKind.DIED}, lambda attempt: attempt.deaths >= MOST_DEATHS, Fate.BLAME),
+    FateRule({FailureKind.BUSY, FailureKind.DOWN}, lambda attempt: attempt.is_culprit, Fate.BLAME),
+    FateRule(UNAVAILABLE, lambda attempt: attempt.is_engine_lost, Fate.LOSE_ENGINE),
+    FateRule(FAILED, _another_may_answer, Fate.ASK_ANOTHER),
+    FateRule(FAILED, lambda attempt: attempt.failures >= attempt.max_attempts, Fate.END),
+    FateRule(FAILED | UNAVAILABLE, _always, Fate.RETRY),
+)
+"""The table: the first rule that applies decides."""
+
+
+def fate_of(attempt: FailedAttempt) -> Fate:
+    """Return what becomes of a row, by the table."""
+    return next(rule.fate for rule in RULES if attempt.kind in rule.kinds and rule.applies(attempt))
+
+
+def pause_before_retry(error: RequestError, *, attempts: int, jitter: float) -> float:
+    """Return the seconds until a row is sent again, after so many attempts; `jitter` is uniform in [0, 1).
+
+    The pause doubles with each attempt and is then drawn from its upper half ("equal jitter" in Amazon's
+    *Exponential backoff and jitter*, 2015), so that rows refused together do not return together. A server's
+    Retry-After is a lower bound, but at most the longest pause, so that a server that recovers early is used.
+    """
+    ceiling = min(TIMING.longest_retry, TIMING.first_retry * 2.0 ** min(attempts - 1, 10))
+    pause_s = ceiling * (0.5 + 0.5 * jitter)
+    if isinstance(error, EngineBusyError) and error.retry_after_s is not None:
+        pause_s = max(pause_s, min(error.retry_after_s, TIMING.longest_retry))
+    return pause_s
+
+
+class RouteTally(msgspec.Struct):
+    """Answers and refusals of a route before it refused a row first, and its refusals of the row since."""
+
+    answered: int
+    refused: int
+    refusals: int = 0
+    """Refusals of the row that count."""
+
+
+class Refusals(msgspec.Struct):
+    """Refusals of a row for now."""
+
+    last: float
+    """Time of the last refusal; before one, that at which the row was sent."""
+    count: int = 1
+    """The first refusal, and those after it that count."""
+    by_route: dict[RouteRecord, RouteTally] = {}
+
+    def add(self, record: RouteRecord, now: float) -> bool:
+        """Add a refusal by a route; return whether the route answers others meanwhile."""
+        answers_others = record.newest >= self.last
+        self.last = now
+        tally = self.by_route.get(record)
+        if tally is None:  # the route may have failed just now
+            self.by_route[record] = RouteTally(record.answered, record.refused)
+            record.refused += 1
+        elif answers_others:
+            tally.refusals += 1
+            self.count += 1
+        return answers_others
+
+
+BY_CHANCE = 1e-6
+"""A row is given up where the probability is lower that it was refused so often by chance."""
+
+
+def is_culprit(refusals: Refusals, max_attempts: int) -> bool:
+    """Tell whether a row that was refused is itself the reason."""
+    chance = 1.0
+    for record, tally in refusals.by_route.items():
+        refused = record.refused - tally.refused
+        answered = record.answered - tally.answered
+        chance *= (refused / (answered + refused + 1)) ** tally.refusals
+    return refusals.count >= max_attempts and chance < BY_CHANCE
+
+
+class FailureHistory(msgspec.Struct):
+    """The failed attempts of a row."""
+
+    failures: int = 0
+    """Attempts that failed possibly because of the row."""
+    deaths: int = 0
+    """Engine deaths while the engine had the row."""
+    refused_by: tuple[Route, ...] = ()
+    """Routes whose servers said that the row is at fault, where another one was asked then."""
+    refusal: RequestError | None = None
+    """The error of the last one of them."""
+    failed_on: tuple[Route, ...] = ()
+    """Routes on which an attempt failed, because of the row or of the server."""
+    refusals: Refusals | None = None
+    """Refusals for now; None if there were none."""
+
+    @property
+    def avoided(self) -> tuple[Route, ...]:
+        """Routes that get the row only where there is no other one."""
+        return (*self.refused_by, *self.failed_on)
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether a route that is in order has refused the row."""
+        return any(route.is_in_order for route in self.refused_by)
+
+    def routes_before(self, kind: FailureKind) -> tuple[Route, ...]:
+        """Return the routes that have failed the row in the way of a kind."""
+        return self.failed_on if kind in FAILED else self.refused_by
+
+    def routes_with(self, kind: FailureKind, route: Route) -> tuple[Route, ...]:
+        """Return these routes, and the one that failed the row now."""
+        before = self.routes_before(kind)
+        return before if route in before else (*before, route)
+
+    def add(self, kind: FailureKind, fate: Fate, route: Route, error: RequestError) -> None:
+        """Add a failed attempt, and what the table said of it."""
+        if kind is FailureKind.DIED:
+            self.deaths += 1
+        elif kind in FAILED:
+            self.failed_on = self.routes_with(kind, route)
+            self.failures += fate is not Fate.ASK_ANOTHER
+        elif fate is Fate.ASK_ANOTHER:
+            self.refused_by, self.refusal = self.routes_with(kind, route), error
+
+    def blame(self, kind: FailureKind, error: RequestError) -> RowRefusedError:
+        """Return the error of a row that is itself why the engine died or refuses it."""
+        if kind is FailureKind.DIED:
+            return RowRefusedError(f"the engine died {self.deaths} times while it had this row: {error}")
+        count = self.refusals.count if self.refusals else 0
+        blame = RowRefusedError(f"refused {count} times while others were answered: {error}")
+        blame.body = error.body
+        return blame
+
+
+FEW_TOKENS = {"max_new_tokens": 8, "temperature": 0}
+"""Sampling of a control: a single token may be no text yet, and so no answer."""
+_WORD = [{"role": "user", "content": "1"}]
+_PROMPTS: dict[str, tuple[str, Any]] = {CHAT_PATH: ("messages", _WORD), EMBEDDINGS_PATH: ("input", "1")}
+"""Field of a body and what it has in a control, by endpoint; others have a `prompt`."""
+
+
+def control_for(record: RouteRecord, refused: Request) -> Request:
+    """Return a cheap request: what was answered last, or else the beginning of a refused one."""
+    request = record.last or refused
+    prompt: Any = request.prompt
+    if request.kind == "body":
+        name, word = _PROMPTS.get(prompt.path, ("prompt", "1"))
+        prompt = prompt._replace(content=orjson.dumps({name: word, "max_tokens": 8}))
+    elif record.last is None:
+        prompt = _WORD if request.kind == "messages" else prompt[:1]
+        request = request._replace(
+            continues=False,
+            tools=None,
+            media=(),
+            items=request.items[:1],
+            item_ids=request.item_ids[:1],
+        )
+    return request._replace(prompt=prompt, sampling=FEW_TOKENS, asks=None)

@@ -1,0 +1,201 @@
+"""Routes: the servers that get a run's rows, and all that the run knows of each. Pure: no clock, no loop.
+
+Runs that use an engine at once have routes of their own; `EndedRows` is what they share.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchrunner.core.types import Completion, Request
+from batchrunner.dispatch.bundles import BundleSender
+
+FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S = 0.5, 30.0
+"""Cooldown of a route that fails requests, in seconds: it doubles until the route answers again."""
+FIRST_SUSPENSION_S, LONGEST_SUSPENSION_S = 30.0, 600.0
+"""How long a suspended route gets no rows, in seconds: it doubles until the route answers again."""
+
+
+@dataclass(slots=True, eq=False)
+class EndedRows:
+    """Rows that ended on a route, in all runs that use the engine."""
+
+    rows: int = 0
+    output_tokens: int = 0
+    retractions: int = 0
+    """Times that the engine retracted these rows."""
+
+    def add(self, answer: Completion | None) -> None:
+        """Count a row; without an answer where the server refused it."""
+        self.rows += 1
+        if answer is not None:
+            self.output_tokens += answer.output_tokens
+            self.retractions += answer.retractions
+
+
+@dataclass(slots=True, eq=False)
+class RouteRecord:
+    """Answers and refusals of a route: those of first attempts, and of controls."""
+
+    answered: int = 0
+    refused: int = 0
+    newest: float = 0.0
+    """Time at which the newest answered request was sent, in seconds of the monotonic clock."""
+    last: Request | None = None
+    """The request that was answered last."""
+    has_control: bool = False
+    """Whether a control is in flight."""
+
+
+@dataclass(slots=True, eq=False)
+class Doubt:
+    """Evidence against a route that has failed rows since its last answer."""
+
+    reason: str
+    """Its error for one of these rows."""
+    contradicted: int = 0
+    """Rows that it failed, and that other routes answered."""
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """A server that gets rows of a run."""
+
+    url: str
+    ended: EndedRows = field(default_factory=EndedRows)
+    window: int = 0
+    """Most requests in flight; a smaller window cancels none, it waits for their ends."""
+    in_flight: int = 0
+    speed: float = 1.0
+    """How many rows it ended recently, beside the other routes."""
+    kept: deque[Any] = field(default_factory=deque)
+    """Rows (`PendingRow`) that wait for this route, where their prefix is cached."""
+    promised: int = 0
+    """Rows that are kept, and those of its prefix groups that are not in the queue yet."""
+    record: RouteRecord = field(default_factory=RouteRecord)
+    doubt: Doubt | None = None
+    sender: BundleSender | None = None
+    """Sends its rows; None before the first one."""
+    cools_until: float = 0.0
+    """End of the cooldown or the suspension; 0 if the route has answered since it began."""
+    _cooldown_s: float = FIRST_COOLDOWN_S
+    _suspension_s: float = 0.0
+    """Length of the last suspension; 0 if the route has answered since."""
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether it was suspended, and has not answered since."""
+        return self._suspension_s > 0
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether it has answered a row, and has failed none since that another route might answer."""
+        return self.record.last is not None and self.doubt is None
+
+    def has_slot(self, now: float) -> bool:
+        """Tell whether the holder of a slot may use it for another request."""
+        return self.in_flight <= self.window and self.cools_until <= now
+
+    def cool_down(self, now: float) -> None:
+        """Start the cooldown, after a failed request.
+
+        Requests that fail together count once: a cooldown that has begun is not extended.
+        """
+        if self.cools_until <= now:
+            self.cools_until = now + self._cooldown_s
+            self._cooldown_s = min(self._cooldown_s * 2, LONGEST_COOLDOWN_S)
+
+    def suspend(self, now: float) -> float | None:
+        """Suspend the route; return for how many seconds, None where it is suspended already."""
+        if self.is_suspended and self.cools_until > now:
+            return None
+        self._suspension_s = min(self._suspension_s * 2, LONGEST_SUSPENSION_S) or FIRST_SUSPENSION_S
+        self.cools_until = now + self._suspension_s
+        return self._suspension_s
+
+    def end_cooldown(self) -> None:
+        """End cooldown and suspension, after an answer."""
+        if self.cools_until:
+            self.cools_until, self._cooldown_s, self._suspension_s = 0.0, FIRST_COOLDOWN_S, 0.0
+
+
+class Routes:
+    """The routes of a run, which come as their servers are first seen."""
+
+    def __init__(self) -> None:
+        self._by_url: dict[str, Route] = {}
+        self.in_flight = 0
+        """Requests in flight on all routes."""
+
+    def __iter__(self) -> Iterator[Route]:
+        """Iterate over the routes, the oldest first."""
+        return iter(self._by_url.values())
+
+    def __getitem__(self, url: str) -> Route:
+        """Return the route to a server; raises KeyError where there is none."""
+        return self._by_url[url]
+
+    def open(self, url: str, ended: EndedRows | None = None) -> Route:
+        """Return the route to a server: a new one with these ended rows where there is none."""
+        route = self._by_url.get(url)
+        if route is None:
+            route = self._by_url[url] = Route(url, ended or EndedRows())
+        return route
+
+    @property
+    def window(self) -> int:
+        """Sum of all windows."""
+        return sum(route.window for route in self)
+
+    def least_used(self) -> Route:
+        """Return the route with the fewest requests for its speed, in flight or promised to it.
+
+        One that refused requests, and has answered none since, is the last choice.
+        """
+
+        def use(route: Route) -> tuple[bool, float]:
+            return route.cools_until > 0, (route.in_flight + route.promised) / route.speed
+
+        return min(self, key=use)
+
+    def acquire_slot(self, now: float, wants: Callable[[Route], bool] = lambda _: True) -> Route | None:
+        """Take a slot on the route with the most free ones, of those that want one; None if none is free.
+
+        A route in its cooldown is left out, even where all routes are: then nothing is sent before the first
+        cooldown ends.
+        """
+        best, most_free = None, 0
+        for route in self:
+            free = route.window - route.in_flight
+            if free > most_free and route.cools_until <= now and wants(route):
+                best, most_free = route, free
+        if best is not None:
+            best.in_flight += 1
+            self.in_flight += 1
+        return best
+
+    def release_slot(self, route: Route) -> None:
+        """Free a slot."""
+        route.in_flight -= 1
+        self.in_flight -= 1
+
+    def cool_down(self, route: Route, now: float) -> float:
+        """Start the cooldown of a route that failed a request; return its remaining seconds.
+
+        Without it a route that fails at once always has the most free slots and would draw all rows. The only
+        route has no cooldown: there each row has its own pause.
+        """
+        if len(self._by_url) > 1:
+            route.cool_down(now)
+        return max(0.0, route.cools_until - now)
+
+    def has_others(self, than: Collection[Route]) -> bool:
+        """Tell whether there are routes beside these that are not suspended."""
+        return not all(route.is_suspended or route in than for route in self)
+
+    def may_get(self, route: Route, avoided: Collection[Route]) -> bool:
+        """Tell whether a route may get a row that avoids some: one of these only where there is no other."""
+        return route not in avoided or not self.has_others(avoided)
