@@ -298,7 +298,7 @@ async def _estimate(
         with hold_task(run_dir):  # no engine starts beside that of a run that goes on
             pass
         if job.output.reuse is not None:  # what the run takes from there is not to do
-            await execute(job, only=BitMap64())
+            await execute(job, sample=BitMap64())
     left = selected - read_done(run_dir).rows
     if not left:
         raise JobError(f"{run_dir.name}: all rows are done: there is nothing to estimate")
@@ -367,12 +367,11 @@ async def _take_sample(prepared: PreparedJob, left: BitMap64, most: int) -> tupl
         window = window if job.window == "auto" else min(job.window, window)
         noted, began = SampledEngine(engine, rows), time.monotonic()
         smaller = job.model_copy(update={"window": window})
-        report = await execute(smaller, engine=cast("Engine", noted), info=info, only=chosen)
+        report = await execute(smaller, engine=cast("Engine", noted), info=info, sample=chosen)
         start_s += time.monotonic() - began  # less the sending
     setting = Setting(_config(job, info, schedulers), schedulers)
     sample = KeptSample(_measured(job), most, setting, start_s, info, noted.attempts, 0)
-    good = read_done(run_dir, without_failed=True).rows | sample.rows
-    sample.refused = len(chosen & read_done(run_dir).rows - good)
+    sample.refused = len((chosen & read_done(run_dir).failed) - sample.rows)
     if not sample.rows or (sample.refused and len(sample.rows) == 1):
         why = report.failures[0]["example"] if report.failures else report.reason
         answered = f"{len(sample.rows)} of {counted(len(rows), 'row')} of the sample answered"

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyroaring import BitMap64
 
@@ -23,7 +23,6 @@ from batchrunner.core.errors import (
     BatchrunError,
     EngineStartError,
     InputChangedError,
-    JobError,
     StorageError,
     StoreAwayError,
 )
@@ -54,6 +53,7 @@ from batchrunner.output.task_lock import TaskLock
 from batchrunner.output.writer import FLUSH_FRACTION, PAUSE_S, DiskWait, ResultWriter
 from batchrunner.report.report import Report, make_report, save_report, verdict_of_done, versions
 from batchrunner.runner.control import Control
+from batchrunner.runner.plan import Discard, RunState, StartOptions, may_grow, plan_run
 from batchrunner.runner.prepare import (
     PreparedJob,
     check_resumes,
@@ -87,20 +87,17 @@ async def execute(
     fresh: bool = False,
     retry_failed: bool = False,
     join: bool = False,
-    only: BitMap64 | None = None,
+    sample: BitMap64 | None = None,
     displays: Sequence[Display] = (),
     control: Control | None = None,
 ) -> Report:
     """Run a job to its end and return the report, which is also in report.json.
 
     `engine` is an open engine, with its `info`; without one the job's own is opened and closed. With `join`
-    this task shares the rows with all others that do; with `only` it leaves other rows to a later start.
+    this task shares the rows with all others that do; with a `sample` it leaves other rows to a later start.
     Raises BatchrunError if the run could not start or go on; finished rows are kept.
     """
-    if join and fresh:
-        raise JobError(
-            "--fresh would discard what other tasks have done", hint="delete the directory instead"
-        )
+    start = StartOptions(fresh=fresh, retry_failed=retry_failed, join=join, sample=sample)
     task = new_task() if join else MAIN_TASK
     control = control or Control()
     prepared = await unless_away(
@@ -119,9 +116,9 @@ async def execute(
             job,
             control,
         )
-        run = Run(prepared, lock, control, displays, only)
+        run = Run(prepared, start, lock, control, displays)
         model = info.model if info else model_of(job.engine)
-        await control.run(lambda: run.plan(model, fresh=fresh, retry_failed=retry_failed))
+        await control.run(lambda: run.plan(model))
         stack.push_async_callback(give_back, run.rows, lock)
         stack.enter_context(uploading_logs(run_dir))
         if not run.rows.unread and run.to_discard != "run":
@@ -214,7 +211,9 @@ def plan_failed_rows(job: Job) -> None:
     try:
         with hold_own_task(prepared.run_dir, time.sleep):
             events = EventLog(prepared.run_dir.events)
-            rows, *_ = join(prepared, Control(), RowCounts(), events, retry_failed=True)
+            rows, *_ = join(
+                prepared, StartOptions(join=True, retry_failed=True), Control(), RowCounts(), events
+            )
             rows.give_back()
     finally:
         leave(prepared)
@@ -254,22 +253,22 @@ class Run:
     def __init__(
         self,
         prepared: PreparedJob,
+        start: StartOptions,
         lock: TaskLock,
         control: Control,
         displays: Sequence[Display],
-        only: BitMap64 | None,
     ) -> None:
-        """Begin an attempt of a task on which the `lock` is held; `only` these rows are sent, if given."""
+        """Begin an attempt of a task whose `lock` the caller holds."""
         self.prepared, self.lock, self.control, self.displays = prepared, lock, control, displays
         self.counts, self.events = RowCounts(), EventLog(prepared.run_dir.events)
-        self._only = only
+        self._start = start
         self.done = DoneRows()
         """Rows that earlier attempts of this task ended."""
         self.turns: TurnStore | None = None
         """Where turns of rollouts are stored; None where there are none."""
         self.rows_of_others = 0
         """Rows that other living tasks held when this attempt found nothing to do."""
-        self.to_discard: Literal["run", "failed rows", "nothing"] = "nothing"
+        self.to_discard: Discard = "nothing"
         """What this attempt has still to discard before it writes its first result."""
 
     def discard(self) -> None:
@@ -284,49 +283,59 @@ class Run:
             self.lock.verify()
             run_dir.discard_merged()
 
-    def plan(self, model: str | None, *, fresh: bool, retry_failed: bool) -> None:
+    def plan(self, model: str | None) -> None:
         """Find the rows that this attempt does, and recover what the attempt before left half done.
 
         Raises InputError, OutputError, ResumeError or StorageError.
         """
-        prepared, control, run_dir = self.prepared, self.control, self.prepared.run_dir
+        prepared, control, run_dir, start = self.prepared, self.control, self.prepared.run_dir, self._start
         reuse = None
-        if prepared.job.output.reuse is not None and not prepared.joins:
-            reuse = Reuse(prepared, control)
+        if prepared.job.output.reuse is not None and not start.join:
+            reuse = Reuse(prepared, control)  # raises before anything is discarded
         with writing(run_dir.path):
             for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
                 refresh_listing(directory)
-            if fresh:
+            if start.fresh:
                 check_nobody_works(run_dir, control.sleep)
-                self.to_discard = "run"
             else:
                 check_resumes(prepared, model)
-            if prepared.joins:
-                self._plan_joined(retry_failed=retry_failed)
-                return
-            if not fresh:
-                recover(run_dir, self.lock, prepared.results_schema)
-                self.done = read_done(run_dir, without_failed=retry_failed)
-                self.to_discard = "failed rows" if retry_failed else "nothing"
-            selected = prepared.selected(control.check)
-            todo = selected - self.done.rows
-            if reuse is not None and todo:
-                # The answers that are taken are stored at once, in place of what is discarded.
-                todo -= reuse.take(run_dir, self.lock, selected, todo, before_first=self.discard)
-                self.counts = reuse.counts
-            total, todo = len(selected | self.done.rows), todo if self._only is None else todo & self._only
-            place = run_dir.task_directory
-            copy, self.order = find_sorted_copy(prepared, todo, place) or prepare_order(
-                prepared, todo, place, self.lock.token, control.check
-            )
-            self.rows = FixedRows(prepared, todo, total, copy)
-            self.rows_of_run = len(selected)
+            if start.join:
+                self._plan_joined()
+            else:
+                self._plan_alone(reuse)
 
-    def _plan_joined(self, *, retry_failed: bool) -> None:
+    def _plan_alone(self, reuse: Reuse | None) -> None:
+        """Plan a run whose rows this task does alone; `reuse` brings answers of another run."""
+        prepared, control, run_dir = self.prepared, self.control, self.prepared.run_dir
+        stored = DoneRows()
+        if not self._start.fresh:
+            recover(run_dir, self.lock, prepared.results_schema)
+            stored = read_done(run_dir)
+        plan = plan_run(
+            self._start,
+            RunState(
+                selected=prepared.selected(control.check), answered=stored.answered, failed=stored.failed
+            ),
+        )
+        self.to_discard = plan.discard
+        self.done = stored.without_failed() if plan.discard == "failed rows" else stored
+        if reuse is not None and plan.missing:
+            # Reused answers are stored at once, in place of what the start discards.
+            reused = reuse.take(run_dir, self.lock, plan.selected, plan.missing, before_first=self.discard)
+            plan = plan.with_reused(reused)
+            self.counts = reuse.counts
+        place = run_dir.task_directory
+        copy, self.order = find_sorted_copy(prepared, plan.rows, place) or prepare_order(
+            prepared, plan.rows, place, self.lock.token, control.check
+        )
+        self.rows = FixedRows(prepared, plan.rows, plan.total, copy)
+        self.rows_of_run = len(plan.selected)
+
+    def _plan_joined(self) -> None:
         from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
 
         rows, self.rows_of_run, self.order = join(
-            self.prepared, self.control, self.counts, self.events, retry_failed=retry_failed
+            self.prepared, self._start, self.control, self.counts, self.events
         )
         self.rows = rows
         if not rows.take_first(self.control.sleep):
@@ -406,7 +415,7 @@ class Run:
         """Return what sends the rows and what writes their results, and say what the run is going to do."""
         began = time.monotonic()
         prepared, rows, events = self.prepared, self.rows, self.events
-        job, run_dir, rows_done = prepared.job, prepared.run_dir, len(self.done.rows)
+        job, run_dir, rows_done = prepared.job, prepared.run_dir, len(self.done)
         args = without_secrets(job)["engine"].get("args", {})
         events.write("start", rows_total=rows.total, rows_done=rows_done, engine=asdict(info), args=args)
         decodes = await asyncio.to_thread(lambda: prepared.model_task) == GENERATE
@@ -440,10 +449,11 @@ class Run:
         )
         if job.prompt.rollout is not None:
             self.turns = self._open_turns(writer)
-        expected = {} if self._only is not None or prepared.joins else read_json(run_dir.path / ESTIMATE)
+        is_as_estimated = self._start.sample is None and not prepared.joins
+        estimate = read_json(run_dir.path / ESTIMATE) if is_as_estimated else {}
         sending = Sending(
             job, rows, engine, load_control, prepared.answers, writer, self.counts, events, self.control,
-            self.displays, began, prepared.functions, self.done, self.turns, expected.get("row_s"),
+            self.displays, began, prepared.functions, self.done, self.turns, estimate.get("row_s"),
         )  # fmt: skip
         self.lock.verify()  # the task may be another's since the engine began to start
         self._write_run_json(info)  # not before: a job that was refused is not the one that is to go on
@@ -453,7 +463,7 @@ class Run:
             ends_at = began + (job.limits.deadline or math.inf)
             sending.adaptation = adaptation_of(engine, run_dir, ends_at)
         window = sum(load_control.concurrency.windows.values())
-        if self._only is not None:
+        if self._start.sample is not None:
             why = "for the sample"
         todo = f"{counted(rows.unread, 'row')} to do, {rows_done:,} done before"
         log.info("%s; window %s (%s)", todo, f"{window:,}", why)
@@ -485,8 +495,7 @@ class Run:
             dataset.check_unchanged()
         except InputChangedError as failure:
             log.warning("%s, after it was read: the results are those of the old file", failure.message)
-        is_full = limit is not None and self.rows_of_run >= limit
-        return [] if is_full else dataset.added_files()
+        return dataset.added_files() if may_grow(rows_of_run=self.rows_of_run, limit=limit) else []
 
     def _write_run_json(self, info: EngineInfo) -> None:
         mine, total = self.prepared.fingerprint(info.model), self.rows_of_run
@@ -519,8 +528,12 @@ class Run:
         if not rows_on_disk:
             with contextlib.suppress(BatchrunError):  # count what is there
                 done = read_done(run_dir)
+                counts_on_disk = done.counts
                 report = replace(
-                    report, rows_ok=done.ok, rows_failed=done.counts.failed, rows_cut=done.counts.cut
+                    report,
+                    rows_ok=len(done.answered),
+                    rows_failed=counts_on_disk.failed,
+                    rows_cut=counts_on_disk.cut,
                 )
         return replace(
             report,
@@ -550,8 +563,9 @@ class Run:
         if failure is not None:
             return failure.exit_code, str(failure)
         if report.rows_left > report.rows_of_others:
-            sampled = "stopped" if self._only is None else "a sample is done: the job asks no row again"
-            return self.control.exit_code, self.control.reason or sampled
+            is_sample = self._start.sample is not None
+            why = "a sample is done: the job asks no row again" if is_sample else "stopped"
+            return self.control.exit_code, self.control.reason or why
         if unheld:
             gone = f"{unheld:,} rows are left that no living task holds: run the same command again"
             return self.control.exit_code, self.control.reason or gone
