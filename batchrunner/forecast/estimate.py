@@ -48,7 +48,8 @@ from batchrunner.report.report import duration
 from batchrunner.runner.control import Control
 from batchrunner.runner.open_engine import cancelled_once, open_portal
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
-from batchrunner.runner.run import execute, open_engine_of
+from batchrunner.runner.run import execute
+from batchrunner.runner.shared_engine import SharedEngine, open_engine_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -356,7 +357,8 @@ async def _take_sample(prepared: PreparedJob, left: BitMap64, most: int) -> tupl
     job, run_dir, began = prepared.job, prepared.run_dir, time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         logs = run_dir.log_directory
-        engine, info = await open_engine_of(job, prepared.model_task, logs, Control(), stack)
+        opened = await open_engine_of(job, prepared.model_task, logs, Control(), stack)
+        engine, info = opened.engine, opened.info
         schedulers = max(len(await engine.loads()), len(info.routes))
         start_s = time.monotonic() - began
         found = survey(prepared, left, info, BitMap64())
@@ -367,7 +369,8 @@ async def _take_sample(prepared: PreparedJob, left: BitMap64, most: int) -> tupl
         window = window if job.window == "auto" else min(job.window, window)
         noted, began = SampledEngine(engine, rows), time.monotonic()
         smaller = job.model_copy(update={"window": window})
-        report = await execute(smaller, engine=cast("Engine", noted), info=info, sample=chosen)
+        sampling = SharedEngine(cast("Engine", noted), info)
+        report = await execute(smaller, engine=sampling, sample=chosen)
         start_s += time.monotonic() - began  # less the sending
     setting = Setting(_config(job, info, schedulers), schedulers)
     sample = KeptSample(_measured(job), most, setting, start_s, info, noted.attempts, 0)

@@ -1,11 +1,14 @@
 """Tasks that share a run: the first plans it, each takes leases and takes over those of dead tasks."""
 
+from __future__ import annotations
+
 import logging
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
 
@@ -37,6 +40,9 @@ from batchrunner.runner.prepare import PreparedJob
 from batchrunner.runner.reuse import Reuse
 from batchrunner.runner.rows import TaskRows
 
+if TYPE_CHECKING:
+    from batchrunner.output.turns import TurnStore
+
 log = logging.getLogger(__name__)
 
 
@@ -52,9 +58,16 @@ class LeasedRows(TaskRows):
 
     is_shared = True
 
-    def __init__(self, prepared: PreparedJob, leases: Leases, counts: RowCounts, events: EventLog) -> None:
-        """Hold no lease yet; `counts` tells how many of the rows taken have ended."""
-        super().__init__(prepared)
+    def __init__(
+        self,
+        prepared: PreparedJob,
+        leases: Leases,
+        counts: RowCounts,
+        events: EventLog,
+        turns: TurnStore | None = None,
+    ) -> None:
+        """Hold no lease yet. `counts` tells how many of the rows taken have ended."""
+        super().__init__(prepared, turns)
         self._leases = leases
         self._events = events
         self._uncommitted: dict[int, tuple[Lease, BitMap64]] = {}
@@ -100,6 +113,7 @@ class LeasedRows(TaskRows):
 
     def committed(self, rows: BitMap64) -> None:
         """End the leases whose last rows are in parts now."""
+        super().committed(rows)
         with self._lock:
             for number, (lease, left) in list(self._uncommitted.items()):
                 self._uncommitted[number] = lease, left - rows
@@ -118,11 +132,9 @@ class LeasedRows(TaskRows):
                 for copy in copies:
                     self._leases.store.remove(copy)
 
-    def newest_plan(self) -> LeasePlan:
+    def newest_plan(self) -> LeasePlan | None:
         """Return the run's newest plan, which another task may have added. Raises OSError."""
-        now = self._look()
-        assert now.plan is not None
-        return now.plan
+        return self._look().plan
 
     def held_elsewhere(self) -> tuple[int, int]:
         """Return the number of rows that living tasks do, and of those that are left with nobody to do them.
@@ -272,7 +284,13 @@ def _at_once(_: float) -> None:
 
 
 def join(
-    prepared: PreparedJob, start: StartOptions, control: Control, counts: RowCounts, events: EventLog
+    prepared: PreparedJob,
+    start: StartOptions,
+    control: Control,
+    *,
+    counts: RowCounts,
+    events: EventLog,
+    turns: TurnStore | None = None,
 ) -> tuple[LeasedRows, int, OrderDecision]:
     """Return the rows that this task will take, the number of rows of the whole run, and their order.
 
@@ -306,7 +324,7 @@ def join(
     assert leases.plan is not None
     _check_plan(leases, prepared)
     leases.join()
-    rows = LeasedRows(prepared, leases, counts, events)
+    rows = LeasedRows(prepared, leases, counts, events, turns)
     return rows, leases.plan.rows_total, OrderDecision(**leases.plan.choice)
 
 

@@ -11,7 +11,7 @@ import pytest
 import batchrunner
 from batchrunner.core.timing import TIMING
 from batchrunner.engines.logs.series import GUIDES
-from batchrunner.runner import adapt, sending
+from batchrunner.runner import adapt, send
 from tests.conftest import events_of, job_of, report_of, run_job
 from tests.support.launchable import with_slots
 from tests.support.runs import rows_once
@@ -27,7 +27,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     for name, value in {"adapt": 1.0, "launch_poll": 0.02, "first_retry": 0.01, "load_poll": 0.05}.items():
         monkeypatch.setattr(TIMING, name, value)
     monkeypatch.setattr(GUIDES, "span_s", 0.5)
-    monkeypatch.setattr(sending, "SAMPLE_S", 0.1)
+    monkeypatch.setattr(send, "SAMPLE_S", 0.1)
     monkeypatch.setattr(adapt, "WORTH", 0.01)
 
 

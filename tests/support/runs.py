@@ -98,7 +98,9 @@ class Task:
         self.counts = RowCounts()
         events = EventLog(self.run_dir.events)
         sleeper = Control()
-        self.rows, _, _ = join(self.prepared, StartOptions(join=True), sleeper, self.counts, events)
+        self.rows, _, _ = join(
+            self.prepared, StartOptions(join=True), sleeper, counts=self.counts, events=events
+        )
         self._batches = self.rows.batches()
         self._parts = 0
         self.read: list[int] = []
