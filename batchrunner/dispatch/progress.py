@@ -293,7 +293,7 @@ class AttemptProgress:
         rows_s, output_s, prompt_s, cached_s = self._rates.update(
             now, counts.own, counts.output_tokens, counts.prompt_tokens, counts.cached_tokens
         )
-        total, done = self._rows.total, len(self._done.rows) + counts.done
+        total, done = self._rows.total, len(self._done) + counts.done
         stopping, in_flight = self._backlog.is_stopping, self._routes.in_flight
         left_s = self._time_left.update(now, counts.own, in_flight, total - done)
         by_scheduler = self._by_scheduler(now)

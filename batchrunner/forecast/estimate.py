@@ -46,7 +46,8 @@ from batchrunner.report.report import duration
 from batchrunner.runner.control import Control
 from batchrunner.runner.open_engine import cancelled_once, open_portal
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare
-from batchrunner.runner.run import execute, open_engine_of
+from batchrunner.runner.run import execute
+from batchrunner.runner.shared_engine import SharedEngine, open_engine_of
 from batchrunner.sglang.flags import CLIP
 from batchrunner.sglang.model_files import cards_of, model_directory
 
@@ -298,7 +299,7 @@ async def _estimate(
         with hold_task(run_dir):  # no engine starts beside that of a run that goes on
             pass
         if job.output.reuse is not None:  # what the run takes from there is not to do
-            await execute(job, only=BitMap64())
+            await execute(job, sample=BitMap64())
     left = selected - read_done(run_dir).rows
     if not left:
         raise JobError(f"{run_dir.name}: all rows are done: there is nothing to estimate")
@@ -356,7 +357,8 @@ async def _take_sample(prepared: PreparedJob, left: BitMap64, most: int) -> tupl
     job, run_dir, began = prepared.job, prepared.run_dir, time.monotonic()
     async with contextlib.AsyncExitStack() as stack:
         logs = run_dir.log_directory
-        engine, info = await open_engine_of(job, prepared.model_task, logs, Control(), stack)
+        opened = await open_engine_of(job, prepared.model_task, logs, Control(), stack)
+        engine, info = opened.engine, opened.info
         schedulers = max(len(await engine.loads()), len(info.routes))
         start_s = time.monotonic() - began
         found = survey(prepared, left, info, BitMap64())
@@ -367,12 +369,12 @@ async def _take_sample(prepared: PreparedJob, left: BitMap64, most: int) -> tupl
         window = window if job.window == "auto" else min(job.window, window)
         noted, began = SampledEngine(engine, rows), time.monotonic()
         smaller = job.model_copy(update={"window": window})
-        report = await execute(smaller, engine=cast("Engine", noted), info=info, only=chosen)
+        sampling = SharedEngine(cast("Engine", noted), info)
+        report = await execute(smaller, engine=sampling, sample=chosen)
         start_s += time.monotonic() - began  # less the sending
     setting = Setting(_config(job, info, schedulers), schedulers)
     sample = KeptSample(_measured(job), most, setting, start_s, info, noted.attempts, 0)
-    good = read_done(run_dir, without_failed=True).rows | sample.rows
-    sample.refused = len(chosen & read_done(run_dir).rows - good)
+    sample.refused = len((chosen & read_done(run_dir).failed) - sample.rows)
     if not sample.rows or (sample.refused and len(sample.rows) == 1):
         why = report.failures[0]["example"] if report.failures else report.reason
         answered = f"{len(sample.rows)} of {counted(len(rows), 'row')} of the sample answered"

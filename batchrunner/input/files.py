@@ -142,7 +142,7 @@ def results_of(given: str, storage: StorageSpec) -> str:
     from batchrunner.output.merge import merge, merged_rows  # noqa: PLC0415 - only for such an input
 
     run_dir = look_at_run(given, storage)
-    done, total = len(done_by_all(run_dir).rows), require_run_json(run_dir)["rows_total"]
+    done, total = len(done_by_all(run_dir)), require_run_json(run_dir)["rows_total"]
     if done < total:
         raise InputError(
             f"{given}: this run is not done: {done:,} of {total:,} rows",

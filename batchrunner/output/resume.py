@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -27,46 +26,69 @@ _COUNTED = ["row", "error"]
 
 @dataclass(slots=True)
 class DoneRows:
-    """Finished rows, by ordinal, and their counts."""
+    """Rows with a stored result, by ordinal, and their counts."""
 
-    rows: BitMap64 = field(default_factory=BitMap64)
-    counts: RowCounts = field(default_factory=RowCounts)
+    answered: BitMap64 = field(default_factory=BitMap64)
+    """Rows with an answer."""
+    failed: BitMap64 = field(default_factory=BitMap64)
+    """Rows with an error, and without an answer in another part."""
+    counts_of_answered: RowCounts = field(default_factory=RowCounts)
+    counts_of_failed: RowCounts = field(default_factory=RowCounts)
 
     @property
-    def ok(self) -> int:
-        """Rows with an answer; a row that two parts hold counts once."""
-        return len(self.rows) - self.counts.failed
+    def rows(self) -> BitMap64:
+        """Rows with an answer or an error."""
+        return self.answered | self.failed
 
-    def add(self, results: pa.Table, *, without_failed: bool) -> None:
+    @property
+    def counts(self) -> RowCounts:
+        """Counts of all these rows."""
+        return self.counts_of_answered + self.counts_of_failed
+
+    def __len__(self) -> int:
+        """Return the number of rows; a row that two parts hold counts once."""
+        return len(self.answered) + len(self.failed)
+
+    def without_failed(self) -> DoneRows:
+        """Return the rows with an answer, and their counts."""
+        return DoneRows(answered=self.answered, counts_of_answered=self.counts_of_answered)
+
+    def add(self, results: pa.Table) -> None:
         """Add the rows of a part, or of a table of a journal, by its columns `row` and `error`."""
         counts = counts_in(results.schema)
-        self.counts += counts.ok if without_failed else counts.ok + counts.failed
-        if without_failed:
-            results = results.filter(pc.is_null(results.column("error")))
-        self.rows |= rows_of_column(results.column("row"))
+        is_answered = pc.is_null(results.column("error"))
+        rows = results.select(["row"])
+        self.include(
+            DoneRows(
+                answered=rows_of_column(rows.filter(is_answered).column("row")),
+                failed=rows_of_column(rows.filter(pc.invert(is_answered)).column("row")),
+                counts_of_answered=counts.ok,
+                counts_of_failed=counts.failed,
+            )
+        )
 
     def include(self, other: DoneRows) -> None:
         """Add the rows and counts of other parts."""
-        self.rows |= other.rows
-        self.counts += other.counts
+        self.answered |= other.answered
+        self.failed = (self.failed | other.failed) - self.answered
+        self.counts_of_answered += other.counts_of_answered
+        self.counts_of_failed += other.counts_of_failed
 
 
-def read_done(run_dir: RunDir, *, without_failed: bool = False) -> DoneRows:
-    """Return the rows in this task's parts and journals; `without_failed` leaves failed rows out.
-
-    Raises ResumeError where a part is damaged.
-    """
+def read_done(run_dir: RunDir) -> DoneRows:
+    """Return the rows in this task's parts and journals. Raises ResumeError where a part is damaged."""
     done = DoneRows()
     # journals first: one of them may become a part before the parts are listed
     journals = [*_read_journals(run_dir)]
     parts = run_dir.own_parts()
     with thread_pool(READERS) as pool:
-        for found in pool.map(partial(_read_part, without_failed=without_failed), parts):
-            done.include(found)
+        for rows_of_part in pool.map(_read_part, parts):
+            done.include(rows_of_part)
     for table in journals:
-        new = [at for at, row in enumerate(table.column("row").to_pylist()) if row not in done.rows]
+        rows_of_parts = done.rows
+        new = [at for at, row in enumerate(table.column("row").to_pylist()) if row not in rows_of_parts]
         if new:  # else it is in a part too
-            done.add(table.take(arrow_array(new, pa.int64())), without_failed=without_failed)
+            done.add(table.take(arrow_array(new, pa.int64())))
     return done
 
 
@@ -79,11 +101,11 @@ def done_by_all(run_dir: RunDir) -> DoneRows:
     return done
 
 
-def _read_part(path: Path, *, without_failed: bool) -> DoneRows:
+def _read_part(path: Path) -> DoneRows:
     done = DoneRows()
     # the rows of a part that was discarded or moved away since it was listed are not done
     with contextlib.suppress(FileNotFoundError), open_part(path) as part:
-        done.add(part.read(_COUNTED, use_threads=False), without_failed=without_failed)
+        done.add(part.read(_COUNTED, use_threads=False))
     return done
 
 

@@ -43,8 +43,9 @@ from batchrunner.report.report import Report, duration, report_of_all
 from batchrunner.runner.control import SIGNALS, Control
 from batchrunner.runner.foreground import log_to_stderr, under_signals
 from batchrunner.runner.progress import LINE_EVERY_S
-from batchrunner.runner.run import execute, plan_failed_rows
+from batchrunner.runner.run import execute
 from batchrunner.runner.status import status
+from batchrunner.runner.work import plan_failed_rows
 
 log = logging.getLogger(__name__)
 

@@ -253,10 +253,10 @@ def make_report(run_dir: RunDir, done: DoneRows, total: int, tally: RowCounts) -
     return Report(
         path=run_dir.name,
         rows_total=total,
-        rows_ok=done.ok + tally.ok,
+        rows_ok=len(done.answered) + tally.ok,
         rows_failed=earlier.failed + tally.failed,
         rows_cut=earlier.cut + tally.cut,
-        rows_resumed=len(done.rows),
+        rows_resumed=len(done),
         output_tokens=tally.output_tokens,
         output_tokens_all_starts=earlier.output_tokens + tally.output_tokens,
         prompt_tokens=tally.prompt_tokens,
@@ -290,7 +290,7 @@ def report_of_all(run: str | Path | RunDir) -> Report:
     spans = [span for task in tasks for span in attempt_spans(task.events)]
     wall_s = union_s(spans)
     done = done_by_all(run_dir)
-    counts = replace(done.counts, ok=done.ok)  # a row that two parts hold counts once
+    counts = replace(done.counts, ok=len(done.answered))  # a row that two parts hold counts once
     report = make_report(run_dir, DoneRows(), facts["rows_total"], counts)
     limit = facts["job"].get("limits", {}).get("max_failed_rows", LimitsSpec().max_failed_rows)
     exit_code, reason = verdict_of_done(report, limit)

@@ -1,17 +1,19 @@
 """Tasks that share a run: the first plans it, each takes leases and takes over those of dead tasks."""
 
+from __future__ import annotations
+
 import logging
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import (
     OutputError,
-    ResumeError,
     StorageError,
     TaskHeldError,
     TaskLockLostError,
@@ -27,15 +29,19 @@ from batchrunner.output.events import EventLog
 from batchrunner.output.files import writing
 from batchrunner.output.liveness import POLL_S, SHORT_POLL_S, LivenessMonitor, monitor_of
 from batchrunner.output.parts import recover
-from batchrunner.output.resume import done_by_all, read_done
+from batchrunner.output.resume import DoneRows, done_by_all, read_done
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.run_json import check_same_run, raise_total
 from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.control import Control
 from batchrunner.runner.leases import LeasePlan, Leases, next_lease
+from batchrunner.runner.plan import RunState, StartOptions, check_retry, has_grown, plan_run
 from batchrunner.runner.prepare import PreparedJob
 from batchrunner.runner.reuse import Reuse
 from batchrunner.runner.rows import TaskRows
+
+if TYPE_CHECKING:
+    from batchrunner.output.turns import TurnStore
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +58,16 @@ class LeasedRows(TaskRows):
 
     is_shared = True
 
-    def __init__(self, prepared: PreparedJob, leases: Leases, counts: RowCounts, events: EventLog) -> None:
-        """Hold no lease yet; `counts` tells how many of the rows taken have ended."""
-        super().__init__(prepared)
+    def __init__(
+        self,
+        prepared: PreparedJob,
+        leases: Leases,
+        counts: RowCounts,
+        events: EventLog,
+        turns: TurnStore | None = None,
+    ) -> None:
+        """Hold no lease yet. `counts` tells how many of the rows taken have ended."""
+        super().__init__(prepared, turns)
         self._leases = leases
         self._events = events
         self._uncommitted: dict[int, tuple[Lease, BitMap64]] = {}
@@ -100,6 +113,7 @@ class LeasedRows(TaskRows):
 
     def committed(self, rows: BitMap64) -> None:
         """End the leases whose last rows are in parts now."""
+        super().committed(rows)
         with self._lock:
             for number, (lease, left) in list(self._uncommitted.items()):
                 self._uncommitted[number] = lease, left - rows
@@ -118,11 +132,9 @@ class LeasedRows(TaskRows):
                 for copy in copies:
                     self._leases.store.remove(copy)
 
-    def newest_plan(self) -> LeasePlan:
+    def newest_plan(self) -> LeasePlan | None:
         """Return the run's newest plan, which another task may have added. Raises OSError."""
-        now = self._look()
-        assert now.plan is not None
-        return now.plan
+        return self._look().plan
 
     def held_elsewhere(self) -> tuple[int, int]:
         """Return the number of rows that living tasks do, and of those that are left with nobody to do them.
@@ -272,7 +284,13 @@ def _at_once(_: float) -> None:
 
 
 def join(
-    prepared: PreparedJob, control: Control, counts: RowCounts, events: EventLog, *, retry_failed: bool
+    prepared: PreparedJob,
+    start: StartOptions,
+    control: Control,
+    *,
+    counts: RowCounts,
+    events: EventLog,
+    turns: TurnStore | None = None,
 ) -> tuple[LeasedRows, int, OrderDecision]:
     """Return the rows that this task will take, the number of rows of the whole run, and their order.
 
@@ -285,11 +303,7 @@ def join(
     leases = Leases(run_dir.leases, run_dir.task, run_dir.store)
     with writing(run_dir.leases):
         leases.refresh()
-        if retry_failed and not leases.is_done():
-            raise ResumeError(
-                f"{run_dir.name}: --retry-failed: other tasks are still at it, or died at it",
-                hint="wait for their end, or run --join without --retry-failed first",
-            )
+        check_retry(start, run_dir.name, is_leased=not leases.is_done())
         is_logged = False
         while leases.is_done() or _is_behind(leases, prepared):
             with ExitStack() as stack:
@@ -304,13 +318,13 @@ def join(
                     continue
                 leases.refresh()
                 known = len(leases.plans)
-                _plan(prepared, leases, control, retry_failed=retry_failed)
+                _plan(prepared, start, leases, control)
                 if len(leases.plans) == known:  # there was nothing to add, or another task was faster
                     break
     assert leases.plan is not None
     _check_plan(leases, prepared)
     leases.join()
-    rows = LeasedRows(prepared, leases, counts, events)
+    rows = LeasedRows(prepared, leases, counts, events, turns)
     return rows, leases.plan.rows_total, OrderDecision(**leases.plan.choice)
 
 
@@ -329,12 +343,14 @@ def _is_behind(leases: Leases, prepared: PreparedJob) -> bool:
     if leases.plan is None:
         return True
     _check_plan(leases, prepared)
-    known = leases.plan.fingerprint
-    more_rows = prepared.dataset.total_rows > sum(file["rows"] for file in known["files"])
-    return bool(more_rows or known["limit"] != prepared.job.input.limit)
+    return has_grown(
+        leases.plan.fingerprint,
+        rows_of_files=prepared.dataset.total_rows,
+        limit=prepared.job.input.limit,
+    )
 
 
-def _plan(prepared: PreparedJob, leases: Leases, control: Control, *, retry_failed: bool) -> None:
+def _plan(prepared: PreparedJob, start: StartOptions, leases: Leases, control: Control) -> None:
     """Add a plan of the rows that no plan has; after the end of all plans, of those that are not done."""
     is_done = leases.is_done()
     if not (is_done or _is_behind(leases, prepared)):  # another task was faster
@@ -343,16 +359,21 @@ def _plan(prepared: PreparedJob, leases: Leases, control: Control, *, retry_fail
     with hold_task(main, control.sleep) as lock:  # no attempt without --join may be at work
         recover(main, lock, prepared.results_schema)
         done = _done_by_all(main, leases.plan.rows_total if leases.plan and is_done else 0, control)
-        if retry_failed:
+        if start.retry_failed:
             for task in main.all_tasks():
                 discard_failed_rows(task, lock)
-            done = done_by_all(main).rows
-        selected = prepared.selected(control.check)
-        rows = selected - done
-        if not is_done:  # what is planned is done by others, or taken over from them
-            rows -= leases.rows()
-        if prepared.job.output.reuse is not None and rows:
-            rows -= Reuse(prepared, control).take(main, lock, selected, rows)
+            done = done_by_all(main)
+        state = RunState(
+            selected=prepared.selected(control.check),
+            answered=done.answered,
+            failed=done.failed,
+            leased=BitMap64() if is_done else leases.rows(),
+        )
+        plan = plan_run(StartOptions(join=True), state)
+        if prepared.job.output.reuse is not None and plan.missing:
+            reuse = Reuse(prepared, control)
+            plan = plan.with_reused(reuse.take(main, lock, plan.selected, plan.missing))
+        rows = plan.rows
         is_needed = rows or _is_behind(leases, prepared)
         lock.verify()
         if is_done:
@@ -369,15 +390,15 @@ def _plan(prepared: PreparedJob, leases: Leases, control: Control, *, retry_fail
         else:
             cuts, name = cut_into_leases(rows, prepared.dataset.total_rows), None
         new = prepared.fingerprint("")
-        leases.make_plan(LeasePlan(rows, cuts, len(selected), new, name, asdict(choice)))
-        raise_total(prepared.run_dir, len(selected), new)
+        leases.make_plan(LeasePlan(rows, cuts, len(plan.selected), new, name, asdict(choice)))
+        raise_total(prepared.run_dir, len(plan.selected), new)
 
 
-def _done_by_all(run_dir: RunDir, expected: int, control: Control) -> BitMap64:
+def _done_by_all(run_dir: RunDir, expected: int, control: Control) -> DoneRows:
     """Return the rows in all parts; parts that another host has just written may take a while to appear."""
     waited_s = 0.0
     while True:
-        done = done_by_all(run_dir).rows
+        done = done_by_all(run_dir)
         if len(done) >= expected or waited_s > TIMING.parts_appear:
             return done
         if not waited_s:

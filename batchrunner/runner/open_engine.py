@@ -21,6 +21,7 @@ from batchrunner.job.spec import Job
 from batchrunner.job.tasks import GENERATE, TaskName
 from batchrunner.report.report import Report
 from batchrunner.runner.run import execute
+from batchrunner.runner.shared_engine import SharedEngine
 
 T = TypeVar("T")
 _CLOSED = "the engine is closed: use it within its `with open_engine(…)`"
@@ -107,18 +108,17 @@ class EngineLoop:
     """The event loop on which a stream is sent: that of an open engine, or a new one."""
 
     _portal: BlockingPortal
-    _engine: Engine | None = None
-    _info: EngineInfo | None = None
+    _engine: SharedEngine | None = None
     _started: set[PortalWork[Any]] = field(default_factory=set)
     """Work that has not ended."""
 
     def start(self, work: Callable[..., Coroutine[Any, Any, T]]) -> PortalWork[T]:
-        """Start work, with the open engine as `engine` and `info`; it ends when the engine is closed.
+        """Start work, with the open engine as `engine`; it ends when the engine is closed.
 
         Raises BatchrunError if the engine is closed.
         """
         try:
-            started = PortalWork(self._portal, functools.partial(work, engine=self._engine, info=self._info))
+            started = PortalWork(self._portal, functools.partial(work, engine=self._engine))
         except RuntimeError:
             raise BatchrunError(_CLOSED) from None
         self._started.add(started)
@@ -161,7 +161,7 @@ class OpenEngine:
         """Task of a job that it was opened for."""
         self.spec = spec
         self.info = info
-        self.loop = EngineLoop(portal, engine, info)
+        self.loop = EngineLoop(portal, SharedEngine(engine, info))
         """The loop on which it lives."""
 
     def start(self, job: Job, **options: Any) -> PortalWork[Report]:

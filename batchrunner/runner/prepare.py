@@ -18,6 +18,7 @@ import pyarrow as pa
 from pyroaring import BitMap64
 
 from batchrunner.core.errors import BatchrunError, Faults, InputError, OutputError, ResumeError
+from batchrunner.core.files import read_json
 from batchrunner.core.types import EMBEDDINGS_PATH
 from batchrunner.engines.http.connections import raise_file_limit
 from batchrunner.input.dataset import Dataset, rows_of
@@ -25,6 +26,7 @@ from batchrunner.input.files import join_paths
 from batchrunner.input.job_input import JobInput
 from batchrunner.input.render import Renderer
 from batchrunner.input.request_bodies import URL
+from batchrunner.input.sorted_copy import remove_sorted_copies
 from batchrunner.job.answers import AnswerPlan, plan_answers
 from batchrunner.job.arrow_types import arrow_type, type_name
 from batchrunner.job.output import REQUEST_DIGEST
@@ -33,7 +35,7 @@ from batchrunner.job.spec import Job
 from batchrunner.job.tasks import EMBED, GENERATE, TaskName
 from batchrunner.output.columns import schema_of_run
 from batchrunner.output.liveness import holders_of
-from batchrunner.output.run_dir import MAIN_TASK, TUNE, RunDir, look_at_run, open_run
+from batchrunner.output.run_dir import MAIN_TASK, SEGMENT, TUNE, RunDir, look_at_run, open_run
 from batchrunner.output.run_json import (
     DISCARD,
     check_same_run,
@@ -210,6 +212,21 @@ def drop_copies(run_dir: RunDir, *, is_done: bool = False) -> None:
             return
         shutil.rmtree(run_dir.copies, ignore_errors=True)
         run_dir.path.rmdir()
+
+
+def leave(prepared: PreparedJob) -> None:
+    """Close what is open, and delete what no later start needs: copies of the input, and of a joined run."""
+    run_dir = prepared.run_dir
+    is_done = read_json(run_dir.report_json).get("rows_left") == 0
+    drop_copies(run_dir, is_done=is_done)
+    if is_done:
+        with contextlib.suppress(OSError):  # files that stay do no harm
+            remove_sorted_copies(run_dir.task_directory)
+            for path in run_dir.tasks.glob(f"*/{SEGMENT}*"):  # turns that a dead worker left
+                path.unlink(missing_ok=True)
+    prepared.close()
+    if prepared.joins and not any(run_dir.task_directory.glob("journal-*")):
+        run_dir.store.discard_copy(run_dir.task)
 
 
 def _is_held(tasks: list[RunDir]) -> bool:

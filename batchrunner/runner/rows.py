@@ -1,10 +1,13 @@
 """The rows of a run's files, in one lease or in several, read and rendered while others are sent."""
 
+from __future__ import annotations
+
 import logging
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pyroaring import BitMap64
 
@@ -15,6 +18,10 @@ from batchrunner.input.dataset import DatasetReader, RowBatch
 from batchrunner.input.sorted_copy import SortedCopy
 from batchrunner.runner.prepare import PreparedJob
 
+if TYPE_CHECKING:
+    from batchrunner.output.turns import TurnStore
+    from batchrunner.runner.leases import LeasePlan
+
 log = logging.getLogger(__name__)
 
 
@@ -24,9 +31,10 @@ class TaskRows(ABC):
     is_shared: bool
     """Whether other tasks could do them, now or later."""
 
-    def __init__(self, prepared: PreparedJob) -> None:
-        """Read rows of this input."""
+    def __init__(self, prepared: PreparedJob, turns: TurnStore | None = None) -> None:
+        """Read rows of this input; `turns` stores the turns of rollouts."""
         self._prepared = prepared
+        self._turns = turns
         self._stopped = threading.Event()
         self._to_read = 0
         """Rows of the leases that were taken, still to be read."""
@@ -37,12 +45,40 @@ class TaskRows(ABC):
         """The kind of all prompts; None where they may be of any."""
         self.names: Sequence[str] = prepared.dataset.schema.names
         """Names of the columns."""
-        self.leased: Callable[[Lease], object] | None = None
-        """Called with each lease before its rows are read."""
+
+    @property
+    @abstractmethod
+    def total(self) -> int:
+        """Number of rows, those that earlier attempts ended included; with leases an estimate."""
+
+    @property
+    @abstractmethod
+    def unread(self) -> int:
+        """Number of rows still to be read; with leases an estimate."""
 
     @abstractmethod
     def take(self, *, wait: bool) -> Lease | None:
         """Take the next lease; None if there is none, or none at once without `wait`. Blocks."""
+
+    @abstractmethod
+    def give_back(self) -> None:
+        """Leave the rows that were not done to other workers. Blocks, and may raise OSError."""
+
+    def committed(self, rows: BitMap64) -> None:
+        """Note rows that are in a part, and so need no journal or input any more.
+
+        Called in a thread; it may block and raise OSError.
+        """
+        if self._turns is not None:
+            self._turns.ended(rows)
+
+    def newest_plan(self) -> LeasePlan | None:
+        """Return the newest plan of a run that workers share; None where this worker is alone."""
+        return None
+
+    def held_elsewhere(self) -> tuple[int, int]:
+        """Return the number of rows that living workers do, and of those that nobody does."""
+        return 0, 0
 
     def stop(self) -> None:
         """End `batches` soon, also while it waits."""
@@ -59,8 +95,8 @@ class TaskRows(ABC):
             return
         try:
             while lease is not None:
-                if self.leased is not None:
-                    self.leased(lease)
+                if self._turns is not None:
+                    self._turns.load(lease)
                 for batch in self._read(lease):
                     digests: list[bytes | None] = [None] * len(batch.rows)
                     yield self._prepared.renderer.render(batch, self._stopped.is_set, digests)
@@ -81,13 +117,13 @@ class TaskRows(ABC):
             self._close()
         self._read_copy = lease.copy
         self._reader = self._reader or self._open()  # a copy that is gone will not come back
-        left = lease.rows.copy()
+        unread = lease.rows.copy()
         batches: Iterator[RowBatch] | None = None
         pauses_s = iter(TIMING.read_retries)
         while not self._stopped.is_set():
             try:
                 self._reader = self._reader or self._open()
-                batches = batches or self._reader.read(left.copy(), lease.positions)
+                batches = batches or self._reader.read(unread.copy(), lease.positions)
                 batch = next(batches, None)
             except InputError as failure:
                 self._close()
@@ -102,7 +138,7 @@ class TaskRows(ABC):
                 return
             pauses_s = iter(TIMING.read_retries)
             yield batch
-            left -= BitMap64(batch.rows)
+            unread -= BitMap64(batch.rows)
 
     def _open(self) -> DatasetReader | SortedCopy:
         if self._read_copy is not None:
@@ -120,16 +156,28 @@ class FixedRows(TaskRows):
 
     is_shared = False
 
-    def __init__(self, prepared: PreparedJob, rows: BitMap64, total: int, copy: Path | None) -> None:
-        """`rows` are those to do, of `total` with those that were done before.
+    def __init__(
+        self,
+        prepared: PreparedJob,
+        rows: BitMap64,
+        *,
+        total: int,
+        copy: Path | None = None,
+        turns: TurnStore | None = None,
+    ) -> None:
+        """Do `rows`, of `total` with those that were done before; `turns` stores the turns of rollouts.
 
         `copy` is the sorted copy of the input in whose order they are sent; None for input order.
         """
-        super().__init__(prepared)
+        super().__init__(prepared, turns)
         self._lease: Lease | None = Lease(0, 0, rows, None, copy)
-        self.total = total
-        """Number of rows, those that earlier attempts ended included."""
+        self._total = total
         self._to_read = len(rows)
+
+    @property
+    def total(self) -> int:
+        """Number of rows, those that earlier attempts ended included."""
+        return self._total
 
     @property
     def unread(self) -> int:
@@ -141,9 +189,6 @@ class FixedRows(TaskRows):
         del wait
         lease, self._lease = self._lease, None
         return lease
-
-    def committed(self, rows: BitMap64) -> None:
-        """Do nothing: no other task waits for these rows."""
 
     def give_back(self) -> None:
         """Take no more rows."""

@@ -78,7 +78,7 @@ def _task(
     return {
         "task": run_dir.task,
         "running": holder,
-        "rows_on_disk": len(done.rows),
+        "rows_on_disk": len(done),
         "rows_failed": done.counts.failed,
         "rows_cut": done.counts.cut,
         "output_tokens": done.counts.output_tokens,

@@ -20,11 +20,9 @@ import orjson
 import pyarrow as pa
 import pyarrow.types as pt
 
-from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError, InputError
 from batchrunner.core.timing import TIMING
 from batchrunner.core.types import Outcome, Request, RowRef
-from batchrunner.engines.base import Engine
 from batchrunner.input.dataset import RowBatch, carried_of
 from batchrunner.input.parquet_copy import fitted, normalized
 from batchrunner.input.render import Renderer
@@ -49,8 +47,8 @@ from batchrunner.output.events import EventLog
 from batchrunner.runner.control import Control
 from batchrunner.runner.open_engine import EngineLoop, open_portal
 from batchrunner.runner.progress import Display
-from batchrunner.runner.run import check_engine, open_engine_of
-from batchrunner.runner.sending import Outlet, Sending, open_control
+from batchrunner.runner.send import Outlet, Sending
+from batchrunner.runner.shared_engine import SharedEngine, open_engine_of
 
 if TYPE_CHECKING:
     from batchrunner.core.hook_pool import HookPool
@@ -423,13 +421,12 @@ async def send_stream(
     displays: Sequence[Display],
     log_directory: Path,
     *,
-    engine: Engine | None = None,
-    info: EngineInfo | None = None,
+    engine: SharedEngine | None = None,
 ) -> None:
     """Send all rows and give their outcomes to `outlet`, which ends with them.
 
-    `engine` is an open engine, with its `info`; without one the job's own is opened and closed. Cancelled, it
-    cancels the requests in flight. Raises BatchrunError where the engine cannot be opened or is lost, or
+    Without an open `engine` the job's own is opened and closed. A cancellation cancels the requests in
+    flight. Raises BatchrunError where the engine cannot be opened or is lost, or
     where a limit of the job ended the stream.
     """
     job, control, counts, events = rows.job, Control(), RowCounts(), EventLog(log_directory / "events.jsonl")
@@ -437,17 +434,27 @@ async def send_stream(
         async with contextlib.AsyncExitStack() as stack:
             for display in displays:
                 stack.enter_context(contextlib.closing(display))
-            if engine is None or info is None:
-                engine, info = await open_engine_of(job, job.task, log_directory, control, stack)
-            check_engine(job, info)
+            if engine is None:
+                engine = await open_engine_of(job, job.task, log_directory, control, stack)
+            engine.check(job)
             stack.enter_context(contextlib.closing(events))
             events.open()
             began = time.monotonic()
-            load_control, _ = await open_control(job, engine, info, events, unsent=rows.unread, now=began)
+            load_control, _ = await engine.load_control(job, events, unsent=rows.unread, now=began)
             sending = Sending(
-                job, rows, engine, load_control, rows.plan, outlet, counts, events, control, displays, began,
-                rows.functions,
-            )  # fmt: skip
+                job=job,
+                rows=rows,
+                engine=engine.engine,
+                load_control=load_control,
+                answers=rows.plan,
+                outlet=outlet,
+                counts=counts,
+                events=events,
+                control=control,
+                displays=displays,
+                began=began,
+                functions=rows.functions,
+            )
             try:
                 await sending.send()
             finally:

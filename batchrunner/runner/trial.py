@@ -25,6 +25,7 @@ from batchrunner.job.engine import ServerEngine
 from batchrunner.job.spec import AcceptSpec, InputSpec, Job
 from batchrunner.runner.control import Control
 from batchrunner.runner.run import execute
+from batchrunner.runner.shared_engine import SharedEngine
 from batchrunner.runner.tuning_sample import TuningSample
 from batchrunner.sglang.flags import arguments_in, name_in, variables_in
 from batchrunner.sglang.logs.lines import LoggedBatch, ServerReady, clean, origin_of, record_in
@@ -198,7 +199,7 @@ class TrialRunner:
         )  # fmt: skip
         try:
             report = await execute(
-                self._job_into(out), engine=cast("Engine", meter), info=info, control=control
+                self._job_into(out), engine=SharedEngine(cast("Engine", meter), info), control=control
             )
             failed = report.rows_failed / max(report.rows_failed + report.rows_ok, 1)
             if report.failures and not report.rows_ok:

@@ -32,6 +32,7 @@ from batchrunner.runner.foreground import TERM_DRAIN_S
 from batchrunner.runner.prepare import prepare
 from batchrunner.runner.progress import Progress, ProgressCalls
 from batchrunner.runner.run import execute
+from batchrunner.runner.shared_engine import SharedEngine
 from batchrunner.serve.state import BATCHES, FILES, Record, State, now
 
 log = logging.getLogger(__name__)
@@ -77,12 +78,11 @@ def counts_of(total: int, failed: int = 0, ok: int = 0) -> Record:
 class Batches:
     """The batches of a server that have not ended."""
 
-    def __init__(
-        self, state: State, engine: Engine, info: EngineInfo, options: dict[str, Any], server: Control
-    ) -> None:
+    def __init__(self, state: State, engine: SharedEngine, options: dict[str, Any], server: Control) -> None:
         """Run batches on an open engine; `options` are those of `job_of_batch`, `server` stops the server."""
         self._server = server
-        self._state, self._engine, self.info, self._options = state, engine, info, options
+        self._state, self._engine, self._options = state, engine, options
+        self.info = engine.info
         self._at_work: dict[str, tuple[Control, asyncio.Task[None]]] = {}
         self._turns = asyncio.Semaphore(MOST_AT_ONCE)
         self._one = asyncio.Lock()
@@ -141,7 +141,7 @@ class Batches:
             try:
                 await control.wait_for(self._turns.acquire(), "before its turn")
                 try:
-                    await self._execute(batch, engine=self._engine, info=self.info, control=control)
+                    await self._execute(batch, engine=self._engine, control=control)
                 finally:
                     self._turns.release()
             except BatchrunError:
@@ -151,7 +151,7 @@ class Batches:
                 return
             if control.reason is not None:
                 info = replace(self.info, model=batch["model"], yields=None)  # it has no users
-                await self._execute(batch, engine=NoEngine(control.reason), info=info)
+                await self._execute(batch, engine=SharedEngine(NoEngine(control.reason), info))
             if control.reason != CANCELLED:
                 await self._state.save(BATCHES, batch, status="finalizing", finalizing_at=now())
             async with self._one:

@@ -20,12 +20,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yarl import URL
 
 from batchrunner.core.console import show
-from batchrunner.core.engine_info import EngineInfo
 from batchrunner.core.errors import BatchrunError, EngineAwayError, JobError
 from batchrunner.core.files import is_uri
 from batchrunner.core.processes import SignalWatch
 from batchrunner.core.types import BATCH_PATHS, EMBEDDINGS_PATH
-from batchrunner.engines.base import Engine
 from batchrunner.job.call import job_of_batch
 from batchrunner.job.fields import Duration
 from batchrunner.job.spec import Job
@@ -34,7 +32,7 @@ from batchrunner.output.files import make_directory, using_run, whole_file
 from batchrunner.output.run_dir import RunDir
 from batchrunner.output.task_lock import hold_task
 from batchrunner.runner.control import SIGNALS, Control
-from batchrunner.runner.run import open_engine_of
+from batchrunner.runner.shared_engine import SharedEngine, open_engine_of
 from batchrunner.serve.batches import RETRY_S, Batches, counts_of
 from batchrunner.serve.state import BATCHES, FILES, Record, State, new_id, now
 
@@ -318,7 +316,7 @@ class Api:
 
 async def opened_engine(
     job: Job, task: TaskName, directory: Path, control: Control, stack: contextlib.AsyncExitStack
-) -> tuple[Engine, EngineInfo]:
+) -> SharedEngine:
     """Open the engine, which `stack` closes; where servers of others are away, they are waited for."""
     while True:
         try:
@@ -361,11 +359,13 @@ async def serve(
         named = f"--port {port}, --host {host}"
         with using_run(named):  # before a model is loaded
             (await loop.create_server(asyncio.Protocol, host, port)).close()
-        opened, info = await opened_engine(job, task, directory, control, stack)
-        batches = Batches(state, opened, info, options, control)
+        shared = await opened_engine(job, task, directory, control, stack)
+        batches = Batches(state, shared, options, control)
         stack.push_async_callback(batches.end)
         embeds = task == EMBED
-        served = [path for path in BATCH_PATHS if info.simulated or (path == EMBEDDINGS_PATH) == embeds]
+        served = [
+            path for path in BATCH_PATHS if shared.info.simulated or (path == EMBEDDINGS_PATH) == embeds
+        ]
         api = Api(state, batches, served, most_bytes, most_files)
         runner = web.AppRunner(api.application(), access_log=None, shutdown_timeout=1)
         stack.push_async_callback(runner.cleanup)

@@ -10,7 +10,7 @@ import pytest
 
 import batchrunner
 from batchrunner.core.timing import TIMING
-from batchrunner.runner import adapt, sending
+from batchrunner.runner import adapt, send
 from batchrunner.tuning.signals import GUIDES
 from tests.conftest import events_of, job_of, report_of, run_job
 from tests.support.launchable import with_slots
@@ -27,7 +27,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
     for name, value in {"adapt": 1.0, "launch_poll": 0.02, "first_retry": 0.01, "load_poll": 0.05}.items():
         monkeypatch.setattr(TIMING, name, value)
     monkeypatch.setattr(GUIDES, "span_s", 0.5)
-    monkeypatch.setattr(sending, "SAMPLE_S", 0.1)
+    monkeypatch.setattr(send, "SAMPLE_S", 0.1)
     monkeypatch.setattr(adapt, "WORTH", 0.01)
 
 

@@ -23,6 +23,7 @@ from batchrunner.output.parts import Journal, write_part
 from batchrunner.output.task_lock import TaskLock
 from batchrunner.runner.control import Control
 from batchrunner.runner.join import join
+from batchrunner.runner.plan import StartOptions
 from batchrunner.runner.prepare import prepare
 from tests.conftest import (
     ROOT,
@@ -97,7 +98,9 @@ class Task:
         self.counts = RowCounts()
         events = EventLog(self.run_dir.events)
         sleeper = Control()
-        self.rows, _, _ = join(self.prepared, sleeper, self.counts, events, retry_failed=False)
+        self.rows, _, _ = join(
+            self.prepared, StartOptions(join=True), sleeper, counts=self.counts, events=events
+        )
         self._batches = self.rows.batches()
         self._parts = 0
         self.read: list[int] = []

@@ -8,27 +8,17 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakValueDictionary
 
-from batchrunner.core.engine_info import EngineInfo, QueueBand, SchedulerLoad
+from batchrunner.core.engine_info import EngineInfo, SchedulerLoad
 from batchrunner.core.errors import RowRefusedError
 from batchrunner.core.types import Completion, Outcome, PromptKind
-from batchrunner.dispatch.bundles import BundleSenders, BundleTotals, ForwardPasses
-from batchrunner.dispatch.concurrency.law import (
-    BYTES_A_TOKEN,
-    BYTES_AN_ID,
-    TYPICAL_PROMPT_TOKENS,
-    UNKNOWN_ENGINE_WINDOW,
-    tokens_a_row,
-)
-from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.dispatch.bundles import BundleSenders, BundleTotals
 from batchrunner.dispatch.dispatcher import Dispatcher
 from batchrunner.dispatch.feeder import Feeder
-from batchrunner.dispatch.load_control import LoadControl, SendingRun, write_changes
+from batchrunner.dispatch.load_control import LoadControl, SendingRun
 from batchrunner.dispatch.progress import AttemptProgress
 from batchrunner.dispatch.queue import Backlog, ResultSink, RowSource
 from batchrunner.dispatch.reorder import OutputLengths, Reorderer, ReuseDistance
@@ -53,76 +43,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
-
-def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
-    """Return what to do about too few connections, in a line; None where they are enough.
-
-    `fixed` is the job's window, if it sets one; else as many are needed as the engine can run.
-    """
-    wanted = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
-    if info.connections is None or info.connections >= wanted:
-        return None
-    who = "the job's window is" if fixed else "the engine can run"
-    return (
-        f"at most {info.connections} requests can be in flight, and {who} {wanted}: up to "
-        f"{1 - info.connections / wanted:.0%} of the speed is lost. The limit is {info.connections_by}: "
-        "raise it (ulimit -Hn, LimitNOFILE, or the container's --ulimit nofile)"
-    )
-
-
-_CONTROLS: WeakValueDictionary[Engine, LoadControl] = WeakValueDictionary()
-"""The control of each engine that runs use."""
-
-
-async def open_control(
-    job: Job,
-    engine: Engine,
-    info: EngineInfo,
-    events: EventLog,
-    *,
-    unsent: int,
-    now: float,
-    decodes: bool = True,
-    prompt_bytes: float | None = None,
-) -> tuple[LoadControl, str]:
-    """Return the load control of an open engine, with the first windows by its load `now`, and their reason.
-
-    Runs that use the engine at once have the same one, unless their jobs set different windows.
-
-    Tell how many rows are `unsent`, whether the engine `decodes`, as far as the job's task does not say, and
-    how many bytes of a prompt it computes on average, where that is known.
-    """
-    fixed = None if job.window == "auto" else job.window
-    bytes_a_token = BYTES_A_TOKEN if job.prompt.input_ids is None else BYTES_AN_ID
-    prompt_tokens = None if prompt_bytes is None else prompt_bytes / bytes_a_token
-    concurrency = ConcurrencyLimits(
-        info,
-        QueueBand(),
-        tokens_a_row(_most_new_tokens(job), prompt_tokens),
-        most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
-        fixed=fixed,
-        passes=None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens),
-        prompt_tokens=prompt_tokens or TYPICAL_PROMPT_TOKENS,
-    )
-    loads = await engine.loads()
-    if (control := _CONTROLS.get(engine)) and control.in_use and control.concurrency.fixed == fixed:
-        return control, "shared with other runs"
-    control = _CONTROLS[engine] = LoadControl(engine, concurrency)
-    if cost := _cost_of_connections(info, fixed):
-        log.warning("%s", cost)
-    first = concurrency.begin(loads, now, unsent=unsent)
-    if fixed is not None:
-        return control, "set by the job"
-    write_changes(events, first)
-    return control, first[0].reason + (f"; {len(first)} schedulers" if first[1:] else "")
-
-
-def _most_new_tokens(job: Job) -> int | None:
-    """Return the most output tokens of a row; None where they differ by row."""
-    if job.forward is not None:
-        return 0
-    return job.sampling.max_new_tokens if isinstance(job.sampling.max_new_tokens, int) else None
 
 
 class Outlet(ResultSink, Protocol):
@@ -197,23 +117,23 @@ async def _columns_of_answer(
 ) -> tuple[Completion, str | None]:
     """Return an answer with the values of the columns, or as it is with an error."""
     calls = (functions.call(PARSE, text, *row) for text in completion.texts)
-    samples: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
-    failures = {number: each for number, each in enumerate(samples) if isinstance(each, BaseException)}
+    results: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+    failures = {number: result for number, result in enumerate(results) if isinstance(result, BaseException)}
     for failure in failures.values():
         if not isinstance(failure, RowRefusedError):
             raise failure
     for number, failure in failures.items():
         return completion, of_sample(str(failure), number, completion)
     names = [name for name, _ in functions.facts[PARSE].columns]
-    made = {name: [sample[name] for sample in samples] for name in names}
-    return completion._replace(columns={**completion.columns, **made}), None
+    parsed = {name: [values[name] for values in results] for name in names}
+    return completion._replace(columns={**completion.columns, **parsed}), None
 
 
 SAMPLE_S = 2.0
 """Seconds between two samples in the event log: 43,000 lines a day. A young run is sampled more often."""
 
 
-class KnownRows(RowSource, Protocol):
+class ReadableRows(RowSource, Protocol):
     """A source of rows whose columns and kind of prompts are known."""
 
     kind: PromptKind | None
@@ -222,51 +142,55 @@ class KnownRows(RowSource, Protocol):
     """Names of the columns."""
 
 
-@dataclass
 class Sending:
-    """What sends rows to an open engine and watches it meanwhile."""
+    """Sends the rows of one run to an open engine, and watches the engine meanwhile."""
 
-    _job: Job
-    _rows: KnownRows
-    _engine: Engine
-    _load_control: LoadControl
-    _plan: AnswerPlan
-    """What outcomes become."""
-    _outlet: Outlet
-    _counts: RowCounts
-    _events: EventLog
-    _control: Control
-    _displays: Sequence[Display]
-    _began: float
-    """When the attempt began."""
-    _functions: HookPool | None
-    """The job's Python functions."""
-    _done: DoneRows = field(default_factory=DoneRows)
-    """Rows of earlier attempts."""
-    _turns: TurnStore | None = None
-    """Where turns of rollouts are stored; None where nothing is."""
-    _row_s: float | None = None
-    """Seconds that a row takes by an estimate of the run."""
-    adaptation: Adaptation | None = None
-    """What changes the servers' flags, where they may change."""
-    _loads: Sequence[SchedulerLoad] = ()
-    """The newest load sample."""
-    _next_sample: float = 0.0
+    def __init__(
+        self,
+        *,
+        job: Job,
+        rows: ReadableRows,
+        engine: Engine,
+        load_control: LoadControl,
+        answers: AnswerPlan,
+        outlet: Outlet,
+        counts: RowCounts,
+        events: EventLog,
+        control: Control,
+        displays: Sequence[Display],
+        began: float,
+        functions: HookPool | None,
+        done_before: DoneRows | None = None,
+        turns: TurnStore | None = None,
+        estimated_row_s: float | None = None,
+        adaptation: Adaptation | None = None,
+    ) -> None:
+        """Build the parts in the order in which rows and load samples flow.
 
-    def __post_init__(self) -> None:
-        """Build the parts in the order in which rows and samples flow.
-
-        Raises CannotTokenizeError if the job needs client-side tokenization and it is not possible.
+        `began` is the start of the attempt on the monotonic clock, `functions` run the job's Python
+        functions, `done_before` are the rows of earlier attempts, `turns` stores the turns of rollouts,
+        `estimated_row_s` is the time of a row by an estimate of the run, and `adaptation` changes the
+        servers' flags. Raises CannotTokenizeError if the job needs client-side tokenization and it is not
+        possible.
         """
-        job, rows, engine, events = self._job, self._rows, self._engine, self._events
-        functions, concurrency = self._functions, self._load_control.concurrency
-        self.concurrency, info = concurrency, concurrency.info
+        self._job, self._rows, self._outlet, self._events = job, rows, outlet, events
+        self._control, self._displays, self._load_control = control, displays, load_control
+        self._began, self._adaptation = began, adaptation
+        self._loads: Sequence[SchedulerLoad] = ()
+        """The newest load sample."""
+        self._next_sample = 0.0
+        self.concurrency = load_control.concurrency
+        concurrency, info = self.concurrency, self.concurrency.info
         routes = Routes()
         tokenizer = RowTokenizer(job, rows.kind, engine, info, events, functions)
         results = OutcomeSink(
-            self._outlet, self._counts, self._control, routes, job.limits.abort_failed_share,
+            outlet,
+            counts,
+            control,
+            routes,
+            job.limits.abort_failed_share,
             functions if functions is not None and PARSE in functions.facts else None,
-        )  # fmt: skip
+        )
 
         # rows: source → reorder → tokenise → queue → slot → engine → check → parse, count, store (`results`)
         self.reorderer = _reorderer(
@@ -274,12 +198,10 @@ class Sending:
         )
         self._backlog = Backlog(routes, results, lambda: rows.unread + self.reorderer.held)
         self.rollouts: Rollouts | None = None
-        if self._plan.asked is not None and functions is not None:
+        if answers.asked is not None and functions is not None:
             from batchrunner.dispatch.rollouts import Rollouts  # noqa: PLC0415 - only for such jobs
 
-            self.rollouts = Rollouts(
-                job, rows, functions, tokenizer, self._backlog, routes, results, self._turns
-            )
+            self.rollouts = Rollouts(job, rows, functions, tokenizer, self._backlog, routes, results, turns)
         self._feeder = self.rollouts or Feeder(
             source=rows,
             reorderer=self.reorderer,
@@ -294,24 +216,34 @@ class Sending:
         self.bundles = BundleTotals()
         senders = BundleSenders(job, engine, info, concurrency.passes, self.bundles, events)
         checker = None
-        if self._plan.checks:
+        if answers.checks:
             from batchrunner.dispatch.checks import AnswerChecker  # noqa: PLC0415 - only for such jobs
 
-            checker = AnswerChecker(job, self._plan, rows.names, tokenizer, functions)
+            checker = AnswerChecker(job, answers, rows.names, tokenizer, functions)
 
-        # load samples: engine → windows → progress: display and event log, `polled`
+        # load samples: engine → windows → progress: display and event log, `_polled`
         self._run = SendingRun(routes, self._backlog, events)
         self.progress = AttemptProgress(
-            rows, self._done, self._counts, routes, concurrency, self._backlog, engine, events,
-            began=self._began, task=job.task, rollouts=self.rollouts, row_s=self._row_s,
-        )  # fmt: skip
+            rows,
+            done_before or DoneRows(),
+            counts,
+            routes,
+            concurrency,
+            self._backlog,
+            engine,
+            events,
+            began=began,
+            task=job.task,
+            rollouts=self.rollouts,
+            row_s=estimated_row_s,
+        )
         self._dispatcher = Dispatcher(
             backlog=self._backlog,
             routes=routes,
             senders=senders,
             checker=checker,
             reorderer=self.reorderer,
-            load_control=self._load_control,
+            load_control=load_control,
             events=events,
             limits=job.limits,
         )
@@ -348,12 +280,12 @@ class Sending:
         if now >= self._next_sample:
             self._next_sample = now + min(SAMPLE_S, (now - self._began) / 50)
             self._events.write("sample", **sample)
-            if self.adaptation is not None:
+            if self._adaptation is not None:
                 try:
-                    self.adaptation.take({"time": now, **sample})
+                    self._adaptation.take({"time": now, **sample})
                 except Exception:  # the rows matter more
                     log.exception("the servers' flags are not adapted any more")
-                    self.adaptation = None
+                    self._adaptation = None
         self._outlet.check()
         deadline_s = self._job.limits.deadline
         if deadline_s is not None and now > self._began + deadline_s:
@@ -373,8 +305,8 @@ class Sending:
         if self._control.reason is not None:
             self._backlog.stop()
             self._rows.stop()
-            if self.adaptation is not None:
-                self.adaptation.stop()
+            if self._adaptation is not None:
+                self._adaptation.stop()
         if self._control.at_once:
             sending.cancel()
 

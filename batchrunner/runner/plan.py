@@ -1,0 +1,122 @@
+"""Plan of a run: the rows that a start sends, the results that it keeps, and those that it discards.
+
+This is the only place that knows what `--fresh`, `--retry-failed`, `--join`, `input.limit`, `output.reuse`,
+estimates and a growing input mean for rows. It has no files and no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias
+
+from pyroaring import BitMap64
+
+from batchrunner.core.errors import JobError, ResumeError
+
+Discard: TypeAlias = Literal["run", "failed rows", "nothing"]
+"""Results that a start deletes before it writes its first one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """What the user asked of a start. Raises JobError where the options contradict each other."""
+
+    fresh: bool = False
+    """Discard the run and begin again."""
+    retry_failed: bool = False
+    """Send the failed rows again."""
+    join: bool = False
+    """Share the rows with all other workers that join."""
+    sample: BitMap64 | None = None
+    """The only rows that an estimate sends; None sends all."""
+
+    def __post_init__(self) -> None:
+        if self.join and self.fresh:
+            raise JobError(
+                "--fresh would discard what other workers have done", hint="delete the directory instead"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunState:
+    """The rows of a run before a start."""
+
+    selected: BitMap64
+    """Rows of the input within `input.limit`."""
+    answered: BitMap64 = field(default_factory=BitMap64)
+    """Rows with a stored answer."""
+    failed: BitMap64 = field(default_factory=BitMap64)
+    """Rows with a stored error, and without a stored answer."""
+    leased: BitMap64 = field(default_factory=BitMap64)
+    """Rows of leases that have not all ended: the workers of the run do them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """The rows that a start sends, keeps and discards."""
+
+    selected: BitMap64
+    """Rows of the input within `input.limit`."""
+    kept: BitMap64
+    """Rows whose results stay. An answer stays although its row is not selected any more."""
+    missing: BitMap64
+    """Selected rows without a result that stays; `output.reuse` may bring their answers."""
+    discard: Discard
+    """Results that go before the first new one is stored."""
+    sample: BitMap64 | None = None
+    """The only rows that an estimate sends; None sends all."""
+
+    @property
+    def rows(self) -> BitMap64:
+        """Rows to send."""
+        return self.missing if self.sample is None else self.missing & self.sample
+
+    @property
+    def total(self) -> int:
+        """Number of rows with a result once all missing rows have one."""
+        return len(self.selected | self.kept)
+
+    def with_reused(self, reused: BitMap64) -> RunPlan:
+        """Return the plan after rows got their answers from another run.
+
+        Those answers are not among the kept results: the start counts them as its own.
+        """
+        return replace(self, missing=self.missing - reused)
+
+
+def plan_run(start: StartOptions, state: RunState) -> RunPlan:
+    """Decide what a start sends, keeps and discards."""
+    discard: Discard = "nothing"
+    kept = state.answered | state.failed
+    if start.fresh:
+        discard, kept = "run", BitMap64()
+    elif start.retry_failed:
+        discard, kept = "failed rows", state.answered
+    return RunPlan(
+        selected=state.selected,
+        kept=kept,
+        missing=state.selected - kept - state.leased,
+        discard=discard,
+        sample=start.sample,
+    )
+
+
+def check_retry(start: StartOptions, run: str, *, is_leased: bool) -> None:
+    """Raise ResumeError for `--retry-failed` while a `run` has leases that have not ended."""
+    if start.retry_failed and is_leased:
+        raise ResumeError(
+            f"{run}: --retry-failed: other workers are still at it, or died at it",
+            hint="wait for their end, or run --join without --retry-failed first",
+        )
+
+
+def has_grown(planned: Mapping[str, Any], *, rows_of_files: int, limit: int | None) -> bool:
+    """Tell whether the input has rows that a plan lacks; `planned` is the fingerprint of the plan."""
+    planned_rows = sum(file["rows"] for file in planned["files"])
+    return bool(rows_of_files > planned_rows or planned["limit"] != limit)
+
+
+def may_grow(*, rows_of_run: int, limit: int | None) -> bool:
+    """Tell whether rows that are added to the input would belong to the run."""
+    return limit is None or rows_of_run < limit

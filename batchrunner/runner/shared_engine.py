@@ -1,0 +1,142 @@
+"""An engine that is open, and the concurrency limits that all runs on it share."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import sys
+from pathlib import Path
+
+from batchrunner.core.engine_info import EngineInfo, QueueBand
+from batchrunner.core.errors import EngineStartError
+from batchrunner.core.media import KIND_OF_FIELD
+from batchrunner.dispatch.bundles import ForwardPasses
+from batchrunner.dispatch.concurrency.law import (
+    BYTES_A_TOKEN,
+    BYTES_AN_ID,
+    TYPICAL_PROMPT_TOKENS,
+    UNKNOWN_ENGINE_WINDOW,
+    tokens_a_row,
+)
+from batchrunner.dispatch.concurrency.limits import ConcurrencyLimits
+from batchrunner.dispatch.load_control import LoadControl, write_changes
+from batchrunner.engines.base import Engine
+from batchrunner.engines.registry import make_engine
+from batchrunner.job.engine import ServerEngine
+from batchrunner.job.spec import Job
+from batchrunner.job.tasks import GENERATE, TaskName
+from batchrunner.output.events import EventLog
+from batchrunner.runner.control import Control
+
+log = logging.getLogger(__name__)
+
+
+class SharedEngine:
+    """An open engine. Runs that use it at the same time share its concurrency limits."""
+
+    def __init__(self, engine: Engine, info: EngineInfo) -> None:
+        self.engine = engine
+        self.info = info
+        """What the engine reports of itself."""
+        self._load_control: LoadControl | None = None
+        """The control of the runs that use the engine now, or did last."""
+
+    async def load_control(
+        self,
+        job: Job,
+        events: EventLog,
+        *,
+        unsent: int,
+        now: float,
+        decodes: bool = True,
+        prompt_bytes: float | None = None,
+    ) -> tuple[LoadControl, str]:
+        """Return the load control for a run of a job, with the first windows, and the reason for these.
+
+        It is that of the other runs on the engine, unless their jobs set different windows. `unsent` is the
+        number of rows to send, `now` a time of the monotonic clock. `decodes` tells whether the requests of a
+        batch file generate, and `prompt_bytes` is the mean of what the engine computes of a prompt, if known.
+        """
+        fixed = None if job.window == "auto" else job.window
+        bytes_a_token = BYTES_A_TOKEN if job.prompt.input_ids is None else BYTES_AN_ID
+        prompt_tokens = None if prompt_bytes is None else prompt_bytes / bytes_a_token
+        info = self.info
+        concurrency = ConcurrencyLimits(
+            info,
+            QueueBand(),
+            tokens_a_row(_most_new_tokens(job), prompt_tokens),
+            most=max(1, (info.connections or sys.maxsize) // len(info.routes)),
+            fixed=fixed,
+            passes=None if job.forward is None and decodes else ForwardPasses(info.prefill_tokens),
+            prompt_tokens=prompt_tokens or TYPICAL_PROMPT_TOKENS,
+        )
+        loads = await self.engine.loads()
+        current = self._load_control
+        if current is not None and current.in_use and current.concurrency.fixed == fixed:
+            return current, "shared with other runs"
+        control = self._load_control = LoadControl(self.engine, concurrency)
+        if cost := _cost_of_connections(info, fixed):
+            log.warning("%s", cost)
+        first = concurrency.begin(loads, now, unsent=unsent)
+        if fixed is not None:
+            return control, "set by the job"
+        write_changes(events, first)
+        return control, first[0].reason + (f"; {len(first)} schedulers" if first[1:] else "")
+
+    def check(self, job: Job) -> None:
+        """Raise EngineStartError where the engine cannot do a job. Log its notes."""
+        for name in job.prompt.media:
+            kind = KIND_OF_FIELD[name]
+            if getattr(self.info, f"takes_{kind.field}") is False:
+                raise EngineStartError(
+                    f"prompt.{name}: {self.info.model} takes no {kind.field}",
+                    hint="choose a model for them; one whose part for them is off needs --enable-multimodal",
+                )
+        for note in self.info.notes:
+            log.info("%s", note)
+
+
+async def open_engine_of(
+    job: Job, task: TaskName, log_directory: Path, control: Control, stack: contextlib.AsyncExitStack
+) -> SharedEngine:
+    """Open the engine of a job for a task of a model; `stack` closes it. Raises BatchrunError."""
+    shape = shape_of(job, task)
+    engine = make_engine(job.engine, log_dir=log_directory, limits=job.limits, task=task, shape=shape)
+    stack.push_async_callback(engine.close)
+    info = await control.wait_for(engine.open(), "while the engine was starting")
+    return SharedEngine(engine, info)
+
+
+def shape_of(job: Job, task: TaskName) -> str | None:
+    """Return a digest of what makes jobs alike; None if the servers' flags may not change for this one."""
+    engine = job.engine
+    if not isinstance(engine, ServerEngine) or engine.adapt == "off" or "config" in engine.args:
+        return None  # the flags in a file of SGLang's are not known here
+    if task != GENERATE or job.window != "auto":
+        return None
+    alike = job.model_dump_json(include={"prompt", "sampling", "engine"})
+    return hashlib.sha256(alike.encode()).hexdigest()[:12]
+
+
+def _cost_of_connections(info: EngineInfo, fixed: int | None) -> str | None:
+    """Return a warning that says what to do about too few connections; None where there are enough.
+
+    `fixed` is the job's window, if it sets one. Otherwise as many are needed as the engine can run.
+    """
+    needed = fixed or info.max_running or UNKNOWN_ENGINE_WINDOW
+    if info.connections is None or info.connections >= needed:
+        return None
+    who = "the job's window is" if fixed else "the engine can run"
+    return (
+        f"at most {info.connections} requests can be in flight, and {who} {needed}: up to "
+        f"{1 - info.connections / needed:.0%} of the speed is lost. The limit is {info.connections_by}: "
+        "raise it (ulimit -Hn, LimitNOFILE, or the container's --ulimit nofile)"
+    )
+
+
+def _most_new_tokens(job: Job) -> int | None:
+    """Return the most output tokens of a row; None where they differ by row."""
+    if job.forward is not None:
+        return 0
+    return job.sampling.max_new_tokens if isinstance(job.sampling.max_new_tokens, int) else None

@@ -1,0 +1,167 @@
+"""The work of an attempt: its plan, made of what is on disk, and the rows in the order of sending."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pyroaring import BitMap64
+
+from batchrunner.input.order import OrderDecision
+from batchrunner.input.sorted_copy import find_sorted_copy, prepare_order
+from batchrunner.job.spec import Job
+from batchrunner.output.counts import RowCounts
+from batchrunner.output.discard import check_nobody_works, discard_failed_rows, discard_run, hold_own_task
+from batchrunner.output.events import EventLog
+from batchrunner.output.files import refresh_listing, writing
+from batchrunner.output.parts import recover
+from batchrunner.output.resume import DoneRows, done_by_all, read_done
+from batchrunner.output.task_lock import TaskLock
+from batchrunner.runner.control import Control
+from batchrunner.runner.plan import Discard, RunState, StartOptions, plan_run
+from batchrunner.runner.prepare import PreparedJob, check_resumes, leave, new_task, prepare
+from batchrunner.runner.reuse import Reuse
+from batchrunner.runner.rows import FixedRows, TaskRows
+
+if TYPE_CHECKING:
+    from batchrunner.output.turns import TurnStore
+
+
+@dataclass(kw_only=True)
+class Work:
+    """The rows that an attempt does, and what it has to know of the others."""
+
+    rows: TaskRows
+    rows_of_run: int
+    """Rows of the whole run, over all workers."""
+    order: OrderDecision
+    counts: RowCounts
+    """Counts of the rows that this attempt ends; reused answers are in them from the begin."""
+    done_before: DoneRows = field(default_factory=DoneRows)
+    """Rows that earlier attempts of this worker ended."""
+    rows_of_others: int = 0
+    """Rows that other living workers held when this attempt found nothing to do."""
+    discard: Discard = "nothing"
+    """Results that are still to be discarded before the first new one is written."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do. A run that is to be discarded has its new begin to write."""
+        return not self.rows.unread and self.discard != "run"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkFinder:
+    """Finds the work of an attempt of a worker whose lock the caller holds. Its methods block."""
+
+    prepared: PreparedJob
+    start: StartOptions
+    lock: TaskLock
+    control: Control
+    events: EventLog
+    turns: TurnStore | None
+    """Where turns of rollouts are stored; None where there are none."""
+
+    def find(self, model: str | None) -> Work:
+        """Plan the attempt, and recover what the attempt before left half done.
+
+        Raises InputError, OutputError, ResumeError or StorageError.
+        """
+        prepared, run_dir, start = self.prepared, self.prepared.run_dir, self.start
+        reuse = None
+        if prepared.job.output.reuse is not None and not start.join:
+            reuse = Reuse(prepared, self.control)  # raises before anything is discarded
+        with writing(run_dir.path):
+            for directory in (run_dir.path, run_dir.tasks, run_dir.parts, run_dir.leases):
+                refresh_listing(directory)
+            if start.fresh:
+                check_nobody_works(run_dir, self.control.sleep)
+            else:
+                check_resumes(prepared, model)
+            return self._find_shared() if start.join else self._find_alone(reuse)
+
+    def _find_alone(self, reuse: Reuse | None) -> Work:
+        """Find the work of a run that one worker does; `reuse` brings answers of another run."""
+        prepared, run_dir = self.prepared, self.prepared.run_dir
+        stored = DoneRows()
+        if not self.start.fresh:
+            recover(run_dir, self.lock, prepared.results_schema)
+            stored = read_done(run_dir)
+        state = RunState(
+            selected=prepared.selected(self.control.check),
+            answered=stored.answered,
+            failed=stored.failed,
+        )
+        plan = plan_run(self.start, state)
+        discard, counts = plan.discard, RowCounts()
+        if reuse is not None and plan.missing:
+            # Reused answers are stored at once, in place of the results that the start discards.
+            reused = reuse.take(
+                run_dir,
+                self.lock,
+                plan.selected,
+                plan.missing,
+                before_first=lambda: self.discard(plan.discard),
+            )
+            plan, counts = plan.with_reused(reused), reuse.counts
+            discard = "nothing" if reused else discard
+        place = run_dir.task_directory
+        copy, order = find_sorted_copy(prepared, plan.rows, place) or prepare_order(
+            prepared, plan.rows, place, self.lock.token, self.control.check
+        )
+        return Work(
+            rows=FixedRows(prepared, plan.rows, total=plan.total, copy=copy, turns=self.turns),
+            rows_of_run=len(plan.selected),
+            order=order,
+            counts=counts,
+            done_before=stored.without_failed() if plan.discard == "failed rows" else stored,
+            discard=discard,
+        )
+
+    def _find_shared(self) -> Work:
+        """Find the work of one of several workers: it takes a first lease, where there is one."""
+        from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
+
+        counts = RowCounts()
+        rows, rows_of_run, order = join(
+            self.prepared, self.start, self.control, counts=counts, events=self.events, turns=self.turns
+        )
+        if rows.take_first(self.control.sleep):
+            return Work(rows=rows, rows_of_run=rows_of_run, order=order, counts=counts)
+        # Before the done rows are counted: what others hold may end meanwhile.
+        rows_of_others, _ = rows.held_elsewhere()
+        return Work(
+            rows=FixedRows(self.prepared, BitMap64(), total=rows_of_run),
+            rows_of_run=rows_of_run,
+            order=order,
+            counts=counts,
+            done_before=done_by_all(self.prepared.run_dir),
+            rows_of_others=rows_of_others,
+        )
+
+    def discard(self, results: Discard) -> None:
+        """Delete results, and merged ones too. Raises TaskHeldError, TaskLockLostError or StorageError."""
+        run_dir = self.prepared.run_dir
+        if results == "run":
+            discard_run(run_dir, self.lock, self.control.sleep)
+        elif results == "failed rows":
+            discard_failed_rows(run_dir, self.lock)
+        with writing(run_dir.merged):
+            self.lock.verify()
+            run_dir.discard_merged()
+
+
+def plan_failed_rows(job: Job) -> None:
+    """Plan the failed rows again, as the first of several workers. Raises BatchrunError."""
+    from batchrunner.runner.join import join  # noqa: PLC0415 - only where tasks share a run
+
+    prepared = prepare(job, new_task())
+    start = StartOptions(join=True, retry_failed=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(leave, prepared)
+        stack.enter_context(hold_own_task(prepared.run_dir, time.sleep))
+        events = EventLog(prepared.run_dir.events)
+        rows, *_ = join(prepared, start, Control(), counts=RowCounts(), events=events)
+        rows.give_back()
