@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 from pyroaring import BitMap64
 
-from batchrunner.core.console import counted
+from batchrunner.core.console import counted, duration
 from batchrunner.core.engine_info import EngineInfo, TokenizerInfo
 from batchrunner.core.errors import BatchrunError, CannotTokenizeError, JobError
 from batchrunner.core.types import Completion, Outcome, Request, RequestBody
@@ -44,7 +44,6 @@ from batchrunner.output.files import write_json
 from batchrunner.output.resume import read_done
 from batchrunner.output.run_dir import ESTIMATE
 from batchrunner.output.task_lock import hold_task
-from batchrunner.report.report import duration
 from batchrunner.runner.control import Control
 from batchrunner.runner.open_engine import cancelled_once, open_portal
 from batchrunner.runner.prepare import PreparedJob, check_resumes, prepare

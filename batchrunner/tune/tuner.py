@@ -16,6 +16,7 @@ import uvloop
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from batchrunner.core.console import duration
 from batchrunner.core.errors import EngineStartError, JobError
 from batchrunner.engines.flag_table import FLAGS
 from batchrunner.engines.flags import arguments_in, command_line, numbers_in, variables_in
@@ -29,7 +30,6 @@ from batchrunner.output.files import writing
 from batchrunner.output.run_dir import TUNE
 from batchrunner.output.run_json import fingerprint
 from batchrunner.output.task_lock import hold_task
-from batchrunner.report.report import duration
 from batchrunner.runner.prepare import PreparedJob, prepare
 from batchrunner.tune.measurement import TrialResult, TrialSigns
 from batchrunner.tune.sample import write_sample

@@ -15,7 +15,7 @@ import yaml
 from markupsafe import Markup
 
 from batchrunner.advise.advise import advise_run
-from batchrunner.core.console import counted, escaped
+from batchrunner.core.console import background_line, counted, duration, escaped
 from batchrunner.core.engine_info import Corner
 from batchrunner.core.files import read_json
 from batchrunner.job.spec import LimitsSpec
@@ -27,7 +27,7 @@ from batchrunner.output.run_json import require_run_json
 from batchrunner.report.html.charts import load_charts, number
 from batchrunner.report.html.history import TaskHistory, Timeline, cell_width, history_of, make_timeline
 from batchrunner.report.html.results import RunResults, read_results
-from batchrunner.report.report import GO_ON, background_line, duration, says_next_step, tolerated
+from batchrunner.report.report import GO_ON, says_next_step, tolerated
 
 log = logging.getLogger(__name__)
 
