@@ -1,7 +1,6 @@
 """The files of `input.path`: which they are, what is in them, and whether they are still the same."""
 
 import contextlib
-import fcntl
 import glob
 import hashlib
 import logging
@@ -40,10 +39,9 @@ from batchrunner.input.parquet_copy import NOTES, PROBLEM, first_line, write_par
 from batchrunner.job.output import StorageSpec
 from batchrunner.job.spec import InputSpec
 from batchrunner.output.addresses import check_client, store_address
-from batchrunner.output.files import make_directory, whole_file, writing
-from batchrunner.output.resume import done_by_all
+from batchrunner.output.files import make_directory, one_process_at_a_time, whole_file, writing
 from batchrunner.output.run_dir import look_at_run
-from batchrunner.output.run_json import holds_run, require_run_json
+from batchrunner.output.run_json import holds_run
 
 log = logging.getLogger(__name__)
 
@@ -137,19 +135,9 @@ def results_of(given: str, storage: StorageSpec) -> str:
         is_run = "://" not in given and holds_run(Path(given))
     if not is_run:
         return given
-    from batchrunner.output.merge import merge, merged_rows  # noqa: PLC0415 - only for such an input
+    from batchrunner.output.merge import merge_finished_run  # noqa: PLC0415 - only for such an input
 
-    run_dir = look_at_run(given, storage)
-    done, total = len(done_by_all(run_dir).rows), require_run_json(run_dir)["rows_total"]
-    if done < total:
-        raise InputError(
-            f"{given}: this run is not done: {done:,} of {total:,} rows",
-            hint=f"run it again, or take what is there: {given}/parts",
-        )
-    if merged_rows(run_dir) < total:
-        with _only_one(run_dir.path / ".merging"):
-            if merged_rows(run_dir) < total > merge(run_dir).rows:
-                raise InputError(f"{given}: this run is still at work", hint="try again when it has ended")
+    merge_finished_run(look_at_run(given, storage), given)
     return f"{given}/merged"
 
 
@@ -481,7 +469,7 @@ class SourceFile:
         """Make the Parquet copy. One of several processes makes it, where the file system has locks."""
         with writing(copy):
             make_directory(copy.parent)
-        with _only_one(copy.with_suffix(".lock")):
+        with one_process_at_a_time(copy.with_suffix(".lock")):
             if not copy.exists():
                 self.digest = self.digest or self._digest_of(self._size)  # of what an earlier copy has
                 with writing(copy), whole_file(copy, secrets.token_hex(4)) as temporary:
@@ -547,15 +535,6 @@ def _open_parquet(fs: pafs.FileSystem, path: str) -> pq.ParquetFile:
     return pq.ParquetFile(
         fs.open_input_file(path), pre_buffer=not is_local, buffer_size=READ_BUFFER_BYTES if is_local else 0
     )
-
-
-@contextlib.contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Wait until no other process is in this block with the same path; a killed one is in none."""
-    with writing(path), path.open("wb") as file:
-        with contextlib.suppress(OSError):  # a file system without locks: several may do the same
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def size_of(footer: pq.FileMetaData, columns: Iterable[str], group: int) -> int:

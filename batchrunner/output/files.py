@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Callable, Iterator
@@ -136,6 +137,18 @@ def refresh_listing(directory: Path) -> None:
     with contextlib.suppress(OSError):
         marker.touch()
         marker.unlink()
+
+
+@contextlib.contextmanager
+def one_process_at_a_time(path: Path) -> Iterator[None]:
+    """Hold the lock of the file `path` during the block; the kernel releases that of a killed process.
+
+    A file system without locks lets every process pass. Raises StorageError.
+    """
+    with writing(path), path.open("wb") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager
