@@ -58,7 +58,7 @@ def discard_run(run_dir: RunDir, lock: TaskLock, sleep: Sleep) -> None:
 
 def _discard_rest(run_dir: RunDir, lock: TaskLock) -> None:
     run_dir.discard(before_each=lock.verify)
-    lock.replaced = None  # what the holder before left is gone
+    lock.forget_predecessor()
     run_dir.store.remove(run_dir.discarding)
 
 

@@ -132,7 +132,7 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
     OSError or TaskLockLostError.
     """
     next_number = run_dir.next_number()
-    before = lock.replaced
+    before = lock.predecessor
     lock.verify()
     for torn in run_dir.parts.glob(f".part-{run_dir.task}-*{TEMPORARY}"):
         torn.unlink(missing_ok=True)
@@ -151,7 +151,7 @@ def recover(run_dir: RunDir, lock: TaskLock, schema: pa.Schema | None = None) ->
         if schema is None:
             return
         _take_name(run_dir, next_number, schema, lock)
-    lock.replaced = None
+    lock.forget_predecessor()
 
 
 def _take_name(run_dir: RunDir, number: int, schema: pa.Schema, lock: TaskLock) -> None:
