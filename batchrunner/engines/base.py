@@ -77,15 +77,15 @@ class Engine(Protocol):
 
 
 @dataclass(eq=False)
-class HeardEngine(ABC):
+class ObservedEngine(ABC):
     """An open engine that hears of each answer on its way."""
 
     _engine: Engine
-    first_at: float | None = field(default=None, init=False)
+    first_sent_at: float | None = field(default=None, init=False)
     """When the first request was sent; None before."""
 
     @abstractmethod
-    def heard(self, request: Request, completion: Completion, route: str, sent_at: float) -> None:
+    def observe(self, request: Request, completion: Completion, route: str, sent_at: float) -> None:
         """Hear of the answer to a request."""
 
     def __getattr__(self, name: str) -> Any:
@@ -96,7 +96,7 @@ class HeardEngine(ABC):
         """Send a request; see `Engine.generate`."""
         sent_at = self._now()
         completion = await self._engine.generate(request, route)
-        self.heard(request, completion, route, sent_at)
+        self.observe(request, completion, route, sent_at)
         return completion
 
     async def generate_many(self, requests: Sequence[Request], route: str, ended: RowEnded) -> None:
@@ -105,12 +105,12 @@ class HeardEngine(ABC):
 
         def hear(index: int, result: Completion | RequestError) -> None:
             if isinstance(result, Completion):
-                self.heard(requests[index], result, route, sent_at)
+                self.observe(requests[index], result, route, sent_at)
             ended(index, result)
 
         await self._engine.generate_many(requests, route, hear)
 
     def _now(self) -> float:
         now = time.monotonic()
-        self.first_at = self.first_at or now
+        self.first_sent_at = self.first_sent_at or now
         return now

@@ -20,7 +20,7 @@ from batchrunner.core.errors import BatchrunError, CannotTokenizeError, JobError
 from batchrunner.core.types import Completion, Outcome, Request, RequestBody
 from batchrunner.dispatch.concurrency.law import BYTES_A_TOKEN, UNKNOWN_ENGINE_WINDOW
 from batchrunner.dispatch.tokenize import make_encoder
-from batchrunner.engines.base import HeardEngine
+from batchrunner.engines.base import ObservedEngine
 from batchrunner.engines.flags import CLIP
 from batchrunner.engines.http.server_info import limit_of
 from batchrunner.engines.model_files import cards_of, model_directory
@@ -168,14 +168,14 @@ def _shown(figure: Interval, form: Callable[[float], str]) -> str:
 
 
 @dataclass(eq=False)
-class SampledEngine(HeardEngine):
+class SampledEngine(ObservedEngine):
     """Notes when which answer came, and what it took."""
 
     rows: dict[int, JobRow]
     """Rows of the sample, as they were read."""
     attempts: list[Attempt] = field(default_factory=list)
 
-    def heard(self, request: Request, completion: Completion, route: str, began: float) -> None:
+    def observe(self, request: Request, completion: Completion, route: str, began: float) -> None:
         """Note an answer."""
         row = self.rows[request.ref.row]
         prompt, cached = completion.prompt_tokens or row.prompt, completion.cached_tokens or 0
